@@ -24,9 +24,9 @@ from gradstats.monitor import Monitor as Monitor
 from gradstats.scoring._checkpoints import Checkpoints as Checkpoints
 from gradstats.scoring._influence import influence as influence
 from gradstats.scoring._scores import InfluenceScores as InfluenceScores
-from gradstats.scoring._scores import TopScores as TopScores
 from gradstats.scoring._self_influence import self_influence as self_influence
 from gradstats.scoring._table import SelfInfluence as SelfInfluence
+from gradstats.scoring._top import TopScores as TopScores
 from gradstats.statistics._alignment import alignment as alignment
 from gradstats.statistics._inner_products import inner_products as inner_products
 from gradstats.statistics._norms import per_example_norms as per_example_norms

@@ -11,7 +11,7 @@ _memory         going on with smaller batches
 _ranks          what several processes do together
 _stream         train × query products, a tile at a time
 _estimate       what all tiles take, from one of them
-_top            the strongest examples without the matrix
+_top            the strongest examples without the matrix, and what is returned of them
 _passes, _influence    influence; _scores what it returns, _rankings who helps and harms
 _confidence     margin and EL2N, seen while losses run
 _self_influence    self-influence; _table what it returns

@@ -28,6 +28,12 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # What folders of lists are called, which hold no matrix.
 STRONGEST = "strongest influence"
+# What folders hold, as their manifests call it: what writes that, and what reads it.
+HELD = {
+    "influence": ("gs.influence(out=...)", "gs.InfluenceScores.load"),
+    STRONGEST: ("gs.influence(top_k=..., out=...)", "gs.TopScores.load"),
+    "self-influence": ("gs.self_influence(out=...)", "gs.SelfInfluence.load"),
+}
 
 
 def versions() -> dict[str, str]:
@@ -205,28 +211,31 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def read_manifest_of(path: Path, kind: str) -> dict[str, Any]:
+    """Return the manifest of a folder of one kind of results, or raise."""
+    manifest = read_manifest(path)
+    held = manifest.get("kind")
+    if held != kind:
+        read = f", which {HELD[held][1]} reads" if held in HELD else ""
+        raise StoreError(f"{path} holds {held}{read}; expected what {HELD[kind][0]} writes.")
+    return manifest
+
+
 def read_results(
-    path: Path, kind: str, function: str, ids: Sequence[str], arrays: Sequence[str]
+    path: Path, kind: str, ids: Sequence[str], arrays: Sequence[str]
 ) -> tuple[tuple[str, ...], list[np.ndarray], list[list[np.ndarray]]]:
     """Return the names of a folder's checkpoints, its ids, and the arrays of each, memory mapped.
 
     Args:
         path: the folder.
         kind: of results, as the manifest calls them.
-        function: what writes these.
         ids, arrays: names of the files.
 
     Raises:
         StoreError: if the folder holds something else, or a checkpoint that is not complete.
     """
-    manifest = read_manifest(path)
-    if manifest.get("kind") != kind:
-        written = f"{function}(out=...) writes"
-        if manifest.get("kind") == STRONGEST:
-            written += (
-                " without top_k=; lists of the strongest are read by the call that wrote them"
-            )
-        raise StoreError(f"{path} holds {manifest.get('kind')}, expected what {written}.")
+    manifest = read_manifest_of(path, kind)
+    function = HELD[kind][0].partition("(")[0]
     if not manifest["checkpoints"]:
         raise StoreError(
             f"{path} holds no checkpoint yet. Call {function} with the same arguments again to go "

@@ -15,7 +15,8 @@ from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._passes import Pairs, Passes
 from gradstats.scoring._rankings import check_k
-from gradstats.scoring._scores import InfluenceScores, TopScores, check_normalize
+from gradstats.scoring._scores import InfluenceScores, check_normalize
+from gradstats.scoring._top import TopScores
 from gradstats.scoring._weights import borrowed
 from gradstats.scoring._work import Work, check_checkpoints, folder_path, read_data
 from gradstats.statistics._arguments import LossFunction, check_flags, integer

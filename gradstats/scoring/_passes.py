@@ -17,7 +17,7 @@ from gradstats.scoring._estimate import estimate
 from gradstats.scoring._folder import STRONGEST
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._recognition import Recognition
-from gradstats.scoring._scores import PARTS, Partial
+from gradstats.scoring._scores import IDS, PARTS, Partial
 from gradstats.scoring._stream import Stream
 from gradstats.scoring._tiles import Array, Tiles
 from gradstats.scoring._top import Chunk, Lists, TopLists, chunks
@@ -82,7 +82,7 @@ class Passes:
 
     def lists(self, k: int) -> Lists:
         """Compute the lists of the strongest examples without the matrix."""
-        lists = TopLists(self._query.examples, k)
+        lists = TopLists(self._query.examples, k, self._pairs.names)
         # Checkpoints are met again in every chunk, so they are told apart beforehand.
         entries = {}
         for number in range(len(self._pairs)):
@@ -206,7 +206,7 @@ class Passes:
             self._work.check_finite(norms, data.ids[held], checkpoint.name, role)
 
     def _ids(self) -> dict[str, np.ndarray]:
-        return {"train_ids": self._train.ids, "query_ids": self._query.ids}
+        return dict(zip(IDS, (self._train.ids, self._query.ids), strict=True))
 
     def _description(self, kind: str) -> dict[str, Any]:
         return {

@@ -1,11 +1,11 @@
-"""What influence returns: scores of train × query, in memory, on disk, or the strongest alone."""
+"""What influence returns: scores of train × query, in memory or on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from gradstats.scoring._work import plural
 NORMALIZATIONS = (None, "cosine")
 # The files of a checkpoint's part, in the order of Partial's attributes.
 PARTS = ("products", "train_sqnorm", "query_sqnorm")
+# The files of what names the examples of both sides.
+IDS = ("train_ids", "query_ids")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class InfluenceScores(Rankings):
         super().__init__(train_ids, query_ids, normalize, checkpoints, data)
         self._source = source
         if isinstance(source, dict):
-            _protect(source.values())
+            protect(source.values())
 
     @classmethod
     def load(cls, folder: str | Path, normalize: str | None = None) -> InfluenceScores:
@@ -92,9 +94,7 @@ class InfluenceScores(Rankings):
             StoreError: the folder holds something else, or a checkpoint that is not complete.
         """
         check = check_normalize(normalize)
-        names, ids, held = read_results(
-            Path(folder), "influence", "gs.influence", ("train_ids", "query_ids"), PARTS
-        )
+        names, ids, held = read_results(Path(folder), "influence", IDS, PARTS)
         return cls([Partial(*each) for each in held], ids[0], ids[1], check, names)
 
     @property
@@ -148,91 +148,10 @@ class InfluenceScores(Rankings):
         return Ranking(positions, self.train_ids[positions], scores[positions])
 
 
-class TopScores(Rankings):
-    """The strongest training examples of every query; the matrix was never formed.
-
-    Attributes:
-        train_ids, query_ids: (N,) and (Q,) what names the examples.
-        normalize: None or "cosine".
-        checkpoints: names of those that were summed over.
-        top_k: how many were kept of each kind.
-        raw, cosine: the same in either form.
-    """
-
-    def __init__(
-        self,
-        lists: dict[str, tuple[np.ndarray, np.ndarray]],
-        train_ids: np.ndarray,
-        query_ids: np.ndarray,
-        normalize: str | None,
-        checkpoints: Sequence[str],
-        data: tuple[Data, Data] | None,
-    ):
-        super().__init__(train_ids, query_ids, normalize, checkpoints, data)
-        self._lists = lists
-        for arrays in lists.values():
-            _protect(arrays)
-        self.top_k = next(iter(lists.values()))[0].shape[1]
-
-    @property
-    def raw(self) -> TopScores:
-        """The same scores, Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩."""
-        return self._as(None)
-
-    @property
-    def cosine(self) -> TopScores:
-        """The same scores, each checkpoint's products divided by ‖∇ℓ_i(w_c)‖‖∇ℓ_j(w_c)‖."""
-        return self._as("cosine")
-
-    def __getitem__(self, key: Any) -> Any:
-        self._refuse_matrix()
-
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        self._refuse_matrix()
-
-    def _refuse_matrix(self) -> NoReturn:
-        raise ScoreError(
-            f"only the {self.top_k} strongest examples of each query were kept (top_k="
-            f"{self.top_k}), so there is no matrix to index. Use .proponents(query) and "
-            ".opponents(query), or call gs.influence without top_k."
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"TopScores({len(self.train_ids)} train × {len(self.query_ids)} query, "
-            f"top_k={self.top_k}, normalize={self.normalize!r})"
-        )
-
-    def _as(self, normalize: str | None) -> TopScores:
-        return TopScores(
-            self._lists, self.train_ids, self.query_ids, normalize, self.checkpoints, self._data
-        )
-
-    @property
-    def _listed(self) -> int:
-        return min(super()._listed, self.top_k)
-
-    def _ranking(self, query: int, k: int, sign: int) -> Ranking:
-        if k > self.top_k and self.top_k < len(self.train_ids):
-            raise ScoreError(
-                f"k is {k}, and {self.top_k} of each kind were kept. Call gs.influence with "
-                f"top_k={k} or more."
-            )
-        positions, scores = (
-            each[query][:k] for each in self._lists[list_name(self.normalize, sign)]
-        )
-        return Ranking(positions, self.train_ids[positions], scores)
-
-
-def _protect(arrays: Iterable[np.ndarray]) -> None:
+def protect(arrays: Iterable[np.ndarray]) -> None:
     """Make results read-only: slices of them are given out, and a change would be to all."""
     for array in arrays:
         array.setflags(write=False)
-
-
-def list_name(normalize: str | None, sign: int) -> str:
-    """Return the name of one kind of list."""
-    return f"{normalize or 'raw'}_{'proponents' if sign > 0 else 'opponents'}"
 
 
 def check_normalize(normalize: Any) -> str | None:

@@ -92,9 +92,7 @@ class SelfInfluence:
         Raises:
             StoreError: the folder holds something else, or a checkpoint that is not complete.
         """
-        names, (ids,), held = read_results(
-            Path(folder), "self-influence", "gs.self_influence", ("ids",), ("values",)
-        )
+        names, (ids,), held = read_results(Path(folder), "self-influence", ("ids",), ("values",))
         return cls(ids, names, np.stack([values for (values,) in held]), None)
 
     def __len__(self) -> int:

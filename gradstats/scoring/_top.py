@@ -1,4 +1,4 @@
-"""The strongest training examples of every query, without the matrix.
+"""The strongest training examples of every query, without the matrix, and what shows them.
 
 A score is a sum over checkpoints, so its rank is known once all have been added: rows go through
 all checkpoints in chunks that fit the budget.
@@ -7,23 +7,61 @@ all checkpoints in chunks that fit the budget.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from gradstats.errors import ScoreError, StoreError
 from gradstats.scoring import _ranks
-from gradstats.scoring._folder import write_whole
-from gradstats.scoring._rankings import strongest
-from gradstats.scoring._scores import NORMALIZATIONS, list_name
+from gradstats.scoring._folder import STRONGEST, read_manifest_of, write_whole
+from gradstats.scoring._loaders import Data
+from gradstats.scoring._rankings import Ranking, Rankings, strongest
+from gradstats.scoring._scores import IDS, NORMALIZATIONS, check_normalize, protect
 from gradstats.scoring._stream import Tile, cosine_of
 from gradstats.scoring._tiles import DAMAGED
 
 STATE = "top.npz"
 KINDS = [(normalize, sign) for normalize in NORMALIZATIONS for sign in (1, -1)]
+# What reading damaged lists raises.
+UNREADABLE = (OSError, KeyError, RuntimeError, zipfile.BadZipFile, *DAMAGED)
 
 Lists = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+class Held(NamedTuple):
+    """What a folder of lists holds.
+
+    Attributes:
+        lists: kind → (Q, k) positions and scores, the strongest first.
+        next_batch: the first train batch that has not been counted.
+        checkpoints: names of those that are summed over.
+    """
+
+    lists: Lists
+    next_batch: int
+    checkpoints: tuple[str, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> Held:
+        """Return what a folder holds, or raise one of UNREADABLE."""
+        with (folder / STATE).open("rb") as file, np.load(file, allow_pickle=False) as held:
+            lists = {
+                name: (held[f"{name}_positions"], held[f"{name}_scores"])
+                for name in (list_name(*kind) for kind in KINDS)
+            }
+            names = tuple(map(str, held["checkpoints"]))
+            return cls(lists, int(held["next_batch"]), names)
+
+    def write(self, folder: Path) -> None:
+        """Write the lists so that a kill leaves these or the ones before."""
+        arrays: dict[str, Any] = {
+            "next_batch": np.array(self.next_batch), "checkpoints": np.array(self.checkpoints),
+        }  # fmt: skip
+        for name, (positions, scores) in self.lists.items():
+            arrays[f"{name}_positions"], arrays[f"{name}_scores"] = positions, scores
+        write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
 
 
 class TopLists:
@@ -34,8 +72,9 @@ class TopLists:
         next_batch: the first train batch that has not been counted.
     """
 
-    def __init__(self, queries: int, k: int):
+    def __init__(self, queries: int, k: int, checkpoints: Sequence[str]):
         self._k = k
+        self._checkpoints = tuple(checkpoints)
         self.lists: Lists = {
             list_name(*kind): (np.zeros((queries, 0), np.int64), np.zeros((queries, 0)))
             for kind in KINDS
@@ -61,29 +100,22 @@ class TopLists:
             )  # fmt: skip
 
     def save(self, folder: Path) -> None:
-        """Write the lists so that a kill leaves these or the ones before."""
-        arrays: dict[str, Any] = {"next_batch": np.array(self.next_batch)}
-        for name, (positions, scores) in self.lists.items():
-            arrays[f"{name}_positions"], arrays[f"{name}_scores"] = positions, scores
-        write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
+        """Write the lists to a folder."""
+        Held(self.lists, self.next_batch, self._checkpoints).write(folder)
 
     def restore(self, folder: Path) -> str | None:
         """Go on with the lists of a folder; return what is wrong with them, if anything."""
         if not (folder / STATE).exists():
             return None
         try:
-            with (folder / STATE).open("rb") as file, np.load(file, allow_pickle=False) as held:
-                lists = {
-                    name: (held[f"{name}_positions"], held[f"{name}_scores"]) for name in self.lists
-                }
-                next_batch = int(held["next_batch"])
-            for name, (positions, scores) in lists.items():
+            held = Held.read(folder)
+            for name, (positions, scores) in held.lists.items():
                 own = len(self.lists[name][0]), min([self._k, *positions.shape[-1:]])
                 if not positions.shape == scores.shape == own:
                     raise ValueError(f"{name} has shape {scores.shape}, expected {own}")
-        except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, *DAMAGED) as error:
+        except UNREADABLE as error:
             return f"{folder / STATE} is damaged ({error})"
-        self.lists, self.next_batch = lists, next_batch
+        self.lists, self.next_batch = held.lists, held.next_batch
         return None
 
 
@@ -143,3 +175,115 @@ def chunks(sizes: np.ndarray, queries: int, budget: int, start: int) -> Iterator
         rows += int(sizes[number])
     if first < len(sizes):
         yield range(first, len(sizes))
+
+
+class TopScores(Rankings):
+    """The strongest training examples of every query; the matrix was never formed.
+
+    Attributes:
+        train_ids, query_ids: (N,) and (Q,) what names the examples.
+        normalize: None or "cosine".
+        checkpoints: names of those that were summed over.
+        top_k: how many were kept of each kind.
+        raw, cosine: the same in either form.
+    """
+
+    def __init__(
+        self,
+        lists: dict[str, tuple[np.ndarray, np.ndarray]],
+        train_ids: np.ndarray,
+        query_ids: np.ndarray,
+        normalize: str | None,
+        checkpoints: Sequence[str],
+        data: tuple[Data, Data] | None,
+    ):
+        super().__init__(train_ids, query_ids, normalize, checkpoints, data)
+        self._lists = lists
+        for arrays in lists.values():
+            protect(arrays)
+        self.top_k = next(iter(lists.values()))[0].shape[1]
+
+    @classmethod
+    def load(cls, folder: str | Path, normalize: str | None = None) -> TopScores:
+        """Return what ``gs.influence(top_k=k, out=folder)`` left.
+
+        Args:
+            folder: of the lists; read without the model and the data.
+            normalize: None or "cosine": which form the result shows first.
+
+        Returns:
+            TopScores.
+
+        Raises:
+            ScoreError: ``normalize`` is neither.
+            StoreError: the folder holds something else, or lists that are not complete.
+        """
+        check, path = check_normalize(normalize), Path(folder)
+        manifest = read_manifest_of(path, STRONGEST)
+        again = "Call gs.influence with the same arguments again to"
+        try:
+            held = Held.read(path)
+            ids = [np.load(path / f"{name}.npy", allow_pickle=False) for name in IDS]
+            batches, sizes = int(manifest["train"]["batches"]), [len(each) for each in ids]
+            for positions, _ in held.lists.values():
+                if len(positions) != sizes[1] or positions.max(initial=0) >= sizes[0]:
+                    raise ValueError(f"its ids are of {sizes} examples, its lists of others")
+        except (*UNREADABLE, TypeError) as error:
+            raise StoreError(f"{path} cannot be read: {error}. {again} repair it.") from error
+        if held.next_batch < batches:
+            raise StoreError(f"{path} is not complete. {again} go on.")
+        return cls(held.lists, ids[0], ids[1], check, held.checkpoints, None)
+
+    @property
+    def raw(self) -> TopScores:
+        """The same scores, Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩."""
+        return self._as(None)
+
+    @property
+    def cosine(self) -> TopScores:
+        """The same scores, each checkpoint's products divided by ‖∇ℓ_i(w_c)‖‖∇ℓ_j(w_c)‖."""
+        return self._as("cosine")
+
+    def __getitem__(self, key: Any) -> Any:
+        self._refuse_matrix()
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        self._refuse_matrix()
+
+    def _refuse_matrix(self) -> NoReturn:
+        raise ScoreError(
+            f"only the {self.top_k} strongest examples of each query were kept (top_k="
+            f"{self.top_k}), so there is no matrix to index. Use .proponents(query) and "
+            ".opponents(query), or call gs.influence without top_k."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"TopScores({len(self.train_ids)} train × {len(self.query_ids)} query, "
+            f"top_k={self.top_k}, normalize={self.normalize!r})"
+        )
+
+    def _as(self, normalize: str | None) -> TopScores:
+        return TopScores(
+            self._lists, self.train_ids, self.query_ids, normalize, self.checkpoints, self._data
+        )
+
+    @property
+    def _listed(self) -> int:
+        return min(super()._listed, self.top_k)
+
+    def _ranking(self, query: int, k: int, sign: int) -> Ranking:
+        if k > self.top_k and self.top_k < len(self.train_ids):
+            raise ScoreError(
+                f"k is {k}, and {self.top_k} of each kind were kept. Call gs.influence with "
+                f"top_k={k} or more."
+            )
+        positions, scores = (
+            each[query][:k] for each in self._lists[list_name(self.normalize, sign)]
+        )
+        return Ranking(positions, self.train_ids[positions], scores)
+
+
+def list_name(normalize: str | None, sign: int) -> str:
+    """Return the name of one kind of list."""
+    return f"{normalize or 'raw'}_{'proponents' if sign > 0 else 'opponents'}"

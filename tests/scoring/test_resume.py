@@ -636,9 +636,13 @@ def test_a_table_is_loaded_again(tmp_path):
     assert np.array_equal(loaded._values, table._values)
     assert str(loaded) == str(table)
     call("matrix", tmp_path / "scores")
-    with pytest.raises(gs.StoreError, match=r"holds influence, expected .* gs.self_influence\(out"):
+    with pytest.raises(
+        gs.StoreError, match=r"holds influence, which .*; expected .* gs.self_influence\(out"
+    ):
         gs.SelfInfluence.load(tmp_path / "scores")
-    with pytest.raises(gs.StoreError, match=r"holds self-influence, expected .* gs.influence\(out"):
+    with pytest.raises(
+        gs.StoreError, match=r"self-influence, which .*; expected .* gs.influence\(out"
+    ):
         gs.InfluenceScores.load(tmp_path / "table")
     done = next((tmp_path / "table").glob("checkpoint-*")) / "done.npy"
     os.truncate(done, done.stat().st_size - 8)
@@ -646,6 +650,54 @@ def test_a_table_is_loaded_again(tmp_path):
         gs.StoreError, match=r"cannot be read.*Call gs.self_influence with the same"
     ):
         gs.SelfInfluence.load(tmp_path / "table")
+
+
+def test_lists_are_loaded_again(tmp_path):
+    out = tmp_path / "lists"
+    made = call("top", out)
+    for normalize in (None, "cosine"):
+        loaded = gs.TopScores.load(out, normalize)
+        assert loaded.normalize == normalize
+        assert_same("top", loaded, made.cosine if normalize else made)
+    assert loaded.checkpoints == made.checkpoints
+    assert loaded.train_ids.tolist() == made.train_ids.tolist()
+    assert str(loaded.raw.proponents(1, 2)) == str(made.raw.proponents(1, 2))
+    call("matrix", tmp_path / "scores")
+    with pytest.raises(
+        gs.StoreError, match=r"holds influence, which gs.InfluenceScores.load reads"
+    ):
+        gs.TopScores.load(tmp_path / "scores")
+    with pytest.raises(gs.ScoreError, match="normalize is 'sine'"):
+        gs.TopScores.load(out, "sine")
+
+
+def forget_a_batch(file: Path) -> None:
+    with np.load(file) as held:
+        arrays = dict(held)
+    np.savez(file, **(arrays | {"next_batch": arrays["next_batch"] - 1}))
+
+
+def forget_examples(file: Path) -> None:
+    ids = file.with_name("train_ids.npy")
+    np.save(ids, np.load(ids)[:1])
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (truncate, "cannot be read.*Call gs.influence with the same arguments again to repair"),
+        (drop_a_query, r"its ids are of \[11, 6\] examples, its lists of others.*to repair it"),
+        (forget_examples, r"its ids are of \[1, 6\] examples, its lists of others.*to repair it"),
+        (forget_a_batch, "not complete. Call gs.influence with the same arguments again to go on"),
+        (Path.unlink, "cannot be read"),
+    ],
+)
+def test_lists_that_are_damaged_are_not_loaded(tmp_path, damage, message):
+    out = tmp_path / "lists"
+    call("top", out)
+    damage(out / "top.npz")
+    with pytest.raises(gs.StoreError, match=message):
+        gs.TopScores.load(out)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
