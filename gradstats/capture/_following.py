@@ -115,11 +115,19 @@ class Following(Marks):
         return trained and self.is_data(item)
 
     def sole_example(self, data: list[Tensor]) -> Whole | None:
-        """Return the one example to which all operands of data belong; None if there is none."""
+        """Return the one example to which operands of data belong; None if there is none.
+
+        Nothing is asked of those that are not trained and of which nothing is known, as targets
+        are and places in each image: gradients come to what is trained alone.
+        """
         if self.batch_size == 1 or not self.follows_layouts:
             return None
-        owners = [sole_of(self.owned(item)) if self.is_marked(item) else None for item in data]
-        first = owners[0]
+        owners = [
+            sole_of(self.owned(item)) if self.is_marked(item) else None
+            for item in data
+            if item.requires_grad or self.owned(item) is not None
+        ]
+        first = owners[0] if owners else None
         if not isinstance(first, Whole):
             return None
         return first if all(other == first for other in owners) else None

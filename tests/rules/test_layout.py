@@ -1045,6 +1045,49 @@ def test_rows_of_two_examples_among_themselves_are_refused():
     )
 
 
+PLACES = [torch.tensor([1, 4]), torch.tensor([0]), torch.tensor([2, 0, 4, 3])]
+FOUND = torch.arange(28.0).double().view(7, 4).sin().split([2, 1, 4])
+MATCHES = {
+    "indexed": lambda rows, places, found: rows[places] - found,
+    "selected": lambda rows, places, found: found * rows.index_select(0, places),
+    "masked": lambda rows, places, found: rows[torch.isin(torch.arange(5), places)] - found,
+    "gathered": lambda rows, places, found: rows.gather(0, places[:, None].expand(-1, 4)) * found,
+    "cut off": lambda rows, places, found: nn.functional.smooth_l1_loss(
+        rows[: len(found)], found, reduction="none"
+    ),
+    "a target of its own": lambda rows, places, found: (
+        rows - torch.zeros(5, 4).double().index_copy(0, places, found)
+    ),
+    "every pair": lambda rows, places, found: torch.cdist(rows, found),
+    "the nearest": lambda rows, places, found: (rows @ found.T).topk(2, 0).values,
+}
+
+
+@pytest.mark.parametrize("match", MATCHES.values(), ids=MATCHES)
+def test_examples_taken_one_by_one_meet_what_belongs_to_each(match):
+    """As detectors compare what they find in an image with the boxes in it, of any number."""
+
+    def losses(m, batch):
+        rows = m(*batch)
+        return torch.stack(
+            [
+                match(rows[i], places, found).square().sum()
+                for i, (places, found) in enumerate(zip(PLACES, FOUND, strict=True))
+            ]
+        )
+
+    check_operation(lambda m, x: m.last(m.first(x).tanh()), {
+        "first": nn.Linear(3, 4), "last": nn.Linear(4, 4)
+    }, normal(BATCH, 5, 3), loss_fn=losses)  # fmt: skip
+
+
+def test_losses_of_one_example_against_targets_of_all_are_refused():
+    check_refused(
+        lambda m, x: m.first(x)[0] - x.cumsum(0), {"first": nn.Linear(4, 4)}, normal(BATCH, 4),
+        error=gs.ExampleAxisError, match="losses",
+    )  # fmt: skip
+
+
 def test_a_parameter_beside_the_rows_of_one_example():
     """As a learned end of line is put behind each row of an image's features."""
 
