@@ -328,3 +328,66 @@ def test_inside_autocast_contractions_have_the_precision_of_their_operands(dtype
         found = measured()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+class Scaled(nn.Module):
+    """A layer, an operation with parameters, and a layer."""
+
+    def __init__(self, function, *shapes):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+        self.own = nn.ParameterList(nn.Parameter(0.3 + torch.rand(shape)) for shape in shapes)
+
+    def forward(self, x):
+        hidden = self.function(self.first(x), *self.own)
+        self.seen = hidden.dtype
+        return self.last(hidden.sin())
+
+
+# Autocast casts no operand of elementwise operations: a number leaves bfloat16 as it is, a vector
+# does not. Products along an axis and PReLU it does cast.
+BESIDE_LOW_PRECISION = {
+    "times a number": (lambda h, t: h * t, ()),
+    "a number plus": (lambda h, t: t + h, ()),
+    "minus the exponential of a number": (lambda h, t: h - t.exp(), ()),
+    "in place": (lambda h, t: h.clone().mul_(t), ()),
+    "the larger of a number": (lambda h, t: torch.maximum(h, t), ()),
+    "to the power of a number": (lambda h, t: h.abs().pow(t), ()),
+    "where": (lambda h, t: torch.where(h > 0, h, t), ()),
+    "numbers of a vector": (lambda h, t: h * t[0] + t[1], (2,)),
+    "scaled and shifted by numbers": (lambda h, t, b: torch.addcmul(b, h, t), (), ()),
+    "times a vector": (lambda h, t: h * t, (8,)),
+    "PReLU": (torch.prelu, (1,)),
+    "PReLU of channels": (torch.prelu, (8,)),
+    "product along an axis": (lambda h, t: h * torch.linalg.vecdot(h, t)[:, None], (8,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", BESIDE_LOW_PRECISION.values(), ids=BESIDE_LOW_PRECISION)
+def test_the_forward_under_autocast_is_the_users(case, dtype):
+    model, x = Scaled(*case), torch.randn(5, 8)
+    parameters = dict(model.named_parameters())
+
+    def losses_of(model, x):
+        with torch.autocast("cpu", dtype):
+            result = model(x)
+        return result.float().square().sum(1)
+
+    losses = losses_of(model, x)
+    seen = model.seen
+    each = [torch.autograd.grad(loss, model.parameters(), retain_graph=True) for loss in losses]
+    norms = torch.tensor([[part.norm() for part in gradient] for gradient in each])
+
+    def check(stats):
+        assert model.seen == seen
+        assert torch.equal(stats.loss, losses)
+        for name, expected in zip(parameters, norms.T, strict=True):
+            found = stats.by_parameter[name].sqrt()
+            torch.testing.assert_close(found, expected, rtol=0.03, atol=1e-3 * norms.max().item())
+
+    check(gs.per_example_norms(model, x, losses_of))
+    for fused in (True, False):
+        with gs.track(model, batch_size=5, fused=fused) as tracker:
+            tracker.backward(losses_of(model, x))
+        check(tracker.stats)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._einsum import parse_equation
-from gradstats.capture._grafted import Composed
+from gradstats.capture._grafted import Composed, Grafted
 from gradstats.capture._operations import OUTER_PRODUCTS, solves_vector, variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture.rules import _products
@@ -153,7 +153,13 @@ def dot(input: Tensor, tensor: Tensor) -> Tensor:
     return (input * tensor).sum(0)
 
 
-def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+def vecdot(tracker, func, *args, **kwargs):
+    """The operation itself where autocast runs it in lower precision, as it does no product."""
+    rule = Grafted if torch._C._is_any_autocast_enabled() else Composed
+    return rule(_vecdot)(tracker, func, *args, **kwargs)
+
+
+def _vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
     """Σ conj(x) y along an axis of both, broadcast."""
     return (x.conj() * y).sum(dim)
 
@@ -217,7 +223,7 @@ RULES = {
     functional.pairwise_distance: Composed(pairwise_distance),
     **dict.fromkeys(OUTER_PRODUCTS, Composed(outer)),
     **dict.fromkeys(variants("dot"), Composed(dot)),
-    torch.linalg.vecdot: Composed(vecdot),
+    torch.linalg.vecdot: vecdot,
     torch.linalg.solve: Composed(solve),
     torch.linalg.solve_triangular: Composed(solve_triangular),
     **dict.fromkeys(variants("cholesky_solve"), Composed(cholesky_solve)),

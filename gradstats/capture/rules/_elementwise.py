@@ -34,6 +34,7 @@ from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     as_data,
+    cast_for_autocast,
     check_rows,
     common_rows,
     lined_up,
@@ -43,7 +44,7 @@ from gradstats.capture.rules._common import (
     run,
 )
 from gradstats.capture.rules._in_place import write_data
-from gradstats.capture.rules._per_example import ELEMENTWISE_IN_PLACE, per_example
+from gradstats.capture.rules._per_example import ELEMENTWISE_IN_PLACE, changes_type, per_example
 from gradstats.capture.rules._summed import BroadcastFactors
 
 
@@ -76,7 +77,7 @@ def _product_or_sum(
     position = 0 if node_of(second) is not None else 1
     x, value = (first, second) if position == 0 else (second, first)
     plan = on_chip(layout, x, value, multiply=multiply)
-    if plan is not None and settings.exact:
+    if plan is not None and (settings.exact or changes_type((first, second))):
         result = func(plain(first), plain(second))
         saved = (x.detach(),) if multiply else ()
         return tap(tracker, [node], result, plan, *saved)
@@ -294,6 +295,9 @@ def prelu(tracker, func, input, weight):
         refuse(func, first_node(input), "of a derived input has no rule")
     channels = (1, -1, *(1 for _ in range(input.dim() - 2))) if input.dim() > 1 else (-1,)
     scale = derive(tracker, Tensor.view, (weight, channels), {})
+    input = cast_for_autocast(tracker, input)
+    if scale.dtype != input.dtype:
+        scale = derive(tracker, Tensor.to, (scale, input.dtype), {})
     return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
 
 

@@ -53,7 +53,7 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | 
                 "of data in which an example has several rows, each with its own part of the "
                 "parameter, has no rule",
             )
-    if tracker.settings.exact:
+    if tracker.settings.exact or changes_type((args, kwargs)):
         return _tapped(tracker, func, layout, args, kwargs)
 
     def view(item):
@@ -61,6 +61,17 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | 
         return item if node is None else example_view(tracker, node, layout)
 
     return func(*rebuild(args, view), **rebuild(kwargs, view))
+
+
+def changes_type(items) -> bool:
+    """Whether operands give another dtype once a tracked number among them has axes.
+
+    Beside tensors of lower precision a number leaves theirs to the result, and counts in its own.
+    """
+    tensors = [item for item in flatten(items) if isinstance(item, Tensor)]
+    numbers = {item.dtype for item in tensors if not item.dim() and node_of(item) is not None}
+    others = {item.dtype for item in tensors if item.dim() and item.is_floating_point()}
+    return bool(numbers) and bool(others - numbers)
 
 
 def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs, result_axis: int):
