@@ -709,6 +709,29 @@ def test_a_parameter_made_of_another_is_a_new_leaf(made):
     assert type(shared) is nn.Parameter and shared.data_ptr() == model.weight.data_ptr()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_parameter_that_takes_the_place_of_another_is_refused(bias):
+    """As of a critic that clips its weights: of the new one nobody would measure the gradient."""
+
+    class Clipped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4, bias=bias), nn.Linear(4, 3)
+
+        def forward(self, x):
+            self.layer.weight = nn.Parameter(self.layer.weight.detach().clamp(-0.1, 0.1))
+            return self.head(self.layer(x))
+
+    model, batch = Clipped(), vectors(torch.float32)
+    message = r"given parameters inside the context, \['layer.weight'\].*write into it instead"
+    with pytest.raises(gs.CoverageError, match=message):
+        gs.per_example_norms(model, batch, classify)
+    for fused in (True, False):
+        with pytest.raises(gs.CoverageError, match=message):
+            with gs.track(model, batch_size=B, fused=fused) as tracker:
+                tracker.backward(classify(model, batch))
+
+
 def test_a_moving_average_inside_a_context():
     model, batch = dense().double(), vectors()
     average = torch.optim.swa_utils.AveragedModel(

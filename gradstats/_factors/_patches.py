@@ -79,8 +79,10 @@ class Patches:
         dtype = compute_dtype(self.input, self.grad)
         examples, geometry = self.batch, self.geometry
         spatial = self.input.shape[2:]
-        x = self.input.to(dtype).reshape(1, examples * self.input.shape[1], *spatial)
-        g = self.grad.to(dtype).reshape(1, examples * self.shape[0], *self.grad.shape[2:])
+        # Flat first: a last axis of size 1 may have any stride, and PyTorch takes some for those of
+        # data with channels last, for which it has no gradient of a weight in float64.
+        x = self.input.to(dtype).flatten().view(1, examples * self.input.shape[1], *spatial)
+        g = self.grad.to(dtype).flatten().view(1, examples * self.shape[0], *self.grad.shape[2:])
         # Only the weight's shape is read: one number stands for all of it.
         weight = x.new_empty(1).expand(examples * self.shape[0], self.shape[1], *self.kernel)
         gradient = torch.ops.aten.convolution_backward(

@@ -90,12 +90,12 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
                 seen.add(child)
                 stack.append(child)
                 continue
-            if tracked:
-                continue  # its edges to leaves are those of its roots
             leaf = child.variable  # type: ignore[attr-defined]
+            root = node_of(leaf)
+            if tracked and root in use.roots:
+                continue
             if inside is None:
                 inside = _roots_in_graph(edges, of_graphs) if of_graphs else set()
-            root = node_of(leaf)
             if inside and root in inside:
                 continue
             if id(leaf) in of_graphs:

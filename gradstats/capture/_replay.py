@@ -51,14 +51,15 @@ class Replay:
         """Return the root's gradient, given one gradient of the derived tensor."""
         cotangent = cotangent.to(self.value)
         (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, retain_graph=True)
-        return pulled.to(compute_dtype(pulled))
+        return _dense(pulled)
 
     def push(self, direction: Tensor) -> Tensor | None:
         """Return how the derived tensor changes when the root changes by ``direction``.
 
         Computed as the derivative of ``pull``, which is linear in its cotangent. None where PyTorch
         cannot differentiate an operation's backward, as with fused attention, where that returns
-        zeros whatever it is given, as with ``sign``, and where it gets values that are not finite.
+        zeros whatever it is given, as with ``sign``, where it gets values that are not finite, and
+        where the derivative is another operation's, as with ``scale_grad_by_freq``.
         """
         with torch.enable_grad():
             cotangent = torch.zeros_like(self.value, requires_grad=True)
@@ -77,7 +78,16 @@ class Replay:
                 return None
         if pushed is None or not bool(pushed.isfinite().all()):
             return None
-        return pushed.to(compute_dtype(pushed))
+        pushed = pushed.to(compute_dtype(pushed))
+        return pushed if self._are_adjoint(direction, pushed) else None
+
+    def _are_adjoint(self, direction: Tensor, pushed: Tensor) -> bool:
+        """Whether ⟨direction, pull(pushed)⟩ = ⟨pushed, pushed⟩, as it is if push is right."""
+        pulled = self.pull(pushed)
+        met = direction.to(pulled).where(pulled != 0, 0)
+        difference = (met * pulled).sum() - pushed.square().sum()
+        tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
+        return bool(difference.abs() <= tolerance * met.norm() * pulled.norm())
 
 
 def pull_each(value: Tensor, leaves: Sequence[Tensor], factor: Factor) -> list[Tensor]:
@@ -86,7 +96,7 @@ def pull_each(value: Tensor, leaves: Sequence[Tensor], factor: Factor) -> list[T
     if len(cotangents) == 1:
         # Without the preparations for a batch, which take longer than many a backward.
         found = torch.autograd.grad(value, leaves, cotangents[0], retain_graph=True)
-        return [pulled.to(compute_dtype(pulled)).unsqueeze(0) for pulled in found]
+        return [_dense(pulled).unsqueeze(0) for pulled in found]
     try:
         # Anomaly detection cannot look for NaN in a batch of gradients.
         with torch.autograd.set_detect_anomaly(False):
@@ -97,8 +107,14 @@ def pull_each(value: Tensor, leaves: Sequence[Tensor], factor: Factor) -> list[T
         raise
     except RuntimeError:  # not every backward takes a batch: that of a sparse product does not
         each = [torch.autograd.grad(value, leaves, one, retain_graph=True) for one in cotangents]
-        found = tuple(map(torch.stack, zip(*each, strict=True)))
-    return [pulled.to(compute_dtype(pulled)) for pulled in found]
+        found = [torch.stack([_dense(one) for one in column]) for column in zip(*each, strict=True)]
+    return [_dense(pulled) for pulled in found]
+
+
+def _dense(pulled: Tensor) -> Tensor:
+    """Return a gradient in the dtype of statistics, a sparse one of embeddings made dense."""
+    dense = pulled if pulled.layout == torch.strided else pulled.to_dense()
+    return dense.to(compute_dtype(dense))
 
 
 class FunctionReplay(Replay):

@@ -208,7 +208,9 @@ class Tracker(Threaded, Context):
             raise CoverageError(
                 f"the model was given parameters inside the context, {sorted(set(new))[:4]}, whose "
                 "gradients are not measured. Expected parameters that exist when the context is "
-                "opened: if the first forward creates them, run one forward before."
+                "opened, and stay the same: if the first forward creates them, run one forward "
+                "before; if each forward makes one anew, write into it instead (parameter.copy_ "
+                "under torch.no_grad)."
             )
 
     def _names(self) -> dict[int, str]:

@@ -411,3 +411,12 @@ def test_rows_of_examples_in_groups(kind, rows):
     check_operation(
         lambda m, x: ROWS[rows](m.layer, x), {"layer": layer}, normal(3, 4, *range(2, dims + 2))
     )
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_a_layer_used_twice_on_sequences_of_one_position(kind):
+    """Whose channels may stand behind the position: then any stride is as good as another."""
+    layer = kind(8, 8, 3, padding=1, groups=2)
+    check_operation(
+        lambda m, x: m.layer(m.layer(x.transpose(1, 2)).tanh()), {"layer": layer}, normal(2, 1, 8)
+    )

@@ -1,6 +1,7 @@
 """Table look-ups."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -480,3 +481,50 @@ def test_relative_position_table():
 
     check_operation(function, {"w": (4, 2)}, normal(3, 2, 4, 4))
     check_operation(function, {"w": (4, 4)}, normal(4, 4, 4, 4))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_tables_of_positions_scaled_by_how_often_a_row_is_looked_up(raw):
+    """PyTorch's second derivative of such a look-up is that of another, without the scale."""
+
+    def function(m, x):
+        positions = torch.arange(5) % 3
+        if raw:
+            return x * torch.embedding(m.table, positions, -1, True)
+        return x * functional.embedding(positions, m.table, scale_grad_by_freq=True)
+
+    check_operation(function, {"table": (400, 64)}, normal(20, 5, 64))
+    check_operation(function, {"table": (4, 3)}, normal(2, 5, 3))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, **how: x * functional.embedding(torch.arange(5) % 3, m.table, **how),
+        lambda m, x, **how: x @ functional.embedding(torch.arange(6) % 4, m.table, **how),
+        lambda m, x, **how: (
+            x
+            * functional.embedding_bag(torch.arange(10).view(5, 2) % 3, m.table, mode="sum", **how)
+        ),
+    ],
+    ids=["rows", "matrix", "bags"],
+)
+def test_tables_of_positions_with_sparse_gradients(function):
+    x = normal(7, 5, 6)
+    dense, sparse = (
+        Operation(partial(function, sparse=each), {"table": (8, 6)}, False)
+        for each in (False, True)
+    )
+    sparse.load_state_dict(dense.state_dict())
+    options = {"gram": True, "alignment": True}
+    expected = gs.per_example_norms(dense, (x,), uneven_loss, **options)
+    assert_sqnorms(expected, oracle_sqnorms(dense, (x,), uneven_loss), 1e-9)
+    for fused in (None, True, False):
+        if fused is None:
+            found = gs.per_example_norms(sparse, (x,), uneven_loss, **options)
+        else:
+            with gs.track(sparse, batch_size=7, fused=fused, **options) as tracker:
+                tracker.backward(uneven_loss(sparse, (x,)))
+            found = tracker.stats
+        for name in ("sqnorm", "gram", "alignment"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name))

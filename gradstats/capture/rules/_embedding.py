@@ -350,10 +350,7 @@ def _renormalised(
     """
     if max_norm is None or is_compiling() or not isinstance(node, Root):
         return max_norm
-    table = node.value
-    if not table.is_contiguous():
-        return max_norm  # PyTorch shortens a copy
-    torch.embedding_renorm_(table.detach(), ids.contiguous(), max_norm, norm_type)
+    torch.embedding_renorm_(node.value.detach(), ids.contiguous(), max_norm, norm_type)
     return None
 
 
