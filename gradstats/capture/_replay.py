@@ -93,6 +93,7 @@ class Replay:
 def pull_each(value: Tensor, leaves: Sequence[Tensor], factor: Factor) -> list[Tensor]:
     """Return the per-example gradients of several leaves, given a factor of what they give."""
     cotangents = factor.dense().to(value)
+    found: Sequence[Tensor]
     if len(cotangents) == 1:
         # Without the preparations for a batch, which take longer than many a backward.
         found = torch.autograd.grad(value, leaves, cotangents[0], retain_graph=True)

@@ -130,17 +130,17 @@ def influence(
             workspace: a half-done checkpoint is refused in others; on a CPU also its kind and the
             number of threads, which are not compared); further checkpoints add to what is there,
             also from several calls at once; other data, models or options are refused with the
-            difference. Data are recognised by their sizes and a hash of their contents; of
-            a DataLoader whose data set is no TensorDataset the hash covers the first, the middle
-            and the last batch. Model and loss are recognised by their names and shapes and, at
-            checkpoints that are there, by the losses of the first training batch up to rounding
-            (√eps): a difference that leaves these as they are is not seen, nor one by which only a
-            further checkpoint differs.
+            difference. Data are recognised by their sizes and a hash of their contents, for which
+            they are read once more (``load`` of the results reads no data). Model and loss are
+            recognised by their names and shapes and, at checkpoints that are there, by the losses
+            of the first training batch up to rounding (√eps): a difference that leaves these as
+            they are is not seen, nor one by which only a further checkpoint differs.
         resume: False refuses a folder that holds results.
         top_k: keep only so many proponents and opponents of every query, and never form the
             matrix. With ``out`` their lists are written after each chunk of training data.
         train_ids, query_ids: where a batch holds the ids of its examples: a key, a position, or a
-            function of the batch; one more pass over the data. Positions by default.
+            function of the batch; one more pass over the data, the same as that for ``out``.
+            Positions by default.
         budget: bytes of query gradients kept at once, and of scores with ``top_k``. Each time the
             query side fills it, the training data are passed once more.
         batch_dim: the example axis of the data.
@@ -195,8 +195,8 @@ def influence(
     work, pairs, number, k, folder = _ranks.together(checked)
     scores: InfluenceScores | TopScores
     with random_numbers_kept(work.device):
-        train = read_data(train_loader, "train", train_ids, work.layout)
-        query = read_data(query_loader, "query", query_ids, work.layout)
+        train = read_data(work, train_loader, "train", train_ids, folder is not None)
+        query = read_data(work, query_loader, "query", query_ids, folder is not None)
         passes = Passes(work, pairs, train, query, number, folder, resume)
         about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
         with borrowed(work.model):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from gradstats.errors import LoaderError
 from gradstats.scoring._batches import Source, pick
@@ -27,7 +27,10 @@ class Data:
         layout: where the examples of each batch lie.
         sizes: (batches,) number of examples in each batch.
         ids: (N,) what names each example; its position where the caller gave no ids.
-        fingerprint: a hash by which data are the same; ``description`` says what it covers.
+        fingerprint: a hash of the sizes, the ids and the contents by which data are the same. Of
+            the contents of every batch if all had to be read to count examples (packed ones always)
+            or to collect ids, or once ``cover`` was called; else of the first, the middle and the
+            last.
     """
 
     def __init__(self, loader: Any, role: str, ids: Source, layout: BatchLayout):
@@ -41,14 +44,12 @@ class Data:
             self._check_sequential(ids)
         content = ContentHash()
         self._hashes: dict[int, str] = {}
-        self._counted = True
+        self._counted = self._covered = True
         if self._index_lists is not None and ids is None and not layout.packed:
             # The sampler says how many examples each batch has.
-            self._counted = False
+            self._counted = self._covered = False
             self.sizes = np.array([len(each) for each in self._index_lists], dtype=np.int64)
             self._check_any()
-            if type(loader.dataset) is TensorDataset:
-                content.add(loader.dataset.tensors)
             last = len(self.sizes) - 1
             for _, batch in self.read(sorted({0, last // 2, last})):
                 content.add(batch)
@@ -70,16 +71,33 @@ class Data:
         content.add([self.sizes, self.ids])
         self.fingerprint, self._unread = content.hexdigest(), content.unread
 
+    def uncovered(self) -> range:
+        """Return the batches whose contents the fingerprint is to cover and does not."""
+        return range(0 if self._covered else self.batches)
+
+    def contents(self, numbers: Iterable[int]) -> Iterator[tuple[int, str, set[str]]]:
+        """Yield the hashes of some batches, with the types in each whose contents are not known."""
+        for number, batch in self.read(numbers):
+            content = ContentHash()
+            content.add(batch)
+            yield number, content.hexdigest(), content.unread
+
+    def cover(self, contents: Iterable[tuple[int, str, set[str]]]) -> None:
+        """Have the fingerprint cover the contents of every batch, as ``contents`` gave them."""
+        whole = ContentHash()
+        whole.add(self.fingerprint)
+        for number, digest, unread in sorted(contents, key=lambda each: each[0]):
+            whole.add([number, digest])
+            self._unread |= unread
+        self.fingerprint, self._covered = whole.hexdigest(), True
+
     def description(self) -> dict[str, Any]:
         """Return what says that data are the same, for a manifest.
-
-        The hash covers the sizes, the ids and the contents: of every batch where all had to be read
-        to count examples (packed ones always) or to collect ids, and of a TensorDataset; else of
-        the first, the middle and the last batch.
 
         Raises:
             LoaderError: if the batches hold objects whose contents are not known.
         """
+        assert self._covered, "a manifest has to tell any batch from another"
         if self._unread:
             raise LoaderError(
                 f"the batches of the {self._role} loader hold objects of type "

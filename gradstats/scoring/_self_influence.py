@@ -77,10 +77,11 @@ def self_influence(
             the logits that its cross-entropy (or nll_loss) sees.
         checkpoints: gs.Checkpoints, each loaded once.
         ids: where a batch holds the ids of its examples: a key, a position, or a function of the
-            batch; one more pass over the data. By default an example's position is its id.
+            batch; one more pass over the data, the same as that for ``out``. By default an
+            example's position is its id.
         out: a folder to keep results in; with ``resume`` a call that was killed goes on there,
             and further checkpoints add to what is there. What belongs to a folder is recognised as
-            by gs.influence.
+            by gs.influence, with one more pass over the data.
         resume: False refuses a folder that holds results.
         batch_dim: the example axis of the data.
         cu_seqlens: where a batch holds the bounds of examples packed into one row (see
@@ -125,7 +126,7 @@ def _scored(
     work: Work, loader: Any, ids: Source, checkpoints: Checkpoints, path: Path | None, resume: bool
 ) -> SelfInfluence:
     """Measure all examples at all checkpoints."""
-    data = read_data(loader, "training", ids, work.layout)
+    data = read_data(work, loader, "training", ids, path is not None)
     folder = None
     if path is not None:
         description = {

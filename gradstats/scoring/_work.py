@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,10 @@ class Work:
         if self.progress and _ranks.rank() == 0:
             tqdm.write(line, file=sys.stderr)
 
-    def bar(self, total: int, what: str) -> tqdm:
-        """Return a progress bar, shown in one process."""
+    def bar(self, total: int, what: str, unit: str = "tile", delay: float = 0) -> tqdm:
+        """Return a progress bar, shown in one process, after some seconds."""
         hidden = not self.progress or _ranks.rank() != 0
-        return tqdm(total=total, desc=what, unit="tile", disable=hidden)
+        return tqdm(total=total, desc=what, unit=unit, disable=hidden, delay=delay)
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -184,9 +185,29 @@ def check_checkpoints(checkpoints: Any) -> Checkpoints:
     return checkpoints
 
 
-def read_data(loader: Any, role: str, ids: Source, layout: BatchLayout) -> Data:
-    """Return the data of a call, or raise in every process unless they are the same in all."""
-    data = _ranks.together(lambda: Data(loader, role, ids, layout))
+def read_data(work: Work, loader: Any, role: str, ids: Source, kept: bool) -> Data:
+    """Return the data of a call, or raise in every process unless they are the same in all.
+
+    Args:
+        work: the options of the call.
+        loader, role, ids: the data, what they are called, and where their ids are.
+        kept: whether results are kept on disk, where every batch has to be told from another: then
+            the processes read all data once more between them.
+    """
+    data = _ranks.together(lambda: Data(loader, role, ids, work.layout))
+    if kept:
+
+        def contents() -> list[tuple[int, str, set[str]]]:
+            numbers = _ranks.share(data.uncovered())
+            with work.bar(len(numbers), f"hash of the {role} data", "batch", delay=5) as bar:
+                found = []
+                for each in data.contents(numbers):
+                    found.append(each)
+                    bar.update()
+            return found
+
+        if len(data.uncovered()):
+            data.cover(chain.from_iterable(_ranks.gather(_ranks.together(contents))))
     if len(set(_ranks.gather(data.fingerprint))) > 1:
         raise LoaderError(
             f"the {role} loader gives other data in each process, so that the scores of one would "

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 
 import gradstats as gs
 from gradstats.scoring import _folder, _tiles, _work
@@ -650,6 +651,45 @@ def test_a_table_is_loaded_again(tmp_path):
         gs.StoreError, match=r"cannot be read.*Call gs.self_influence with the same"
     ):
         gs.SelfInfluence.load(tmp_path / "table")
+
+
+class Rows(Dataset):
+    """Examples of a data set of one's own, of which nothing is known before they are read."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data[0])
+
+    def __getitem__(self, place):
+        return tuple(each[place] for each in self.data)
+
+
+@pytest.mark.parametrize("kind", ["matrix", "top", "table"])
+@pytest.mark.parametrize("further", [False, True], ids=["the same checkpoint", "a further one"])
+def test_a_label_that_was_corrected_since_is_seen(tmp_path, kind, further):
+    """In whichever batch: scores of the old one would be taken for those of the new."""
+    setting = make_setting()
+    images, labels = setting.train
+    states = setting.states
+
+    def run(labels, states):
+        train = DataLoader(Rows((images, labels)), 2)
+        checkpoints = gs.Checkpoints(states, lr=list(RATES)[: len(states)])
+        out = {"out": tmp_path / "scores", "progress": False}
+        if kind == "table":
+            return gs.self_influence(setting.model, train, loss_fn, checkpoints, **out)
+        query = setting.query_batches
+        lists = {"top_k": 3} if kind == "top" else {}
+        return gs.influence(setting.model, train, query, loss_fn, checkpoints, **out, **lists)
+
+    run(labels, states[:1])
+    corrected = labels.clone()
+    corrected[3] = (corrected[3] + 1) % 3
+    with pytest.raises(gs.StoreError, match=r"(data|train)\.hash: on disk"):
+        run(corrected, states if further else states[:1])
+    run(labels, states[:1])
 
 
 def test_lists_are_loaded_again(tmp_path):
