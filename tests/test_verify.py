@@ -669,3 +669,35 @@ def test_a_loss_with_input_gradients():
     report = gs.verify(model, torch.randn(B, 4), penalty)
     assert report.ok and failed(report) == []
     assert all(row.error < 1e-12 for row in report.rows if row.status == "counted")
+
+
+def test_a_mapped_function_that_uses_a_parameter(batch):
+    class Mapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.own = network(), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return self.layer(torch.vmap(lambda row: torch.tanh(row @ self.own))(x))
+
+    report = gs.verify(Mapped(), batch, classify)
+    assert report.ok, str(report)
+    assert report.rows[0].status == "counted"
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_tables_whose_rows_are_shortened_when_looked_up(kind):
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.last = kind(11, 8, max_norm=1.0), nn.Linear(8, 4)
+
+        def forward(self, ids):
+            return self.last(self.table(ids).reshape(len(ids), -1, 8).mean(1))
+
+    model, ids = Looks(), torch.randint(11, (4, 3))
+    table = model.table.weight
+    before = table.detach().clone()
+    report = gs.verify(model, (ids, torch.randint(4, (4,))), classify)
+    assert report.ok, str(report)
+    assert model.table.weight is table and torch.equal(table, before)

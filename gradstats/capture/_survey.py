@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from gradstats.capture._nested import flatten, rebuild, tensors_in
 from gradstats.capture._selection import check_trackable
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
+from gradstats.capture._transforms import HiddenError
 from gradstats.capture._uses import Settings
 from gradstats.errors import GradStatsError
 
@@ -34,6 +35,16 @@ class Survey(Tracker):
         super().__init__(model, settings=settings, **options)
         self.operations: dict[str, list[str]] = {root.name: [] for root in self.roots}
         self.refused: dict[str, str] = {}
+        self._maps = False
+
+    @contextmanager
+    def mapping_examples(self, maps_examples: bool) -> Iterator[None]:
+        self._maps = True
+        try:
+            with super().mapping_examples(maps_examples):
+                yield
+        finally:
+            self._maps = False
 
     def open(self) -> None:
         for root in list(self.roots):
@@ -48,6 +59,8 @@ class Survey(Tracker):
         try:
             result = super().dispatch(func, args, kwargs, operands)
         except GradStatsError as error:
+            if self._maps and isinstance(error, HiddenError):
+                raise  # torch.vmap goes on in another way
             self._note(error)
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))

@@ -45,9 +45,10 @@ def random_numbers_kept(*devices: torch.device) -> Iterator[None]:
 
 
 class State:
-    """What a forward may change without being asked: random generators and buffers.
+    """What a forward may change without being asked: random generators, buffers, look-up tables.
 
-    ``restore`` makes the next forward the same as the one after construction.
+    Of tables those whose rows are shortened where they are looked up (``max_norm``). ``restore``
+    makes the next forward the same as the one after construction.
     """
 
     def __init__(self, model: nn.Module):
@@ -58,17 +59,25 @@ class State:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._tables = [
+            (module.weight, module.weight.detach().clone())
+            for module in modules
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        ]
         kept = (each for module in modules for each in (module._parameters, module._buffers))
         tensors = (tensor for each in kept for tensor in each.values())
         self._numbers = RandomNumbers(tensor.device for tensor in tensors if tensor is not None)
 
     def restore(self, *, generators: bool = True) -> None:
-        """Put everything back, buffers in place; on request all but the random generators."""
+        """Put everything back, tensors in place; on request all but the random generators."""
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 module._buffers[name] = buffer
                 if not same_bits(buffer, value):
                     buffer.copy_(value)
+            for table, value in self._tables:
+                if not same_bits(table, value):
+                    table.copy_(value)
         if generators:
             self._numbers.restore()
 
