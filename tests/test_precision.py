@@ -253,6 +253,15 @@ def test_zero_gradients_are_exact():
     assert (stats.norm == 0).all() and (stats.error_bound == 0).all()
 
 
+def test_nothing_is_said_of_norms_that_are_no_numbers():
+    x = torch.tensor([[float("nan"), 1.0], [1.0, 2.0], [0.0, 0.0]])
+    for layer in (nn.Linear(2, 1, bias=False), nn.Linear(2, 1)):
+        found = gs.per_example_norms(layer, x, lambda m, b: m(b).sum(1), nonfinite="keep")
+        bound = found.error_bound
+        assert bool(bound[0].isnan()) and 0 < bound[1] < 1e-6
+        assert bound[2] == 0 or layer.bias is not None
+
+
 def test_squares_that_overflow_are_not_called_infinite_gradients():
     model = torch.nn.Linear(3, 2)
     x = torch.ones(2, 3)

@@ -258,7 +258,7 @@ def relative_error(
         lost = (others if order is None else others[order]).mul_(widest * smallest).add_(lost)
     if not absolute and len(rows) == 1:
         (dtype,) = rows
-        return torch.where(total > 0, lost / total + relative_bound(dtype), 0.0)
+        return torch.where(total != 0, lost / total + relative_bound(dtype), 0.0)
     bound = torch.zeros_like(total)
     each_row = values.unbind()
     for dtype, chosen in rows.items():
@@ -266,7 +266,7 @@ def relative_error(
     if absolute:
         more = torch.stack(absolute).sum(0)
         bound += more if order is None else more[order]
-    return torch.where(total > 0, (bound + lost) / total, 0.0)
+    return torch.where(total != 0, (bound + lost) / total, 0.0)
 
 
 def widest_of(shape: Sequence[int]) -> int:

@@ -31,8 +31,11 @@ class GradientNorms:
         loss: (B,) the losses; None where the caller ran the backward of a scalar of their own.
         by_parameter: name → (B,) squared norms; zeros for parameters that the loss did not use.
         error_bound: (B,) relative bound on what rounding and underflow in the contractions may
-            have done to ``sqnorm``, and about twice what they may have done to ``norm``; zero for
-            norms of zero.
+            have done to ``sqnorm``, and about twice what they may have done to ``norm``: how far
+            it is from that of the gradient ∇ℓ_i as float32 (float64) sums form it. What those
+            sums over positions and uses round themselves, much where their terms cancel, a weight
+            gradient has too, and is not in it, nor what forward and backward round. Zero for
+            norms of zero, NaN for NaN.
         names: of the parameters, in the model's order.
         rows: (parameters, B) what ``by_parameter`` holds, as one matrix.
         alignment: (B,) ⟨∇ℓ_i, Ḡ⟩, inner products with the gradient of the training loss of this
