@@ -6,12 +6,10 @@ Trainer(..., callbacks=[GradStatsCallback(every=50)])
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +18,22 @@ from torch import Tensor, nn
 
 from gradstats._requirements import require
 from gradstats._warnings import warn
+from gradstats.capture._assigned import assign_rows
 from gradstats.errors import TrackingError
+from gradstats.integrations._trainer import (
+    Hook,
+    bounds_in,
+    calling_trainer,
+    from_json,
+    nothing,
+    refuse_what_cannot_be_measured,
+    to_json,
+)
+from gradstats.integrations._trl import register_rules
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._monitor import Monitor
 from gradstats.monitor._ranks import group_of
+from gradstats.statistics._arguments import integer
 from gradstats.statistics._loss import infer_batch_size
 
 with require("transformers"):
@@ -63,13 +73,20 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     Examples are the rows of the batch, and those that ``DataCollatorWithFlattening`` packs into one
     row where the model is given ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each
-    and no ``attention_mask``.
+    and no ``attention_mask``. ``rows_per_example=2`` makes examples of pairs whose rows stand one
+    batch under the other, as those that TRL's trainers compare do (``DPOTrainer``,
+    ``RewardTrainer``).
+
+    TRL's ``SFTTrainer`` and ``GRPOTrainer`` compute log-probabilities without the logits of all
+    tokens, in an autograd Function; in steps that are measured these logits are formed beside it.
 
     An exception in a training step leaves the model as it was, and is raised on. What the model is
     called for outside of the Trainer's steps is not measured.
 
     Args:
         every: measure every so many optimizer steps.
+        rows_per_example: K where the batch holds B examples of K rows: row r + k B belongs to
+            example r.
         ids: the name of the model input, (B,) integers, that says which examples a batch holds, for
             ``monitor.self_influence`` and ``monitor.examples``. The model receives it too; set
             ``remove_unused_columns=False`` if its forward does not name it.
@@ -85,20 +102,33 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         TypeError: an option that ``gs.Monitor`` does not have.
     """
 
-    def __init__(self, every: int = 50, *, ids: str | None = None, **options: Any):
+    def __init__(
+        self,
+        every: int = 50,
+        *,
+        ids: str | None = None,
+        rows_per_example: int = 1,
+        **options: Any,
+    ):
         # A misspelt option is named here, not when training starts.
         inspect.signature(Monitor).bind(None, every, **options)
         self.every = every
         self.monitor: Monitor | None = None
         self.saved: dict[str, Any] | None = None
         self._ids, self._options = ids, options
+        self._rows_per_example = integer(rows_per_example) or 0
+        if self._rows_per_example < 1:
+            raise TrackingError(
+                f"rows_per_example is {rows_per_example!r}, expected a positive number of rows."
+            )
         self._step: MonitorStep | None = None
         self._hooks: list[Any] = []
         self._handler: CallbackHandler | None = None
         self._called: nn.Module | None = None
-        self._leave_trainer: Callable[[], None] = _nothing
+        self._leave_trainer: Callable[[], None] = nothing
         self._in_step = False
         self._rows: int | None = None
+        self._size = 0
         self._first = self._measures = self._unfinished = False
         self._accumulation = 1
         try:
@@ -113,8 +143,9 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self.close()
         self._leave_trainer()
         self._unfinished = False
-        _refuse_what_cannot_be_measured(args)
-        trainer = _calling_trainer()
+        refuse_what_cannot_be_measured(args)
+        register_rules()
+        trainer = calling_trainer()
         self._enter_trainer(trainer)
         self._handler = trainer.callback_handler
         # Hooks of a compiled model are compiled with it; those of the module around it are not.
@@ -122,7 +153,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._called = around if "_orig_mod" in around._modules else model
         for module in around.modules():
             for hook in [*module._forward_pre_hooks.values()]:
-                if isinstance(hook, _Hook):
+                if isinstance(hook, Hook):
                     hook.close()  # another callback's, in a run that broke off
         self._accumulation = args.gradient_accumulation_steps
         group = group_of(model)
@@ -142,7 +173,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         else:
             monitor = self.monitor = Monitor(model, self.every, **run)
         if self.saved is not None:
-            monitor.load_state_dict(_from_json(self.saved))
+            monitor.load_state_dict(from_json(self.saved))
             self.saved = None
         elif resumes and not args.restore_callback_states_from_checkpoint:
             warn(
@@ -217,15 +248,20 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                 del trainer.training_step
                 if own is not None:
                     trainer.training_step = own
-            self._leave_trainer = _nothing
+            self._leave_trainer = nothing
 
         self._leave_trainer = leave
 
     def state(self) -> dict[str, Any]:
         """Return what the Trainer saves: arguments and attributes, as JSON can hold them."""
-        saved = None if self.monitor is None else _to_json(self.monitor.state_dict())
+        saved = None if self.monitor is None else to_json(self.monitor.state_dict())
         return {
-            "args": {"every": self.every, "ids": self._ids, **self._options},
+            "args": {
+                "every": self.every,
+                "ids": self._ids,
+                "rows_per_example": self._rows_per_example,
+                **self._options,
+            },
             "attributes": {"saved": saved},
         }
 
@@ -235,10 +271,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             assert self._called is not None
             self._hooks = [
                 self._called.register_forward_pre_hook(
-                    _Hook(self._before_forward, self.close), with_kwargs=True
+                    Hook(self._before_forward, self.close), with_kwargs=True
                 ),
                 self._called.register_forward_hook(
-                    _Hook(self._after_forward, self.close), always_call=True
+                    Hook(self._after_forward, self.close), always_call=True
                 ),
             ]
 
@@ -250,6 +286,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                 self._open(args, kwargs)
             else:
                 self._check_rows(kwargs)
+            if self._rows_per_example != 1:
+                self._assign_rows([*args, *kwargs.values()])
         except BaseException:
             # Not in _after_forward: hooks may not be removed while others of them run.
             self.close()
@@ -261,12 +299,26 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         inputs = self._main_input(kwargs)
         given = [*args, *kwargs.values()] if inputs is None else inputs
         size, bounds = infer_batch_size(given, 0), None
-        if size == 1 and (bounds := _bounds_in(kwargs)) is not None:
+        if size == 1 and (bounds := bounds_in(kwargs)) is not None:
             size = len(bounds) - 1
+        size, left = divmod(size, self._rows_per_example)
+        if left:
+            raise TrackingError(
+                f"the model was called with {left} more than {size} times the "
+                f"{self._rows_per_example} rows that rows_per_example= says each example has."
+            )
+        self._size = size
         ids = None if self._ids is None else self._ids_in(kwargs)
         self._rows = None if inputs is None else len(inputs)
         self._step = self._micro_batch(size, ids, cu_seqlens=bounds)
         self._step.open()
+
+    def _assign_rows(self, inputs: list[Any]) -> None:
+        """Say which example each row belongs to of all that the model is called with."""
+        owner = torch.arange(self._size).repeat(self._rows_per_example)
+        for item in inputs:
+            if isinstance(item, Tensor) and item.dim() and len(item) == len(owner):
+                assign_rows(item, owner)
 
     def _main_input(self, kwargs) -> Tensor | None:
         """Return what the model calls its main input, if it is called with that by name."""
@@ -332,93 +384,3 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-class _Hook:
-    """A hook of the model that copies of it do not have: an average of its weights, say.
-
-    A copied method would have a callback of its own, with a copy of all that it refers to.
-    """
-
-    def __init__(self, call: Callable[..., None], close: Callable[[], None]):
-        self._call, self.close = call, close
-
-    def __call__(self, *args) -> None:
-        self._call(*args)
-
-    def __reduce__(self):
-        return _Hook, (_nothing, _nothing)
-
-
-def _nothing(*args) -> None:
-    """Do nothing."""
-
-
-def _bounds_in(inputs: dict[str, Any]) -> Tensor | None:
-    """Return the bounds of examples that a collator has packed into one row; None for a plain row.
-
-    Args:
-        inputs: of the model, by name.
-    """
-    bounds = inputs.get("cu_seq_lens_q")
-    if isinstance(bounds, Tensor):
-        return bounds
-    positions = inputs.get("position_ids")
-    # Beside a mask the models attend to whole rows, wherever positions begin: in padding, perhaps.
-    masked = inputs.get("attention_mask") is not None
-    if masked or not isinstance(positions, Tensor) or positions.dim() != 2:
-        return None
-    starts = (positions[0] == 0).nonzero()[:, 0]
-    if len(starts) < 2 or starts[0] != 0:
-        return None
-    return torch.cat([starts, starts.new_tensor([positions.shape[1]])])
-
-
-def _calling_trainer() -> Trainer:
-    """Return the Trainer that is calling this callback."""
-    frame = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Trainer):
-            return caller
-        frame = frame.f_back  # type: ignore[assignment]
-    raise TrackingError(
-        "GradStatsCallback was not called by a transformers.Trainer: pass it to one with "
-        "callbacks=[...]; in a loop of your own use gs.Monitor."
-    )
-
-
-def _refuse_what_cannot_be_measured(args) -> None:
-    for name, uses in (
-        ("DataParallel (several GPUs in one process; start one process for each)", args.n_gpu > 1),
-        ("DeepSpeed", bool(args.deepspeed)),
-    ):
-        if uses:
-            raise TrackingError(
-                f"GradStatsCallback cannot measure a Trainer that uses {name}. Train without it, "
-                "or without this callback."
-            )
-
-
-def _to_json(item: Any) -> Any:
-    """Return nested dicts and lists with each tensor as its bytes in base64."""
-    if isinstance(item, Tensor):
-        content = base64.b64encode(item.numpy().tobytes()).decode("ascii")
-        return {"tensor": content, "dtype": str(item.dtype).removeprefix("torch.")}
-    if isinstance(item, dict):
-        return {key: _to_json(value) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return [_to_json(value) for value in item]
-    return item
-
-
-def _from_json(item: Any) -> Any:
-    if isinstance(item, dict):
-        if item.keys() == {"tensor", "dtype"}:
-            content = bytearray(base64.b64decode(item["tensor"]))
-            dtype = getattr(torch, item["dtype"])
-            return torch.frombuffer(content, dtype=dtype) if content else torch.zeros(0).to(dtype)
-        return {key: _from_json(value) for key, value in item.items()}
-    if isinstance(item, list):
-        return [_from_json(value) for value in item]
-    return item
