@@ -1081,6 +1081,21 @@ def test_examples_taken_one_by_one_meet_what_belongs_to_each(match):
     }, normal(BATCH, 5, 3), loss_fn=losses)  # fmt: skip
 
 
+@pytest.mark.parametrize("lengths", [(4, 2, 5), (4, 3, 2), (3, 3, 3), (1, 3, 1)], ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "steps first"])
+def test_sequences_of_each_example_padded_in_the_forward(lengths, first):
+    """As a list of them comes from a loader; one may be as long as there are examples."""
+    given = torch.arange(4.0 * sum(lengths)).double().view(-1, 4).sin().split(lengths)
+
+    def function(m, x):
+        rows = m.layer(nn.utils.rnn.pad_sequence(given, batch_first=first))
+        rows = rows if first else rows.transpose(0, 1)
+        kept = torch.arange(rows.shape[1]) < torch.tensor(lengths)[:, None]
+        return m.last((rows.tanh() * kept[..., None]).sum(1) + x)
+
+    check_operation(function, {"layer": nn.Linear(4, 3), "last": nn.Linear(3, 2)}, normal(BATCH, 3))
+
+
 def test_losses_of_one_example_against_targets_of_all_are_refused():
     check_refused(
         lambda m, x: m.first(x)[0] - x.cumsum(0), {"first": nn.Linear(4, 4)}, normal(BATCH, 4),
