@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradstats._compiler import imported_compiler, running_eagerly
 from gradstats.capture._coverage import check_coverage
+from gradstats.capture._enclosed import enclosed_tensors
 from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, rebuild, tensors_in
@@ -100,24 +101,31 @@ def survey(
     """Return what a forward of ``loss_fn`` does to each parameter, running compiled parts eagerly.
 
     If something is refused, and the forward made tensors from values of its own that count as data
-    because of their size, it is run once more with these as constants, as it is for gradients.
+    because of their size, or the loss found tensors where it was written, it is run once more with
+    these as constants, as it is for gradients.
 
     Args:
         loss_fn: may be called twice.
         options: of Tracker.
     """
     found = Survey(model, **options)
+    enclosed: list[Tensor] = []
     try:
         _look(found, model, batch, loss_fn)
     except ABOUT_EXAMPLES:
-        if not found.took_given:
+        enclosed = enclosed_tensors(loss_fn)
+        if not (found.took_given or enclosed):
             raise
     else:
-        if not (found.refused and found.took_given):
+        if not found.refused:
             return found
-    found = Survey(model, given_are_data=False, **options)
-    _look(found, model, batch, loss_fn)
-    return found
+        enclosed = enclosed_tensors(loss_fn)
+        if not (found.took_given or enclosed):
+            return found
+    again = Survey(model, given_are_data=False, **options)
+    again.keep_constant(enclosed)
+    _look(again, model, batch, loss_fn)
+    return again
 
 
 def _look(

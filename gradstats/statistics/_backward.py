@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._consumers import Consumer
+from gradstats.capture._enclosed import enclosed_tensors
 from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._nested import tensors_in
 from gradstats.capture._tracker import Tracker
@@ -71,12 +72,15 @@ def run_examples(
         losses = _differentiate(tracker, model, batch, loss_fn)
     except ABOUT_EXAMPLES as error:
         tracker.explain(error)
-        again = given.again()
-        if not tracker.took_given or tracker.backward_ran or again is None:
+        again, enclosed = given.again(), enclosed_tensors(loss_fn)
+        unclear = tracker.took_given or enclosed
+        if not unclear or tracker.backward_ran or again is None:
             raise
         # The forward made tensors of values of its own, as many as there are examples, which are
-        # perhaps not one for each.
+        # perhaps not one for each; or the loss found tensors where it was written, such as weights
+        # of an earlier task, that are perhaps no data.
         tracker = Tracker(model, settings=settings, given_are_data=False, **options)
+        tracker.keep_constant(enclosed)
         try:
             losses = _differentiate(tracker, model, *again, loss_fn)
         except GradStatsError:

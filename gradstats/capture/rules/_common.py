@@ -91,8 +91,9 @@ def locate(
         lost = tracker.lost_at(data)
         if lost is None:
             advice = (
-                f"{WHERE_THE_NUMBER_IS_FROM} If the examples lie along another axis, pass "
-                "batch_dim=; if"
+                f"{WHERE_THE_NUMBER_IS_FROM} If these are no data of the batch, but weights or a "
+                "mask that is the same for all examples, keep them in the model (an attribute will "
+                "do). If the examples lie along another axis, pass batch_dim=; if"
             )
         else:
             advice = (

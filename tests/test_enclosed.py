@@ -1,0 +1,154 @@
+"""Tensors that a loss function finds where it was written, and that belong to no example."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from gradstats.capture._enclosed import enclosed_tensors
+from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
+
+WIDTH, HIDDEN, CLASSES = 8, 16, 4
+
+
+def network():
+    layers = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+    return layers.double()
+
+
+def like(model):
+    return {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+
+
+def classify(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+# What a notebook holds.
+EARLIER = like(network())
+
+
+def pull_towards_earlier(model):
+    return sum((p - EARLIER[name]).square().sum() for name, p in model.named_parameters())
+
+
+def of_globals(model, batch):
+    return classify(model, batch) + pull_towards_earlier(model)
+
+
+def of_a_closure(model, batch, kept=None):
+    kept = kept or like(network())
+
+    def losses(model, batch):
+        pulls = [(p - kept[name]).square().sum() for name, p in model.named_parameters()]
+        return classify(model, batch) + 5 * sum(pulls)
+
+    return losses
+
+
+def with_defaults(model, batch, kept=EARLIER):
+    return classify(model, batch) + (model[0].weight * kept["0.weight"]).sum()
+
+
+def given(kept, model, batch):
+    return classify(model, batch) + (model[0].weight - kept).square().sum()
+
+
+class Penalised:
+    """A loss that is an object."""
+
+    def __init__(self):
+        self.masks = {name: (value > 0).double() for name, value in EARLIER.items()}
+
+    def __call__(self, model, batch):
+        hidden = functional.linear(batch[0], model[0].weight * self.masks["0.weight"])
+        logits = functional.linear(hidden.relu(), model[2].weight * self.masks["2.weight"])
+        return functional.cross_entropy(logits, batch[1], reduction="none")
+
+    def method(self, model, batch):
+        return self(model, batch)
+
+
+LOSSES = {
+    "globals": of_globals,
+    "closure": of_a_closure(None, None),
+    "defaults": with_defaults,
+    "partial": partial(given, EARLIER["0.weight"]),
+    "object": Penalised(),
+    "method": Penalised().method,
+    "inner function": lambda model, batch: sum(
+        [f(model, batch) for f in (lambda m, b: of_globals(m, b),)], torch.zeros(())
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [6, WIDTH, HIDDEN, CLASSES])
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
+def test_they_are_constants_where_they_cannot_be_data(losses, size):
+    """Whether the batch has as many examples as such a tensor has rows, or not."""
+    model = network()
+    batch = torch.randn(size, WIDTH).double(), torch.randint(CLASSES, (size,))
+    expected = oracle_sqnorms(model, batch, losses)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-9)
+    check_products(model, batch, losses)
+    assert gs.verify(model, batch, losses).ok
+
+
+def test_a_table_of_positions_with_as_many_as_there_are_examples():
+    model, table = network(), torch.randn(6, WIDTH).double()
+    batch = torch.randn(6, 6, WIDTH).double(), torch.randint(CLASSES, (6,))
+
+    def losses(model, batch):
+        logits = model(batch[0] + table).mean(1)
+        return functional.cross_entropy(logits, batch[1], reduction="none")
+
+    expected = oracle_sqnorms(model, batch, losses)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-9)
+
+
+def test_a_batch_that_is_global_too_is_data():
+    """Its rows meet one another here, as in a contrastive loss."""
+    model, x = network(), torch.randn(6, WIDTH).double()
+
+    def losses(model, batch):
+        assert batch[0] is x
+        logits = model(x) @ model(batch[0]).T
+        return functional.cross_entropy(logits, torch.arange(6), reduction="none")
+
+    with pytest.raises(gs.CoupledExamplesError):
+        gs.per_example_norms(model, (x,), losses)
+
+
+def test_a_context_is_told_to_keep_them_in_the_model():
+    model = network()
+    batch = torch.randn(6, WIDTH).double(), torch.randint(CLASSES, (6,))
+    with pytest.raises(gs.ExampleAxisError, match="keep them in the model"):
+        with gs.track(model, batch_size=6) as tracker:
+            tracker.backward(of_globals(model, batch))
+    model.earlier = EARLIER
+    with gs.track(model, batch_size=6) as tracker:
+        tracker.backward(of_globals(model, batch))
+    expected = oracle_sqnorms(model, batch, of_globals)
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+def test_what_is_found():
+    first, second, third = (torch.zeros(1) for _ in range(3))
+    unset = None
+
+    def inner(model):
+        return [first + each for each in [second]]
+
+    def outer(model, batch, *, weight=third):
+        return inner(model), unset, later
+
+    found = enclosed_tensors(partial(outer, batch={"x": [first]}))
+    assert set(map(id, found)) == {id(first), id(second), id(third)}
+    later = None
+    assert enclosed_tensors(functional.cross_entropy) == []
+    assert enclosed_tensors(nn.Linear(2, 2)) == []
