@@ -206,7 +206,7 @@ def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples)
     else:
         dims = ([], []) if func in OUTER_PRODUCTS else ([-1], [-1])
     if isinstance(dims, Tensor):
-        return None
+        dims = dims.tolist()
     if isinstance(dims, int):
         dims = range(first.dim() - dims, first.dim()), range(dims)
     summed = [[axes] if isinstance(axes, int) else axes for axes in dims]

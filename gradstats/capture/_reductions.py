@@ -44,7 +44,8 @@ def reduced(
     dims = {d % source.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
     if layout.axis in dims or not dims:
         return None
-    if func in QUANTILES and isinstance(argument_of(args, kwargs, 1, "q"), Tensor):
+    quantiles = argument_of(args, kwargs, 1, "q") if func in QUANTILES else None
+    if isinstance(quantiles, Tensor) and quantiles.dim():
         return None  # several quantiles add an axis in front
     if result.dim() == source.dim():
         return layout

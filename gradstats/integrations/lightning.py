@@ -191,10 +191,12 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
 
 def _log_histograms(logger, columns: dict, step: int) -> None:
     experiment = logger.experiment
+    columns = {name: values for name, values in columns.items() if len(values)}
     if hasattr(experiment, "add_histogram"):
         for name, values in columns.items():
-            if len(values):
-                experiment.add_histogram(name, values, global_step=step)
-    elif type(logger).__name__ == "WandbLogger":
+            experiment.add_histogram(name, values, global_step=step)
+    elif columns and any(kind.__name__ == "WandbLogger" for kind in type(logger).__mro__):
         wandb = importlib.import_module("wandb")
-        experiment.log({name: wandb.Histogram(values) for name, values in columns.items()})
+        shown = {name: wandb.Histogram(values) for name, values in columns.items()}
+        # The axis over which Lightning has W&B show what it logs.
+        experiment.log({**shown, "trainer/global_step": step})

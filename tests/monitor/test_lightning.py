@@ -7,6 +7,7 @@ import importlib
 import math
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -344,6 +345,20 @@ def test_tensorboard_shows_what_was_measured(tmp_path):
     whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     norm = np.linalg.norm(gradient_rows(network, whole, losses_of), axis=1)
     assert (histogram.num, histogram.sum) == (len(norm), pytest.approx(norm.sum()))
+
+
+def test_histograms_for_weights_and_biases(monkeypatch):
+    """With the step over which Lightning has them shown, also by a logger made of theirs."""
+    wandb = types.ModuleType("wandb")
+    wandb.Histogram = lambda values: ("histogram", values.tolist())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    logged = []
+    experiment = types.SimpleNamespace(log=logged.append)
+    kind = type("Own", (type("WandbLogger", (), {"experiment": experiment}),), {})
+    columns = {"example_grad_norm": np.array([1.0, 2.0]), "cosine": np.array([])}
+    callback_module._log_histograms(kind(), columns, 7)
+    callback_module._log_histograms(kind(), {"cosine": np.array([])}, 8)
+    assert logged == [{"example_grad_norm": ("histogram", [1.0, 2.0]), "trainer/global_step": 7}]
 
 
 def test_manual_optimization_is_refused():

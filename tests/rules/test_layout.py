@@ -410,6 +410,7 @@ def test_reordered_examples_are_followed_or_refused(there, back):
 # What lays the examples along another axis, (B, B, 4) like what it is given.
 PRODUCTS = {
     "tensordot": lambda h, c: torch.tensordot(c, h, dims=([1], [1])),
+    "tensordot, axes in a tensor": lambda h, c: torch.tensordot(c, h, torch.tensor([[1], [1]])),
     "linear": lambda h, c: nn.functional.linear(c, h[:, 0, :3]).unsqueeze(-1).expand(-1, -1, 4),
 }
 
@@ -1383,6 +1384,7 @@ KEPT = {
     "amax": lambda h: h.amax((0, 2), keepdim=True),
     "max": lambda h: h.max(0, keepdim=True).values,
     "quantile": lambda h: h.quantile(0.3, dim=0, keepdim=True),
+    "quantile in a tensor": lambda h: h.quantile(torch.tensor(0.3).double(), 0, keepdim=True),
 }
 
 

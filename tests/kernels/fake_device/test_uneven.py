@@ -145,3 +145,57 @@ def test_packed_examples(tokens):
     with gs.track(model, batch_size=4, cu_seqlens=bounds) as tracker:
         tracker.backward(losses(model, x))
     assert_sqnorms(tracker.stats, expected, 1e-3)
+
+
+class Tied(nn.Module):
+    """Tokens looked up in a table, pooled, and compared with the table again."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(7, 8), nn.Linear(8, 8)
+
+    def forward(self, ids, bounds):
+        hidden = self.layer(self.table(ids)).tanh()
+        pooled = [rows.mean(0) for rows in hidden.split(bounds.diff().tolist())]
+        return functional.linear(torch.stack(pooled), self.table.weight)
+
+
+def test_packed_tokens_of_a_table_that_is_a_head_too():
+    bounds = torch.tensor([0, 3, 4, 9])
+    model, ids = Tied().cuda(), torch.randint(7, (9,)).cuda()
+
+    def losses(model, ids):
+        return model(ids, bounds).square().sum(1)
+
+    expected = oracle_sqnorms(model, ids, losses)
+    rows = flat(oracle_gradients(model, ids, losses))
+    options = {"cu_seqlens": bounds, "gram": True, "alignment": True}
+    stats = gs.per_example_norms(model, ids, losses, **options)
+    assert_sqnorms(stats, expected, 1e-3)
+    assert_products(stats.gram, rows, rows, 1e-4)
+    assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
+    with gs.track(model, batch_size=3, **options) as tracker:
+        tracker.backward(losses(model, ids))
+    assert_sqnorms(tracker.stats, expected, 1e-3)
+    assert_products(tracker.stats.gram, rows, rows, 1e-4)
+
+
+class Folded(nn.Module):
+    """A normalisation of all positions of all examples in one axis."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), norm
+
+    def forward(self, x):
+        return self.norm(self.layer(x).flatten(0, 1)).view(x.shape)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_norm_layers_of_folded_rows(norm):
+    model, batch = Folded(norm(8)).cuda(), (torch.randn(4, 5, 8).cuda(),)
+    check_model(model, batch, losses_of, rtol=1e-3, gradient_rtol=1e-4)
+    rows = flat(oracle_gradients(model, batch, losses_of))
+    stats = gs.per_example_norms(model, batch, losses_of, gram=True, alignment=True)
+    assert_products(stats.gram, rows, rows, 1e-4)
+    assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
