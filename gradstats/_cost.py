@@ -89,7 +89,7 @@ def gram_cost(positions: int, d_left: int, d_right: int) -> float:
 
 
 def direct_cost(
-    positions: int, d_left: int, d_right: int, *, with_sum: bool, alone: bool = False
+    positions: int, d_left: int, d_right: int, *, with_sum: bool, alone: bool
 ) -> float:
     """Return the cost of forming one example's gradient tile by tile and squaring it.
 

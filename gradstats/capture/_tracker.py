@@ -383,7 +383,7 @@ class Tracker(Threaded, Context):
                 raise CoverageError(
                     f"the backward did not reach {root.expected} of the {root.counted} uses of "
                     f"{root.describe()} in the graph of the losses, so its gradient would be "
-                    "incomplete. Expected a backward of the whole graph, without inputs=."
+                    "incomplete. Expected a backward of the whole graph."
                 )
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self.together.contract()

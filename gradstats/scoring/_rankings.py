@@ -137,7 +137,7 @@ class Rankings:
         rankings = self.proponents(query, k), self.opponents(query, k)
         return draw_query(self.query_ids[query], rankings, self._data, query)
 
-    def warn_if_alike(self, k: int = 10) -> None:
+    def warn_if_alike(self, k: int) -> None:
         """Warn if the strongest examples hardly differ between queries.
 
         Args:

@@ -167,7 +167,7 @@ def _lean_part(
 
 
 def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
-    return torch.where(total > 0, bound / total, 0.0)
+    return torch.where(total != 0, bound / total, 0.0)
 
 
 def gradients_together(
@@ -177,7 +177,7 @@ def gradients_together(
     names: Sequence[str],
     batch_size: int,
     *,
-    hidden: bool = False,
+    hidden: bool,
 ) -> Gradients:
     """Return the losses of the whole batch, and the named parameters' gradients of their sum.
 
