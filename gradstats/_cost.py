@@ -88,9 +88,7 @@ def gram_cost(positions: int, d_left: int, d_right: int) -> float:
     return entries * (d_left + d_right) + 3 * entries * ELEMENT_COST
 
 
-def direct_cost(
-    positions: int, d_left: int, d_right: int, *, with_sum: bool, alone: bool
-) -> float:
+def direct_cost(positions: int, d_left: int, d_right: int, *, with_sum: bool, alone: bool) -> float:
     """Return the cost of forming one example's gradient tile by tile and squaring it.
 
     The product takes T·d_left·d_right multiply-adds; each of the d_left·d_right elements is written

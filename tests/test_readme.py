@@ -38,6 +38,25 @@ def check_language_model_loss(loss_fn):
     assert gs.verify(model, batch, loss_fn).ok
 
 
+def check_packed_language_model_loss(loss_fn, bounds):
+    """Compare norms and losses with those of each example in a batch of its own."""
+    from transformers import DataCollatorWithFlattening, GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=6, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config).eval()
+    lines = [torch.randint(11, (length,)).tolist() for length in (6, 2, 4)]
+    batch = DataCollatorWithFlattening()([{"input_ids": line} for line in lines])
+    stats = gs.per_example_norms(model, batch, loss_fn, cu_seqlens=bounds(batch))
+    for line, loss, norm in zip(lines, stats.loss, stats.norm, strict=True):
+        ids = torch.tensor([line])
+        alone = model(input_ids=ids, labels=ids).loss * (len(line) - 1)
+        gradients = torch.autograd.grad(alone, model.parameters())
+        torch.testing.assert_close(loss, alone.detach())
+        torch.testing.assert_close(norm, torch.cat([each.flatten() for each in gradients]).norm())
+
+
 def test_the_readme_runs_from_beginning_to_end(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -54,6 +73,8 @@ def test_the_readme_runs_from_beginning_to_end(tmp_path, monkeypatch):
             assert len(monitor.self_influence) == 16 and monitor.steps == 2
         if "def language_model_loss" in block and importlib.util.find_spec("transformers"):
             check_language_model_loss(names["language_model_loss"])
+        if "def packed_language_model_loss" in block and importlib.util.find_spec("transformers"):
+            check_packed_language_model_loss(names["packed_language_model_loss"], names["bounds"])
     assert sum(TRAINERS in block for block in BLOCKS) == 1
     # The last statistics leave out the activation, which the ones before them measured.
     assert names["model"] is model
