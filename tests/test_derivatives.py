@@ -574,3 +574,35 @@ def test_forward_mode_is_refused(at):
             gs.track(model, batch_size=1, fused=fused),
         ):
             losses(model, x)
+
+
+class Learner(nn.Module):
+    """A classifier whose weights each task adapts for itself before it is judged."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(*s).double()) for s in ((3, 4), (3,)))
+
+    def forward(self, support, labels, queries):
+        one = torch.zeros_like(support[:, :1, :1])
+        of_weight = one.expand(-1, 3, 4).clone().requires_grad_()
+        of_bias = one[..., 0].expand(-1, 3).clone().requires_grad_()
+        weight, bias = self.weight + of_weight, self.bias + of_bias
+        for _ in range(2):
+            scores = support @ weight.mT + bias[:, None]
+            losses = functional.cross_entropy(scores.mT, labels, reduction="none").mean(1)
+            found = torch.autograd.grad(losses.sum(), (of_weight, of_bias), create_graph=True)
+            weight, bias = weight - 0.1 * found[0], bias - 0.1 * found[1]
+        return queries @ weight.mT + bias[:, None]
+
+
+def test_weights_that_each_example_adapts_for_itself():
+    """As meta-learning does (MAML), through its own gradient steps."""
+    tasks = torch.randn(5, 6, 4).double(), torch.randint(3, (5, 6)), torch.randn(5, 7, 4).double()
+
+    def losses(model, tasks):
+        return model(*tasks).square().sum((1, 2))
+
+    model = Learner()
+    check_model(model, tasks, losses, fusing=(True,))
+    check_products(model, tasks, losses)

@@ -195,8 +195,10 @@ def _check_inputs(tracker, inputs: tuple, create_graph: bool) -> None:
             raise CoupledExamplesError(
                 f"torch.autograd.grad inside the context asks for the gradient of "
                 f"{node.describe()}, which sums over the examples: a loss that contains it has "
-                "no per-example gradient. Compute it outside the context, or leave the "
-                f"parameter out by name with exclude={[root.name for root in node.roots]!r}."
+                "no per-example gradient. If each example adapts a copy of its own (MAML), write "
+                "it as w + delta, with a delta of zeros made of the batch (zeros_like), (B, ...), "
+                "and differentiate by delta. Otherwise compute it outside the context, or leave "
+                f"the parameter out by name with exclude={[root.name for root in node.roots]!r}."
             )
 
 
