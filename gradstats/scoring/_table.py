@@ -50,6 +50,7 @@ class SelfInfluence:
         predicted: (N,) the class of highest probability at the last checkpoint; -1 likewise.
         reason: why margins are missing, None where they are not.
         sqnorm: (C, N) ‖∇ℓ_i(w_c)‖² at each checkpoint.
+        by_checkpoint: name → (C, N) what each column that is a sum or mean is made of.
     """
 
     def __init__(
@@ -65,16 +66,17 @@ class SelfInfluence:
         self.checkpoints = checkpoints
         self._values = values
         self._complete = complete
-        field = {name: values[:, :, place] for place, name in enumerate(FIELDS)}
-        self.self_influence = field["weighted"].sum(0)
-        self.sqnorm = field["sqnorm"]
-        self.grad_norm = np.sqrt(field["sqnorm"]).mean(0)
-        self.loss = field["loss"].mean(0)
-        self.margin = field["margin"].mean(0)
-        self.el2n = field["el2n"].mean(0)
-        self.label = _whole(field["label"][-1])
-        self.predicted = _whole(field["predicted"][-1])
-        shown = bool(np.isnan(field["label"]).any())
+        each = self.by_checkpoint
+        self.self_influence = each["self_influence"].sum(0)
+        self.sqnorm = values[:, :, SQNORM]
+        self.grad_norm = each["grad_norm"].mean(0)
+        self.loss = each["loss"].mean(0)
+        self.margin = each["margin"].mean(0)
+        self.el2n = each["el2n"].mean(0)
+        self.predicted = each["predicted"][-1]
+        label = values[:, :, FIELDS.index("label")]
+        self.label = _whole(label[-1])
+        shown = bool(np.isnan(label).any())
         self.reason = (reason or "the loss showed no classification") if shown else None
 
     @classmethod
@@ -110,6 +112,23 @@ class SelfInfluence:
             "loss": self.loss,
             "margin": self.margin,
             "el2n": self.el2n,
+        }
+
+    @property
+    def by_checkpoint(self) -> dict[str, np.ndarray]:
+        """Column → (C, N): what it is the sum or mean of, and the class predicted each time.
+
+        ``by_checkpoint["el2n"][0]`` is EL2N early in training; mean and spread over the rows show
+        what an example's training was like (data maps, Swayamdipta et al., arXiv 2009.10795).
+        """
+        field = {name: self._values[:, :, place] for place, name in enumerate(FIELDS)}
+        return {
+            "self_influence": field["weighted"],
+            "grad_norm": np.sqrt(field["sqnorm"]),
+            "loss": field["loss"],
+            "margin": field["margin"],
+            "el2n": field["el2n"],
+            "predicted": _whole(field["predicted"]),
         }
 
     def top(self, k: int = 20, by: str = "self_influence") -> SelfInfluence:

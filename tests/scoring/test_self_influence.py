@@ -70,6 +70,16 @@ def test_every_column(setting):
         attribute = getattr(table, "ids" if name == "id" else name)
         np.testing.assert_array_equal(attribute, table.columns[name])
     np.testing.assert_allclose(table.sqnorm, sqnorms, rtol=1e-10)
+    each = {
+        "self_influence": np.array(RATES)[:, None] * sqnorms, "grad_norm": np.sqrt(sqnorms),
+        "loss": losses, "margin": chosen - others, "el2n": np.linalg.norm(errors, axis=2),
+        "predicted": probabilities.argmax(2),
+    }  # fmt: skip
+    assert list(table.by_checkpoint) == list(each)
+    for name, values in each.items():
+        np.testing.assert_allclose(table.by_checkpoint[name], values, rtol=1e-10, err_msg=name)
+    first = table.top(2).by_checkpoint["loss"][:, 0]
+    np.testing.assert_allclose(first, losses[:, np.argmax(table.self_influence)], rtol=1e-10)
     assert table.reason is None
     assert_unchanged(setting.model, state)
 
