@@ -133,13 +133,13 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
     names = [root.name for root in used.roots]
     return UnsupportedOperationError(
         f"{node.name()} uses {used.describe()} without passing through a PyTorch operation that "
-        "can be tracked, so its per-example gradient is not known. Was it computed before the "
-        "context was opened? Compute all of the losses inside the context, with the model as it "
-        "was before torch.jit. Is it a custom autograd Function of data, or one whose apply was "
-        "kept in a variable before the first context? Add a rule with gs.register_rule or write it "
-        "with PyTorch's own operations, and call it as Function.apply where it is used. Or have "
-        'per_example_norms compute one example at a time with fallback="vmap", or leave the '
-        f"parameter out by name with exclude={names!r}.",
+        "can be tracked, so its per-example gradient is not known. Was something of the losses "
+        "computed before the context was opened, or by a TorchScript module? Compute all of them "
+        "inside the context, with the model as it was before torch.jit. Is it a custom autograd "
+        "Function of data, or one whose apply was kept in a variable before the first context? Add "
+        "a rule with gs.register_rule or write it with PyTorch's own operations, and call it as "
+        "Function.apply where it is used. Or have per_example_norms compute one example at a time "
+        f'with fallback="vmap", or leave the parameter out by name with exclude={names!r}.',
         names,
     )
 

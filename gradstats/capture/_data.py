@@ -224,7 +224,8 @@ class Data(Written):
         if owned is MIXED:
             raise CoupledExamplesError(
                 "each loss depends on several examples: trained values were summed, averaged or "
-                "normalised along the example axis on the way. Expected losses that depend on one "
+                "normalised along the example axis on the way. Such a loss, a contrastive one for "
+                "instance, has no gradient of one example. Expected losses that depend on one "
                 "example each: reduce over other axes, or detach what comes from other examples."
             )
         plain = isinstance(owned, Examples) and owned.plain

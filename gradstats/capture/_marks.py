@@ -313,7 +313,8 @@ class Marks:
         """Return the error about losses that depend on a node of ``coupled``."""
         return CoupledExamplesError(
             f"{node.name()} {self.coupled[node]}: each loss depends on several examples, and their "
-            "gradients cannot be told apart. Expected losses that depend on one example each: "
+            "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
+            "losses that depend on one example each: "
             "detach what comes from the others, or combine each example with its own values alone, "
             "as (x * y).sum(-1) does."
         )
