@@ -144,7 +144,6 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._leave_trainer()
         self._unfinished = False
         refuse_what_cannot_be_measured(args)
-        register_rules()
         trainer = calling_trainer()
         self._enter_trainer(trainer)
         self._handler = trainer.callback_handler
@@ -241,6 +240,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
         own = vars(trainer).get("training_step")
         trainer.training_step = training_step
+        rules = register_rules()
 
         def leave() -> None:
             """Give the Trainer its own step back, unless another callback has put one there."""
@@ -248,6 +248,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                 del trainer.training_step
                 if own is not None:
                     trainer.training_step = own
+            if rules is not None:
+                rules.remove()
             self._leave_trainer = nothing
 
         self._leave_trainer = leave

@@ -216,7 +216,8 @@ def read_manifest_of(path: Path, kind: str) -> dict[str, Any]:
     manifest = read_manifest(path)
     held = manifest.get("kind")
     if held != kind:
-        read = f", which {HELD[held][1]} reads" if held in HELD else ""
+        reader = HELD[held][1] if isinstance(held, str) and held in HELD else None
+        read = "" if reader is None else f", which {reader} reads"
         raise StoreError(f"{path} holds {held}{read}; expected what {HELD[kind][0]} writes.")
     return manifest
 
