@@ -117,17 +117,16 @@ class Following(Marks):
     def sole_example(self, data: list[Tensor]) -> Whole | None:
         """Return the one example to which operands of data belong; None if there is none.
 
-        Nothing is asked of those that are not trained and of which nothing is known, as targets
-        are and places in each image: gradients come to what is trained alone.
+        Beside what is trained nothing is asked of operands of which nothing is known and that are
+        not, as targets are and places in each image: gradients come to what is trained alone.
         """
         if self.batch_size == 1 or not self.follows_layouts:
             return None
-        owners = [
-            sole_of(self.owned(item)) if self.is_marked(item) else None
-            for item in data
-            if item.requires_grad or self.owned(item) is not None
-        ]
-        first = owners[0] if owners else None
+        known = [item for item in data if item.requires_grad or self.owned(item) is not None]
+        if len(known) < len(data) and not any(item.requires_grad for item in known):
+            return None
+        owners = [sole_of(self.owned(item)) if self.is_marked(item) else None for item in known]
+        first = owners[0]
         if not isinstance(first, Whole):
             return None
         return first if all(other == first for other in owners) else None

@@ -24,8 +24,9 @@ def joined_layout(
     """Return the layout of the result of an operation of ``JOINS``, or of ``PAD_SEQUENCE``."""
     if func is PAD_SEQUENCE:
         place = 0 if argument_of(args, kwargs, 1, "batch_first") else 1
-        unknown = not any(part.requires_grad or marks.is_marked(part) for part in args[0])
-        if unknown and len(args[0]) == marks.batch_size and not marks.packed:
+        rest = [part for part in args[0] if part.requires_grad or marks.is_marked(part)]
+        uneven = len({len(part) for part in args[0]}) > 1
+        if uneven and not rest and len(args[0]) == marks.batch_size and not marks.packed:
             # A sequence of each example, also where one is as long as there are examples.
             return Examples(marks.batch_size, place)
         owners = [

@@ -97,8 +97,8 @@ def _assigned(target: Tensor, index, value) -> Write:
     items = items_of(target, index)
     mask = items[0] if items else None
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() and _is_number(value):
-        # Where the mask is true says as much of the whole operand, whose first axes it covers.
-        return Write((value,), None, mask.dim(), mask)
+        # The mask says whose the rows are, of the whole operand, whose first axes it covers.
+        return Write((), None, mask.dim(), mask)
     return Write(
         (value,),
         lambda target, layout: read_at(target, items, layout),

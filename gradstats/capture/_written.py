@@ -95,7 +95,9 @@ class Written(Following):
         write, _, before, after = change
         given = write.values
         if write.index is not None and not (before or self.is_distinct(after)):
-            given = (write.index,)  # only the place where a number is put says whose it is
+            # Only the place where a number is put says whose it is; a mask by its rows.
+            rows = write.index.dtype != torch.bool or isinstance(self.owned(write.index), Examples)
+            given = (write.index,) if rows else ()
         return self.data_among(given) or self.data_among([write.places])
 
     def _owned_of(self, change: Change, values: list[Tensor]) -> Owned | None:

@@ -120,14 +120,15 @@ def _whole(tracker, data: Sequence[Tensor]) -> Whole | None:
     """Return the example whose data have no axis of examples; None where they have one."""
     if tracker.batch_size > 1:
         whole = tracker.sole_example(data)
-        return None if whole is None or isinstance(tracker.owned(data[0]), Examples) else whole
+        known = (own for own in map(tracker.owned, data) if own is not None)
+        return None if whole is None or isinstance(next(known), Examples) else whole
     # Without an axis for examples, tensors are the only example's beside others that have one.
     return next((own for own in map(tracker.owned, data) if isinstance(own, Whole)), None)
 
 
-def _has_rows(owned: Examples | Whole) -> bool:
-    """Whether a tensor of one example has another number of rows along an axis than one."""
-    return isinstance(owned, Whole) or owned.rows != 1
+def _has_rows(owned: Examples | Whole | None) -> bool:
+    """Whether a tensor beside one example's may have another number of rows than one."""
+    return not isinstance(owned, Examples) or owned.rows != 1
 
 
 def _widen(tracker, items, whole: Whole, dims: int):
