@@ -99,16 +99,24 @@ def test_they_are_constants_where_they_cannot_be_data(losses, size):
     assert gs.verify(model, batch, losses).ok
 
 
-def test_a_table_of_positions_with_as_many_as_there_are_examples():
-    model, table = network(), torch.randn(6, WIDTH).double()
-    batch = torch.randn(6, 6, WIDTH).double(), torch.randint(CLASSES, (6,))
+def test_the_loss_runs_once():
+    """So that what it keeps between calls moves on once."""
+    model, average, calls = network(), like(network()), []
+    batch = torch.randn(6, WIDTH).double(), torch.randint(CLASSES, (6,))
 
     def losses(model, batch):
-        logits = model(batch[0] + table).mean(1)
-        return functional.cross_entropy(logits, batch[1], reduction="none")
+        calls.append(len(batch[0]))
+        pull = sum((p - average[name]).square().sum() for name, p in model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                average[name].lerp_(parameter, 0.5)
+        return classify(model, batch) + pull
 
-    expected = oracle_sqnorms(model, batch, losses)
-    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-9)
+    before = {name: value.clone() for name, value in average.items()}
+    found = gs.per_example_norms(model, batch, losses)
+    assert calls == [6]
+    average.update(before)
+    assert_sqnorms(found, oracle_sqnorms(model, batch, losses), 1e-9)
 
 
 def test_a_batch_that_is_global_too_is_data():
@@ -148,7 +156,7 @@ def test_what_is_found():
         return inner(model), unset, later
 
     found = enclosed_tensors(partial(outer, batch={"x": [first]}))
-    assert set(map(id, found)) == {id(first), id(second), id(third)}
+    assert set(found) == {id(first), id(second), id(third)}
     later = None
-    assert enclosed_tensors(functional.cross_entropy) == []
-    assert enclosed_tensors(nn.Linear(2, 2)) == []
+    assert enclosed_tensors(functional.cross_entropy) == {}
+    assert enclosed_tensors(nn.Linear(2, 2)) == {}

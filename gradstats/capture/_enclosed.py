@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dis
+from collections.abc import Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+# Lists and dicts that are longer hold no weights, and are not read.
+LONGEST = 10_000
+READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
-def enclosed_tensors(function: Any) -> list[Tensor]:
-    """Return the tensors that a function finds in its closure, defaults, globals and object.
 
-    In containers too, and by way of the functions that it calls there; not in modules.
+def enclosed_tensors(function: Any) -> dict[int, Tensor]:
+    """Return by id the tensors that a function finds in its closure, defaults, globals and object.
+
+    In lists, tuples and dicts too, and by way of the functions of the same package that it calls
+    there; not in modules.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -25,23 +31,24 @@ def enclosed_tensors(function: Any) -> list[Tensor]:
         elif id(item) not in seen:
             seen.add(id(item))
             waiting.extend(_inside(item))
-    return list(found.values())
+    return found
 
 
 def _inside(item: Any) -> Iterator[Any]:
-    if isinstance(item, Mapping):
-        yield from item.values()
-    elif isinstance(item, (list, tuple, set)):
-        yield from item
+    if type(item) in (list, tuple, dict):
+        if len(item) <= LONGEST:
+            yield from item.values() if isinstance(item, dict) else item
     elif isinstance(item, partial):
         yield from (item.func, *item.args, *item.keywords.values())
     elif isinstance(item, MethodType):
         yield from (item.__func__, item.__self__)
     elif isinstance(item, FunctionType):
         yield from _inside_function(item)
-    elif callable(item) and not isinstance(item, (type, nn.Module)):
-        # An object that is called as a function; what it is called with is not asked.
-        yield from (getattr(item, "__dict__", {}), type(item).__call__)
+    elif not isinstance(item, (type, nn.Module)) and isinstance(
+        getattr(type(item), "__call__", None),
+        FunctionType,  # noqa: B004
+    ):
+        yield from (vars(item) if hasattr(item, "__dict__") else {}, type(item).__call__)
 
 
 def _inside_function(function: FunctionType) -> Iterator[Any]:
@@ -52,18 +59,22 @@ def _inside_function(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:
             pass  # it is empty
-    package = function.__module__.partition(".")[0] if function.__module__ else None
-    for name in _names_in(function.__code__):
+    package = _package(function)
+    for name in {*_globals_read(function.__code__)}:
         value = function.__globals__.get(name)
         # Functions of other packages know nothing of the caller's tensors.
-        other = isinstance(value, FunctionType) and value.__module__.partition(".")[0] != package
-        if not other:
+        if not isinstance(value, FunctionType) or _package(value) == package:
             yield value
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function's code looks up, and the code written inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+def _package(function: FunctionType) -> str:
+    return (function.__module__ or "").partition(".")[0]
+
+
+def _globals_read(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals that a function's code reads, and the code written inside it."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in READS_GLOBAL:
+            yield instruction.argval
+        elif isinstance(instruction.argval, CodeType):
+            yield from _globals_read(instruction.argval)

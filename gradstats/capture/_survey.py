@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from gradstats._compiler import imported_compiler, running_eagerly
 from gradstats.capture._coverage import check_coverage
-from gradstats.capture._enclosed import enclosed_tensors
 from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, rebuild, tensors_in
@@ -101,38 +100,31 @@ def survey(
     """Return what a forward of ``loss_fn`` does to each parameter, running compiled parts eagerly.
 
     If something is refused, and the forward made tensors from values of its own that count as data
-    because of their size, or the loss found tensors where it was written, it is run once more with
-    these as constants, as it is for gradients.
+    because of their size, it is run once more with these as constants, as it is for gradients.
 
     Args:
         loss_fn: may be called twice.
         options: of Tracker.
     """
     found = Survey(model, **options)
-    enclosed: list[Tensor] = []
     try:
         _look(found, model, batch, loss_fn)
     except ABOUT_EXAMPLES:
-        enclosed = enclosed_tensors(loss_fn)
-        if not (found.took_given or enclosed):
+        if not found.took_given:
             raise
     else:
-        if not found.refused:
+        if not (found.refused and found.took_given):
             return found
-        enclosed = enclosed_tensors(loss_fn)
-        if not (found.took_given or enclosed):
-            return found
-    again = Survey(model, given_are_data=False, **options)
-    again.keep_constant(enclosed)
-    _look(again, model, batch, loss_fn)
-    return again
+    found = Survey(model, given_are_data=False, **options)
+    _look(found, model, batch, loss_fn)
+    return found
 
 
 def _look(
     found: Survey, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
 ) -> None:
     """Run a forward under a survey."""
-    found.take_batch(tensors_in(batch))
+    found.take_call(loss_fn, tensors_in(batch))
     # If the compiler has not been imported, nothing is compiled; importing it takes seconds.
     stance = nullcontext() if imported_compiler() is None else running_eagerly()
     with torch.enable_grad(), stance:

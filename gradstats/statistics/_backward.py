@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._consumers import Consumer
-from gradstats.capture._enclosed import enclosed_tensors
 from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._nested import tensors_in
 from gradstats.capture._tracker import Tracker
@@ -72,15 +71,12 @@ def run_examples(
         losses = _differentiate(tracker, model, batch, loss_fn)
     except ABOUT_EXAMPLES as error:
         tracker.explain(error)
-        again, enclosed = given.again(), enclosed_tensors(loss_fn)
-        unclear = tracker.took_given or enclosed
-        if not unclear or tracker.backward_ran or again is None:
+        again = given.again()
+        if not tracker.took_given or tracker.backward_ran or again is None:
             raise
         # The forward made tensors of values of its own, as many as there are examples, which are
-        # perhaps not one for each; or the loss found tensors where it was written, such as weights
-        # of an earlier task, that are perhaps no data.
+        # perhaps not one for each.
         tracker = Tracker(model, settings=settings, given_are_data=False, **options)
-        tracker.keep_constant(enclosed)
         try:
             losses = _differentiate(tracker, model, *again, loss_fn)
         except GradStatsError:
@@ -96,7 +92,7 @@ def run_examples(
 
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
     """Run the forward and the backward inside a context; return the losses."""
-    tracker.take_batch(tensors_in(batch))
+    tracker.take_call(loss_fn, tensors_in(batch))
     with torch.enable_grad(), apart_from_training(model):
         try:
             tracker.open()

@@ -55,6 +55,9 @@ def broadcast(tracker, func, *args, **kwargs):
     if func in ELEMENTWISE_IN_PLACE and node_of(args[0]) is not None:
         return write_data(tracker, func, args, kwargs)
     data = tracker.data_among(operands)
+    if func not in ELEMENTWISE_IN_PLACE and _are_enclosed(tracker, nodes, data):
+        args, kwargs = _with_constants(tracker, data, (args, kwargs))
+        return run(tracker, func, *args, **kwargs)
     whole = None if func in ELEMENTWISE_IN_PLACE else _whole(tracker, data)
     if whole is not None:
         dims = max(operand.dim() for operand in operands)
@@ -67,6 +70,34 @@ def broadcast(tracker, func, *args, **kwargs):
             if result is not None:
                 return result
     return per_example(tracker, func, layout, args, kwargs)
+
+
+def _are_enclosed(tracker, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:
+    """Whether data are tensors of a loss function's surroundings: earlier weights, or masks.
+
+    Asked only of what is no larger than the parameters it meets: as constants all tensors give
+    exact results, but what is computed of parameters and constants should not grow.
+    """
+    shape = torch.broadcast_shapes(*(node.shape for node in nodes))
+    return all(
+        not item.requires_grad
+        and torch.broadcast_shapes(shape, item.shape) == shape
+        and tracker.encloses(item)
+        for item in data
+    )
+
+
+def _with_constants(tracker, data: Sequence[Tensor], items):
+    """Return operands with what was taken for data as constants, which leaves no mark on it."""
+
+    def constant(item):
+        if not any(item is other for other in data):
+            return item
+        view = item.view_as(item)
+        tracker.mark_constant(view)
+        return view
+
+    return rebuild(items, constant)
 
 
 def _product_or_sum(
