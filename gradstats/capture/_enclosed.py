@@ -44,11 +44,10 @@ def _inside(item: Any) -> Iterator[Any]:
         yield from (item.__func__, item.__self__)
     elif isinstance(item, FunctionType):
         yield from _inside_function(item)
-    elif not isinstance(item, (type, nn.Module)) and isinstance(
-        getattr(type(item), "__call__", None),
-        FunctionType,  # noqa: B004
-    ):
-        yield from (vars(item) if hasattr(item, "__dict__") else {}, type(item).__call__)
+    elif not isinstance(item, (type, nn.Module)):
+        call = getattr(type(item), "__call__", None)  # noqa: B004
+        if isinstance(call, FunctionType):  # of an object that is written to be called
+            yield from (call, getattr(item, "__dict__", None))
 
 
 def _inside_function(function: FunctionType) -> Iterator[Any]:

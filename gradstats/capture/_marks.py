@@ -133,6 +133,10 @@ class Marks:
             self._enclosed = enclosed_tensors(self._loss_fn)
         return id(tensor) in self._enclosed
 
+    def kept(self) -> list[Tensor]:
+        """Return the tensors that the model keeps, save those that are tracked."""
+        return list(self._constants.values())
+
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether the model keeps a tensor, so that it outlives the context."""
         return id(tensor) in self._constants

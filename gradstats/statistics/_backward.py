@@ -12,7 +12,7 @@ from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._nested import tensors_in
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
-from gradstats.errors import GradStatsError, TrackingError
+from gradstats.errors import TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, check_workspace
 from gradstats.statistics._batches import Given
 from gradstats.statistics._differentiable import apart_from_training
@@ -67,6 +67,7 @@ def run_examples(
     settings = Settings(weight_gradients=False, fused=True, workspace=workspace, consumer=consumer)
     given = Given(batch)
     tracker = Tracker(model, settings=settings, **options)
+    start = Start(tracker)
     try:
         losses = _differentiate(tracker, model, batch, loss_fn)
     except ABOUT_EXAMPLES as error:
@@ -74,12 +75,14 @@ def run_examples(
         again = given.again()
         if not tracker.took_given or tracker.backward_ran or again is None:
             raise
+        if not start.restore():
+            raise
         # The forward made tensors of values of its own, as many as there are examples, which are
         # perhaps not one for each.
         tracker = Tracker(model, settings=settings, given_are_data=False, **options)
         try:
             losses = _differentiate(tracker, model, *again, loss_fn)
-        except GradStatsError:
+        except Exception:
             raise error from None
     if not tracker.reports.any:
         raise NothingUsedError(
@@ -88,6 +91,26 @@ def run_examples(
             "use another model, or do parameters= and exclude= leave only what it does not use?"
         )
     return tracker, losses
+
+
+class Start:
+    """What a forward starts from: random numbers of the host, and what the model keeps."""
+
+    def __init__(self, tracker: Tracker):
+        self._kept = tracker.kept()
+        self._versions = versions_of(self._kept)
+        self._numbers = torch.get_rng_state()
+
+    def restore(self) -> bool:
+        """Draw the same numbers again; False where something was written into what is kept."""
+        if versions_of(self._kept) != self._versions:
+            return False
+        torch.set_rng_state(self._numbers)
+        return True
+
+
+def versions_of(tensors: list[Tensor]) -> list[int]:
+    return [each._version for each in tensors if not each.is_inference()]
 
 
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
