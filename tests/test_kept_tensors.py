@@ -137,3 +137,44 @@ def test_all_of_a_batch_of_one_is_that_example():
     model, x = Generates().double(), torch.randn(1, WIDTH).double()
     expected = oracle_sqnorms(model, x, square_of)
     assert_sqnorms(gs.per_example_norms(model, x, square_of), expected, 1e-12)
+
+
+class Pulled(nn.Module):
+    """Dropout, a count of calls, and a pull towards given values, as many as there are examples."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.layer, self.dropout, self.counts = nn.Linear(3, 4), nn.Dropout(0.5), counts
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.counts:
+            self.calls += 1
+        pull = (self.layer.bias - torch.tensor([0.1, 0.2, 0.3, 0.4])).square().sum()
+        return self.layer(self.dropout(x)).square().sum(1) + pull
+
+
+def test_a_forward_that_is_run_again_draws_the_same_numbers():
+    model, x = Pulled(counts=False), torch.randn(4, 3)
+
+    def losses(model, x):
+        return model(x)
+
+    torch.manual_seed(5)
+    found = gs.per_example_norms(model, x, losses)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    expected = losses(model, x)
+    assert torch.equal(found.loss, expected.detach()) and torch.equal(after, torch.get_rng_state())
+    gradients = [
+        torch.autograd.grad(loss, model.parameters(), retain_graph=True) for loss in expected
+    ]
+    norms = [torch.cat([each.flatten() for each in gradient]).norm() for gradient in gradients]
+    torch.testing.assert_close(found.norm, torch.stack(norms))
+
+
+def test_a_forward_that_counts_its_calls_is_not_run_again():
+    model = Pulled(counts=True)
+    with pytest.raises(gs.CoupledExamplesError, match="keep it in the model"):
+        gs.per_example_norms(model, torch.randn(4, 3), lambda model, x: model(x))
+    assert model.calls == 1
