@@ -49,8 +49,9 @@ def log_probabilities(
     ``final_logit_softcapping`` says so.
     """
     logits = functional.linear(hidden, weight, bias).float() * logit_scale
-    if final_logit_softcapping:
-        logits = final_logit_softcapping * torch.tanh(logits / final_logit_softcapping)
+    if final_logit_softcapping is not None:
+        cap = final_logit_softcapping or 1.0  # as the Function takes a cap of zero
+        logits = cap * torch.tanh(logits / cap)
     logits = logits / temperature
     logs = logits.log_softmax(-1)
 

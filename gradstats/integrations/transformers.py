@@ -86,7 +86,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     Args:
         every: measure every so many optimizer steps.
         rows_per_example: K where the batch holds B examples of K rows: row r + k B belongs to
-            example r.
+            example r. That is trusted: of a loss that combines rows of other examples (interleaved
+            pairs), which the Trainer averages itself, not every form is seen.
         ids: the name of the model input, (B,) integers, that says which examples a batch holds, for
             ``monitor.self_influence`` and ``monitor.examples``. The model receives it too; set
             ``remove_unused_columns=False`` if its forward does not name it.
@@ -225,7 +226,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def _enter_trainer(self, trainer: Trainer) -> None:
         """Run the Trainer's steps, whose exceptions no callback is told of."""
-        step = trainer.training_step
+        step, rules = trainer.training_step, register_rules()
 
         @functools.wraps(step)
         def training_step(*args, **kwargs):
@@ -234,13 +235,14 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                 return step(*args, **kwargs)
             except BaseException:
                 self.close()
+                if rules is not None:
+                    rules.remove()
                 raise
             finally:
                 self._in_step = False
 
         own = vars(trainer).get("training_step")
         trainer.training_step = training_step
-        rules = register_rules()
 
         def leave() -> None:
             """Give the Trainer its own step back, unless another callback has put one there."""
@@ -303,6 +305,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         size, bounds = infer_batch_size(given, 0), None
         if size == 1 and (bounds := bounds_in(kwargs)) is not None:
             size = len(bounds) - 1
+            if self._rows_per_example != 1:
+                raise TrackingError(
+                    f"the collator packed {size} examples into one row, whereas rows_per_example="
+                    f"{self._rows_per_example} is of batches with rows of their own. Expected one "
+                    "of the two: train without padding_free, or without rows_per_example=."
+                )
         size, left = divmod(size, self._rows_per_example)
         if left:
             raise TrackingError(

@@ -25,7 +25,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 # What folders of lists are called, which hold no matrix.
 STRONGEST = "strongest influence"
 # What folders hold, as their manifests call it: what writes that, and what reads it.
@@ -197,7 +197,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
-            raise ValueError(f"format {manifest['format']!r}, expected {FORMAT}")
+            raise StoreError(
+                f"{path} was written by another version of gradstats (format "
+                f"{manifest['format']!r}, expected {FORMAT}). Nothing was changed. Name another "
+                "folder with out=, or read it with that version."
+            )
         for entry in manifest["checkpoints"].values():
             if not isinstance(entry["name"], str):
                 raise ValueError(f"a checkpoint is called {entry['name']!r}, expected a string")

@@ -195,8 +195,10 @@ def influence(
     work, pairs, number, k, folder = _ranks.together(checked)
     scores: InfluenceScores | TopScores
     with random_numbers_kept(work.device):
-        train = read_data(work, train_loader, "train", train_ids, folder is not None)
-        query = read_data(work, query_loader, "query", query_ids, folder is not None)
+        train = read_data(work, train_loader, "train", train_ids, kept=folder is not None)
+        query = read_data(
+            work, query_loader, "query", query_ids, kept=folder is not None, shared=False
+        )
         passes = Passes(work, pairs, train, query, number, folder, resume)
         about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
         with borrowed(work.model):

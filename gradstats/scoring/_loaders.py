@@ -192,12 +192,9 @@ class Data:
         loader = self._loader
         if not isinstance(loader, DataLoader):
             return iter(loader)
-        # As it begins it draws a seed for its workers: not from the caller's random numbers, and
-        # another one in each pass, so that what is random in them shows. Workers that persist serve
-        # one pass at a time: those of the caller's loader stay in the caller's.
+        # Workers that persist serve one pass at a time: those of the caller's loader stay there.
         own = copy.copy(loader)
-        own.generator = torch.Generator()
-        own.generator.seed()
+        own.generator = _own_generator()
         own._iterator = None
         return iter(own)
 
@@ -275,10 +272,19 @@ def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
-        # A generator of its own, so that the caller's random numbers stay as they would be.
-        generator=torch.Generator(),
+        generator=_own_generator(),
         **workers,
     )
+
+
+def _own_generator() -> torch.Generator:
+    """Return what a loader draws the seed of its workers from as it begins.
+
+    Not the caller's random numbers, and others in each pass, so that what is random in them shows.
+    """
+    generator = torch.Generator()
+    generator.seed()
+    return generator
 
 
 def _check_order(loader: Any, role: str, ids: Source) -> None:

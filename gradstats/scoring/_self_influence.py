@@ -126,7 +126,7 @@ def _scored(
     work: Work, loader: Any, ids: Source, checkpoints: Checkpoints, path: Path | None, resume: bool
 ) -> SelfInfluence:
     """Measure all examples at all checkpoints."""
-    data = read_data(work, loader, "training", ids, path is not None)
+    data = read_data(work, loader, "training", ids, kept=path is not None)
     folder = None
     if path is not None:
         description = {

@@ -185,20 +185,23 @@ def check_checkpoints(checkpoints: Any) -> Checkpoints:
     return checkpoints
 
 
-def read_data(work: Work, loader: Any, role: str, ids: Source, kept: bool) -> Data:
+def read_data(
+    work: Work, loader: Any, role: str, ids: Source, *, kept: bool, shared: bool = True
+) -> Data:
     """Return the data of a call, or raise in every process unless they are the same in all.
 
     Args:
         work: the options of the call.
         loader, role, ids: the data, what they are called, and where their ids are.
         kept: whether results are kept on disk, where every batch has to be told from another: then
-            the processes read all data once more between them.
+            all data are read once more.
+        shared: whether each process scores a part of these data alone, and reads a part of them.
     """
     data = _ranks.together(lambda: Data(loader, role, ids, work.layout))
     if kept:
 
         def contents() -> list[tuple[int, str, set[str]]]:
-            numbers = _ranks.share(data.uncovered())
+            numbers = _ranks.share(data.uncovered()) if shared else data.uncovered()
             with work.bar(len(numbers), f"hash of the {role} data", "batch", delay=5) as bar:
                 found = []
                 for each in data.contents(numbers):
@@ -207,7 +210,8 @@ def read_data(work: Work, loader: Any, role: str, ids: Source, kept: bool) -> Da
             return found
 
         if len(data.uncovered()):
-            data.cover(chain.from_iterable(_ranks.gather(_ranks.together(contents))))
+            found = _ranks.together(contents)
+            data.cover(chain.from_iterable(_ranks.gather(found)) if shared else found)
     if len(set(_ranks.gather(data.fingerprint))) > 1:
         raise LoaderError(
             f"the {role} loader gives other data in each process, so that the scores of one would "

@@ -109,8 +109,16 @@ class Start:
         return True
 
 
-def versions_of(tensors: list[Tensor]) -> list[int]:
-    return [each._version for each in tensors if not each.is_inference()]
+def versions_of(tensors: list[Tensor]) -> list[int | None]:
+    """Return how often each tensor has been written into; None where it does not know."""
+    return list(map(_version_of, tensors))
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # its memory is that of a tensor of inference mode
+        return None
 
 
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:

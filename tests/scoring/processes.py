@@ -233,6 +233,17 @@ def share(rank: int, size: int, folder: Path) -> None:
             )  # fmt: skip
         except gs.GradStatsError as error:
             (folder / f"{name}-{rank}").write_text(str(error))
+    # Queries of which one process has another label, in a batch that is neither first nor last.
+    images, labels = (torch.cat([each, each, each]) for each in setting.query)
+    labels[7] = (labels[7] + rank) % 3
+    query = DataLoader(TensorDataset(images, labels), 2)
+    try:
+        gs.influence(
+            setting.model, setting.train_batches, query, loss_fn,
+            gs.Checkpoints(setting.states[:1], lr=0.1), out=folder / "queries", progress=False,
+        )  # fmt: skip
+    except gs.GradStatsError as error:
+        (folder / f"queries-{rank}").write_text(str(error))
     # Whoever leaves first would break what the other is still receiving.
     distributed.barrier()
     distributed.destroy_process_group()

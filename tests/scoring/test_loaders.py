@@ -568,3 +568,22 @@ def test_an_example_is_found_again(setting):
     for position in range(11):
         batch, place = data.example(position)
         assert torch.equal(batch[0][place], setting.train[0][position])
+
+
+class AugmentsOne(Augmenting):
+    """Data of which one example is augmented at random, in whichever process reads it."""
+
+    def __getitem__(self, index):
+        x, y = self.data
+        noise = 1e-9 * torch.randn(x[index].shape, dtype=x.dtype)
+        return x[index] + (noise if index == 5 else 0), y[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_augmentation_of_one_example_is_refused(setting, workers):
+    """Also where workers draw it, whose seeds are others in each pass."""
+    loader = DataLoader(AugmentsOne(setting.train), 2, num_workers=workers)
+    with pytest.raises(gs.LoaderError, match="batch 2 of the training loader holds other data"):
+        gs.self_influence(
+            setting.model, loader, loss_fn, gs.Checkpoints(setting.states, lr=0.1), progress=False
+        )

@@ -220,8 +220,8 @@ def test_a_missing_file_is_made_again(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        "", "{", "[]", '{"format": 2, "checkpoints": {}}', '{"format": 1, "checkpoints": 3}',
-        '{"format": 1, "checkpoints": {"checkpoint-1": {"nam": "a"}}}',
+        "", "{", "[]", '{"format": 2, "checkpoints": 3}',
+        '{"format": 2, "checkpoints": {"checkpoint-1": {"nam": "a"}}}',
     ],
 )  # fmt: skip
 def test_a_damaged_manifest_is_refused_and_kept(tmp_path, content):
@@ -230,6 +230,16 @@ def test_a_damaged_manifest_is_refused_and_kept(tmp_path, content):
     (out / "manifest.json").write_text(content)
     for action in (lambda: call("matrix", out), lambda: gs.InfluenceScores.load(out)):
         with pytest.raises(gs.StoreError, match=r"manifest.json is damaged"):
+            action()
+    assert (out / "manifest.json").read_text() == content
+
+
+def test_results_of_another_version_are_refused_and_kept(tmp_path):
+    out, content = tmp_path / "scores", '{"format": 1, "checkpoints": {}}'
+    call("matrix", out)
+    (out / "manifest.json").write_text(content)
+    for action in (lambda: call("matrix", out), lambda: gs.InfluenceScores.load(out)):
+        with pytest.raises(gs.StoreError, match=r"another version of gradstats \(format 1, exp"):
             action()
     assert (out / "manifest.json").read_text() == content
 
@@ -794,3 +804,5 @@ def test_two_processes_share_the_work(tmp_path):
             assert "missing-1.pt cannot be read" in said
         for name in ("data", "weights"):
             assert f"other {name} in each process" in (tmp_path / f"{name}-{rank}").read_text()
+        told = (tmp_path / f"queries-{rank}").read_text()
+        assert "the query loader gives other data in each process" in told
