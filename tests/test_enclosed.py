@@ -119,6 +119,20 @@ def test_the_loss_runs_once():
     assert_sqnorms(found, oracle_sqnorms(model, batch, losses), 1e-9)
 
 
+def test_operands_that_are_not_broadcast():
+    """A variance may lack the last axis of what it is the variance of."""
+    model, target = nn.Linear(WIDTH, 3).double(), torch.randn(5, 2).double()
+    model.spread = nn.Parameter(torch.rand(5).double())
+    batch = (torch.randn(5, WIDTH).double(),)
+
+    def losses(model, batch):
+        given = functional.gaussian_nll_loss(target, target + 1, model.spread, reduction="none")
+        return model(batch[0]).square().sum(1) + given.sum(1)
+
+    expected = oracle_sqnorms(model, batch, losses)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-9)
+
+
 def test_a_batch_that_is_global_too_is_data():
     """Its rows meet one another here, as in a contrastive loss."""
     model, x = network(), torch.randn(6, WIDTH).double()

@@ -88,6 +88,9 @@ LOSSES = {
     "gaussian": lambda x, w: functional.gaussian_nll_loss(
         x, torch.ones_like(x), w.exp().expand_as(x), reduction="none"
     ),
+    "gaussian, a variance of each row": lambda x, w: functional.gaussian_nll_loss(
+        x, torch.ones_like(x), var=w.exp().expand_as(x)[..., 0], reduction="none"
+    ),
 }
 
 

@@ -19,7 +19,7 @@ from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._derived import derive
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._hooked import ADDED, MULTIPLIED, hooked
-from gradstats.capture._nested import flatten, operands_of, rebuild
+from gradstats.capture._nested import argument_of, flatten, operands_of, rebuild
 from gradstats.capture._nodes import Node
 from gradstats.capture._operations import (
     ELEMENT_LOSSES,
@@ -78,13 +78,18 @@ def _are_enclosed(tracker, nodes: Sequence[Node], data: Sequence[Tensor]) -> boo
     Asked only of what is no larger than the parameters it meets: as constants all tensors give
     exact results, but what is computed of parameters and constants should not grow.
     """
-    shape = torch.broadcast_shapes(*(node.shape for node in nodes))
-    return all(
-        not item.requires_grad
-        and torch.broadcast_shapes(shape, item.shape) == shape
-        and tracker.encloses(item)
+    largest = max(node.value.numel() for node in nodes)
+    if not all(
+        not item.requires_grad and item.numel() <= largest and tracker.encloses(item)
         for item in data
-    )
+    ):
+        return False
+    shapes = [node.shape for node in nodes]
+    try:
+        together = torch.broadcast_shapes(*shapes, *(item.shape for item in data))
+        return together == torch.broadcast_shapes(*shapes)
+    except RuntimeError:  # the operation does not broadcast, or refuses what it is given
+        return False
 
 
 def _with_constants(tracker, data: Sequence[Tensor], items):
@@ -184,7 +189,18 @@ def _widen(tracker, items, whole: Whole, dims: int):
 def element_loss(tracker, func, *args, **kwargs):
     """Losses of each element against tracked targets, variances or weights."""
     _check_reduction(func, args, kwargs)
+    if func is functional.gaussian_nll_loss:
+        args, kwargs = _with_whole_variance(tracker, args, kwargs)
     return broadcast(tracker, func, *args, **kwargs)
+
+
+def _with_whole_variance(tracker, args, kwargs):
+    """Give the variance the last axis, which it may lack, so that operands are broadcast."""
+    input, var = (argument_of(args, kwargs, n, name) for n, name in ((0, "input"), (2, "var")))
+    if not isinstance(var, Tensor) or var.shape == input.shape or var.shape != input.shape[:-1]:
+        return args, kwargs
+    wide = run(tracker, Tensor.unsqueeze, var, -1)
+    return rebuild((args, kwargs), lambda item: wide if item is var else item)
 
 
 def class_loss(tracker, func, input, target, *args, **kwargs):
