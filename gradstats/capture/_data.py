@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Segments
+from gradstats.capture._enclosed import Surroundings
 from gradstats.capture._examples import IF_A_CONSTANT, MIXED, Examples, Whole, same_layout
 from gradstats.capture._graph import nodes_behind
 from gradstats.capture._names import function_name
@@ -30,6 +31,7 @@ class Data(Written):
         seen: while an autograd Function runs, what its operations returned, by id.
         inside: names of the parameters that such Functions use in their forward: their backward may
             run a backward of its own.
+        surroundings: of a call, what its loss function finds where it was written.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -37,6 +39,17 @@ class Data(Written):
         self.followed: Any = None
         self.seen: dict[int, ref[Tensor]] | None = None
         self.inside: set[str] = set()
+        self.surroundings: Container[Tensor] = ()
+
+    def take_call(self, loss_fn: Any, batch: Iterable[Tensor]) -> None:
+        """Know the loss function that is going to be called, with the tensors of a batch."""
+        batch = list(batch)
+        self.take_batch(batch)
+        self.surroundings = Surroundings(loss_fn, batch)
+
+    def kept(self) -> list[Tensor]:
+        """Return the tensors that the model keeps, save those that are tracked."""
+        return list(self._constants.values())
 
     def run_function(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -13,6 +13,23 @@ from torch import Tensor, nn
 # Lists and dicts that are longer hold no weights, and are not read.
 LONGEST = 10_000
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+
+
+class Surroundings:
+    """The tensors that a loss function finds where it was written, those of its batch left out.
+
+    They are looked for when the first is asked about, which in most calls none is.
+    """
+
+    def __init__(self, loss_fn: Any, batch: Iterable[Tensor]):
+        self._loss_fn = loss_fn
+        self._batch = set(map(id, batch))
+        self._found: dict[int, Tensor] | None = None
+
+    def __contains__(self, tensor: object) -> bool:
+        if self._found is None:
+            self._found = enclosed_tensors(self._loss_fn)
+        return id(tensor) in self._found and id(tensor) not in self._batch
 
 
 def enclosed_tensors(function: Any) -> dict[int, Tensor]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats._factors import Segments
-from gradstats.capture._enclosed import enclosed_tensors
 from gradstats.capture._examples import Examples, Mixed, Whole
 from gradstats.capture._filled import Filling
 from gradstats.capture._memory import RearrangedMemory, WrittenMemory
@@ -92,10 +91,6 @@ class Marks:
         self._written, self._rearranged = WrittenMemory(), RearrangedMemory()
         # Data tensors that carry a mark.
         self._marked: list[ref[Tensor]] = []
-        # Of a call: the loss function, the ids of its batch's tensors, and what it finds elsewhere.
-        self._loss_fn: Any = None
-        self._batch: set[int] = set()
-        self._enclosed: dict[int, Tensor] | None = None
 
     def expected_along(self, axis: int) -> str:
         """Return what data should have along an axis, for a message."""
@@ -119,31 +114,12 @@ class Marks:
             self._constants.pop(id(tensor), None)
             CONSTANTS.pop(id(tensor), None)
 
-    def take_call(self, loss_fn: Any, tensors: Iterable[Tensor]) -> None:
-        """Know the loss function that is going to be called, with the tensors of a batch."""
-        batch = list(tensors)
-        self.take_batch(batch)
-        self._loss_fn, self._batch = loss_fn, set(map(id, batch))
-
-    def encloses(self, tensor: Tensor) -> bool:
-        """Whether the loss function finds a tensor where it was written, and not in its batch."""
-        if self._loss_fn is None or id(tensor) in self._batch:
-            return False
-        if self._enclosed is None:
-            self._enclosed = enclosed_tensors(self._loss_fn)
-        return id(tensor) in self._enclosed
-
-    def kept(self) -> list[Tensor]:
-        """Return the tensors that the model keeps, save those that are tracked."""
-        return list(self._constants.values())
-
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether the model keeps a tensor, so that it outlives the context."""
         return id(tensor) in self._constants
 
     def forget_marks(self) -> None:
         """Remove the marks from the model's tensors and from data."""
-        self._loss_fn = self._enclosed = None
         for reference in self._marked:
             marked = reference()
             if marked is None:
@@ -338,9 +314,8 @@ class Marks:
         return CoupledExamplesError(
             f"{node.name()} {self.coupled[node]}: each loss depends on several examples, and their "
             "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
-            "losses that depend on one example each: "
-            "detach what comes from the others, or combine each example with its own values alone, "
-            "as (x * y).sum(-1) does."
+            "losses that depend on one example each: detach what comes from the others, or combine "
+            "each example with its own values alone, as (x * y).sum(-1) does."
         )
 
     def is_distinct(self, tensor: Tensor) -> bool:

@@ -259,6 +259,7 @@ class Tracker(Threaded, Context):
         self.shown.clear()
         self.forget_marks()
         self.followed = None
+        self.surroundings = ()
         self.together.close()
         for root in self.roots:
             root.release()

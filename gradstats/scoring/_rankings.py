@@ -14,6 +14,7 @@ from gradstats.scoring._loaders import Data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from typing_extensions import Self
 
 # Examples in a list whose length nobody gave, and in its picture.
 LISTED, PICTURED = 10, 5
@@ -60,6 +61,7 @@ class Rankings:
         train_ids, query_ids: (N,) and (Q,) what names the examples.
         normalize: None for raw scores, "cosine" for renormalised ones.
         checkpoints: names of those that were summed over.
+        raw, cosine: the same scores in either form.
     """
 
     def __init__(
@@ -78,6 +80,22 @@ class Rankings:
     def __getstate__(self) -> dict[str, Any]:
         """Leave the loaders behind, which only ``plot`` asks for pictures."""
         return {**self.__dict__, "_data": None}
+
+    @property
+    def raw(self) -> Self:
+        """The same scores, Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩."""
+        return self._as(None)
+
+    @property
+    def cosine(self) -> Self:
+        """The same scores, each checkpoint's products divided by ‖∇ℓ_i(w_c)‖‖∇ℓ_j(w_c)‖."""
+        return self._as("cosine")
+
+    def _as(self, normalize: str | None) -> Self:
+        # Not copy.copy, which would leave the loaders behind.
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), normalize=normalize)
+        return other
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -97,16 +97,6 @@ class InfluenceScores(Rankings):
         names, ids, held = read_results(Path(folder), "influence", IDS, PARTS)
         return cls([Partial(*each) for each in held], ids[0], ids[1], check, names)
 
-    @property
-    def raw(self) -> InfluenceScores:
-        """The same scores, Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩."""
-        return self._as(None)
-
-    @property
-    def cosine(self) -> InfluenceScores:
-        """The same scores, each checkpoint's products divided by ‖∇ℓ_i(w_c)‖‖∇ℓ_j(w_c)‖."""
-        return self._as("cosine")
-
     def __getitem__(self, key: Any) -> Any:
         if isinstance(self._source, dict):
             return self._source[self.normalize][key]
@@ -135,11 +125,6 @@ class InfluenceScores(Rankings):
         return (
             f"InfluenceScores({len(self.train_ids)} train × {len(self.query_ids)} query, "
             f"normalize={self.normalize!r}, {plural(len(self.checkpoints), 'checkpoint')})"
-        )
-
-    def _as(self, normalize: str | None) -> InfluenceScores:
-        return InfluenceScores(
-            self._source, self.train_ids, self.query_ids, normalize, self.checkpoints, self._data
         )
 
     def _ranking(self, query: int, k: int, sign: int) -> Ranking:

@@ -234,16 +234,6 @@ class TopScores(Rankings):
             raise StoreError(f"{path} is not complete. {again} go on.")
         return cls(held.lists, ids[0], ids[1], check, held.checkpoints, None)
 
-    @property
-    def raw(self) -> TopScores:
-        """The same scores, Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩."""
-        return self._as(None)
-
-    @property
-    def cosine(self) -> TopScores:
-        """The same scores, each checkpoint's products divided by ‖∇ℓ_i(w_c)‖‖∇ℓ_j(w_c)‖."""
-        return self._as("cosine")
-
     def __getitem__(self, key: Any) -> Any:
         self._refuse_matrix()
 
@@ -261,11 +251,6 @@ class TopScores(Rankings):
         return (
             f"TopScores({len(self.train_ids)} train × {len(self.query_ids)} query, "
             f"top_k={self.top_k}, normalize={self.normalize!r})"
-        )
-
-    def _as(self, normalize: str | None) -> TopScores:
-        return TopScores(
-            self._lists, self.train_ids, self.query_ids, normalize, self.checkpoints, self._data
         )
 
     @property

@@ -157,7 +157,7 @@ class Work:
             tqdm.write(line, file=sys.stderr)
 
     def bar(self, total: int, what: str, unit: str = "tile", delay: float = 0) -> tqdm:
-        """Return a progress bar, shown in one process, after some seconds."""
+        """Return a progress bar, shown in one process after ``delay`` seconds."""
         hidden = not self.progress or _ranks.rank() != 0
         return tqdm(total=total, desc=what, unit=unit, disable=hidden, delay=delay)
 
@@ -198,20 +198,19 @@ def read_data(
         shared: whether each process scores a part of these data alone, and reads a part of them.
     """
     data = _ranks.together(lambda: Data(loader, role, ids, work.layout))
-    if kept:
+    if kept and (numbers := data.uncovered()):
+        own = _ranks.share(numbers) if shared else numbers
 
         def contents() -> list[tuple[int, str, set[str]]]:
-            numbers = _ranks.share(data.uncovered()) if shared else data.uncovered()
-            with work.bar(len(numbers), f"hash of the {role} data", "batch", delay=5) as bar:
-                found = []
-                for each in data.contents(numbers):
+            found = []
+            with work.bar(len(own), f"hash of the {role} data", "batch", delay=5) as bar:
+                for each in data.contents(own):
                     found.append(each)
                     bar.update()
             return found
 
-        if len(data.uncovered()):
-            found = _ranks.together(contents)
-            data.cover(chain.from_iterable(_ranks.gather(found)) if shared else found)
+        found = _ranks.together(contents)
+        data.cover(chain.from_iterable(_ranks.gather(found)) if shared else found)
     if len(set(_ranks.gather(data.fingerprint))) > 1:
         raise LoaderError(
             f"the {role} loader gives other data in each process, so that the scores of one would "

@@ -17,6 +17,7 @@ from gradstats.statistics._arguments import LossFunction, Options, check_workspa
 from gradstats.statistics._batches import Given
 from gradstats.statistics._differentiable import apart_from_training
 from gradstats.statistics._loss import check_losses, examples_in
+from gradstats.statistics._state import Start
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,15 +68,13 @@ def run_examples(
     settings = Settings(weight_gradients=False, fused=True, workspace=workspace, consumer=consumer)
     given = Given(batch)
     tracker = Tracker(model, settings=settings, **options)
-    start = Start(tracker)
+    start = Start(tracker.kept())
     try:
         losses = _differentiate(tracker, model, batch, loss_fn)
     except ABOUT_EXAMPLES as error:
         tracker.explain(error)
         again = given.again()
-        if not tracker.took_given or tracker.backward_ran or again is None:
-            raise
-        if not start.restore():
+        if not tracker.took_given or tracker.backward_ran or again is None or not start.restore():
             raise
         # The forward made tensors of values of its own, as many as there are examples, which are
         # perhaps not one for each.
@@ -91,34 +90,6 @@ def run_examples(
             "use another model, or do parameters= and exclude= leave only what it does not use?"
         )
     return tracker, losses
-
-
-class Start:
-    """What a forward starts from: random numbers of the host, and what the model keeps."""
-
-    def __init__(self, tracker: Tracker):
-        self._kept = tracker.kept()
-        self._versions = versions_of(self._kept)
-        self._numbers = torch.get_rng_state()
-
-    def restore(self) -> bool:
-        """Draw the same numbers again; False where something was written into what is kept."""
-        if versions_of(self._kept) != self._versions:
-            return False
-        torch.set_rng_state(self._numbers)
-        return True
-
-
-def versions_of(tensors: list[Tensor]) -> list[int | None]:
-    """Return how often each tensor has been written into; None where it does not know."""
-    return list(map(_version_of, tensors))
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    try:
-        return tensor._version
-    except RuntimeError:  # its memory is that of a tensor of inference mode
-        return None
 
 
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradstats.capture._nested import fields_of, tensors_in
 from gradstats.statistics._arguments import LossFunction
+from gradstats.statistics._state import Versions
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -94,16 +95,14 @@ class Given:
     """A batch as it is before a loss function is called with it."""
 
     def __init__(self, batch: Any):
-        self._tensors = [each for each in tensors_in(batch) if not each.is_inference()]
-        self._versions = [each._version for each in self._tensors]
+        self._versions = Versions(tensors_in(batch))
         # What cannot be looked into would not be copied.
         opaque = any(True for _ in opaque_in(batch))
         self._copy = None if opaque else copied(batch)
 
     def again(self) -> tuple[Any] | None:
         """Return the batch as it was, in a tuple; None if that cannot be told or had again."""
-        written = [each._version for each in self._tensors] != self._versions
-        return None if written else self._copy
+        return None if self._versions.are_old else self._copy
 
 
 # What holds no examples.

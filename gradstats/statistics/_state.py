@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
 
@@ -42,6 +42,47 @@ def random_numbers_kept(*devices: torch.device) -> Iterator[None]:
         yield
     finally:
         numbers.restore()
+
+
+class Versions:
+    """How often each of some tensors had been written into."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._tensors = list(tensors)
+        self._then = self._now()
+
+    def _now(self) -> list[int | None]:
+        return list(map(_version_of, self._tensors))
+
+    @property
+    def are_old(self) -> bool:
+        """Whether something was written into one of the tensors since."""
+        return self._now() != self._then
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # memory of inference mode does not count
+        return None
+
+
+class Start:
+    """What a forward that may have to run again starts from: cheaper than ``State``.
+
+    Random numbers of the host are drawn again; what is kept can only be told from before.
+    """
+
+    def __init__(self, kept: Iterable[Tensor]):
+        self._versions = Versions(kept)
+        self._numbers = torch.get_rng_state()
+
+    def restore(self) -> bool:
+        """Draw the same numbers again; False where something was written into what is kept."""
+        if self._versions.are_old:
+            return False
+        torch.set_rng_state(self._numbers)
+        return True
 
 
 class State:

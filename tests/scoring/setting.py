@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from tests.oracle import oracle_gradients
 
@@ -34,6 +35,19 @@ def sorted_losses(model: nn.Module, batch) -> Tensor:
 def put_back(model: nn.Module, batch) -> Tensor:
     """The same losses in the batch's order, of logits in another."""
     return sorted_losses(model, batch)[by_size(batch).argsort()]
+
+
+class Rows(Dataset):
+    """Examples of a data set of one's own, of which nothing is known before they are read."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data[0])
+
+    def __getitem__(self, index):
+        return tuple(each[index] for each in self.data)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -26,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 import gradstats as gs
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
-from tests.scoring.setting import batches, loss_fn, make_setting
+from tests.scoring.setting import Rows, batches, loss_fn, make_setting
 
 
 @pytest.fixture
@@ -43,14 +42,8 @@ def reference(setting):
     return score(setting, setting.train_batches).self_influence
 
 
-class Numbered(Dataset):
+class Numbered(Rows):
     """Gives each example with its number, counted from 100, as a dict."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def __len__(self):
-        return len(self.data[0])
 
     def __getitem__(self, index):
         return {"x": self.data[0][index], "y": self.data[1][index], "number": 100 + index}
@@ -403,17 +396,11 @@ class Shuffling(IterableDataset):
         return iter([tuple(each[i] for each in self.data) for i in torch.randperm(11).tolist()])
 
 
-class Augmenting(Dataset):
+class Augmenting(Rows):
     """Examples with noise of their own in each pass."""
 
-    def __init__(self, data):
-        self.data = data
-
-    def __len__(self):
-        return len(self.data[0])
-
     def __getitem__(self, index):
-        x, y = (each[index] for each in self.data)
+        x, y = super().__getitem__(index)
         return x + 1e-9 * torch.randn_like(x), y
 
 
@@ -570,13 +557,12 @@ def test_an_example_is_found_again(setting):
         assert torch.equal(batch[0][place], setting.train[0][position])
 
 
-class AugmentsOne(Augmenting):
+class AugmentsOne(Rows):
     """Data of which one example is augmented at random, in whichever process reads it."""
 
     def __getitem__(self, index):
-        x, y = self.data
-        noise = 1e-9 * torch.randn(x[index].shape, dtype=x.dtype)
-        return x[index] + (noise if index == 5 else 0), y[index]
+        x, y = super().__getitem__(index)
+        return x + (1e-9 * torch.randn_like(x) if index == 5 else 0), y
 
 
 @pytest.mark.parametrize("workers", [0, 1])

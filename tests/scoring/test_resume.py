@@ -19,13 +19,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import gradstats as gs
 from gradstats.scoring import _folder, _tiles, _work
 from tests.scoring.processes import arrays, call
 from tests.scoring.setting import (
     RATES,
+    Rows,
     loss_fn,
     make_setting,
     oracle_influence,
@@ -217,29 +218,26 @@ def test_a_missing_file_is_made_again(tmp_path):
     assert_same("matrix", call("matrix", out), call("matrix", None))
 
 
+DAMAGED, ANOTHER = r"manifest.json is damaged", r"another version of gradstats \(format 1, exp"
+
+
 @pytest.mark.parametrize(
-    "content",
+    "content, message",
     [
-        "", "{", "[]", '{"format": 2, "checkpoints": 3}',
-        '{"format": 2, "checkpoints": {"checkpoint-1": {"nam": "a"}}}',
+        ("", DAMAGED), ("{", DAMAGED), ("[]", DAMAGED),
+        ('{"format": 2, "checkpoints": 3}', DAMAGED),
+        ('{"format": 2, "checkpoints": {"checkpoint-1": {"nam": "a"}}}', DAMAGED),
+        ('{"format": 1, "checkpoints": {}}', ANOTHER),
     ],
 )  # fmt: skip
-def test_a_damaged_manifest_is_refused_and_kept(tmp_path, content):
+def test_a_manifest_that_is_damaged_or_of_another_version_is_refused_and_kept(
+    tmp_path, content, message
+):
     out = tmp_path / "scores"
     call("matrix", out)
     (out / "manifest.json").write_text(content)
     for action in (lambda: call("matrix", out), lambda: gs.InfluenceScores.load(out)):
-        with pytest.raises(gs.StoreError, match=r"manifest.json is damaged"):
-            action()
-    assert (out / "manifest.json").read_text() == content
-
-
-def test_results_of_another_version_are_refused_and_kept(tmp_path):
-    out, content = tmp_path / "scores", '{"format": 1, "checkpoints": {}}'
-    call("matrix", out)
-    (out / "manifest.json").write_text(content)
-    for action in (lambda: call("matrix", out), lambda: gs.InfluenceScores.load(out)):
-        with pytest.raises(gs.StoreError, match=r"another version of gradstats \(format 1, exp"):
+        with pytest.raises(gs.StoreError, match=message):
             action()
     assert (out / "manifest.json").read_text() == content
 
@@ -661,19 +659,6 @@ def test_a_table_is_loaded_again(tmp_path):
         gs.StoreError, match=r"cannot be read.*Call gs.self_influence with the same"
     ):
         gs.SelfInfluence.load(tmp_path / "table")
-
-
-class Rows(Dataset):
-    """Examples of a data set of one's own, of which nothing is known before they are read."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def __len__(self):
-        return len(self.data[0])
-
-    def __getitem__(self, place):
-        return tuple(each[place] for each in self.data)
 
 
 @pytest.mark.parametrize("kind", ["matrix", "top", "table"])

@@ -4,7 +4,7 @@ A rule is called as ``rule(tracker, function, *args, **kwargs)`` with the operat
 at least one of them tracked and at least one of them data, and returns the operation's result.
 
 _common         what several families need
-_products       linear layers and matrix products; _bilinear, _experts
+_products       linear layers and matrix products; _added, _bilinear, _experts
 _convolution    convolutions and transposed convolutions
 _embedding      look-ups by integers
 _normalization  normalisation layers; _affine the factors of their scale and shift
@@ -20,6 +20,7 @@ from typing import Any
 
 from gradstats.capture._grafted import Grafted
 from gradstats.capture.rules import (
+    _added,
     _attention,
     _bilinear,
     _composed,
@@ -36,6 +37,7 @@ from gradstats.capture.rules import (
 
 RULES: dict[Any, Any] = {
     **_products.RULES,
+    **_added.RULES,
     **_convolution.RULES,
     **_embedding.RULES,
     **_experts.RULES,

@@ -80,7 +80,7 @@ def _are_enclosed(tracker, nodes: Sequence[Node], data: Sequence[Tensor]) -> boo
     """
     largest = max(node.value.numel() for node in nodes)
     if not all(
-        not item.requires_grad and item.numel() <= largest and tracker.encloses(item)
+        not item.requires_grad and item.numel() <= largest and item in tracker.surroundings
         for item in data
     ):
         return False

@@ -1,4 +1,4 @@
-"""Matrix products: linear, matmul, mm, bmm, addmm, baddbmm, einsum with one tracked operand."""
+"""Matrix products: linear, matmul, mm, bmm, einsum with one tracked operand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._derivation import Derived
-from gradstats.capture._derived import derive
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._grafted import Composed
@@ -25,7 +24,6 @@ from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
-    are_of_one,
     autocast_dtype,
     bare,
     cast_for_autocast,
@@ -51,7 +49,7 @@ def linear(tracker, func, input, weight, bias=None):
     if input.dim() == 1:
         return Composed(_linear_of_vector)(tracker, func, input, weight, bias)
     if bias is None or bias.shape == weight.shape[:1]:
-        return _linear(tracker, func, input, weight, bias)
+        return linear_layer(tracker, func, input, weight, bias)
     x = cast_for_autocast(tracker, input)
     parts = []
     if node_of(weight) is not None:
@@ -70,7 +68,7 @@ def _complex_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return input @ weight.mT if bias is None else input @ weight.mT + bias
 
 
-def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
+def linear_layer(tracker, func, x, weight, bias, *, inputs_first=False):
     """Run a linear layer with its factors attached."""
     settings, weight_node, bias_node = tracker.settings, node_of(weight), node_of(bias)
     nodes = [node for node in (weight_node, bias_node) if node is not None]
@@ -104,66 +102,6 @@ def _linear(tracker, func, x, weight, bias, *, inputs_first=False):
     return result
 
 
-def added_product(tracker, func, *args, **kwargs):
-    """β·input + α·first second, perhaps in place, its numbers by name or, as it once was, first."""
-    if func in IN_PLACE and node_of(args[0]) is not None:
-        refuse(
-            func, first_node(args[0]), "to a tensor that holds nothing of any example has no rule"
-        )
-    numbers = [item for item in args if not isinstance(item, Tensor)]
-    named = dict(zip(("beta", "alpha"), numbers, strict=False)) | kwargs
-    tensors = [item for item in args if isinstance(item, Tensor)]
-    one = IN_PLACE.get(func, func)
-    result = (_addmm if one in ADDMM else _baddbmm)(tracker, one, *tensors, **named)
-    return args[0].copy_(result) if func in IN_PLACE else result
-
-
-def _addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
-    """β·input + α·mat1 mat2; with β = α = 1 and a vector of full width it is a linear layer."""
-    layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
-    layer = layer and node_of(mat1) is None and tracker.is_data(mat1)
-    # A matrix that was computed from other examples is no layer's weight.
-    if layer and (not tracker.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
-        return _linear(tracker, func, mat1, mat2, input, inputs_first=True)
-    return _scaled_sum(tracker, func, torch.mm, input, mat1, mat2, beta, alpha)
-
-
-def _baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
-    """β·input + α·batch1 batch2."""
-    batch1, batch2 = _own_slices(tracker, batch1, batch2)
-    if all(node_of(item) is None for item in (input, batch1, batch2)):
-        return func(input, batch1, batch2, beta=beta, alpha=alpha)
-    return _scaled_sum(tracker, func, torch.bmm, input, batch1, batch2, beta, alpha)
-
-
-def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
-    tracked = [node_of(item) is not None for item in (first, second)]
-    constant = [not tracker.is_data(item) for item in (first, second)]
-    x = None
-    parts: list[Part] = []
-    terms: list[tuple[Tensor, float | None]] = [(input, beta)]
-    if any(tracked) and all(t or c for t, c in zip(tracked, constant, strict=True)):
-        # The product belongs to no example: a derived tensor is added to data.
-        terms.append((derive(tracker, multiply, (first, second), {}), alpha))
-    elif any(tracked):
-        first, second = _cast_data(tracker, first), _cast_data(tracker, second)
-        node, x, factors = _product_factors(tracker, func, first, second)
-        parts.append(Part(node, factors, alpha))
-        terms.append((second if tracked[0] else first, None))
-    elif not any(constant) and are_of_one(tracker, (first, second)):
-        terms.append((first, None))
-    else:
-        for item, axis in ((first, -1), (second, -2)):
-            terms.append((item, None))
-            if not tracker.is_data(item):
-                continue
-            node = first_node(input)
-            if locate(tracker, func, node, item, folds=True).axis == item.dim() + axis:
-                refuse(func, node, "sums over the examples of its data, which has no rule")
-    result = func(plain(input), plain(first), plain(second), beta=beta, alpha=alpha)
-    return summed(tracker, func, result, x, parts, *terms)
-
-
 def matmul(tracker, func, input, other=None, **kwargs):
     """x W, W x and their batched forms."""
     if kwargs:
@@ -171,20 +109,20 @@ def matmul(tracker, func, input, other=None, **kwargs):
     if kwargs:
         refuse(func, first_node(input, other), f"with {', '.join(kwargs)}= has no rule")
     if node_of(input) is None and other.dim() == 2 <= input.dim() and not other.is_complex():
-        return _linear(tracker, func, input, other, None, inputs_first=True)
+        return linear_layer(tracker, func, input, other, None, inputs_first=True)
     rows = _own_rows(tracker, [input, other], *_specs(input, other))
     if rows is not None:
         return Composed(rows)(tracker, func, input, other)
-    input, other = _own_slices(tracker, input, other)
+    input, other = own_slices(tracker, input, other)
     if node_of(input) is None and node_of(other) is None:
         return func(input, other)
-    input, other = _cast_data(tracker, input), _cast_data(tracker, other)
-    node, x, factors = _product_factors(tracker, func, input, other)
+    input, other = cast_data(tracker, input), cast_data(tracker, other)
+    node, x, factors = product_factors(tracker, func, input, other)
     result = func(plain(input), plain(other))
     return tap(tracker, [node], free_of_views(result), factors, x)
 
 
-def _own_slices(tracker, *operands: Tensor) -> list[Tensor]:
+def own_slices(tracker, *operands: Tensor) -> list[Tensor]:
     """Show each example its own slice of a tracked operand that has one for every example.
 
     What was made of parameters after they were repeated for the batch is such an operand: latent
@@ -208,7 +146,7 @@ def _own_slices(tracker, *operands: Tensor) -> list[Tensor]:
     return shown
 
 
-def _cast_data(tracker, item: Tensor) -> Tensor:
+def cast_data(tracker, item: Tensor) -> Tensor:
     return cast_for_autocast(tracker, item) if node_of(item) is None else item
 
 
@@ -267,7 +205,7 @@ def _own_rows(
     return multiply
 
 
-def _product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
+def product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
     """Return the tracked operand's node and the factors of a product, with the data they need."""
     operands = [_repeated_source(input, other), _repeated_source(other, input)]
     specs, out = _specs(*operands)
@@ -362,7 +300,7 @@ def einsum(tracker, func, equation, *operands):
         views[param] = example_view(tracker, node, own)
         return func(equation, *views)
     result = func(equation, *(plain(operand) for operand in operands))
-    operands = tuple(_cast_data(tracker, operand) for operand in operands)
+    operands = tuple(cast_data(tracker, operand) for operand in operands)
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
     return tap(tracker, [node], free_of_views(result), factors, x)
 
@@ -395,13 +333,7 @@ def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:
 # What products call their second operand where they do not call it ``other``.
 SECOND = ("mat2", "tensor2", "vec")
 
-ADDMM = (torch.addmm, Tensor.addmm)
-
-# Forms that change their first operand, with those that return a new tensor.
-IN_PLACE = {Tensor.addmm_: Tensor.addmm, Tensor.baddbmm_: Tensor.baddbmm}
-
 RULES = {
     functional.linear: linear,
-    **dict.fromkeys((*ADDMM, torch.baddbmm, Tensor.baddbmm, *IN_PLACE), added_product),
     **dict.fromkeys(PRODUCTS, matmul),
 }

@@ -1,0 +1,81 @@
+"""Matrix products added to something: addmm, baddbmm, in place too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats.capture._derived import derive
+from gradstats.capture._refusals import refuse
+from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture.rules._common import are_of_one, locate, plain
+from gradstats.capture.rules._products import cast_data, linear_layer, own_slices, product_factors
+from gradstats.capture.rules._summed import Part, summed
+
+
+def added_product(tracker, func, *args, **kwargs):
+    """β·input + α·first second, perhaps in place, its numbers by name or, as it once was, first."""
+    if func in IN_PLACE and node_of(args[0]) is not None:
+        refuse(
+            func, first_node(args[0]), "to a tensor that holds nothing of any example has no rule"
+        )
+    numbers = [item for item in args if not isinstance(item, Tensor)]
+    named = dict(zip(("beta", "alpha"), numbers, strict=False)) | kwargs
+    tensors = [item for item in args if isinstance(item, Tensor)]
+    one = IN_PLACE.get(func, func)
+    result = (_addmm if one in ADDMM else _baddbmm)(tracker, one, *tensors, **named)
+    return args[0].copy_(result) if func in IN_PLACE else result
+
+
+def _addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
+    """β·input + α·mat1 mat2; with β = α = 1 and a vector of full width it is a linear layer."""
+    layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
+    layer = layer and node_of(mat1) is None and tracker.is_data(mat1)
+    # A matrix that was computed from other examples is no layer's weight.
+    if layer and (not tracker.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
+        return linear_layer(tracker, func, mat1, mat2, input, inputs_first=True)
+    return _scaled_sum(tracker, func, torch.mm, input, mat1, mat2, beta, alpha)
+
+
+def _baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
+    """β·input + α·batch1 batch2."""
+    batch1, batch2 = own_slices(tracker, batch1, batch2)
+    if all(node_of(item) is None for item in (input, batch1, batch2)):
+        return func(input, batch1, batch2, beta=beta, alpha=alpha)
+    return _scaled_sum(tracker, func, torch.bmm, input, batch1, batch2, beta, alpha)
+
+
+def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
+    tracked = [node_of(item) is not None for item in (first, second)]
+    constant = [not tracker.is_data(item) for item in (first, second)]
+    x = None
+    parts: list[Part] = []
+    terms: list[tuple[Tensor, float | None]] = [(input, beta)]
+    if any(tracked) and all(t or c for t, c in zip(tracked, constant, strict=True)):
+        # The product belongs to no example: a derived tensor is added to data.
+        terms.append((derive(tracker, multiply, (first, second), {}), alpha))
+    elif any(tracked):
+        first, second = cast_data(tracker, first), cast_data(tracker, second)
+        node, x, factors = product_factors(tracker, func, first, second)
+        parts.append(Part(node, factors, alpha))
+        terms.append((second if tracked[0] else first, None))
+    elif not any(constant) and are_of_one(tracker, (first, second)):
+        terms.append((first, None))
+    else:
+        for item, axis in ((first, -1), (second, -2)):
+            terms.append((item, None))
+            if not tracker.is_data(item):
+                continue
+            node = first_node(input)
+            if locate(tracker, func, node, item, folds=True).axis == item.dim() + axis:
+                refuse(func, node, "sums over the examples of its data, which has no rule")
+    result = func(plain(input), plain(first), plain(second), beta=beta, alpha=alpha)
+    return summed(tracker, func, result, x, parts, *terms)
+
+
+ADDMM = (torch.addmm, Tensor.addmm)
+
+# Forms that change their first operand, with those that return a new tensor.
+IN_PLACE = {Tensor.addmm_: Tensor.addmm, Tensor.baddbmm_: Tensor.baddbmm}
+
+RULES = dict.fromkeys((*ADDMM, torch.baddbmm, Tensor.baddbmm, *IN_PLACE), added_product)
