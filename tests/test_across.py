@@ -22,6 +22,15 @@ def turned(h):
     return h.roll(1, 0)
 
 
+def grid(h):
+    """The examples along two axes."""
+    return h.unflatten(0, (2, 2))
+
+
+def centred(pairs):
+    return pairs - pairs.mean(1, keepdim=True)
+
+
 # What makes of hidden values h (B, d) one loss for each example; values of others enter each.
 MEETINGS = {
     "cosine similarity": lambda h: functional.cosine_similarity(h, turned(h)),
@@ -53,6 +62,14 @@ MEETINGS = {
     "labels beside lost rows": lambda h: functional.cross_entropy(
         h + turned(h), LABELS, reduction="none"
     ),
+    "pairs of a reshape": lambda h: (grid(h)[:, 0] - grid(h)[:, 1]).exp().sum(1).repeat(2),
+    "pairs, unpacked": lambda h: functional.logsigmoid(torch.sub(*h[:, 0].view(2, -1))).repeat(2),
+    "pairs, transposed": lambda h: grid(h).permute(1, 2, 0).softmax(-1)[:, 0].flatten(),
+    "pairs, centred": lambda h: centred(grid(h)).square().view(BATCH, -1).sum(1),
+    "pairs, two forms": lambda h: (grid(h) * h.view(1, BATCH, -1)[:, :2]).view(BATCH, -1).sum(1),
+    "rankings": lambda h: functional.cross_entropy(
+        h[:, :1].view(2, 2), LABELS[:2], reduction="none"
+    ).repeat(2),
     "cosines of all": lambda h: functional.cosine_similarity(h[:, None], h[None], dim=-1).sum(1),
 }
 
@@ -106,6 +123,11 @@ MIXES = {
     "transposed, then reshaped": lambda h: (
         h[:, None].expand(-1, 5, -1).transpose(0, 1).reshape(BATCH, -1)
     ),
+    "sorted pairs": lambda h: grid(h).sort(1).values.view(BATCH, -1),
+    "pairs of which one is cut off": lambda h: functional.pad(grid(h), (0, 0, 1, -1)).flatten(0, 1),
+    "products of pairs": lambda h: torch.bmm(SQUARE[:2, :2].expand(2, 2, 2), grid(h)).flatten(0, 1),
+    "written pairs": lambda h: grid(h).clone().add_(grid(h).flip(1)).flatten(0, 1),
+    "written pairs, shown": lambda h: grid(h.clone()).copy_(grid(h).flip(1).clone())._base,
     "softmax of three axes": lambda h: functional.softmax(h[:, None], _stacklevel=5)[:, 0],
 }
 
@@ -199,6 +221,23 @@ APART = {
     ),
     "softmax without an axis": lambda h, x: functional.softmax(h, _stacklevel=5)[:, 0],
     "fftn of each": lambda h, x: torch.fft.fftn(h, dim=(1,)).abs().sum(1),
+    "rows in groups": lambda h, x: (
+        (grid(h).softmax(-1) * grid(x)).permute(2, 0, 1).exp().sum(0).reshape(BATCH)
+    ),
+    "group by group": lambda h, x: torch.cat(
+        [
+            functional.cross_entropy(rows, labels, reduction="none")
+            for rows, labels in zip(grid(h), grid(LABELS), strict=True)
+        ]
+    ),
+    "groups of turned rows": lambda h, x: turned(
+        functional.layer_norm(grid(h.roll(-1, 0)).transpose(0, 1), (WIDTH,))
+        .transpose(0, 1)
+        .reshape(BATCH, -1)[:, 0]
+    ),
+    "groups repeated, padded and cut": lambda h, x: (
+        functional.pad(grid(h).repeat(1, 1, 2), (1, 1))[..., 1:4].square().flatten(0, 1).sum(1)
+    ),
     "conv1d on channels": lambda h, x: (
         functional.conv1d(h[:, None], torch.ones(2, 1, 2).double()).sin().sum((1, 2))
     ),

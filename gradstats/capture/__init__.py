@@ -34,7 +34,8 @@ What is not tracked: constants, and data with the examples in them
     _batch_norm  batch normalisation, refused where it mixes the examples
     _marks       what is noted on tensors; _memory what was written into memory that they show
     _results     which results of an operation are constant, which are data
-    _following   where the examples lie in these; _families of operations on several operands; with
+    _following   where the examples lie in these; _families of operations on several operands,
+                 _grids of data whose examples lie along two axes; with
     _layout      the rules for operations on one operand, and those of
     _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _einsum
     _apart       whether packed examples are kept apart where rows meet rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -43,6 +44,11 @@ class Examples:
     def plain(self) -> bool:
         """Whether each row of the axis is one example, in order."""
         return self.fold == 1 and self.segments is None
+
+    @property
+    def axes(self) -> tuple[int]:
+        """Those that the examples lie along."""
+        return (self.axis,)
 
     @property
     def rows(self) -> int:
@@ -126,6 +132,11 @@ class Examples:
             return self.segments.owner.to(device)
         return torch.arange(self.batch, device=device).repeat_interleave(self.fold)
 
+    def of_elements(self, tensor: Tensor) -> Tensor:
+        """Return the example of each element of a tensor, int32 in the tensor's shape, expanded."""
+        owner = self.owner(tensor.device).int()
+        return owner.view([-1, *(1 for _ in tensor.shape[self.axis + 1 :])]).expand(tensor.shape)
+
     def owned_by(self, owner: Tensor, axis: int) -> Examples:
         """Return the layout of rows along ``axis`` that belong to these examples."""
         batch = self.batch
@@ -181,11 +192,62 @@ class Whole:
         return Examples(batch, 0).owned_by(torch.tensor([self.example], device=device), 0)
 
 
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Two axes divide the examples among them, as where a reshape divides their axis.
+
+    Attributes:
+        batch: number of examples B.
+        axes: the two, the first in front of the second.
+        owner: the example of each place, (rows, columns) int64.
+    """
+
+    batch: int
+    axes: tuple[int, int]
+    owner: Tensor
+
+    def of_elements(self, tensor: Tensor) -> Tensor:
+        """Return the example of each element of a tensor, int32 in the tensor's shape, expanded."""
+        sizes = [size if axis in self.axes else 1 for axis, size in enumerate(tensor.shape)]
+        return self.owner.int().view(sizes).expand(tensor.shape)
+
+    @property
+    def sides(self) -> tuple[Examples, Examples]:
+        """Both axes, each as if its rows were examples."""
+        rows, columns = map(Examples, self.owner.shape, self.axes)
+        return rows, columns
+
+    def behind(self, axes: int) -> Grid:
+        """Return the same with so many axes more in front."""
+        first, second = self.axes
+        return replace(self, axes=(first + axes, second + axes))
+
+
 class Mixed:
     """Marks what was computed over all examples: each element depends on all of them."""
 
 
 MIXED = Mixed()
+
+
+def spread(owner: Tensor, batch: int) -> Examples | Whole | Grid | None:
+    """Return where the examples lie in a tensor, given the example of each of its elements.
+
+    Args:
+        owner: in the tensor's shape.
+        batch: number of examples B.
+    """
+    if batch > 1 and bool((owner == owner.flatten()[0]).all()):
+        return Whole(int(owner.flatten()[0]))
+    for axis in range(owner.dim()):
+        rows = owner.movedim(axis, 0).reshape(owner.shape[axis], -1)
+        if bool((rows == rows[:, :1]).all()):
+            return Examples(batch, axis).owned_by(rows[:, 0].long(), axis)
+    for axes in combinations(range(owner.dim()), 2):
+        places = owner.movedim(axes, (0, 1)).reshape(*(owner.shape[axis] for axis in axes), -1)
+        if bool((places == places[..., :1]).all()):
+            return Grid(batch, axes, places[..., 0].long())
+    return None
 
 
 def joined(layouts: Sequence[Examples | None], dim: int, device: torch.device) -> Examples | None:
@@ -251,8 +313,12 @@ def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed 
     return owned
 
 
-def same_layout(first: Examples | Whole | Mixed, second: Examples | Whole | Mixed) -> bool:
+def same_layout(
+    first: Examples | Whole | Mixed | Grid, second: Examples | Whole | Mixed | Grid
+) -> bool:
     """Whether two layouts say that the same examples lie in the same places."""
+    if isinstance(first, Grid) and isinstance(second, Grid):
+        return first.axes == second.axes and torch.equal(first.owner, second.owner)
     if not isinstance(first, Examples) or not isinstance(second, Examples):
         return first == second
     return first.axis == second.axis and same_rows(first, second)

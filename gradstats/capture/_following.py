@@ -11,12 +11,15 @@ from gradstats.capture._call import Call
 from gradstats.capture._examples import (
     MIXED,
     Examples,
+    Grid,
     Mixed,
+    Scores,
     Whole,
     same_layout,
     sole_of,
 )
 from gradstats.capture._families import FAMILIES
+from gradstats.capture._grids import after_grid, meets_grid
 from gradstats.capture._indexing import looked_up
 from gradstats.capture._joins import joined_layout
 from gradstats.capture._layout import (
@@ -49,7 +52,7 @@ from gradstats.capture._reindexed import REINDEXES
 from gradstats.capture._separable import is_sum
 from gradstats.capture._tensors import node_of
 
-Layout = Examples | Whole | Mixed | None
+Layout = Examples | Whole | Mixed | Grid | None
 
 
 class Unchanged:
@@ -82,10 +85,11 @@ class Following(Marks):
             # Whatever is computed from values of one example alone belongs to that example.
             self.coupled.pop(result.grad_fn, None)
             after = one
+        at = function_name(func) if func is not None else None
         if after is None:
-            self._lose(result, data, function_name(func) if func is not None else None)
+            self._lose(result, data, at)
         else:
-            self.place(result, after)
+            self.place(result, after, at if isinstance(after, Grid) else None)
         apart = isinstance(after, (Examples, Whole)) or not result.requires_grad
         if self.is_marked(result) and not apart and is_sum(self, func, args, data):
             self.mark_sum(result)
@@ -94,7 +98,8 @@ class Following(Marks):
         """Return the layout of a result, unless scores of different packed examples met there."""
         known = self.by_contract(call.result) if isinstance(after, Unchanged) else after
         if not isinstance(known, Examples):
-            return after
+            of_scores = any(isinstance(self.owned(item), Scores) for item in call.data)
+            return None if isinstance(known, Grid) and of_scores else after
         apart = after_scores(self, call, known)
         if apart is None:
             self.note_meeting(call.result)
@@ -133,6 +138,8 @@ class Following(Marks):
 
     def _layout_after(self, call: Call) -> Layout | Unchanged:
         func, args, kwargs, data, result = call
+        if meets_grid(self, call):
+            return after_grid(self, call)
         if self.follows_layouts and self._mixes(data, result):
             return MIXED
         if func in JOINS or func is PAD_SEQUENCE:
@@ -169,7 +176,7 @@ class Following(Marks):
         same = not changes if layout is not None else not self.is_lost(source)
         if same and not self.is_marked(source):
             return UNCHANGED
-        after: Examples | Whole | None
+        after: Examples | Whole | Grid | None
         if lost or layout is None:
             after = None
         elif func in REINDEXES and constant:

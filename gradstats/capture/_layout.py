@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._einsum import parse_equation
-from gradstats.capture._examples import Examples, Whole
+from gradstats.capture._examples import Examples, Grid, Whole
 from gradstats.capture._nested import argument_of, flatten
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
@@ -54,7 +54,7 @@ def follow(
     source: Tensor,
     layout: Examples,
     result: Tensor,
-) -> Examples | Whole | None:
+) -> Examples | Whole | Grid | None:
     """Return the layout of an operation's result, given the layout of its first data operand.
 
     Args:

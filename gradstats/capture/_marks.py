@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats._factors import Segments
-from gradstats.capture._examples import Examples, Mixed, Whole
+from gradstats.capture._examples import Examples, Grid, Mixed, Whole
 from gradstats.capture._filled import Filling
 from gradstats.capture._memory import RearrangedMemory, WrittenMemory
 from gradstats.capture._names import function_name
@@ -71,6 +71,7 @@ class Marks:
         given_are_data: whether tensors made from the caller's own values may count as data because
             of their size. If not, results are exact too, but computing with such tensors and
             parameters takes longer.
+        has_grids: whether the examples of some tensor lie along two axes.
         maps_examples: whether the running torch.vmap maps everything it was given over examples.
     """
 
@@ -84,6 +85,7 @@ class Marks:
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.given_are_data = True
         self.maps_examples = False
+        self.has_grids = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         self._behind_one = self._contract.along(batch_dim + 1)
         # The tensors are kept alive: the id of a freed one might be given to a tensor of data.
@@ -271,7 +273,7 @@ class Marks:
         owner = torch.full((tensor.shape[axis],), owned.example, device=tensor.device)
         return Examples(self.batch_size, axis).owned_by(owner, axis)
 
-    def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | None] | None:
+    def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | Grid | None] | None:
         """Return what was noted about a tensor, in a tuple of one; None where nothing was."""
         mark = getattr(tensor, "_gradstats_layout", None)
         if mark is not None and mark[0] != self.serial:
@@ -294,7 +296,14 @@ class Marks:
         """Return to which examples a tensor of data belongs; None where that is not known."""
         mark = self._mark_of(tensor)
         found = self.layout_of(tensor) if mark is None else mark[0]
+        if isinstance(found, Grid):
+            return None  # to almost all operations such rows are lost
         return Whole(0) if found is None and self.batch_size == 1 else found
+
+    def grid_of(self, tensor: Tensor) -> Grid | None:
+        """Return where the examples of a tensor of data lie if that is along two axes."""
+        mark = self._mark_of(tensor) if self.has_grids else None
+        return mark[0] if mark is not None and isinstance(mark[0], Grid) else None
 
     def note_meeting(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
@@ -333,22 +342,26 @@ class Marks:
 
     def lost_at(self, tensor: Tensor) -> str | None:
         """Return the operation at which the examples of a tensor of data were lost, if known."""
-        if self._mark_of(tensor) != (None,):
+        known = self._mark_of(tensor)
+        if known is None or isinstance(known[0], (Examples, Whole, Mixed)):
             return None
         mark: Any = getattr(tensor, "_gradstats_layout", None)
-        if mark is None or mark[:2] != (self.serial, None):
+        if mark is None or mark[:2] != (self.serial, *known):
             return "a write into another tensor that shows its memory"
         return mark[2]
 
     def place(
-        self, tensor: Tensor, layout: Examples | Whole | Mixed | None, at: str | None = None
+        self,
+        tensor: Tensor,
+        layout: Examples | Whole | Mixed | Grid | None,
+        at: str | None = None,
     ) -> None:
         """Note where the examples lie in a tensor of data.
 
         Args:
             tensor: of data.
             layout: where they lie; None where that is not known.
-            at: the name of the operation at which that was lost.
+            at: the name of the operation at which that was lost, or their axis divided.
         """
         known = layout == self.by_contract(tensor) and self._mark_of(tensor) is None
         # A tensor without an example axis that was computed from trained data is not constant: its
@@ -360,6 +373,7 @@ class Marks:
     def _mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:
         if isinstance(layout, Examples):
             layout = layout.on(tensor.device)  # it may be the copy of a tensor on another device
+        self.has_grids |= isinstance(layout, Grid)
         mark = self.serial, layout, at, self._rearranged.count
         tensor._gradstats_layout = mark  # type: ignore[attr-defined]
         self._marked.append(ref(tensor))
@@ -380,12 +394,12 @@ class Marks:
             return Note(True, None, False, False)
         if self.filling_of(tensor, 0) is not None:
             return None
-        place = None
         mark = self._mark_of(tensor)
-        if mark is not None:
-            (place,) = mark
-            if place is None or (isinstance(place, Examples) and place.segments is not None):
-                return None  # the numbers of this one may tell, or told
+        place = None if mark is None else mark[0]
+        if mark is not None and place is None:
+            return None
+        if isinstance(place, Grid) or (isinstance(place, Examples) and place.segments is not None):
+            return None  # the numbers of this one may tell, or told
         return Note(False, place, self.is_sum(tensor), self.was_blank(tensor, 0))
 
     def note_as(self, tensor: Tensor, note: Note) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gradstats._compiler import is_compiling
 from gradstats._cost import product
-from gradstats.capture._examples import Examples, Whole
+from gradstats.capture._examples import Examples, Grid, Whole, spread
 from gradstats.capture._indexing import items_of, read_at
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import same_storage
@@ -35,7 +35,7 @@ def moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     return layout.along(found[0]) if len(found) == 1 or (size == 1 and found) else None
 
 
-def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
+def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Whole | Grid | None:
     """Follow reshapes by the order of the elements, which they keep."""
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
         return layout
@@ -62,13 +62,15 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Non
         if bool((blocks == blocks[:1, :, :1]).all()):
             owner = blocks[0, :, 0].repeat_interleave(max(1, width // step))
             return layout.owned_by(owner, axis)
-    return None
+    if is_compiling():
+        return None  # a graph has no values to look at
+    return spread(layout.of_elements(source).reshape(result.shape), layout.batch)
 
 
-def _indexed(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+def _indexed(func, args, kwargs, source, layout, result) -> Examples | Whole | Grid | None:
     """x[…]: the index at the example axis selects the examples too."""
     found = read_at(source, items_of(source, args[1]), layout)
-    return _picked(func, args, kwargs, source, layout, result) if found is None else found
+    return picked(func, args, kwargs, source, layout, result) if found is None else found
 
 
 def _along(name: str, position: int, change, default: int | tuple[int, ...] | None = None):
@@ -89,7 +91,7 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
         if dim is not None and all(d % source.dim() != layout.axis for d in dims):
             return layout
         if dim is None or len(dims) != 1 or change is None:
-            return _picked(func, args, kwargs, source, layout, result)
+            return picked(func, args, kwargs, source, layout, result)
         owner = change(layout.owner(source.device), args, kwargs)
         return layout.owned_by(owner.reshape(-1), layout.axis)
 
@@ -164,7 +166,7 @@ def _masked(func, args, kwargs, source, layout, result) -> Examples | Whole | No
     return read_at(source, [mask.expand(source.shape)], layout)
 
 
-def _with_axes(func, args, kwargs, source, layout, result) -> Examples | None:
+def _with_axes(func, args, kwargs, source, layout, result) -> Examples | Whole | Grid | None:
     """A reshape to a least number of axes, if one tensor was given."""
     return reshaped(source, layout, result) if len(args) == 1 and args[0] is source else None
 
@@ -193,34 +195,31 @@ def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
     return layout.owned_by(layout.owner(source.device).repeat(times), after)
 
 
-def _picked(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+def picked(
+    func, args, kwargs, source: Tensor, layout: Examples | Grid, result: Tensor
+) -> Examples | Whole | Grid | None:
     """Elements picked one by one: the operation is repeated on the examples' numbers."""
     if not source.numel() or not result.numel() or is_compiling():
         return None  # a graph has no values to look at
-    owner = layout.owner(source.device).int()
-    owner = owner.view([-1, *(1 for _ in source.shape[layout.axis + 1 :])])
+    owner = layout.of_elements(source)
     if not (result._is_view() and same_storage(result, source)):
         told = {name: item for name, item in kwargs.items() if name != "out"}
-        found = func(owner.expand(source.shape).contiguous(), *args[1:], **told)
+        found = func(owner.contiguous(), *args[1:], **told)
     else:
         start = result.storage_offset() - source.storage_offset()
         reach = 1 + _extent(source)
-        if start < 0 or start + _extent(result) >= reach or source.stride(layout.axis) == 0:
+        expanded = 0 in (source.stride(axis) for axis in layout.axes)
+        if start < 0 or start + _extent(result) >= reach or expanded:
             return None
         memory = torch.full((reach,), -1, dtype=torch.int32, device=source.device)
         # Along expanded axes, of stride 0, one element stands for all.
         sizes = [n if step else 1 for n, step in zip(source.shape, source.stride(), strict=True)]
-        memory.as_strided(sizes, source.stride()).copy_(owner)
+        one = tuple(slice(size) for size in sizes)
+        memory.as_strided(sizes, source.stride()).copy_(owner[one])
         found = memory.as_strided(result.shape, result.stride(), start)
     if bool((found < 0).any()):
         return None  # the result shows memory between the operand's elements
-    if layout.batch > 1 and bool((found == found.flatten()[0]).all()):
-        return Whole(int(found.flatten()[0]))
-    for axis in range(found.dim()):
-        rows = found.movedim(axis, 0).reshape(found.shape[axis], -1)
-        if bool((rows == rows[:, :1]).all()):
-            return layout.owned_by(rows[:, 0].long(), axis)
-    return None
+    return spread(found, layout.batch)
 
 
 def _extent(tensor: Tensor) -> int:
@@ -287,7 +286,7 @@ REINDEXES = {
     torch._nested_view_from_jagged: _jagged,
     **dict.fromkeys(variants("stft"), _of_batch(2)),
     **dict.fromkeys(variants("istft"), _of_batch(3)),
-    **dict.fromkeys(variants("as_strided", "diagonal", "take"), _picked),
-    torch.linalg.diagonal: _picked,
-    Tensor.unfold: _picked,
+    **dict.fromkeys(variants("as_strided", "diagonal", "take"), picked),
+    torch.linalg.diagonal: picked,
+    Tensor.unfold: picked,
 }  # fmt: skip

@@ -1,0 +1,81 @@
+"""Where the examples lie in what is computed from data whose examples lie along two axes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from gradstats.capture._call import Call
+from gradstats.capture._examples import MIXED, Examples, Grid, Mixed, Whole, same_layout
+from gradstats.capture._layout import follow, is_followed, is_shared
+from gradstats.capture._marks import Marks
+from gradstats.capture._operations import (
+    LOOKS_AT_FIRST,
+    MOVES,
+    PRODUCTS,
+    RESHAPES,
+    UNFOLLOWED,
+    variants,
+)
+from gradstats.capture._reductions import REDUCES, is_over_axes, runs_over
+from gradstats.capture._reindexed import picked
+
+# Operations that move, cut or pick elements of their first operand, and nothing else.
+PICKS = (
+    MOVES
+    | RESHAPES
+    | frozenset(
+        variants(
+            "as_strided", "broadcast_to", "chunk", "diagonal", "dsplit", "expand", "expand_as",
+            "flip", "gather", "hsplit", "index_select", "masked_select", "narrow", "repeat",
+            "roll", "select", "split", "split_with_sizes", "take", "take_along_dim",
+            "tensor_split", "tile", "unbind", "vsplit",
+        )
+    )
+    | {Tensor.__getitem__, Tensor.unfold}
+)  # fmt: skip
+
+
+def meets_grid(marks: Marks, call: Call) -> bool:
+    """Whether the examples of what decides an operation's layout lie along two axes."""
+    if not marks.has_grids:
+        return False
+    trained = [item for item in call.data if item.requires_grad]
+    return any(marks.grid_of(item) is not None for item in trained or call.data)
+
+
+def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | None:
+    """Return the layout of the result of an operation of which ``meets_grid`` holds.
+
+    Note where trained values of different examples meet.
+    """
+    func, args, kwargs, data, result = call
+    trained = [item for item in data if item.requires_grad]
+    grids = [(item, marks.grid_of(item)) for item in trained or data]
+    source, grid = next((item, own) for item, own in grids if own is not None)
+    first = len(args) > 0 and args[0] is source
+    if func in PICKS:
+        return picked(func, args, kwargs, source, grid, result) if first else None
+    if not is_followed(func) or func in UNFOLLOWED | PRODUCTS | LOOKS_AT_FIRST:
+        return None
+    if any(is_shared(func, args, kwargs, item) for item, _ in grids):
+        return None
+    for item, own in grids if trained else ():
+        before = source.dim() - item.dim()  # as many axes less, in broadcasting
+        if own is None or not same_layout(own.behind(before), grid):
+            if own is not None or marks.owned(item) is not None:
+                marks.note_meeting(result)
+            return MIXED if marks.owned(item) is MIXED else None
+    if is_over_axes(func) and any(runs_over(func, args, kwargs, axis) for axis in grid.axes):
+        if not first or not result.requires_grad:
+            return None
+        if func not in REDUCES:
+            marks.couple(result, "runs over the examples")
+        return MIXED
+    rows, columns = (follow(func, args, kwargs, source, side, result) for side in grid.sides)
+    if not isinstance(rows, Examples) or not isinstance(columns, Examples):
+        return None
+    if rows.axis >= columns.axis or not (rows.fits(result) and columns.fits(result)):
+        return None
+    return replace(grid, axes=(rows.axis, columns.axis))
