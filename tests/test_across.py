@@ -102,7 +102,7 @@ MIXES = {
     )[:, None],
     "distances of pairs": lambda h: functional.pdist(h)[:BATCH, None],
     "segments": lambda h: torch.segment_reduce(
-        h.flip(0), "sum", lengths=torch.tensor([1, 1, 1, 1])
+        h, "sum", lengths=torch.tensor([2, 1, 1, 0]), initial=0
     ),
     "cosine over the batch": lambda h: functional.cosine_similarity(
         SQUARE[:, None, :] + 1, h[:, 0], dim=-1
@@ -221,6 +221,16 @@ APART = {
     ),
     "softmax without an axis": lambda h, x: functional.softmax(h, _stacklevel=5)[:, 0],
     "fftn of each": lambda h, x: torch.fft.fftn(h, dim=(1,)).abs().sum(1),
+    "segments of turned rows": lambda h, x: turned(
+        torch.segment_reduce(
+            h.roll(-1, 0).repeat_interleave(2, 0).sin(),
+            "mean",
+            offsets=torch.tensor([0, 2, 4, 6, 8]),
+        ).sum(1)
+    ),
+    "segments of each": lambda h, x: torch.segment_reduce(
+        h, "max", lengths=torch.tensor([[1, 2]] * BATCH), axis=1
+    ).prod(1),
     "rows in groups": lambda h, x: (
         (grid(h).softmax(-1) * grid(x)).permute(2, 0, 1).exp().sum(0).reshape(BATCH)
     ),

@@ -300,16 +300,33 @@ def dense(hidden, graphs):
     return sums((weights @ rows)[filled], graphs)
 
 
+def segments(hidden, graphs):
+    lengths = graphs.bounds.diff()
+    added = torch.segment_reduce(hidden, "sum", offsets=graphs.bounds, initial=0)
+    return added + torch.segment_reduce(hidden.sin(), "max", lengths=lengths, initial=-1)
+
+
 def last_first(hidden, graphs):
     return sums(hidden, graphs).flip(0)
 
 
-@pytest.mark.parametrize("pool", [sums, largest, filled_up, dense, last_first])
-@pytest.mark.parametrize("sizes", [(3, 1, 5), (2, 2, 2), (1, 1, 1)], ids=str)
+POOLS = [sums, largest, filled_up, segments, last_first]
+
+
+@pytest.mark.parametrize(
+    "sizes, pool",
+    [
+        *itertools.product([(3, 1, 5), (2, 2, 2), (1, 1, 1)], [*POOLS, dense]),
+        *itertools.product([(2, 0, 4)], POOLS),
+    ],
+)
 def test_graphs_in_one_batch(sizes, pool):
     torch.manual_seed(0)
     model = Graphs(pool).double()
-    graphs = [(torch.randn(size, 4).double(), torch.randint(size, (2, 2 * size))) for size in sizes]
+    graphs = [
+        (torch.randn(size, 4).double(), torch.randint(max(1, size), (2, 2 * size)))
+        for size in sizes
+    ]
     batch = Packed(*graphs)
     got = gs.per_example_norms(model, batch, lambda m, b: m(b), cu_seqlens=batch.bounds)
     # Norms stand in the order of the losses.

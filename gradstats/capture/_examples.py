@@ -154,14 +154,21 @@ class Examples:
             starts: where each begins; the last one ends with the rows.
 
         Returns:
-            The layout; None unless each piece has rows, and of one example.
+            The layout; None unless each piece has rows of one example. A piece without rows is the
+            example's in whose place it stands, if all others are in their places.
         """
         owner = self.owner(starts.device)
         lengths = torch.diff(starts, append=starts.new_tensor([self.rows]))
-        pieces = owner.split(lengths.tolist())
-        if not all(len(piece) and bool((piece == piece[0]).all()) for piece in pieces):
+        pieces = torch.arange(len(starts), device=owner.device)
+        owners, has_rows = pieces.clone(), lengths > 0
+        owners[has_rows] = owner[starts[has_rows]]
+        if not torch.equal(owners.repeat_interleave(lengths), owner):
             return None
-        return self.owned_by(owner[starts], 0)
+        if not bool(has_rows.all()) and not (
+            len(pieces) == self.batch and torch.equal(owners, pieces)
+        ):
+            return None
+        return self.owned_by(owners, 0)
 
     def whole(self, row: int) -> Whole:
         """Return the owner of one row of the axis."""

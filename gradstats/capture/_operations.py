@@ -141,7 +141,7 @@ SCRAMBLES = frozenset(
         "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
         "addmv", "addbmm", "renorm",
     )
-) | {torch.linalg.multi_dot, torch.pdist, functional.pdist, torch.segment_reduce}  # fmt: skip
+) | {torch.linalg.multi_dot, torch.pdist, functional.pdist}  # fmt: skip
 
 # Operations on every pair of rows.
 OF_ROW_PAIRS = frozenset({torch.pdist, functional.pdist, *variants("cov", "corrcoef")})

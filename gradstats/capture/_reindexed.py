@@ -243,6 +243,17 @@ def _jagged(func, args, kwargs, source, layout, result) -> Examples | None:
     return layout.in_pieces(args[1][:-1])
 
 
+def _segments(func, args, kwargs, source, layout, result) -> Examples | None:
+    """Rows between bounds become one row each."""
+    axis = argument_of(args, kwargs, KEYWORD, "dim", 0) % source.dim()
+    if layout.axis != axis:
+        return layout
+    lengths, offsets = kwargs.get("lengths"), kwargs.get("offsets")
+    if axis or is_compiling() or (lengths is None) == (offsets is None):
+        return None
+    return layout.in_pieces(offsets[:-1] if lengths is None else lengths.cumsum(0) - lengths)
+
+
 # Operations that select, repeat or reorder rows, with the rule for the examples.
 REINDEXES = {
     Tensor.__getitem__: _indexed,
@@ -284,6 +295,7 @@ REINDEXES = {
     **dict.fromkeys(variants("atleast_1d", "atleast_2d", "atleast_3d"), _with_axes),
     **dict.fromkeys(variants("diag_embed"), _made_diagonal),
     torch._nested_view_from_jagged: _jagged,
+    torch.segment_reduce: _segments,
     **dict.fromkeys(variants("stft"), _of_batch(2)),
     **dict.fromkeys(variants("istft"), _of_batch(3)),
     **dict.fromkeys(variants("as_strided", "diagonal", "take"), picked),
