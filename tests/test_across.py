@@ -123,6 +123,8 @@ MIXES = {
     "transposed, then reshaped": lambda h: (
         h[:, None].expand(-1, 5, -1).transpose(0, 1).reshape(BATCH, -1)
     ),
+    "repeated pairs": lambda h: grid(h).repeat_interleave(2, 0)[:2].flatten(0, 1),
+    "turned pairs": lambda h: torch.flipud(grid(h)).flatten(0, 1),
     "sorted pairs": lambda h: grid(h).sort(1).values.view(BATCH, -1),
     "pairs of which one is cut off": lambda h: functional.pad(grid(h), (0, 0, 1, -1)).flatten(0, 1),
     "products of pairs": lambda h: torch.bmm(SQUARE[:2, :2].expand(2, 2, 2), grid(h)).flatten(0, 1),

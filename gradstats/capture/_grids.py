@@ -76,6 +76,7 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
     rows, columns = (follow(func, args, kwargs, source, side, result) for side in grid.sides)
     if not isinstance(rows, Examples) or not isinstance(columns, Examples):
         return None
-    if rows.axis >= columns.axis or not (rows.fits(result) and columns.fits(result)):
+    as_before = all(side.plain and side.fits(result) for side in (rows, columns))
+    if not as_before or rows.axis >= columns.axis:
         return None
     return replace(grid, axes=(rows.axis, columns.axis))
