@@ -194,15 +194,15 @@ class Derived(Node):
         passed all of them.
         """
         if not self._checked:
-            self._step()
+            self.step()
 
     def slope(self, operand: Node) -> Tensor:
         """Return the derivative of each element by the operand's, of an elementwise function."""
-        again, known = self._step()
+        again, known = self.step()
         (slope,) = torch.autograd.grad(again, known[operand], torch.ones_like(again))
         return slope
 
-    def _step(self) -> tuple[Tensor, dict[Any, Tensor]]:
+    def step(self) -> tuple[Tensor, dict[Any, Tensor]]:
         """Return this tensor computed again from its operands, and these."""
         with torch.enable_grad():
             known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}

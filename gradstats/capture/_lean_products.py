@@ -31,7 +31,8 @@ from gradstats._factors import (
 from gradstats.capture._derivation import Derived
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
-from gradstats.contractions import lean, row_products
+from gradstats.capture._replay import FunctionStep
+from gradstats.contractions import lean, row_products, total
 
 Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
 
@@ -113,6 +114,19 @@ def elementwise(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         return None
     slope = node.slope(parent).to(compute_dtype(node.value, *tensors_of(factor)))
     return times(factor, slope, parent.shape)
+
+
+def passed_through(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """f(w), by a custom Function whose backward is element by element, as straight through is."""
+    factor = lean(factor)
+    if node.shape != parent.shape or not isinstance(factor, Scaled):
+        return None
+    if isinstance(factor, Vector) and factor.axis is not None:
+        return None
+    slope = FunctionStep(node, parent).slope(total([factor]))
+    if slope is None or bool((slope == 1).all()):
+        return None if slope is None else factor
+    return times(factor, slope.to(compute_dtype(node.value, *tensors_of(factor))), parent.shape)
 
 
 def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:

@@ -39,11 +39,13 @@ from gradstats.capture._lean_products import (
     elementwise,
     multiplied,
     only_adds,
+    passed_through,
     scaled,
     shifted,
     subtracted,
 )
 from gradstats.capture._lean_reductions import MEASURES, reduced
+from gradstats.capture._names import function_class_of
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._reductions import REDUCES
@@ -61,6 +63,8 @@ def lean_step(node: Derived):
     ):
         return None
     step = LEAN_STEPS.get(node.function)
+    if step is None and function_class_of(node.function) is not None:
+        step = passed_through
     # An operand that stands in two places is one for an elementwise function alone.
     repeated = len(set(node.parents)) < len(node.parents)
     if (step is None or repeated) and node.function in ELEMENTWISE:
@@ -311,7 +315,9 @@ ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
 
 # Steps of operations whose gradient reaches each of several operands. Of all others, as
 # ``w.type_as(v)``, an operand may have none.
-OF_SEVERAL = frozenset({shifted, subtracted, scaled, multiplied, weight_normalised, standardised})
+OF_SEVERAL = frozenset(
+    {shifted, subtracted, scaled, multiplied, passed_through, weight_normalised, standardised}
+)
 
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
 

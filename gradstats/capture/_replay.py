@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradstats._factors import Factor, compute_dtype
 from gradstats.capture._derivation import Derived
-from gradstats.capture._nodes import Root
+from gradstats.capture._nodes import Node, Root
 from gradstats.errors import UnsupportedOperationError
 
 # How far the backward of a custom Function may be from linear, relative to the norms of what it
@@ -181,6 +181,37 @@ class FunctionReplay(Replay):
                 f"or leave the parameter out by name with exclude={[self.name]!r}.",
                 [self.name],
             )
+
+
+class FunctionStep(FunctionReplay):
+    """What a custom autograd Function made of an operand, computed again from that alone."""
+
+    def __init__(self, node: Derived, parent: Node):
+        self.value, known = node.step()
+        self.leaf = known[parent]
+        self.described, self.name = node.describe(), parent.roots[0].name
+
+    def slope(self, gradient: Tensor) -> Tensor | None:
+        """Return what the backward multiplies gradients by, element by element.
+
+        None where it does anything else, which is found by trial: on ones, on the gradient and on
+        numbers of its size that go up and down.
+
+        Args:
+            gradient: of the result, summed over the examples.
+        """
+        slope = self.pull(torch.ones_like(self.value))
+        largest = LARGEST_WEIGHT * gradient
+        numbers = torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape)
+        up_and_down = (numbers % 8 - 3.5).to(largest)
+        tolerance = 8 * torch.finfo(self.value.dtype).eps
+        for trial in (largest, largest.abs().max() * up_and_down):
+            trial = trial.to(self.value)
+            expected = slope * trial
+            near = (self.pull(trial) - expected).abs() <= tolerance * expected.abs()
+            if not bool(near.all()):
+                return None
+        return slope
 
 
 class OneBackward(TorchFunctionMode):

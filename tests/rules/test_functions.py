@@ -129,6 +129,32 @@ class Unforgiving(torch.autograd.Function):
         return None if first is None or second is None else first * 2 + second * 3
 
 
+class Turned(torch.autograd.Function):
+    """Moves elements: what it makes of a gradient of ones does not tell."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.roll(1, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.roll(-1, 1)
+
+
+class Pruned(torch.autograd.Function):
+    """Gradients of the largest numbers alone."""
+
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return w.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return grad * (w.abs() > 0.5) * 0.3
+
+
 SHAPES = {"w": (2, WIDTH), "v": (2, WIDTH)}
 FUNCTIONS = {
     "a weight": lambda m, x: functional.linear(x, Rounded.apply(m.w * 2)),
@@ -158,6 +184,9 @@ FUNCTIONS = {
         x, Hadamard.apply(m.w[:, :2], m.v[:, :2], m.w[:, 2:4], m.v[:, 2:4], torch.tensor(0.5))
         @ torch.ones(2, WIDTH).double()
     ),
+    "moved": lambda m, x: functional.linear(x, Turned.apply(m.w)),
+    "pruned": lambda m, x: functional.linear(x, Pruned.apply(m.w * 2).exp()) + x[..., :2],
+    "a shift": lambda m, x: x + Pruned.apply(m.w)[0],
     "several results": lambda m, x: several_results(m, x),
     "results that are used together": lambda m, x: (
         lambda first, second: functional.linear(x, first.exp()) + functional.linear(x, second)
@@ -351,9 +380,9 @@ def test_the_function_runs_once_in_the_forward_and_once_in_the_training_backward
         losses = uneven_loss(model, (normal(BATCH, 3),))
         assert calls == ["forward"]
         tracker.backward(losses)
-    # Once more for the statistic, whose backward runs for every example, and once for their sum.
+    # Once more for the statistic, whose backward is tried out on three gradients.
     assert calls.count("forward") == 2
-    assert calls.count("backward") == 1 + BATCH + 1
+    assert calls.count("backward") == 1 + 3
 
 
 # What a Function must not do.
