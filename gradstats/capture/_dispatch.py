@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats.capture._derived import change, change_any, derive, note_alias
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._memory import unwrapped
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, rebuild
+from gradstats.capture._nested import flatten, operands_of, rebuild
 from gradstats.capture._nodes import Node, unique_roots
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
@@ -32,6 +33,8 @@ from gradstats.capture._refusals import check_nested, refuse
 from gradstats.capture._tensors import node_of
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.errors import TrackingError
+
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 # Operations of sparse data and a parameter whose results are dense.
 OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS.keys() | {torch.nn.functional.linear}
@@ -76,6 +79,12 @@ def dispatch(
                 refuse(func, nodes[0], "of complex numbers has no rule")
         if rule is not None:
             return rule(tracker, func, *args, **kwargs)
+        if not is_compiling():
+            # A size that stands in the batch, as that of an image, belongs to no example.
+            args, kwargs = rebuild(args, _number), rebuild(kwargs, _number)
+            left = [item for item in operands_of(args, kwargs) if node_of(item) is None]
+            if not any(map(tracker.is_data, left)):
+                return _without_data(tracker, func, args, kwargs, nodes[0])
         return _without_rule(func, nodes, args, kwargs)
 
 
@@ -138,6 +147,12 @@ def _without_data(tracker, func, args, kwargs, node: Node):
 def _dense(item):
     sparse = isinstance(item, Tensor) and item.layout is not torch.strided
     return item.to_dense() if sparse else item
+
+
+def _number(item):
+    """Return the number that a tensor of one integer holds; anything else as it is."""
+    integer = isinstance(item, Tensor) and item.dim() == 0 and item.dtype in INTEGERS
+    return int(item) if integer and node_of(item) is None else item
 
 
 def _without_rule(func, nodes: list[Node], args, kwargs):

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch import apis
-from torch._functorch.vmap import _broadcast_to_and_flatten, _process_batched_inputs
+
+# Its functions are looked up where they are called: other libraries replace them, for operands of
+# their own types.
+from torch._functorch import vmap as functorch
 from torch.utils import _pytree as pytree
 
 from gradstats.capture._examples import Examples
@@ -105,7 +108,7 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
 
 
 def _run(tracker, call: Vmap):
-    count, dims, operands, structure = _process_batched_inputs(
+    count, dims, operands, structure = functorch._process_batched_inputs(
         call.in_dims, call.args, call.function
     )
     mapped = list(zip(operands, dims, strict=True))
@@ -119,7 +122,8 @@ def _run(tracker, call: Vmap):
         else:
             _place(tracker, layouts, result, call.out_dims)
             return result
-    if call.randomness == "same" or count == 0:
+    others = any(dim is not None and not isinstance(item, Tensor) for item, dim in mapped)
+    if call.randomness == "same" or count == 0 or others:
         return call.at_once()
     if tracker.settings.exact:
         raise UnsupportedOperationError(
@@ -178,7 +182,7 @@ def _dims_of(out_dims, result) -> list[int | None]:
     if isinstance(result, Tensor) and isinstance(out_dims, tuple) and len(out_dims) == 1:
         (out_dims,) = out_dims
     structure = pytree.tree_structure(result)
-    dims = _broadcast_to_and_flatten(out_dims, structure)
+    dims = functorch._broadcast_to_and_flatten(out_dims, structure)
     if dims is None:
         raise ValueError(
             f"torch.vmap was given out_dims={out_dims}, expected an int, or one for each of the "

@@ -923,3 +923,27 @@ def test_sparse_matrices_of_parameters_are_refused(derived):
     with pytest.raises(gs.UnsupportedOperationError, match="to_sparse makes a sparse"):
         gs.per_example_norms(model, torch.randn(4, 3), losses)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+SIZED = {
+    "interpolate": lambda w, n: functional.interpolate(w[None, None], size=(2, n))[0, 0].T,
+    "narrow": lambda w, n: w.narrow(0, 0, n),
+    "pad": lambda w, n: functional.pad(w[0], (0, n))[:, None],
+    "repeat": lambda w, n: w.sum(1).repeat(n, 1),
+    "repeat_interleave": lambda w, n: w.repeat_interleave(n, 0),
+    "reshape": lambda w, n: w.T.reshape(n, -1),
+    "roll": lambda w, n: w.roll(n, 0),
+    "split": lambda w, n: torch.cat([part.cumsum(0) for part in w.split(n)]),
+}
+
+
+@pytest.mark.parametrize("sized", SIZED.values(), ids=SIZED)
+def test_sizes_that_stand_in_the_batch(sized):
+    """As those of images do, for which a table of positions is resized."""
+    sizes = torch.tensor([1, 2, 1])
+
+    def function(m, x):
+        made = torch.stack([sized(m.table, n).sum(0).exp().sum() for n in sizes * len(x) // 3])
+        return (x * made[:, None]).sin() + sized(m.table, sizes[1]).sin().sum()
+
+    check_operation(function, {"table": (4, 4)}, normal(3, 2))

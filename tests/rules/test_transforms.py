@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import vmap as functorch
 from torch.nn import functional
 
 import gradstats as gs
@@ -212,3 +213,34 @@ def test_results_that_out_dims_do_not_fit():
     )
     with pytest.raises(ValueError, match=r"out_dims=\(0, 1, 2\)"):
         gs.per_example_norms(model, (normal(BATCH, BATCH, WIDTH),), uneven_loss)
+
+
+class Boxed:
+    """An operand of torch.vmap that is no tensor, as those of tensordict are."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_operands_of_other_libraries(monkeypatch):
+    """Which replace functions of PyTorch's for them, some after gradstats was imported."""
+    open_operands = functorch._process_batched_inputs
+
+    def opened(in_dims, args, function):
+        args = tuple(item.tensor if isinstance(item, Boxed) else item for item in args)
+        count, dims, operands, structure = open_operands(in_dims, args, function)
+        return count, dims, [Boxed(operands[0]), *operands[1:]], structure
+
+    def batched(dims, operands, level, structure):
+        inner = [getattr(item, "tensor", item) for item in operands]
+        return create(dims, inner, level, structure)
+
+    create = functorch._create_batched_inputs
+    monkeypatch.setattr(functorch, "_process_batched_inputs", opened)
+    monkeypatch.setattr(functorch, "_create_batched_inputs", batched)
+    weights = Boxed(normal(4, 3))
+
+    def function(m, x):
+        return x * m.w + torch.vmap(lambda row, own: row * own)(weights, x)
+
+    check_operation(function, {"w": (3,)}, normal(4, 3))

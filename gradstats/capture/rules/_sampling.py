@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture.rules._common import Examples, as_data, locate, plain, rows_along, run
@@ -35,8 +34,6 @@ def grid_sample(
 
 
 def _of_one_image(tracker, func, input, grid, examples, mode, padding_mode, align_corners):
-    if mode not in ("bilinear", "nearest"):
-        refuse(func, first_node(input), f"with mode={mode!r} of one image for all has no rule")
     result = func(plain(input), grid, mode, padding_mode, align_corners)
     table = run(tracker, Tensor.flatten, run(tracker, Tensor.movedim, input, 1, -1), 0, -2)
     sizes = (input.shape[0], *input.shape[2:])
@@ -97,14 +94,32 @@ class SampleFactors:
             place, ends = (place + 1) / 2 * (size - 1), (0.0, size - 1.0)
         else:
             place, ends = ((place + 1) * size - 1) / 2, (-0.5, size - 0.5)
-        if self.padding_mode == "reflection":
-            place = _reflected(place, *ends)
-        if self.padding_mode != "zeros":
-            place = place.clamp(0, size - 1)
+        if self.mode == "bicubic":
+            first = place.floor()
+            points = [first + step for step in (-1, 0, 1, 2)]
+            shares = map(_cubic, (place - point for point in points))
+            return [*zip((self._inside(p, ends, size) for p in points), shares, strict=True)]
+        place = self._inside(place, ends, size)
         if self.mode == "nearest":
             return [(place.round(), torch.ones_like(place))]
         first = place.floor()
         return [(first, first + 1 - place), (first + 1, place - first)]
+
+    def _inside(self, place: Tensor, ends: tuple[float, float], size: int) -> Tensor:
+        """Return where the image is read for places that may lie outside of it."""
+        if self.padding_mode == "reflection":
+            place = _reflected(place, *ends)
+        return place if self.padding_mode == "zeros" else place.clamp(0, size - 1)
+
+
+def _cubic(distance: Tensor) -> Tensor:
+    """Return the share of a point at a distance of up to 2 in a cubic convolution, a = -0.75.
+
+    Keys, IEEE Transactions on Acoustics, Speech, and Signal Processing 29 (1981).
+    """
+    x, a = distance.abs(), -0.75
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    return torch.where(x <= 1, near, ((x - 5) * x + 8) * x * a - 4 * a)
 
 
 def _reflected(place: Tensor, first: float, last: float) -> Tensor:
