@@ -11,10 +11,12 @@ _rows       embeddings and integer indexing
 _vector     biases, scales and everything else that broadcasts
 _masked     weights whose elements were multiplied by constants
 _tangent    weights that were normalised
+_distances  points that distances were taken from
 _segments   examples whose rows differ in number
 _path       where in a parameter the elements of a tensor lie that was derived from it
 """
 
+from gradstats._factors._distances import Distances as Distances
 from gradstats._factors._factor import Factor as Factor
 from gradstats._factors._factor import cast as cast
 from gradstats._factors._factor import compute_dtype as compute_dtype

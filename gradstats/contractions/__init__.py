@@ -5,8 +5,8 @@ contracted by the definition: the per-example gradients of a few examples at a t
 workspace, multiplied and summed.
 
 Squared norms, and sums from the same pass
-    _outer, _patches, _rows, _vector, _elementwise, _ragged, _experts, _masked, _tangent    of one
-                 factor
+    _outer, _patches, _rows, _vector, _elementwise, _ragged, _experts, _masked, _tangent, _distances
+                 of one factor
     _merge       several uses of one parameter as fewer factors
     _tied        a projection and the look-ups tied to it
     _dense       the definition
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats._factors import (
+    Distances,
     Elementwise,
     Experts,
     Factor,
@@ -49,6 +50,7 @@ from gradstats._factors import (
 )
 from gradstats.contractions import (
     _dense,
+    _distances,
     _elementwise,
     _experts,
     _masked,
@@ -98,6 +100,7 @@ SELF: dict[type, Callable[..., Contraction]] = {
     Elementwise: _elementwise.sqnorm,
     Masked: _masked.sqnorm,
     Tangent: _tangent.sqnorm,
+    Distances: _distances.sqnorm,
 }
 
 WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {

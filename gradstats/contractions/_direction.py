@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import (
+    Distances,
     Elementwise,
     Experts,
     Factor,
@@ -33,6 +34,7 @@ from gradstats._factors import (
     segment_sum,
 )
 from gradstats.contractions import (
+    _distances,
     _experts,
     _outer,
     _patches,
@@ -346,6 +348,7 @@ DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
     Elementwise: _elementwise_direction,
     Masked: _masked_direction,
     Tangent: _tangent_direction,
+    Distances: _distances.direction,
 }
 
 TOTAL: dict[type, Callable[[Any], Tensor]] = {
@@ -358,4 +361,5 @@ TOTAL: dict[type, Callable[[Any], Tensor]] = {
     Elementwise: _elementwise_total,
     Masked: _masked_total,
     Tangent: _tangent_total,
+    Distances: _distances.total,
 }

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.rules.operation import check_operation, check_refused, normal
+from benchmarks.ledger import peak_memory
+from tests.rules.operation import Operation, check_operation, check_refused, normal
 
 BATCH, WIDTH = 3, 4
 
@@ -44,6 +45,31 @@ def test_distances_of_folded_rows_and_of_heads():
         {"w": (2, 5, WIDTH)},
         normal(BATCH, 2, WIDTH),
     )
+
+
+def test_distances_of_points_used_twice():
+    def function(m, x):
+        near = torch.cdist(x.flatten(0, 1), m.w * 2) + torch.cdist(m.w, x.flatten(0, 1)).T
+        return (near @ m.w).unflatten(0, (BATCH, -1))
+
+    check_operation(function, {"w": (5, WIDTH)}, normal(BATCH, 2, WIDTH))
+    check_operation(function, {"w": (5, WIDTH)}, normal(BATCH, 1, WIDTH))
+
+
+def test_distances_of_zero():
+    """Have no gradient."""
+    x = normal(BATCH, WIDTH)
+    model = Operation(lambda m, x: torch.cdist(x, m.w), {"w": (5, WIDTH)}, False)
+    with torch.no_grad():
+        model.w[2] = x[1]
+    stats = gs.per_example_norms(model, x, lambda m, x: m(x).sum(1))
+    torch.testing.assert_close(stats.sqnorm, torch.tensor([5.0, 4, 5]).double())
+
+
+def test_distances_hold_no_gradient_of_each_example():
+    x, model = normal(64, 32), Operation(lambda m, x: torch.cdist(x, m.w), {"w": (48, 32)}, False)
+    ledger = peak_memory(lambda: gs.per_example_norms(model, x, lambda m, x: m(x).sum(1)))
+    assert ledger.largest < len(x) * model.w.numel() / 8
 
 
 def test_distances_of_rows_in_another_order():

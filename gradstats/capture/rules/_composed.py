@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import string
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._factors import Distances
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._grafted import Composed, Grafted
 from gradstats.capture._operations import OUTER_PRODUCTS, solves_vector, variants
 from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._uses import tap
 from gradstats.capture.rules import _products
-from gradstats.capture.rules._common import lined_up, locate
+from gradstats.capture.rules._common import Examples, lined_up, locate, plain
 from gradstats.capture.rules._per_example import per_example
 
 
@@ -67,8 +70,45 @@ def cdist(tracker, func, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_
     if examples.axis < x.dim() - 2:
         layout = lined_up(tracker, func, node, (x1, x2))
         return per_example(tracker, func, layout, (x1, x2), kwargs)
+    if p == 2 and examples.segments is None and x1.dim() == x2.dim() == 2:
+        return _euclidean(tracker, func, x1, x2, data, examples, kwargs)
     fold = examples.fold if examples.segments is None else 1
     return Composed(partial(rows_apart, data=data, fold=fold))(tracker, func, x1, x2, **kwargs)
+
+
+def _euclidean(tracker, func, x1, x2, data: int, examples: Examples, kwargs) -> Tensor:
+    """Distances of two matrices, each row of data from all rows of the tracked one."""
+    x, points = (x1, x2) if data == 0 else (x2, x1)
+    distances = func(plain(x1), plain(x2), **kwargs)
+    saved = x, distances.detach(), plain(points).detach()
+    # PyTorch's backward needs its result as it is, and what is tapped counts as changed.
+    result = torch.ops.aten._unsafe_view(distances, distances.shape)
+    result = tap(tracker, [first_node(points)], result, DistanceFactors(examples, data), *saved)
+    tracker.place(result, examples.along(data))
+    tracker.followed = result
+    return result
+
+
+@dataclass(frozen=True)
+class DistanceFactors:
+    """The factor of points that distances were taken from.
+
+    Attributes:
+        examples: where the examples lie in the rows of data.
+        data: the axis of the distances along which these stand.
+    """
+
+    examples: Examples
+    data: int
+
+    def __call__(self, grad: Tensor, x: Tensor, distances: Tensor, points: Tensor) -> list:
+        if self.data == 1:
+            grad, distances = grad.mT, distances.mT
+        fold = self.examples.fold
+        grad, distances, rows = (
+            side.unflatten(0, (-1, fold)) for side in (grad, distances, x.detach())
+        )
+        return [Distances(grad, distances, rows, points)]
 
 
 # What stands in an equation of torch.einsum beside indices.

@@ -1,0 +1,72 @@
+"""Gradients of points that the distances of data were taken from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from gradstats._factors._factor import cast, compute_dtype
+
+
+@dataclass(eq=False)
+class Distances:
+    """G_i[k] = Σ_t grad_itk (points_k - rows_it) / distances_itk, of Euclidean distances.
+
+    Attributes:
+        grad: (B, T, K) gradients of the distances.
+        distances: (B, T, K); where one is zero it has no gradient.
+        rows: (B, T, width) data.
+        points: (K, width), the parameter.
+    """
+
+    grad: Tensor
+    distances: Tensor
+    rows: Tensor
+    points: Tensor
+
+    @property
+    def batch(self) -> int:
+        return len(self.grad)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.points.shape)
+
+    def select(self, rows) -> Distances:
+        grad, distances = self.grad[rows], self.distances[rows]
+        return replace(self, grad=grad, distances=distances, rows=self.rows[rows])
+
+    @property
+    def granule(self) -> int:
+        return 1
+
+    def narrow(self, start: int, stop: int) -> Distances:
+        grad, distances = (each[..., start:stop] for each in (self.grad, self.distances))
+        return replace(self, grad=grad, distances=distances, points=self.points[start:stop])
+
+    def counted(self) -> Tensor:
+        """Return the gradients of distances that have one, (B, T, K), zero elsewhere."""
+        return self.grad.masked_fill(self.distances == 0, 0)
+
+    def apart(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradients by distance (B, T, K), points and rows, in the accumulation dtype.
+
+        Points and rows as they are seen from the mean of the points, which is rounded less.
+        """
+        dtype = compute_dtype(self.grad, self.rows, self.points)
+        distances = cast(self.distances, dtype).masked_fill(self.distances == 0, 1)
+        points = cast(self.points, dtype)
+        middle = points.mean(0)
+        weights = cast(self.counted(), dtype) / distances
+        return weights, points - middle, cast(self.rows, dtype) - middle
+
+    def together(self) -> Distances:
+        """Return the sum over the examples, as the factor of one."""
+        sides = self.grad, self.distances, self.rows
+        grad, distances, rows = (side.flatten(0, 1).unsqueeze(0) for side in sides)
+        return Distances(grad, distances, rows, self.points)
+
+    def dense(self) -> Tensor:
+        weights, points, rows = self.apart()
+        return weights.sum(1).unsqueeze(2) * points - weights.mT @ rows
