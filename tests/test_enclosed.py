@@ -97,6 +97,9 @@ def test_they_are_constants_where_they_cannot_be_data(losses, size):
     assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-9)
     check_products(model, batch, losses)
     assert gs.verify(model, batch, losses).ok
+    run = gs.Checkpoints([model.state_dict()], lr=1.0)
+    scores = gs.self_influence(model, [batch], losses, run, progress=False)
+    torch.testing.assert_close(torch.tensor(scores.self_influence), sum(expected.values()))
 
 
 def test_the_loss_runs_once():

@@ -58,7 +58,9 @@ def _inside(item: Any) -> Iterator[Any]:
     elif isinstance(item, partial):
         yield from (item.func, *item.args, *item.keywords.values())
     elif isinstance(item, MethodType):
-        yield from (item.__func__, item.__self__)
+        yield item.__func__
+        if not isinstance(item.__self__, (type, nn.Module)):
+            yield getattr(item.__self__, "__dict__", item.__self__)
     elif isinstance(item, FunctionType):
         yield from _inside_function(item)
     elif not isinstance(item, (type, nn.Module)):

@@ -78,7 +78,7 @@ class Recognition:
 
         def part(batch: Any) -> Tensor:
             with torch.enable_grad():
-                losses = work.loss_fn(work.model, batch)
+                losses = work.unordered_losses(work.model, batch)
             return check_losses(losses, work.layout.count(batch)).detach()
 
         assert self._data is not None

@@ -34,7 +34,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
             a checkpoint's weights would not be computed with as they were.
     """
     modes = [(module, module.training) for module in model.modules()]
-    overridden = _overrides_modes(model)
+    overridden = overrides_modes(model)
     # A forward may assign others. Modules of TorchScript hold what they hold elsewhere.
     ordinary = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
     buffers = [(module, dict(module._buffers)) for module in ordinary]
@@ -57,6 +57,7 @@ def borrowed(model: nn.Module) -> Iterator[None]:
             _move(tensors, set(map(id, tensors if overridden else _written(model))))
             model.eval()
             if overridden:
+                renew(model)
                 _check_unchanged(model, tensors, memory)
             yield
         finally:
@@ -102,7 +103,16 @@ def _written(model: nn.Module) -> list[Tensor]:
     return [*model.buffers(), *tables]
 
 
-def _overrides_modes(model: nn.Module) -> bool:
+def renew(model: nn.Module) -> None:
+    """Have a model in eval mode drop what it keeps of its weights.
+
+    Some models do when the mode changes, others when it becomes that of training.
+    """
+    model.train()
+    model.eval()
+
+
+def overrides_modes(model: nn.Module) -> bool:
     """Whether code of the user's runs where the mode is set: it may write to anything."""
     kinds = {type(module) for module in model.modules()}
     return any(
@@ -147,8 +157,6 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
             f"{checkpoint.name} does not fit the model: {_misfit(model, held) or error}"
         ) from error
     _check_shared(model, held, checkpoint.name)
-    if _overrides_modes(model):
-        model.eval()  # what was computed from other weights may be dropped there
 
 
 def _misfit(model: nn.Module, held: dict[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from gradstats.scoring._folder import Folder, versions
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._tiles import MemoryTiles, Tiles
-from gradstats.scoring._weights import architecture_hash
+from gradstats.scoring._weights import architecture_hash, overrides_modes, renew
 from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
 from gradstats.statistics._loss import order_here
 
@@ -88,14 +89,26 @@ class Work:
         device = next(iter(selected.values())).device
         return cls(model, loss_fn, tuple(selected), layout, options, device, nonfinite, progress)
 
+    @cached_property
+    def overrides_modes(self) -> bool:
+        """Whether code of the user's runs where the model's mode is set."""
+        return overrides_modes(self.model)
+
     @property
     def dtype(self) -> np.dtype:
         """Of results: float64 for float64 models, else float32."""
         return np.dtype(np.float64 if any_double(self.model.parameters()) else np.float32)
 
+    def unordered_losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return what the loss function does, of what the model computes anew."""
+        if self.overrides_modes:
+            # It may keep, as of other weights or another graph, what it made of them in eval mode.
+            renew(model)
+        return self.loss_fn(model, batch)
+
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the losses in the order of the batch, which is that of the ids."""
-        losses = self.loss_fn(model, batch)
+        losses = self.unordered_losses(model, batch)
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             return losses  # an error, which the core explains
         order = order_here(losses)

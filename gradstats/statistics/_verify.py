@@ -149,9 +149,14 @@ class Verification:
         found = self._survey()
         stats = self._stats(found)
         elsewhere = Elsewhere(self.subject, self.loss_fn, self.division, self.selected)
-        with differentiable(self.subject.model):
-            examples, coupling = elsewhere.compare(self.examples, random)
-            padding = [] if random else elsewhere.padding()
+        try:
+            with differentiable(self.subject.model):
+                examples, coupling = elsewhere.compare(self.examples, random)
+                padding = [] if random else elsewhere.padding()
+        except RuntimeError as error:  # as of a graph that the model kept from an earlier forward
+            detail = f"plain autograd failed with {summary(error)}"
+            self.checks += [self._coverage(stats), Check("exactness", False, detail)]
+            return self._report(computed=False)
         if found is not None and stats is not None and found.inside:
             self.hidden = self._not_reached(stats, examples)
         self.checks += [self._coverage(stats), self._exactness(stats, examples, coupling), coupling]

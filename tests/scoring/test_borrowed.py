@@ -158,3 +158,63 @@ def test_every_checkpoint_is_computed_with_its_own_weights(name, training):
     for place in range(6):
         assert matrix[place, place] == pytest.approx(expected[place].item(), rel=1e-4)
     assert gs.verify(model, batch, loss_fn).ok
+
+
+class EvalCache(nn.Module):
+    """Keeps what it computes of a trained parameter in eval mode, until it is trained again."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.table = nn.Linear(4, 3), nn.Parameter(torch.randn(5, 4))
+        self.cache: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.cache = {}
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            bias = self.table[[1, 3]].sum(0)
+        else:
+            if "bias" not in self.cache:
+                self.cache["bias"] = self.table[[1, 3]].sum(0)
+            bias = self.cache["bias"]
+        return self.head((x + bias).tanh())
+
+
+@pytest.mark.parametrize("with_graph", [None, False, True])
+def test_what_was_kept_in_eval_mode_is_computed_anew(with_graph, tmp_path):
+    torch.manual_seed(0)
+    model, x, labels = EvalCache().double(), torch.randn(6, 4).double(), torch.arange(6) % 3
+    states = [disturbed(model.state_dict()) for _ in range(2)]
+    expected = torch.zeros(6, 6, dtype=torch.float64)
+    for state in states:
+        trained = EvalCache().double()
+        trained.load_state_dict(state)
+        losses, own = loss_fn(trained, (x, labels)), list(trained.parameters())
+        rows = [torch.autograd.grad(loss, own, retain_graph=True) for loss in losses]
+        flat = torch.stack([torch.cat([each.flatten() for each in row]) for row in rows])
+        expected += flat @ flat.T
+    model.eval()
+    if with_graph is not None:
+        with torch.set_grad_enabled(with_graph):
+            model(x)  # as where its accuracy was looked at before
+    kept = dict(model.cache)
+    data = [(x[:4], labels[:4]), (x[4:], labels[4:])]
+    checkpoints = gs.Checkpoints(states, lr=1.0)
+    found = gs.self_influence(
+        model, data, loss_fn, checkpoints, out=tmp_path / "self", progress=False
+    )
+    torch.testing.assert_close(torch.tensor(found.self_influence), expected.diagonal())
+    scores = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
+    torch.testing.assert_close(torch.tensor(scores.raw[:]), expected)
+    assert model.cache == kept and not model.training
+
+
+def test_a_graph_that_was_kept_and_freed_is_reported():
+    model, batch = EvalCache().double().eval(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
+    loss_fn(model, batch).sum().backward()
+    report = gs.verify(model, batch, loss_fn)
+    assert not report.ok
+    assert "backward through the graph a second time" in str(report)
