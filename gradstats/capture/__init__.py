@@ -23,6 +23,7 @@ What is tracked
     _scripts     functions of TorchScript, made visible as operations
     _replay      a derived tensor computed again, to pull gradients back through it
     _drawn       operations that draw random numbers, drawn again
+    _slices      what was repeated for the batch, pulled back as data are
     _lineage     pulling a derived tensor's factors back to its parameters
     _lean_steps, _lean_products, _lean_reductions, _lean_normalisations  the steps of that way that
                  keep factors lean

@@ -85,6 +85,10 @@ class Context(Repeated):
     def check_known(self, leaves: Sequence[Tensor]) -> None:
         """Raise for leaves of the graph that should be tracked and are not."""
 
+    def keeps_values(self, roots: Sequence[Root]) -> bool:
+        """Whether parameters are after the backward what they were in the forward."""
+        return False
+
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
         raise NotImplementedError

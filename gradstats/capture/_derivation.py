@@ -184,7 +184,7 @@ class Derived(Node):
                 known[root] = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
             again = self.replay(known, copies)
             seen = as_real(again)
-        self._check_same(again)
+        self.check_same(again)
         return leaves, seen
 
     def check_step(self) -> None:
@@ -207,7 +207,7 @@ class Derived(Node):
         with torch.enable_grad():
             known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
             again = self.replay({**known})
-        self._check_same(again)
+        self.check_same(again)
         self._checked = True
         return again, known
 
@@ -229,7 +229,8 @@ class Derived(Node):
             if isinstance(parent, Derived):
                 parent._check_fixed()
 
-    def _check_same(self, again: Tensor) -> None:
+    def check_same(self, again: Tensor) -> None:
+        """Raise unless this tensor, computed again, has the same numbers."""
         if is_compiling():
             self._check_fixed()
             return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +87,18 @@ def run_shown(
         _replace(0, modes[place:])
 
 
+@contextmanager
+def without_contexts() -> Iterator[None]:
+    """Have no context see what runs inside, though others' modes do."""
+    before = _get_current_function_mode_stack()
+    take_off(is_of_context)
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        _replace(torch._C._len_torch_function_stack(), before)
+
+
 def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a compiled graph without the modes of contexts, and its backward later on.
 
@@ -94,16 +106,12 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     functions that have modes of their own.
     """
     before = _get_current_function_mode_stack()
-    take_off(is_of_context)
-    try:
-        with (
-            torch._C._EnableTorchFunction(),
-            torch._C.DisableTorchFunctionSubclass(),
-            _unpacking_seen(before),
-        ):
-            result = function(*args)
-    finally:
-        _replace(torch._C._len_torch_function_stack(), before)
+    with (
+        without_contexts(),
+        torch._C.DisableTorchFunctionSubclass(),
+        _unpacking_seen(before),
+    ):
+        result = function(*args)
     for item in flatten((result,)):
         if isinstance(item, Tensor) and item.grad_fn is not None:
             item.grad_fn.register_prehook(_unseen_in_backward)

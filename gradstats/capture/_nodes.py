@@ -89,6 +89,8 @@ class Root(Node):
         expected: how many of those have not delivered yet.
         postponed: whether the graph may contain more uses than were counted, so that factors can
             only be contracted when the backward has ended.
+        of_slices: whether gradients of slices of it were delivered (see ``_slices``), which are
+            pulled back together when the backward has ended.
         lookups: those of the counted uses that are look-ups.
         result: the squared norms, once all uses have delivered.
     """
@@ -98,7 +100,7 @@ class Root(Node):
     alias_nodes: tuple[Any, ...] = ()
     _alias_version = 0
     registered = counted = expected = 0
-    postponed = False
+    postponed = of_slices = False
     lookups: tuple[Lookup, ...] = ()
     result: Contraction | None = None
     _delivered: tuple[Factor | Fused | Projected, ...] = ()
@@ -163,13 +165,22 @@ class Root(Node):
     def settle(self) -> None:
         """Note that a use has delivered; contract when it was the last one."""
         self.expected -= 1
-        if self.expected <= 0 and not self.postponed:
+        if self.expected <= 0 and not (self.postponed or self.of_slices):
             self.contract()
 
     def settle_alone(self, result: Contraction) -> None:
         """Note that the only use has delivered, with the squared norms of its factor."""
         self.expected -= 1
         self.finish(result)
+
+    @property
+    def delivered(self) -> tuple[Factor | Fused | Projected, ...]:
+        """What uses have delivered that was not contracted yet."""
+        return self._delivered
+
+    def exchange(self, factors: Sequence[Factor | Fused | Projected]) -> None:
+        """Have others in place of the factors that were delivered."""
+        self._delivered = tuple(factors)
 
     def contract(self) -> None:
         """Contract what has been delivered."""

@@ -68,6 +68,11 @@ class ShardedParameters:
             if id(root.parameter) not in placed:
                 raise _tensor_parallel(root.describe())
 
+    @property
+    def any(self) -> bool:
+        """Whether any parameter is sharded."""
+        return bool(self._places)
+
     def others(self, roots: Sequence[Root]) -> Sequence[Root]:
         """Return those of some parameters that are always whole."""
         if not self._roots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from gradstats._factors import Segments
 from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
 from gradstats.capture._checkpoints import show_checkpoints
 from gradstats.capture._constants import ConstantTracking
+from gradstats.capture._consumers import Consumer
 from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._engine import BackwardListener, gradients_aside, run_backward, without_hooks
@@ -36,6 +38,7 @@ from gradstats.capture._selection import (
 )
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._skipped import show_skipped, skipping
+from gradstats.capture._slices import Slices, factors_of_slices
 from gradstats.capture._tensors import TrackedParameter, release, show_parameters
 from gradstats.capture._threads import Threaded
 from gradstats.capture._transforms import show_vmap
@@ -301,6 +304,14 @@ class Tracker(Threaded, Context):
         probes = [report.probe for report in self.reports.of_graphs.values()]
         return (*probes, *(GradientEdge(node, 0) for node in reporting))
 
+    def keeps_values(self, roots: Sequence[Root]) -> bool:
+        """Whether parameters are after the backward what they were in the forward.
+
+        Shards of others are gathered, and hooks may update each as soon as it has its gradient.
+        """
+        hooked = any(root.parameter._post_accumulate_grad_hooks for root in roots)
+        return not (hooked or self.sharded.any)
+
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
         return torch._C._current_graph_task_id() in self._tasks
@@ -388,10 +399,33 @@ class Tracker(Threaded, Context):
                 )
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self.together.contract()
+            self._take_slices([root for root in self.roots if root.of_slices])
             for root in self.roots:
-                if root.postponed:
+                if root.postponed or root.of_slices:
                     root.contract()
             self.reports.deliver()
         if self.listener is not None:
             with torch._C.DisableTorchFunction():
                 self.listener.after_backward()
+
+    def _take_slices(self, roots: Sequence[Root]) -> None:
+        """Have lean factors in place of those of parameters that were repeated for the batch."""
+        of_slices = {
+            root: [each for each in root.delivered if isinstance(each, Slices)] for root in roots
+        }
+        # One for each tensor, of which each parameter has its own.
+        pulled = {(id(f.inner), f.node): f for own in of_slices.values() for f in own}
+        found = factors_of_slices(self._apart, pulled.values()) if pulled else None
+        if found is None:
+            return
+        for root, own in of_slices.items():
+            kept = [each for each in root.delivered if each not in own]
+            root.exchange([*kept, *found[root]])
+
+    def _apart(self, model: nn.Module, batch_size: int, consumer: Consumer) -> Tracker:
+        """Return a context for parameters of its own, whose factors a consumer takes."""
+        settings = replace(self.settings, weight_gradients=False, fused=True, consumer=consumer)
+        return Tracker(
+            model, batch_size=batch_size, batch_dim=0, settings=settings, parameters=None,
+            exclude=(),
+        )  # fmt: skip

@@ -22,8 +22,9 @@ from gradstats._factors import Factor, Lookup, Outer, Ragged
 from gradstats.capture._consumers import Consumer
 from gradstats.capture._derivation import Derived
 from gradstats.capture._graph import INNERMOST
-from gradstats.capture._lineage import pull_back
+from gradstats.capture._lineage import Pulled, pull_back
 from gradstats.capture._nodes import Node, Root, closed_before, unique_roots
+from gradstats.capture._slices import as_slices
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
 from gradstats.contractions._precision import without_autocast
@@ -143,7 +144,10 @@ class Use:
                 found = {node: [factor]}
             else:
                 assert not isinstance(factor, Fused)  # of sole uses, which are roots
+                assert isinstance(node, Derived)
                 found = pull_back(factor, node, node.roots)
+                if any(isinstance(own, Pulled) for terms in found.values() for own in terms):
+                    found = as_slices(factor, node) or found
             for root, terms in found.items():
                 parts = max(len(terms), sum(root in other.roots for other in self.nodes))
                 for own in terms:

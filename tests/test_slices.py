@@ -1,0 +1,220 @@
+"""Parameters that are repeated for the batch and pass through layers before they meet data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gradstats as gs
+from benchmarks.ledger import peak_memory
+from gradstats.capture import _tracker
+from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
+
+BATCH, POSITIONS, QUERIES, WIDTH = 3, 5, 4, 6
+
+attention = functional.scaled_dot_product_attention
+
+
+class Queries(nn.Module):
+    """Learned queries that look at data, once a function has made something of them.
+
+    Attributes:
+        before: called with the model and the queries, repeated for the batch.
+    """
+
+    def __init__(self, before, queries: int = QUERIES):
+        super().__init__()
+        self.before = before
+        self.queries = nn.Parameter(torch.randn(queries, WIDTH))
+        self.start = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.keys = nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.before(self, self.queries.expand(len(x), -1, -1))
+        return made + attention(made, self.keys(x), x)
+
+
+def residual(m, q):
+    for layer in m.layers[:3]:
+        q = m.norm(q + layer(q).relu())
+    return q
+
+
+def among_themselves(m, q):
+    first, second, third, fourth = m.layers
+    return q + fourth(attention(first(q), second(q), third(q)))
+
+
+def in_heads(m, q):
+    parts = (layer(q).unflatten(-1, (2, -1)).transpose(1, 2) for layer in m.layers[:3])
+    return attention(*parts).transpose(1, 2).flatten(2)
+
+
+def with_first_states(m, q):
+    first, second, third, _ = m.layers
+    hidden = torch.zeros_like(q)
+    return hidden + attention(first(q) + second(hidden), first(q), third(hidden) * q)
+
+
+def of_two(m, q):
+    start = m.start.repeat(len(q), 1, 1)
+    joined = m.norm(torch.cat([m.layers[0](start).sigmoid(), m.layers[1](q)], 1))
+    return joined[:, 1:] * joined[:, :1]
+
+
+def with_merged_weights(m, q):
+    weight = m.layers[0].weight + m.layers[1].weight @ m.layers[2].weight.T
+    return functional.linear(q.tanh(), weight) @ m.layers[3].weight
+
+
+def less_their_mean(m, q):
+    made = m.layers[0](q)
+    return made - made.tanh().mean(0)
+
+
+def of_the_next(m, q):
+    return m.layers[0](q).roll(1, 0) * m.layers[1](q).exp()
+
+
+def made_before(m, q):
+    """Repeated late, by a number that is that of the examples."""
+    return m.layers[1](m.layers[0](m.queries).relu().expand(len(q), -1, -1)).sigmoid()
+
+
+TOWERS = {
+    "residual": residual,
+    "among themselves": among_themselves,
+    "in heads": in_heads,
+    "with first states": with_first_states,
+    "of two": of_two,
+    "with merged weights": with_merged_weights,
+    "made before": made_before,
+    "less their mean": less_their_mean,
+    "of the next": of_the_next,
+}
+
+
+def losses(model, batch):
+    (x,) = batch
+    return model(x).sin().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("queries", [QUERIES, BATCH])
+@pytest.mark.parametrize("tower", TOWERS.values(), ids=TOWERS)
+def test_norms_and_training(tower, queries):
+    torch.manual_seed(0)
+    model, x = Queries(tower, queries), torch.randn(BATCH, POSITIONS, WIDTH).double()
+    check_model(model, (x,), losses)
+
+
+class Layered(nn.Module):
+    """What queries give is used in every layer, whose weights data go through as well."""
+
+    def __init__(self, layers: int = 3):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(QUERIES, WIDTH))
+        self.places = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries.expand(len(x), -1, -1)
+        places, hidden = self.places(queries).sigmoid(), torch.zeros_like(queries)
+        for layer in self.layers:
+            query = layer(queries) + layer(hidden) * places
+            hidden = hidden + attention(query, query, hidden + places)
+            hidden = hidden + attention(query, layer(x), x)
+        return hidden
+
+
+def test_layers_that_all_use_them():
+    torch.manual_seed(0)
+    check_model(Layered(), (torch.randn(BATCH, POSITIONS, WIDTH).double(),), losses)
+
+
+def test_they_are_pulled_back_together(monkeypatch):
+    found, once = [], _tracker.factors_of_slices
+
+    def noted(*args):
+        found.append(once(*args))
+        return found[-1]
+
+    monkeypatch.setattr(_tracker, "factors_of_slices", noted)
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, POSITIONS, WIDTH).double()
+    kept_apart = [tower for tower in TOWERS.values() if tower not in (less_their_mean, of_the_next)]
+    for tower in kept_apart:
+        gs.per_example_norms(Queries(tower), (x,), losses)
+    gs.per_example_norms(Layered(), (x,), losses)
+    assert len(found) == len(kept_apart) + 1
+    assert all(each is not None for each in found)
+    # Where examples would meet they are pulled back one by one.
+    gs.per_example_norms(Queries(less_their_mean), (x,), losses)
+    assert found[-1] is None
+
+
+def test_no_gradient_of_all_slices_is_made_for_each_example():
+    torch.manual_seed(0)
+    batch, x = 16, torch.randn(16, POSITIONS, WIDTH).double()
+    model = Queries(among_themselves)
+    ledger = peak_memory(lambda: gs.per_example_norms(model, (x,), losses))
+    assert ledger.largest < batch * batch * QUERIES * WIDTH
+
+
+def test_under_dropout():
+    """The same numbers are dropped when they are computed again."""
+
+    def dropped(m, q):
+        return functional.dropout(m.layers[0](q), 0.4) * functional.dropout(q, 0.4)
+
+    torch.manual_seed(0)
+    model, x = Queries(dropped), torch.randn(BATCH, POSITIONS, WIDTH).double()
+
+    def seeded(model, batch):
+        torch.manual_seed(1)
+        return losses(model, batch)
+
+    def of_batch(model, batch):
+        found = seeded(model, batch)
+        names, own = zip(*model.named_parameters(), strict=True)
+        rows = [
+            torch.autograd.grad(loss, own, retain_graph=True, allow_unused=True) for loss in found
+        ]
+        columns = zip(*rows, strict=True)
+        return {
+            name: torch.stack([torch.zeros(()) if g is None else g.square().sum() for g in column])
+            for name, column in zip(names, columns, strict=True)
+        }
+
+    assert_sqnorms(gs.per_example_norms(model, (x,), seeded), of_batch(model, (x,)), 1e-9)
+
+
+def test_in_low_precision():
+    torch.manual_seed(0)
+    model, x = Queries(residual).float(), torch.randn(BATCH, POSITIONS, WIDTH)
+    expected = oracle_sqnorms(model, (x,), losses)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gs.per_example_norms(model, (x,), losses)
+    for name, row in found.by_parameter.items():
+        torch.testing.assert_close(row, expected[name].float(), rtol=0.2, atol=1e-3)
+
+
+def test_weights_that_are_updated_during_the_backward():
+    torch.manual_seed(0)
+    model, x = Queries(residual), torch.randn(BATCH, POSITIONS, WIDTH).double()
+    expected = oracle_sqnorms(model, (x,), losses)
+
+    def update(parameter):
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(losses(model, (x,)))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
