@@ -137,6 +137,80 @@ def test_layers_that_all_use_them():
     check_model(Layered(), (torch.randn(BATCH, POSITIONS, WIDTH).double(),), losses)
 
 
+class Relative(nn.Module):
+    """Relative positions whose keys come of the same layer as those of data, repeated for heads.
+
+    As DeBERTa has them.
+    """
+
+    def __init__(self, heads: int = 2):
+        super().__init__()
+        self.heads = heads
+        self.table = nn.Embedding(POSITIONS, WIDTH)
+        self.norm, self.keys = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.queries = nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def apart(self, rows: Tensor) -> Tensor:
+        """Return (B · heads, T, width of a head)."""
+        rows = rows.view(*rows.shape[:-1], self.heads, -1).permute(0, 2, 1, 3)
+        return rows.contiguous().view(-1, *rows.shape[2:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.norm(self.table.weight).unsqueeze(0)
+        query, key = self.apart(self.queries(x)), self.apart(self.keys(x))
+        of_places = [
+            self.apart(layer(table)).repeat(len(query) // self.heads, 1, 1)
+            for layer in (self.keys, self.queries)
+        ]
+        scores = query @ (key + of_places[1].sin()).mT
+        scores = scores + torch.bmm(query, of_places[0].transpose(-1, -2))
+        mixed = torch.bmm(scores.softmax(-1), key + of_places[0])
+        return mixed.view(len(x), self.heads, *mixed.shape[1:]).flatten(1)
+
+
+@pytest.mark.parametrize("heads", [2, BATCH])
+def test_relative_positions(heads):
+    torch.manual_seed(0)
+    model, x = Relative(heads), torch.randn(BATCH, POSITIONS, WIDTH).double()
+    check_model(model, (x,), losses)
+
+
+class OfTable(nn.Module):
+    """A table that all examples share goes through layers before it meets them."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.before = before
+        self.table = nn.Parameter(torch.randn(POSITIONS, 4))
+        self.up, self.down = nn.Linear(4, 12), nn.Linear(12, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.before(self)).cumsum(1)
+
+
+TABLES = {
+    "two layers": lambda m: m.down(m.up(m.table).tanh()),
+    "normalised": lambda m: m.norm(m.down(m.up(m.table).relu())),
+    "by name": lambda m: functional.linear(
+        weight=m.down.weight, bias=m.up(m.table).sum(0)[:WIDTH], input=m.up(m.table)
+    ),
+    "a weight of its own": lambda m: functional.linear(m.table, m.down.weight[:, :4] * 2),
+    "one row": lambda m: m.down(m.up(m.table[0])).sin(),
+    "three axes": lambda m: m.down(m.up(m.table[None].expand(2, -1, -1)).exp()).prod(0),
+    "a constant": lambda m: functional.linear(m.table.detach(), m.up.weight) @ m.down.weight.T,
+}
+
+
+@pytest.mark.parametrize("before", TABLES.values(), ids=TABLES)
+def test_tables_through_layers(before):
+    torch.manual_seed(0)
+    model, x = OfTable(before), torch.randn(BATCH, POSITIONS, WIDTH).double()
+    check_model(model, (x,), losses)
+
+
 def test_they_are_pulled_back_together(monkeypatch):
     found, once = [], _tracker.factors_of_slices
 

@@ -69,7 +69,12 @@ def other_operand(node: Derived, parent: Node) -> Any:
     """Return the numbers that an operation of two operands takes beside one of them."""
     first, second = node.args[:2]
     other = second if first is parent else first
-    value = other.value if isinstance(other, Node) else other
+    return numbers_of(other)
+
+
+def numbers_of(operand: Any) -> Any:
+    """Return an operand's numbers, of a tracked tensor too."""
+    value = operand.value if isinstance(operand, Node) else operand
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -127,6 +132,30 @@ def passed_through(factor: Factor, node: Derived, parent: Node) -> Factor | None
     if slope is None or bool((slope == 1).all()):
         return None if slope is None else factor
     return times(factor, slope.to(compute_dtype(node.value, *tensors_of(factor))), parent.shape)
+
+
+def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """x Wᵀ + b of matrices x that hold rows: what came of them is multiplied as data would be."""
+    x, weight, bias = (
+        argument_of(node.args, node.kwargs, place, name)
+        for place, name in enumerate(("input", "weight", "bias"))
+    )
+    factor = lean(factor)
+    if not isinstance(factor, Vector) or factor.axis is not None or len(weight.shape) != 2:
+        return None
+    dtype = compute_dtype(node.value, factor.values)
+    grad = cast(factor.values, dtype).reshape(factor.batch, -1, node.shape[-1])
+    if parent is bias:
+        return Vector(grad.sum(1), tuple(parent.shape))
+    node.check_step()
+    # Autocast may have rounded it first.
+    other = numbers_of(x if parent is weight else weight).to(node.value.dtype).to(dtype)
+    if parent is weight:
+        rows = other.reshape(1, 1, -1, other.shape[-1]).expand(factor.batch, -1, -1, -1)
+        return Outer(grad.unsqueeze(1), rows, tuple(parent.shape))
+    if factor.batch * parent.shape.numel() * dtype.itemsize > node.tracker.settings.workspace:
+        return None
+    return Vector((grad @ other).reshape(factor.batch, *parent.shape), tuple(parent.shape))
 
 
 def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:

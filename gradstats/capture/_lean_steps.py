@@ -37,6 +37,7 @@ from gradstats.capture._lean_normalisations import (
 )
 from gradstats.capture._lean_products import (
     elementwise,
+    linear,
     multiplied,
     only_adds,
     passed_through,
@@ -287,6 +288,7 @@ LEAN_STEPS = {
     torch.dot: multiplied,
     Tensor.vdot: multiplied,
     torch.vdot: multiplied,
+    torch.nn.functional.linear: linear,
     torch.nn.functional.normalize: normalised,
     torch._weight_norm: weight_normalised,
     torch.nn.functional.batch_norm: standardised,
@@ -316,7 +318,16 @@ ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
 # Steps of operations whose gradient reaches each of several operands. Of all others, as
 # ``w.type_as(v)``, an operand may have none.
 OF_SEVERAL = frozenset(
-    {shifted, subtracted, scaled, multiplied, passed_through, weight_normalised, standardised}
+    {
+        shifted,
+        subtracted,
+        scaled,
+        linear,
+        multiplied,
+        passed_through,
+        weight_normalised,
+        standardised,
+    }
 )
 
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._coverage import where_examples_met
+from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import derive
 from gradstats.capture._examples import IF_A_CONSTANT, WHERE_THE_NUMBER_IS_FROM, same_rows
 from gradstats.capture._examples import Examples as Examples
@@ -15,7 +16,8 @@ from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import node_of, value_of
+from gradstats.capture._tensors import node_of, value_of, wrap
+from gradstats.capture._uses import derived
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
@@ -220,6 +222,42 @@ def rows_along(tracker, func, node: Node, operands: Sequence[Tensor], axis: int)
     return layouts[0] if layouts else Examples(tracker.batch_size, axis)
 
 
+def slices_of(tracker, item: Tensor, axis: int, sizes: tuple[int, int]) -> Tensor:
+    """Return a tracked tensor with an axis divided into that of the examples and of their rows."""
+    copies = _copies(tracker, node_of(item), axis, sizes)
+    return derive(tracker, Tensor.unflatten, (item, axis, sizes), {}) if copies is None else copies
+
+
+def _copies(tracker, node: Node | None, axis: int, sizes: tuple[int, int]) -> Tensor | None:
+    """Return the same of a tensor that was repeated for the batch, as an expansion.
+
+    Of that the gradient of an example is one of what was repeated. None where it was not, or along
+    another axis.
+    """
+    turned: list[Derived] = []
+    while isinstance(node, Derived) and _is_turned_behind(node):
+        turned.append(node)
+        node = node.parents[0]
+    repeated = isinstance(node, Derived) and node.function is Tensor.repeat
+    if not repeated or axis or tracker.settings.exact:
+        return None
+    assert isinstance(node, Derived)
+    source: Node = node.parents[0]
+    if tuple(source.shape) != (sizes[1], *node.shape[1:]):
+        return None
+    for step in reversed(turned):
+        source = derived(source, step.function, *step.args[1:])
+    copies = derived(source, Tensor.unsqueeze, 0)
+    return wrap(derived(copies, Tensor.expand, sizes[0], *source.shape))
+
+
+def _is_turned_behind(node: Derived) -> bool:
+    """Whether a tensor is another with two axes exchanged, none of which is the first."""
+    if node.function not in (Tensor.transpose, torch.transpose) or node.kwargs:
+        return False
+    return 0 not in (axis % len(node.shape) for axis in node.args[1:])
+
+
 def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
     """Return an operand that has a slice for each row of the examples along their axis.
 
@@ -237,8 +275,7 @@ def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tens
     axis, fits = examples.axis, item.shape[examples.axis] == examples.rows
     if fits and own is not None and not layout.serves(item.shape) and examples.segments is None:
         # Along an axis of their own an example's rows are one slice.
-        sizes = (examples.batch, examples.fold)
-        apart = derive(tracker, Tensor.unflatten, (item, axis, sizes), {})
+        apart = slices_of(tracker, item, axis, (examples.batch, examples.fold))
         slices = as_data(tracker, func, node, apart, Examples(examples.batch, axis))
         item = slices.flatten(axis, axis + 1)
         tracker.place(item, examples)

@@ -17,7 +17,7 @@ from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
-from gradstats.capture.rules._common import in_order, plain
+from gradstats.capture.rules._common import in_order, plain, slices_of
 
 ELEMENTWISE_IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 
@@ -89,6 +89,8 @@ def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs, result_axis: i
             return in_order(item, own, order).unflatten(own, shape)
         if order is not None:
             item = derive(tracker, in_order, (item, own, order), {})
+        if shape == sizes:
+            return slices_of(tracker, item, own, sizes)
         return derive(tracker, Tensor.unflatten, (item, own, shape), {})
 
     inner = ExampleLayout(layout.dims + 1, Examples(examples.batch, axis))

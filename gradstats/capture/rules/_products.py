@@ -32,6 +32,7 @@ from gradstats.capture.rules._common import (
     locate,
     plain,
     run,
+    slices_of,
 )
 from gradstats.capture.rules._summed import Part, summed
 
@@ -194,11 +195,13 @@ def _own_rows(
     if order is not None:
         tracker.mark_constant(order)
 
+    def unfold(item: Tensor, axis: int) -> Tensor:
+        if order is None and node_of(item) is not None:
+            return slices_of(tracker, item, axis, sizes)
+        return in_order(item, axis, order).unflatten(axis, sizes)
+
     def multiply(*items) -> Tensor:
-        unfolded = [
-            in_order(item, axis, order).unflatten(axis, sizes)
-            for item, axis in zip(items[-2:], axes, strict=False)
-        ]
+        unfolded = map(unfold, items[-2:], axes)
         result = torch.einsum(equation, *unfolded).flatten(axes[2], axes[2] + 1)
         return in_order(result, axes[2], None if order is None else order.argsort())
 
