@@ -595,6 +595,31 @@ def test_as_many_values_as_examples_are_not_one_for_each(make, size):
     assert gs.verify(model, batch, squares).ok
 
 
+class Normalised(nn.Module):
+    """Images whose channels are shifted and scaled by numbers that the forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Conv2d(3, 4, 2).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x):
+        mean = torch.tensor([0.4, 0.5, 0.6]).double()[:, None, None]
+        spread = torch.as_tensor([0.2, 0.3, 0.1]).to(x).view(1, 3, 1, 1) + mean
+        x = torch.where(x > mean, (x - mean) / spread, torch.maximum(mean, x))
+        return self.head(self.layer(x).tanh().mean((2, 3))).sum(1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_given_values_beside_the_batch_say_nothing_about_the_examples(size):
+    """In a context too, where nothing can be called again."""
+    model, x = Normalised(), torch.randn(size, 3, 4, 4, dtype=torch.float64)
+    expected = oracle_sqnorms(model, x, squares)
+    with gs.track(model, batch_size=size) as tracker:
+        tracker.backward(squares(model, x))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    assert_sqnorms(gs.per_example_norms(model, x, squares), expected, 1e-9)
+
+
 def test_a_loss_function_is_called_again_with_what_it_took_out_of_its_batch():
     model, x = Negatives(), torch.randn(3, 3, dtype=torch.float64)
     stats = gs.per_example_norms(model, {"x": x}, lambda m, b: squares(m, b.pop("x")))

@@ -30,7 +30,13 @@ CONSTANTS: dict[int, ref[Tensor]] = {}
 
 
 # What is noted on tensors of data, each with the serial number of the context first.
-MARKS = ("_gradstats_layout", "_gradstats_blank", "_gradstats_sum", "_gradstats_filling")
+MARKS = (
+    "_gradstats_layout",
+    "_gradstats_blank",
+    "_gradstats_sum",
+    "_gradstats_filling",
+    "_gradstats_given",
+)
 
 
 class Note(NamedTuple):
@@ -157,6 +163,8 @@ class Marks:
             return False
         if given or self.taken is None:
             self.taken = function, tuple(tensor.shape)
+        if given:
+            self.mark_given(tensor)
         return True
 
     @property
@@ -219,6 +227,25 @@ class Marks:
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor of several examples was such a sum before its last changes."""
         return self._held(tensor, "_gradstats_sum", writes)
+
+    def mark_given(self, tensor: Tensor) -> None:
+        """Remember that a tensor was made of given values alone, and is data for its size."""
+        if not tensor.is_inference():
+            tensor._gradstats_given = (self.serial, tensor._version)  # type: ignore[attr-defined]
+            self._marked.append(ref(tensor))
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether a tensor counts as data for the size of values alone that it was made of."""
+        return self.took_given and self._held(tensor, "_gradstats_given", writes=0)
+
+    def without_given(self, data: list[Tensor]) -> list[Tensor]:
+        """Return those operands of data that say where the examples lie.
+
+        Beside data of the batch given values say nothing, whatever their size.
+        """
+        others = [item for item in data if not self.is_given(item)]
+        known = any(self.layout_of(item) is not None for item in others)
+        return others if known else data
 
     def mark_filling(self, tensor: Tensor, filling: Filling) -> None:
         """Remember what has been written into a tensor that was blank."""
@@ -392,7 +419,7 @@ class Marks:
         """Return what is known of a tensor; None where that holds of this one only."""
         if not self.is_data(tensor):
             return Note(True, None, False, False)
-        if self.filling_of(tensor, 0) is not None:
+        if self.filling_of(tensor, 0) is not None or self.is_given(tensor):
             return None
         mark = self._mark_of(tensor)
         place = None if mark is None else mark[0]

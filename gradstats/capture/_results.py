@@ -67,7 +67,8 @@ def follow_results(
 ) -> None:
     """Note which results of an operation are constant, and where the examples lie in the others."""
     func, args, kwargs, named = _by_place(tracker, func, args, kwargs)
-    if args and not named and not tracker.follows_layouts and kwargs.get("out") is None:
+    plain = not (tracker.follows_layouts or tracker.took_given or kwargs.get("out") is not None)
+    if args and not named and plain:
         if _lies_as_first(tracker, func, args, kwargs, result):
             return
     every = operands_of(args, kwargs)
@@ -82,7 +83,13 @@ def follow_results(
         data = [t for t in data if t is args[0]]
     results = flatten(result) if isinstance(result, (tuple, list)) else [result]
     if data:
+        given = tracker.took_given and all(map(tracker.is_given, data))
+        if tracker.took_given and len(data) > 1 and not (is_write(func) or is_in_place(func)):
+            data = tracker.without_given(data)
         _follow_data(tracker, func, args, kwargs, data, result, results)
+        for tensor in results if given else ():
+            if isinstance(tensor, Tensor):
+                tracker.mark_given(tensor)
         return
     # What takes its form from the model's own tensors, as noise for weights does, is no data.
     values = func in CALLERS_VALUES and not (
