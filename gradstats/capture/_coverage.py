@@ -131,6 +131,14 @@ def where_examples_met(tracker: Context, tensor: Tensor) -> str:
 
 def _unseen(node, used: Node) -> UnsupportedOperationError:
     names = [root.name for root in used.roots]
+    if node.name().startswith("Sparse"):
+        return UnsupportedOperationError(
+            f"{node.name()} makes a sparse tensor of {used.describe()}, so its per-example "
+            "gradient is not known. Expected a dense one: torch.zeros(size).index_put(indices, "
+            "values). Or have per_example_norms compute one example at a time with "
+            f'fallback="vmap", or leave the parameter out by name with exclude={names!r}.',
+            names,
+        )
     return UnsupportedOperationError(
         f"{node.name()} uses {used.describe()} without passing through a PyTorch operation that "
         "can be tracked, so its per-example gradient is not known. Was something of the losses "
