@@ -128,6 +128,12 @@ MIXES = {
     "sorted pairs": lambda h: grid(h).sort(1).values.view(BATCH, -1),
     "pairs of which one is cut off": lambda h: functional.pad(grid(h), (0, 0, 1, -1)).flatten(0, 1),
     "products of pairs": lambda h: torch.bmm(SQUARE[:2, :2].expand(2, 2, 2), grid(h)).flatten(0, 1),
+    "distances in pairs": lambda h: torch.cdist(grid(h), grid(h)).flatten(0, 1),
+    "solved pairs": lambda h: torch.linalg.solve(SQUARE[:2, :2] + 1, grid(h)).flatten(0, 1),
+    "added products of pairs": lambda h: torch.baddbmm(
+        grid(h), torch.ones(2, 2, 2).double(), grid(h)
+    ).flatten(0, 1),
+    "stacked pairs": lambda h: torch.stack([grid(h)] * 2, 1).sum(2).flatten(0, 1),
     "written pairs": lambda h: grid(h).clone().add_(grid(h).flip(1)).flatten(0, 1),
     "written pairs, shown": lambda h: grid(h.clone()).copy_(grid(h).flip(1).clone())._base,
     "softmax of three axes": lambda h: functional.softmax(h[:, None], _stacklevel=5)[:, 0],

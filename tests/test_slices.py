@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch.nn import functional
 import gradstats as gs
 from benchmarks.ledger import peak_memory
 from gradstats.capture import _tracker
+from gradstats.capture._context import Context
 from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
 
 BATCH, POSITIONS, QUERIES, WIDTH = 3, 5, 4, 6
@@ -238,6 +241,28 @@ def test_no_gradient_of_all_slices_is_made_for_each_example():
     model = Queries(among_themselves)
     ledger = peak_memory(lambda: gs.per_example_norms(model, (x,), losses))
     assert ledger.largest < batch * batch * QUERIES * WIDTH
+
+
+def test_nothing_of_a_step_stays_behind():
+    torch.manual_seed(0)
+    model, x = Queries(among_themselves), torch.randn(BATCH, POSITIONS, WIDTH).double()
+
+    def contexts() -> int:
+        return sum(isinstance(each, Context) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = contexts()
+        for tower in (among_themselves, less_their_mean):
+            model.before = tower
+            gs.per_example_norms(model, (x,), losses)
+            with gs.track(model, batch_size=BATCH) as tracker:
+                tracker.backward(losses(model, (x,)))
+            del tracker
+        assert contexts() == before
+    finally:
+        gc.enable()
 
 
 def test_under_dropout():

@@ -8,6 +8,7 @@ data, no rule                 refused, naming the operation and the parameter
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -81,10 +82,11 @@ def dispatch(
             return rule(tracker, func, *args, **kwargs)
         if not is_compiling():
             # A size that stands in the batch, as that of an image, belongs to no example.
-            args, kwargs = rebuild(args, _number), rebuild(kwargs, _number)
-            left = [item for item in operands_of(args, kwargs) if node_of(item) is None]
+            sized = rebuild(args, _number), rebuild(kwargs, _number)
+            left = [item for item in operands_of(*sized) if node_of(item) is None]
             if not any(map(tracker.is_data, left)):
-                return _without_data(tracker, func, args, kwargs, nodes[0])
+                with suppress(TypeError):  # where it takes tensors alone
+                    return _without_data(tracker, func, *sized, nodes[0])
         return _without_rule(func, nodes, args, kwargs)
 
 

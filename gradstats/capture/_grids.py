@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats.capture._call import Call
 from gradstats.capture._examples import MIXED, Examples, Grid, Mixed, Whole, same_layout
-from gradstats.capture._layout import follow, is_followed, is_shared
+from gradstats.capture._layout import follow, is_shared
 from gradstats.capture._marks import Marks
-from gradstats.capture._operations import (
-    LOOKS_AT_FIRST,
-    MOVES,
-    PRODUCTS,
-    RESHAPES,
-    UNFOLLOWED,
-    variants,
-)
-from gradstats.capture._reductions import REDUCES, is_over_axes, runs_over
+from gradstats.capture._operations import BROADCASTS, MOVES, POINTWISE, RESHAPES, variants
+from gradstats.capture._reductions import OVER_AXES, REDUCES, is_over_axes, runs_over
 from gradstats.capture._reindexed import picked
 
 # Operations that move, cut or pick elements of their first operand, and nothing else.
@@ -35,6 +30,15 @@ PICKS = (
     )
     | {Tensor.__getitem__, Tensor.unfold}
 )  # fmt: skip
+
+
+# Operations that compute each element of what stands in its place, or along some axes alone.
+COMPUTES = (
+    POINTWISE
+    | BROADCASTS
+    | OVER_AXES.keys()
+    | {functional.pad, torch._C._nn.pad, torch.constant_pad_nd}
+)
 
 
 def meets_grid(marks: Marks, call: Call) -> bool:
@@ -57,7 +61,7 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
     first = len(args) > 0 and args[0] is source
     if func in PICKS:
         return picked(func, args, kwargs, source, grid, result) if first else None
-    if not is_followed(func) or func in UNFOLLOWED | PRODUCTS | LOOKS_AT_FIRST:
+    if func not in COMPUTES:
         return None
     if any(is_shared(func, args, kwargs, item) for item, _ in grids):
         return None

@@ -143,8 +143,9 @@ def factors_of_slices(
         tracker.close()
         for each in rows:
             tracker.mark_constant(each)
-    names = {root: str(number) for number, root in enumerate(roots)}
-    return {root: collected.factors.get(name, ()) for root, name in names.items()}
+        # Their tensors' graphs lead back to the context, which refers to what collected them.
+        factors, collected.factors = collected.factors, {}
+    return {root: factors.get(str(number), ()) for number, root in enumerate(roots)}
 
 
 def _losses(pulled: Slices, known: dict[Any, Tensor]) -> Tensor:

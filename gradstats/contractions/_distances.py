@@ -5,18 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradstats._factors import Distances, compute_dtype
+from gradstats._compiler import is_compiling
+from gradstats._factors import Distances
 from gradstats.contractions import _dense
 from gradstats.contractions._result import Contraction, WellConditioned
 
+# Pairs of rows that are subtracted at once.
+CHUNK = 1024
+
+# What rounding may do to a distance found by products, relative to the squares of both sides: below
+# this many roundings of them the square of a distance is not taken for what it is.
+UNSURE = 1e5
+
 
 def sqnorm(factor: Distances, workspace: int, *, guarded: bool) -> Contraction:
-    """Return Σ_k grad_ik² of one row of data; of several, form the gradients."""
-    if factor.grad.shape[1] > 1:
+    """Return Σ_k grad_ik² of one row of data; of several, form the gradients.
+
+    Where a distance is small beside its sides, what it is exactly is computed for that pair.
+    """
+    if factor.grad.shape[1] > 1 or is_compiling():
         return _dense.sqnorm(factor, workspace, guarded=guarded)
-    dtype = compute_dtype(factor.grad, factor.rows, factor.points)
-    norms = torch.linalg.vector_norm(factor.counted().flatten(1), dim=1, dtype=dtype)
-    return WellConditioned((norms,), dtype)
+    weights, points, rows = factor.apart()
+    weights, rows = weights[:, 0], rows[:, 0]
+    distances = factor.distances[:, 0].to(weights.dtype)
+    sizes = rows.square().sum(1, keepdim=True) + points.square().sum(1)
+    near = distances.square() < UNSURE * torch.finfo(weights.dtype).eps * sizes
+    lengths = weights * distances
+    example, place = near.nonzero(as_tuple=True)
+    for some, others in zip(example.split(CHUNK), place.split(CHUNK), strict=True):
+        apart = torch.linalg.vector_norm(points[others] - rows[some], dim=1)
+        lengths[some, others] = weights[some, others] * apart
+    norms = torch.linalg.vector_norm(lengths, dim=1)
+    return WellConditioned((norms,), norms.dtype)
 
 
 def direction(factor: Distances, direction: Tensor, workspace: int) -> Tensor:

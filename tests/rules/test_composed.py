@@ -10,6 +10,7 @@ from benchmarks.ledger import peak_memory
 from tests.rules.operation import Operation, check_operation, check_refused, normal
 
 BATCH, WIDTH = 3, 4
+DIRECT = "donot_use_mm_for_euclid_dist"
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
@@ -64,6 +65,24 @@ def test_distances_of_zero():
         model.w[2] = x[1]
     stats = gs.per_example_norms(model, x, lambda m, x: m(x).sum(1))
     torch.testing.assert_close(stats.sqnorm, torch.tensor([5.0, 4, 5]).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distances_that_rounding_keeps_from_zero(dtype):
+    """Where products find them, prototypes that began as data are not quite there."""
+    torch.manual_seed(0)
+    model = Operation(lambda m, x: torch.cdist(x, m.w).square(), {"w": (40, WIDTH)}, False).to(
+        dtype
+    )
+    x = model.w.detach()[:BATCH].clone()
+    x[1:] += 1e-2 * torch.randn(BATCH - 1, WIDTH, dtype=dtype)
+
+    def nearest(model, x):
+        return model(x).min(1).values
+
+    apart = torch.cdist(x.double(), model.w.detach().double(), compute_mode=DIRECT).min(1).values
+    found = gs.per_example_norms(model, x, nearest).sqnorm.double()
+    torch.testing.assert_close(found, 4 * apart.square(), rtol=1e-2, atol=1e-9)
 
 
 def test_distances_hold_no_gradient_of_each_example():

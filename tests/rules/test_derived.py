@@ -891,6 +891,78 @@ class Graph(nn.Module):
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_products_of_sparse_constants_and_parameters(layout):
+    """Their backward takes one gradient at a time."""
+    torch.manual_seed(0)
+    links = ((torch.rand(5, 5) < 0.5) + torch.eye(5)).double()
+    dense, ids = Graph(links).double(), torch.tensor([0, 1, 2, 2])
+    sparse = Graph(links.to_sparse(layout=layout)).double()  # which PyTorch cannot copy
+    sparse.table.load_state_dict(dense.table.state_dict())
+
+    def losses(model, ids):
+        return (model(ids) + model.table(ids)).square().sum(1)
+
+    expected = oracle_sqnorms(dense, ids, losses)
+    assert_sqnorms(gs.per_example_norms(sparse, ids, losses), expected, 1e-9)
+    with gs.track(sparse, batch_size=4) as tracker:
+        tracker.backward(losses(sparse, ids))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    losses(dense, ids).mean().backward()
+    torch.testing.assert_close(sparse.table.weight.grad, dense.table.weight.grad)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_sparse_matrices_of_parameters_are_refused(derived):
+    model = nn.Linear(3, 3)
+
+    def losses(model, x):
+        weight = model.weight * 2 if derived else model.weight
+        return torch.sparse.mm(weight.to_sparse(), x.T).T.square().sum(1)
+
+    with pytest.raises(gs.UnsupportedOperationError, match="to_sparse makes a sparse"):
+        gs.per_example_norms(model, torch.randn(4, 3), losses)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+SIZED = {
+    "interpolate": lambda w, n: functional.interpolate(w[None, None], size=(2, n))[0, 0].T,
+    "narrow": lambda w, n: w.narrow(0, 0, n),
+    "pad": lambda w, n: functional.pad(w[0], (0, n))[:, None],
+    "repeat": lambda w, n: w.sum(1).repeat(n, 1),
+    "repeat_interleave": lambda w, n: w.repeat_interleave(n, 0),
+    "reshape": lambda w, n: w.T.reshape(n, -1),
+    "roll": lambda w, n: w.roll(n, 0),
+    "split": lambda w, n: torch.cat([part.cumsum(0) for part in w.split(n)]),
+}
+
+
+@pytest.mark.parametrize("sized", SIZED.values(), ids=SIZED)
+def test_sizes_that_stand_in_the_batch(sized):
+    """As those of images do, for which a table of positions is resized."""
+    sizes = torch.tensor([1, 2, 1])
+
+    def function(m, x):
+        made = torch.stack([sized(m.table, n).sum(0).exp().sum() for n in sizes * len(x) // 3])
+        return (x * made[:, None]).sin() + sized(m.table, sizes[1]).sin().sum()
+
+    check_operation(function, {"table": (4, 4)}, normal(3, 2))
+
+
+def test_numbers_of_the_batch_where_tensors_are_wanted():
+    def asked(m, x):
+        most = (x[:, 0] > 5).long().max()
+        return x * m.w * (1 + torch.equal(m.w, most))
+
+    check_operation(asked, {"w": (2,)}, normal(3, 2))
+    check_refused(
+        lambda m, x: x * m.w.index_fill(0, (x[:, 0] > 5).long().max(), 0.0),
+        {"w": (2,)},
+        normal(3, 2),
+        match="index_fill has no rule",
+    )
+
+
 class Scattered(nn.Module):
     """A fixed matrix some of whose elements are trained."""
 

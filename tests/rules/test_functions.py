@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -380,9 +381,9 @@ def test_the_function_runs_once_in_the_forward_and_once_in_the_training_backward
         losses = uneven_loss(model, (normal(BATCH, 3),))
         assert calls == ["forward"]
         tracker.backward(losses)
-    # Once more for the statistic, whose backward is tried out on three gradients.
+    # Once more for the statistic, whose backward is tried out on seven gradients.
     assert calls.count("forward") == 2
-    assert calls.count("backward") == 1 + 3
+    assert calls.count("backward") == 1 + 7
 
 
 # What a Function must not do.
@@ -404,6 +405,20 @@ class Signs(Clipped):
         return grad.sign()
 
 
+class Saturated(Clipped):
+    """Numbers beyond one get gradients that bring them back alone."""
+
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return w.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return grad * ((w.abs() <= 1) | (w.sign() == grad.sign()))
+
+
 class Decaying(torch.autograd.Function):
     """Remembers how often it was differentiated."""
 
@@ -418,11 +433,38 @@ class Decaying(torch.autograd.Function):
         return grad * ctx.scale
 
 
-@pytest.mark.parametrize("batch", [1, BATCH])
-@pytest.mark.parametrize("function", [Clipped, Signs, Decaying])
+class Centred(Turned):
+    """Constant gradients vanish."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.roll(-1, 1)
+
+
+@pytest.mark.parametrize("function", [Turned, Centred])
+def test_gradients_that_cancel_or_are_the_same_for_all(function):
+    """Their sum does not tell what the backward does to one of them."""
+    model = Operation(lambda m, x: functional.linear(x, function.apply(m.w)), {"w": (2, 8)}, False)
+    half = normal(BATCH, 8)
+    for x in (torch.cat([half, -half]), torch.eye(8).double()):
+        expected = oracle_sqnorms(model, (x,), outputs)
+        assert_sqnorms(gs.per_example_norms(model, (x,), outputs), expected, 1e-9)
+
+
+def outputs(model, batch):
+    return model(*batch).sum(1)
+
+
+@pytest.mark.parametrize(
+    "function, batch",
+    [
+        *itertools.product([Clipped, Signs, Decaying], [1, BATCH]),
+        (Saturated, BATCH),  # of one example it is as good as linear
+    ],
+)
 def test_a_backward_that_is_not_linear_is_refused(function, batch):
     check_refused(
-        lambda m, x: functional.linear(x, function.apply(m.w)),
+        lambda m, x: functional.linear(x, function.apply(3 * m.w)),
         {"w": (2, 3)},
         normal(batch, 3),
         match=rf"{function.__name__}\.apply.*'w'.*linear.*exclude",
