@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-# Lists and dicts that are longer hold no weights, and are not read.
-LONGEST = 10_000
+from gradstats.capture._attributes import PLAIN_TYPES
+
+# Lists and dicts that are longer hold no weights, and are not read; nor is more than so much in all.
+LONGEST, MOST = 10_000, 100_000
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
@@ -41,13 +44,14 @@ def enclosed_tensors(function: Any) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     waiting = [function]
-    while waiting:
+    while waiting and len(seen) < MOST:
         item = waiting.pop()
         if isinstance(item, Tensor):
             found[id(item)] = item
-        elif id(item) not in seen:
+        elif type(item) not in PLAIN_TYPES and id(item) not in seen:
             seen.add(id(item))
-            waiting.extend(_inside(item))
+            with suppress(Exception):  # an object may not let itself be looked into
+                waiting.extend(_inside(item))
     return found
 
 

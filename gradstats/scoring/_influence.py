@@ -201,7 +201,7 @@ def influence(
         )
         passes = Passes(work, pairs, train, query, number, folder, resume)
         about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
-        with borrowed(work.model):
+        with borrowed(work.model, work.renewal):
             if k is None:
                 scores = InfluenceScores(passes.matrix(), *about)
             else:

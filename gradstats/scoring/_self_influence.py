@@ -142,7 +142,7 @@ def _scored(
     columns = [slice(0, len(FIELDS))]
     recognition = Recognition(work, None if path is None else data)
     bar = work.bar(len(checkpoints) * data.batches, "self-influence")
-    with borrowed(work.model), bar:
+    with borrowed(work.model, work.renewal), bar:
         for number in range(len(checkpoints)):
             checkpoint = _ranks.together(partial(_moved_to, work, checkpoints, number))
             tiles, done = open_tiles(

@@ -19,22 +19,27 @@ from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoint_files import index_of
 from gradstats.scoring._checkpoints import Checkpoint
 from gradstats.scoring._content import ContentHash
+from gradstats.scoring._renewal import Renewal
 
 
 @contextmanager
-def borrowed(model: nn.Module) -> Iterator[None]:
+def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
     """Put the model into eval mode, and give it back with its weights, state, attributes and mode.
 
     The user's tensors keep their memory, and nothing is written to it: the model is given other
     memory in the meantime. So a state dict of the model as it was still says what it said. What
     modules keep in plain attributes may be computed from a checkpoint's weights: it goes with them.
 
+    Args:
+        model: the user's.
+        renewal: is told of the model.
+
     Raises:
         CheckpointError: if eval mode changes weights, as layers do that merge their adapters then:
             a checkpoint's weights would not be computed with as they were.
     """
     modes = [(module, module.training) for module in model.modules()]
-    overridden = overrides_modes(model)
+    overridden = _overrides_modes(model)
     # A forward may assign others. Modules of TorchScript hold what they hold elsewhere.
     ordinary = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
     buffers = [(module, dict(module._buffers)) for module in ordinary]
@@ -57,8 +62,8 @@ def borrowed(model: nn.Module) -> Iterator[None]:
             _move(tensors, set(map(id, tensors if overridden else _written(model))))
             model.eval()
             if overridden:
-                renew(model)
                 _check_unchanged(model, tensors, memory)
+                renewal.try_out(model, zip(tensors, memory, strict=True))
             yield
         finally:
             try:
@@ -103,16 +108,7 @@ def _written(model: nn.Module) -> list[Tensor]:
     return [*model.buffers(), *tables]
 
 
-def renew(model: nn.Module) -> None:
-    """Have a model in eval mode drop what it keeps of its weights.
-
-    Some models do when the mode changes, others when it becomes that of training.
-    """
-    model.train()
-    model.eval()
-
-
-def overrides_modes(model: nn.Module) -> bool:
+def _overrides_modes(model: nn.Module) -> bool:
     """Whether code of the user's runs where the mode is set: it may write to anything."""
     kinds = {type(module) for module in model.modules()}
     return any(
@@ -157,6 +153,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
             f"{checkpoint.name} does not fit the model: {_misfit(model, held) or error}"
         ) from error
     _check_shared(model, held, checkpoint.name)
+    if _overrides_modes(model):
+        model.eval()  # what was computed from other weights may be dropped there
 
 
 def _misfit(model: nn.Module, held: dict[str, Any]) -> str | None:

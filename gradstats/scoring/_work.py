@@ -6,8 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,11 @@ from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder, versions
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
+from gradstats.scoring._renewal import Renewal
 from gradstats.scoring._tiles import MemoryTiles, Tiles
-from gradstats.scoring._weights import architecture_hash, overrides_modes, renew
+from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
+from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._loss import order_here
 
 
@@ -53,6 +54,7 @@ class Work:
         device: of the parameters.
         nonfinite: "raise" or "keep".
         progress: whether to report.
+        renewal: of what the model keeps of its weights.
     """
 
     model: nn.Module
@@ -63,6 +65,7 @@ class Work:
     device: torch.device
     nonfinite: str
     progress: bool
+    renewal: Renewal = field(default_factory=Renewal)
 
     @classmethod
     def of(
@@ -89,11 +92,6 @@ class Work:
         device = next(iter(selected.values())).device
         return cls(model, loss_fn, tuple(selected), layout, options, device, nonfinite, progress)
 
-    @cached_property
-    def overrides_modes(self) -> bool:
-        """Whether code of the user's runs where the model's mode is set."""
-        return overrides_modes(self.model)
-
     @property
     def dtype(self) -> np.dtype:
         """Of results: float64 for float64 models, else float32."""
@@ -101,9 +99,7 @@ class Work:
 
     def unordered_losses(self, model: nn.Module, batch: Any) -> Tensor:
         """Return what the loss function does, of what the model computes anew."""
-        if self.overrides_modes:
-            # It may keep, as of other weights or another graph, what it made of them in eval mode.
-            renew(model)
+        self.renewal.renew(model, lambda: on_a_copy(self.loss_fn)(model, batch))
         return self.loss_fn(model, batch)
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:

@@ -153,6 +153,8 @@ class Verification:
             with differentiable(self.subject.model):
                 examples, coupling = elsewhere.compare(self.examples, random)
                 padding = [] if random else elsewhere.padding()
+        except (torch.OutOfMemoryError, NotImplementedError, RecursionError):
+            raise
         except RuntimeError as error:  # as of a graph that the model kept from an earlier forward
             detail = f"plain autograd failed with {summary(error)}"
             self.checks += [self._coverage(stats), Check("exactness", False, detail)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -210,6 +211,123 @@ def test_what_was_kept_in_eval_mode_is_computed_anew(with_graph, tmp_path):
     scores = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
     torch.testing.assert_close(torch.tensor(scores.raw[:]), expected)
     assert model.cache == kept and not model.training
+
+
+class Averaged(nn.Linear):
+    """Computes with an average of its weights in eval mode, when that begins."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.live, self.average = None, [each.detach().clone() for each in self.parameters()]
+
+    def train(self, mode: bool = True):
+        own = [each.data for each in self.parameters()]
+        if mode and not self.training and self.live is not None:
+            for each, value in zip(own, self.live, strict=True):
+                each.copy_(value)
+        elif not mode and self.training:
+            self.live = [each.clone() for each in own]
+            for each, value in zip(own, self.average, strict=True):
+                each.copy_(value)
+        return super().train(mode)
+
+
+class Thawed(nn.Sequential):
+    """Trains all of its parts when it is trained."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        self[0].requires_grad_(False)
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.requires_grad_(True)
+        return super().train(mode)
+
+
+class Calibrated(nn.Linear):
+    """Has a number, or a tensor, for eval mode alone, which training makes void."""
+
+    def __init__(self, temperature):
+        super().__init__(4, 3)
+        self.temperature = temperature
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.temperature = None
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        return result if self.temperature is None else result / self.temperature
+
+
+class ForInference(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        super().train(False)
+
+    def train(self, mode: bool = True):
+        if mode:
+            raise RuntimeError("it cannot be trained")
+        return super().train(mode)
+
+
+class Resets(nn.Module):
+    """Begins its statistics, and its noise, anew when it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.noise = nn.Linear(4, 3), torch.randn(3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.mean.zero_()
+            self.noise = torch.randn(3)
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) - self.mean).tanh() * self.noise
+
+
+USERS_MODES = {
+    "an average": Averaged,
+    "frozen parts": Thawed,
+    "a number": lambda: Calibrated(1.7),
+    "a tensor": lambda: Calibrated(torch.tensor(1.7)),
+    "for inference": ForInference,
+    "statistics": Resets,
+}
+
+
+@pytest.mark.parametrize("make", USERS_MODES.values(), ids=USERS_MODES)
+def test_what_training_mode_does_beside_is_left_undone(make):
+    """In scoring the mode is that of evaluation, whatever a model drops where it is another."""
+    torch.manual_seed(0)
+    model, x, labels = make(), torch.randn(6, 4), torch.arange(6) % 3
+    nn.Module.train(model, False)
+    states = [disturbed(model.state_dict()) for _ in range(2)]
+    trained = [each for each in model.parameters() if each.requires_grad]
+    expected, own = torch.zeros(6), copy.deepcopy(model.state_dict())
+    for state in states:
+        model.load_state_dict(state)
+        for place, loss in enumerate(loss_fn(model, (x, labels))):
+            gradients = torch.autograd.grad(loss, trained, retain_graph=True)
+            expected[place] += sum(each.square().sum() for each in gradients)
+    model.load_state_dict(own)
+    before, frozen = snapshot(model), [each.requires_grad for each in model.parameters()]
+    data, checkpoints = [(x[:4], labels[:4]), (x[4:], labels[4:])], gs.Checkpoints(states, lr=1.0)
+    found = gs.self_influence(model, data, loss_fn, checkpoints, progress=False)
+    torch.testing.assert_close(
+        torch.tensor(found.self_influence), expected, rtol=1e-4, atol=0, check_dtype=False
+    )
+    scores = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
+    torch.testing.assert_close(
+        torch.tensor(scores.raw[:]).diagonal(), expected, rtol=1e-4, atol=0, check_dtype=False
+    )
+    assert_unchanged(model, before)
+    assert [each.requires_grad for each in model.parameters()] == frozen
 
 
 def test_a_graph_that_was_kept_and_freed_is_reported():

@@ -1,0 +1,184 @@
+"""What a model keeps of its weights in eval mode, computed anew.
+
+Some models keep what they compute of their parameters until they are trained again, as relative
+positions are kept. Of another checkpoint's weights it would be wrong, and what belongs to one
+forward's graph cannot be differentiated in the next. Setting the mode to training and back has such
+models drop it; but what else that does is theirs: it may exchange weights, reset statistics, or
+lose what was calibrated. So it is tried out first, and done where it drops what the next forward
+makes again, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradstats._comparison import same_bits
+from gradstats.capture._attributes import PLAIN_TYPES, STANDARD_ATTRIBUTES, tensors_kept
+from gradstats.capture._modes import without_contexts
+
+CONTAINERS = (dict, list, set)
+
+
+class Renewal:
+    """Whether and how a borrowed model can be made to drop what it keeps of its weights."""
+
+    def __init__(self) -> None:
+        self._possible = False
+        self._dropped: list[Attribute] = []
+
+    def try_out(self, model: nn.Module, memory: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Find out what setting the mode of a model to training and back does, and undo it.
+
+        Args:
+            model: in eval mode.
+            memory: its tensors, each with one that holds its numbers.
+        """
+        before = Before(model)
+        try:
+            _there_and_back(model)
+            dropped = before.dropped()
+        except Exception:  # the user's: it may not be meant to be trained
+            model.eval()
+            dropped = None
+        if dropped is None:
+            before.restore(memory)
+        self._possible, self._dropped = dropped is not None, dropped or []
+
+    def renew(self, model: nn.Module, forward: Callable[[], object]) -> None:
+        """Have the model drop what it keeps, if that is all it does.
+
+        Args:
+            model: in eval mode.
+            forward: runs it; once, to see whether what was dropped is made again.
+        """
+        if not self._possible:
+            return
+        if self._dropped:
+            dropped, self._dropped = self._dropped, []
+            with without_contexts(), torch.no_grad():
+                forward()
+            if not all(each.is_there() for each in dropped):
+                self._possible = False
+                for each in dropped:
+                    each.restore()
+                return
+        _there_and_back(model)
+
+
+def _there_and_back(model: nn.Module) -> None:
+    model.train(True)
+    model.eval()
+
+
+class Attribute:
+    """A plain attribute or a buffer of a module as it was: containers with what they held."""
+
+    def __init__(self, place: dict[str, Any], name: str):
+        self._place, self._name = place, name
+        self._value = place[name]
+        kept = isinstance(self._value, CONTAINERS)
+        self._content: Any = self._value.copy() if kept else None
+        self._tensors = [id(each) for each in tensors_kept(self._held())]
+
+    def _held(self) -> Any:
+        return self._value if self._content is None else self._content
+
+    def _now(self) -> Any:
+        return self._place.get(self._name)
+
+    def is_there(self) -> bool:
+        """Whether the attribute holds tensors now."""
+        return bool(tensors_kept(self._now()))
+
+    def was_dropped(self) -> bool | None:
+        """Whether it held tensors and holds none now; None if it changed in any other way."""
+        tensors = [id(each) for each in tensors_kept(self._now())]
+        if self._tensors:
+            return False if tensors == self._tensors else (None if tensors else True)
+        now, before = self._now(), self._held()
+        if tensors or type(now) is not type(before):
+            return None
+        if type(now) in PLAIN_TYPES:
+            return False if now == before or now != now else None
+        same = not isinstance(now, CONTAINERS) or len(now) == len(before)
+        return False if same else None
+
+    def restore(self) -> None:
+        """Put it back, its content too."""
+        value, content = self._value, self._content
+        if isinstance(value, list):
+            value[:] = content
+        elif isinstance(value, (dict, set)):
+            value.clear()
+            value.update(content)
+        self._place[self._name] = value
+
+
+class Before:
+    """A model before its mode was set."""
+
+    def __init__(self, model: nn.Module):
+        self._modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._parameters = [(m, dict(m._parameters)) for m in self._modules]
+        self._trained = [(p, p.requires_grad) for p in model.parameters()]
+        self._tensors = [(t, _version(t)) for t in (*model.parameters(), *model.buffers())]
+        self._attributes = {m: {n: Attribute(vars(m), n) for n in _names(m)} for m in self._modules}
+        self._buffers = [
+            (m, {n: Attribute(m._buffers, n) for n in m._buffers}) for m in self._modules
+        ]
+
+    def dropped(self) -> list[Attribute] | None:
+        """Return the attributes whose tensors were dropped; None if anything else changed."""
+        for module, parameters in self._parameters:
+            now = module._parameters
+            if now.keys() != parameters.keys() or any(now[n] is not parameters[n] for n in now):
+                return None
+        if any(parameter.requires_grad != trained for parameter, trained in self._trained):
+            return None
+        if any(_version(tensor) != version for tensor, version in self._tensors):
+            return None
+        found = []
+        kept = [
+            *((_names(module), attributes) for module, attributes in self._attributes.items()),
+            *((module._buffers, buffers) for module, buffers in self._buffers),
+        ]
+        for names, attributes in kept:
+            if set(names) - attributes.keys():
+                return None
+            for attribute in attributes.values():
+                dropped = attribute.was_dropped()
+                if dropped is None:
+                    return None
+                if dropped:
+                    found.append(attribute)
+        return found
+
+    def restore(self, memory: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Put everything back; ``memory`` holds each tensor with its numbers."""
+        for module, parameters in self._parameters:
+            module._parameters.update(parameters)
+        for _, buffers in self._buffers:
+            for buffer in buffers.values():
+                buffer.restore()
+        for parameter, trained in self._trained:
+            parameter.requires_grad_(trained)
+        for tensor, own in memory:
+            if not same_bits(tensor.detach(), own):
+                tensor.detach().copy_(own)
+        for module, attributes in self._attributes.items():
+            for name in set(_names(module)) - attributes.keys():
+                del vars(module)[name]
+            for attribute in attributes.values():
+                attribute.restore()
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name in vars(module) if name not in STANDARD_ATTRIBUTES]
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
