@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gradstats.capture._attributes import PLAIN_TYPES
 
-# Lists and dicts that are longer hold no weights, and are not read; nor is more than so much in all.
+# Lists and dicts that are longer hold no weights, and are not read, nor is more
+# than so much of all.
 LONGEST, MOST = 10_000, 100_000
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 

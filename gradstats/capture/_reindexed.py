@@ -5,7 +5,10 @@ One table, ``REINDEXES``, says what each does to the layout of its first operand
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +67,17 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Who
             return layout.owned_by(owner, axis)
     if is_compiling():
         return None  # a graph has no values to look at
-    return spread(layout.of_elements(source).reshape(result.shape), layout.batch)
+    # Of the axes behind, which stay as they are, one element stands for all.
+    same = _same_behind(source.shape[layout.axis + 1 :], result.shape)
+    first: tuple[Any, ...] = (..., *[slice(1)] * same)
+    sizes = [*result.shape[: result.dim() - same], *[1] * same]
+    return spread(layout.of_elements(source)[first].reshape(sizes), layout.batch)
+
+
+def _same_behind(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many entries two sequences share at their ends."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(first), reversed(second)))  # noqa: B905
+    return len(list(pairs))
 
 
 def _indexed(func, args, kwargs, source, layout, result) -> Examples | Whole | Grid | None:
@@ -207,16 +220,23 @@ def picked(
         found = func(owner.contiguous(), *args[1:], **told)
     else:
         start = result.storage_offset() - source.storage_offset()
-        reach = 1 + _extent(source)
         expanded = 0 in (source.stride(axis) for axis in layout.axes)
-        if start < 0 or start + _extent(result) >= reach or expanded:
+        if start < 0 or start + _extent(result) > _extent(source) or expanded:
             return None
+        # Of the axes behind, which stay as they are, one element stands for all.
+        behind = list(zip(source.shape, source.stride(), strict=True))[max(layout.axes) + 1 :]
+        same = _same_behind(behind, list(zip(result.shape, result.stride(), strict=True)))
+        first: tuple[Any, ...] = (..., *[0] * same)
+        whole, part, owner = source[first], result[first], owner[first]
+        unit = gcd(start, *whole.stride(), *part.stride()) or 1
+        steps, own = ([step // unit for step in item.stride()] for item in (whole, part))
+        reach = 1 + _extent(whole) // unit
         memory = torch.full((reach,), -1, dtype=torch.int32, device=source.device)
         # Along expanded axes, of stride 0, one element stands for all.
-        sizes = [n if step else 1 for n, step in zip(source.shape, source.stride(), strict=True)]
+        sizes = [n if step else 1 for n, step in zip(whole.shape, steps, strict=True)]
         one = tuple(slice(size) for size in sizes)
-        memory.as_strided(sizes, source.stride()).copy_(owner[one])
-        found = memory.as_strided(result.shape, result.stride(), start)
+        memory.as_strided(sizes, steps).copy_(owner[one])
+        found = memory.as_strided([*part.shape, *[1] * same], [*own, *[1] * same], start // unit)
     if bool((found < 0).any()):
         return None  # the result shows memory between the operand's elements
     return spread(found, layout.batch)
