@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from gradstats.capture._attributes import PLAIN_TYPES
 
-# Lists and dicts that are longer hold no weights, and are not read, nor is more
-# than so much of all.
-LONGEST, MOST = 10_000, 100_000
+# Lists and dicts that are longer hold no weights, and are not read.
+LONGEST = 10_000
+# So much is looked into.
+MOST = 100_000
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
 

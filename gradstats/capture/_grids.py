@@ -31,7 +31,6 @@ PICKS = (
     | {Tensor.__getitem__, Tensor.unfold}
 )  # fmt: skip
 
-
 # Operations that compute each element of what stands in its place, or along some axes alone.
 COMPUTES = (
     POINTWISE

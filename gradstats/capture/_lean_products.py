@@ -129,8 +129,10 @@ def passed_through(factor: Factor, node: Derived, parent: Node) -> Factor | None
     if isinstance(factor, Vector) and factor.axis is not None:
         return None
     slope = FunctionStep(node, parent).slope(factor, total([factor]))
-    if slope is None or bool((slope == 1).all()):
-        return None if slope is None else factor
+    if slope is None:
+        return None
+    if bool((slope == 1).all()):
+        return factor
     return times(factor, slope.to(compute_dtype(node.value, *tensors_of(factor))), parent.shape)
 
 
