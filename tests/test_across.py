@@ -149,6 +149,60 @@ def attended(h):
 MEETINGS["attention to all"] = attended
 
 
+# Losses of all examples that add up values of several.
+SUMS = {
+    "groups": lambda h: sum(h.square().sum(1).view(2, -1)).mean(),
+    "chunks": lambda h: torch.add(*h.exp().chunk(2)).sum() / 3,
+    "a difference": lambda h: (grid(h)[1] - grid(h)[0]).mean() * 2,
+    "strides": lambda h: -(h[::2].cos() + h[1::2].cos()).mean(),
+    "rows": lambda h: torch.stack([h[0] + h[1].sin(), h[2] - h[3]]).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", SUMS.values(), ids=SUMS)
+def test_losses_of_all_examples_may_add_up_groups(loss):
+    m, x = model(), inputs()
+    names, own = zip(*m.named_parameters(), strict=True)
+    h = m(x)
+    slopes = torch.autograd.grad(loss(h), h, retain_graph=True)[0]
+    rows = [
+        torch.autograd.grad(
+            h, own, slopes * (torch.arange(BATCH) == i)[:, None].double(), retain_graph=True
+        )
+        for i in range(BATCH)
+    ]
+    expected = {
+        name: torch.stack([g.square().sum() for g in column])
+        for name, column in zip(names, zip(*rows, strict=True), strict=True)
+    }
+    with gs.track(m, batch_size=BATCH, loss_reduction="sum") as tracker:
+        loss(m(x)).backward()
+    assert_sqnorms(tracker.stats, expected, 1e-10)
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x**2
+
+
+@pytest.mark.parametrize(
+    "more",
+    [torch.exp, Cubed.apply, lambda s: s.pow_(2), lambda s: s * s, lambda s: s / (1 + s),
+     lambda s: s.clone().sigmoid_()],
+)  # fmt: skip
+def test_of_sums_of_groups_no_more_is_made(more):
+    m, x = model(), inputs()
+    with pytest.raises(gs.CoupledExamplesError), gs.track(m, batch_size=BATCH):
+        more(torch.add(*m(x).view(2, 2, -1))).mean().backward()
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(WIDTH, WIDTH).double()
@@ -324,3 +378,14 @@ def test_labels_beside_rows_in_another_order(followed):
     else:
         with pytest.raises(gs.ExampleAxisError, match="lost on the way"):
             gs.per_example_norms(m, x, losses)
+
+
+def test_sums_of_groups_are_no_losses_of_one_example():
+    """Whatever is said of their rows."""
+
+    def losses(m, x):
+        h = m(x).sum(1)
+        return gs.assign_rows((h[:2] + h[2:]).repeat(2), torch.arange(BATCH))
+
+    with pytest.raises(gs.CoupledExamplesError, match="AddBackward0 combines"):
+        gs.per_example_norms(model(), inputs(), losses)

@@ -54,7 +54,8 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
     uses, hidden = [], False
     reporting: list[GraphNode] = []
     others: list[Tensor] = []
-    coupled, shown_nodes, roots = tracker.coupled, tracker.shown, {*tracker.roots}
+    coupled, added = tracker.coupled, tracker.added
+    shown_nodes, roots = tracker.shown, {*tracker.roots}
     of_graphs = tracker.reports.of_graphs
     reports: list[GraphReport] = []
     while stack:
@@ -79,6 +80,10 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
             reporting.append(node)
         if coupled and node in coupled:
             raise tracker.refusal_of_meeting(node)
+        if added and node not in added:
+            for child, _ in node.next_functions:
+                if child in added:  # of a sum over several examples more was made than sums
+                    raise tracker.refusal_of_meeting(child)
         inside: set[Root] | None = None
         for child, _ in edges:
             if child is None or child in seen:
@@ -124,8 +129,9 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
 def where_examples_met(tracker: Context, tensor: Tensor) -> str:
     """Return a sentence about an operation behind a tensor in which examples met; '' if none."""
     for node in nodes_behind(tensor):
-        if node in tracker.coupled:
-            return f" Before it {node.name()} {tracker.coupled[node]}."
+        how = tracker.coupled.get(node) or tracker.added.get(node)
+        if how is not None:
+            return f" Before it {node.name()} {how}."
     return ""
 
 

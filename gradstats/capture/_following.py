@@ -31,7 +31,7 @@ from gradstats.capture._layout import (
     leaves,
     may_move,
 )
-from gradstats.capture._marks import Marks
+from gradstats.capture._marks import MEETS, Marks
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._operations import (
@@ -93,6 +93,24 @@ class Following(Marks):
         apart = isinstance(after, (Examples, Whole)) or not result.requires_grad
         if self.is_marked(result) and not apart and is_sum(self, func, args, data):
             self.mark_sum(result)
+        if result.requires_grad and (self.coupled or self.added):
+            self._note_added(data, result)
+
+    def _note_added(self, data: list[Tensor], result: Tensor) -> None:
+        """Note where values of different examples are added, and where more is made of a sum.
+
+        A loss of all examples may be a sum of their values in groups: of one that is added up the
+        terms stay apart.
+        """
+        node = result.grad_fn
+        if self.coupled.get(node) == MEETS and self.is_sum(result):
+            self.added[node] = self.coupled.pop(node)
+            return
+        if any(item.requires_grad and item.grad_fn in self.added for item in data):
+            if self.is_sum(result):
+                self.added[node] = MEETS
+            elif node not in self.coupled:
+                self.couple(result, MEETS)
 
     def _kept_apart(self, call: Call, after: Layout | Unchanged) -> Layout | Unchanged:
         """Return the layout of a result, unless scores of different packed examples met there."""

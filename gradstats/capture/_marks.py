@@ -54,6 +54,8 @@ class Note(NamedTuple):
     is_blank: bool
 
 
+MEETS = "combines trained values of different examples"
+
 # Errors raised where values may belong to several examples, or it is not known to which.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
 
@@ -72,6 +74,8 @@ class Marks:
         packed: whether the caller gave packed examples, with different numbers of rows.
         coupled: autograd nodes that combine several examples, each with a description of how; no
             loss may depend on them.
+        added: autograd nodes that add values of several examples, or have computed a sum of such
+            sums; a loss of one example may not depend on them, but a loss of all may.
         taken: the function that made a tensor during the forward which counts as data because of
             its size alone, and the tensor's shape.
         given_are_data: whether tensors made from the caller's own values may count as data because
@@ -87,6 +91,7 @@ class Marks:
         self.batch_dim = batch_dim
         self.follows_layouts = segments is not None
         self.coupled: dict[Any, str] = {}
+        self.added: dict[Any, str] = {}
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.given_are_data = True
@@ -236,7 +241,8 @@ class Marks:
 
     def is_given(self, tensor: Tensor) -> bool:
         """Whether a tensor counts as data for the size of values alone that it was made of."""
-        return self.took_given and self._held(tensor, "_gradstats_given", writes=0)
+        given = self.took_given and self._held(tensor, "_gradstats_given", writes=0)
+        return given and not tensor.requires_grad
 
     def without_given(self, data: list[Tensor]) -> list[Tensor]:
         """Return those operands of data that say where the examples lie.
@@ -335,7 +341,7 @@ class Marks:
     def note_meeting(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
         if result.requires_grad and self.batch_size > 1:
-            self.couple(result, "combines trained values of different examples")
+            self.couple(result, MEETS)
 
     def couple(self, result: Tensor, how: str) -> None:
         """Note that examples meet in the operation that made a tensor: no loss may depend on it."""
@@ -347,8 +353,9 @@ class Marks:
 
     def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
         """Return the error about losses that depend on a node of ``coupled``."""
+        how = self.coupled.get(node) or self.added[node]
         return CoupledExamplesError(
-            f"{node.name()} {self.coupled[node]}: each loss depends on several examples, and their "
+            f"{node.name()} {how}: each loss depends on several examples, and their "
             "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
             "losses that depend on one example each: detach what comes from the others, or combine "
             "each example with its own values alone, as (x * y).sum(-1) does."

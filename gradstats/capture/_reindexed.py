@@ -219,13 +219,17 @@ def picked(
         told = {name: item for name, item in kwargs.items() if name != "out"}
         found = func(owner.contiguous(), *args[1:], **told)
     else:
-        start = result.storage_offset() - source.storage_offset()
+        start = int(result.storage_offset() - source.storage_offset())
         expanded = 0 in (source.stride(axis) for axis in layout.axes)
         if start < 0 or start + _extent(result) > _extent(source) or expanded:
             return None
         # Of the axes behind, which stay as they are, one element stands for all.
-        behind = list(zip(source.shape, source.stride(), strict=True))[max(layout.axes) + 1 :]
-        same = _same_behind(behind, list(zip(result.shape, result.stride(), strict=True)))
+        same = _same_behind(
+            list(zip(source.shape, source.stride(), strict=True))[max(layout.axes) + 1 :],
+            list(zip(result.shape, result.stride(), strict=True)),
+        )
+        while same and not _steps_over(same, source, result, start):
+            same -= 1
         first: tuple[Any, ...] = (..., *[0] * same)
         whole, part, owner = source[first], result[first], owner[first]
         unit = gcd(start, *whole.stride(), *part.stride()) or 1
@@ -240,6 +244,19 @@ def picked(
     if bool((found < 0).any()):
         return None  # the result shows memory between the operand's elements
     return spread(found, layout.batch)
+
+
+def _steps_over(same: int, source: Tensor, result: Tensor, start: int) -> bool:
+    """Whether no other axis steps into the last ones, as windows that overlap do.
+
+    Args:
+        same: how many of the last axes both tensors share.
+        source, result: the tensors.
+        start: the distance in memory between them.
+    """
+    block = max(1, source.shape[-same] * source.stride(-same))
+    others = (*source.stride()[:-same], *result.stride()[:-same], start)
+    return all(step % block == 0 for step in others)
 
 
 def _extent(tensor: Tensor) -> int:

@@ -159,7 +159,7 @@ class Repeated(Data):
     @property
     def noted(self) -> tuple[int, int]:
         """The number of tensors marked, and of nodes in which examples met."""
-        return len(self._marked), len(self.coupled)
+        return len(self._marked), len(self.coupled) + len(self.added)
 
     def remember(
         self, key: tuple[Any, ...], results: list[Tensor], before: tuple[int, int]

@@ -88,7 +88,8 @@ def follow_results(
             data = tracker.without_given(data)
         _follow_data(tracker, func, args, kwargs, data, result, results)
         for tensor in results if given else ():
-            if isinstance(tensor, Tensor):
+            # Not what parameters were computed with.
+            if isinstance(tensor, Tensor) and not tensor.requires_grad:
                 tracker.mark_given(tensor)
         return
     # What takes its form from the model's own tensors, as noise for weights does, is no data.

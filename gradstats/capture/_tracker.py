@@ -23,6 +23,7 @@ from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._engine import BackwardListener, gradients_aside, run_backward, without_hooks
 from gradstats.capture._functions import show_functions
+from gradstats.capture._graph import nodes_behind
 from gradstats.capture._graphs import admits, show_graphs
 from gradstats.capture._loaders import show_loaders
 from gradstats.capture._nested import tensors_in
@@ -259,6 +260,7 @@ class Tracker(Threaded, Context):
             for module in self._modules:
                 restore_attributes(module)
         self.coupled.clear()
+        self.added.clear()
         self.shown.clear()
         self.forget_marks()
         self.followed = None
@@ -288,6 +290,9 @@ class Tracker(Threaded, Context):
     def note_losses(self, losses: Tensor) -> None:
         """Remember the example of each loss, if the model put the examples in another order."""
         order = self.reports.order = self.order_of(losses)
+        for node in nodes_behind(losses) if self.added else ():
+            if node in self.added:
+                raise self.refusal_of_meeting(node)
         if self.settings.consumer is not None and order is not None:
             raise ExampleAxisError(
                 "the losses stand in another order than the batch, "
