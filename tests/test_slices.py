@@ -11,9 +11,9 @@ from torch.nn import functional
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
-from gradstats.capture import _tracker
+from gradstats.capture import _slices
 from gradstats.capture._context import Context
-from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
+from tests.oracle import assert_sqnorms, check_model, oracle_on_the_batch, oracle_sqnorms
 
 BATCH, POSITIONS, QUERIES, WIDTH = 3, 5, 4, 6
 
@@ -215,13 +215,13 @@ def test_tables_through_layers(before):
 
 
 def test_they_are_pulled_back_together(monkeypatch):
-    found, once = [], _tracker.factors_of_slices
+    found, once = [], _slices.factors_of_slices
 
     def noted(*args):
         found.append(once(*args))
         return found[-1]
 
-    monkeypatch.setattr(_tracker, "factors_of_slices", noted)
+    monkeypatch.setattr(_slices, "factors_of_slices", noted)
     torch.manual_seed(0)
     x = torch.randn(BATCH, POSITIONS, WIDTH).double()
     kept_apart = [tower for tower in TOWERS.values() if tower not in (less_their_mean, of_the_next)]
@@ -278,19 +278,8 @@ def test_under_dropout():
         torch.manual_seed(1)
         return losses(model, batch)
 
-    def of_batch(model, batch):
-        found = seeded(model, batch)
-        names, own = zip(*model.named_parameters(), strict=True)
-        rows = [
-            torch.autograd.grad(loss, own, retain_graph=True, allow_unused=True) for loss in found
-        ]
-        columns = zip(*rows, strict=True)
-        return {
-            name: torch.stack([torch.zeros(()) if g is None else g.square().sum() for g in column])
-            for name, column in zip(names, columns, strict=True)
-        }
-
-    assert_sqnorms(gs.per_example_norms(model, (x,), seeded), of_batch(model, (x,)), 1e-9)
+    expected = oracle_on_the_batch(model, (x,), seeded)
+    assert_sqnorms(gs.per_example_norms(model, (x,), seeded), expected, 1e-9)
 
 
 def test_in_low_precision():

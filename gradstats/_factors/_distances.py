@@ -45,20 +45,17 @@ class Distances:
         grad, distances = (each[..., start:stop] for each in (self.grad, self.distances))
         return replace(self, grad=grad, distances=distances, points=self.points[start:stop])
 
-    def counted(self) -> Tensor:
-        """Return the gradients of distances that have one, (B, T, K), zero elsewhere."""
-        return self.grad.masked_fill(self.distances == 0, 0)
-
     def apart(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients by distance (B, T, K), points and rows, in the accumulation dtype.
 
         Points and rows as they are seen from the mean of the points, which is rounded less.
         """
         dtype = compute_dtype(self.grad, self.rows, self.points)
-        distances = cast(self.distances, dtype).masked_fill(self.distances == 0, 1)
+        zero = self.distances == 0
+        distances = cast(self.distances, dtype).masked_fill(zero, 1)
         points = cast(self.points, dtype)
         middle = points.mean(0)
-        weights = cast(self.counted(), dtype) / distances
+        weights = cast(self.grad, dtype).masked_fill(zero, 0) / distances
         return weights, points - middle, cast(self.rows, dtype) - middle
 
     def together(self) -> Distances:

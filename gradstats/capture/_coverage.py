@@ -129,7 +129,7 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
 def where_examples_met(tracker: Context, tensor: Tensor) -> str:
     """Return a sentence about an operation behind a tensor in which examples met; '' if none."""
     for node in nodes_behind(tensor):
-        how = tracker.coupled.get(node) or tracker.added.get(node)
+        how = tracker.how_met(node)
         if how is not None:
             return f" Before it {node.name()} {how}."
     return ""

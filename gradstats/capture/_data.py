@@ -248,7 +248,7 @@ class Data(Written):
             owned = self.rows_of_one(losses, 0)
         if not isinstance(owned, Examples):
             for node in nodes_behind(losses):
-                if node in self.coupled or node in self.added:
+                if self.how_met(node) is not None:
                     raise self.refusal_of_meeting(node)
             raise ExampleAxisError(
                 f"which loss belongs to which example was lost {self._lost_where(losses)}: the "

@@ -104,11 +104,12 @@ class Following(Marks):
         """
         node = result.grad_fn
         if self.coupled.get(node) == MEETS and self.is_sum(result):
-            self.added[node] = self.coupled.pop(node)
+            del self.coupled[node]
+            self.added.add(node)
             return
         if any(item.requires_grad and item.grad_fn in self.added for item in data):
             if self.is_sum(result):
-                self.added[node] = MEETS
+                self.added.add(node)
             elif node not in self.coupled:
                 self.couple(result, MEETS)
 

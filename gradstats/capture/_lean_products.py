@@ -32,7 +32,7 @@ from gradstats.capture._derivation import Derived
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.capture._replay import FunctionStep
-from gradstats.contractions import lean, row_products, total
+from gradstats.contractions import lean, row_products
 
 Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
 
@@ -112,28 +112,30 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def elementwise(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """f(w), element by element."""
-    factor = lean(factor)
-    if node.shape != parent.shape or not isinstance(factor, Scaled):
+    whole = _of_all_elements(factor, node, parent)
+    if whole is None:
         return None
-    if isinstance(factor, Vector) and factor.axis is not None:
-        return None
-    slope = node.slope(parent).to(compute_dtype(node.value, *tensors_of(factor)))
-    return times(factor, slope, parent.shape)
+    slope = node.slope(parent).to(compute_dtype(node.value, *tensors_of(whole)))
+    return times(whole, slope, parent.shape)
 
 
 def passed_through(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """f(w), by a custom Function whose backward is element by element, as straight through is."""
+    whole = _of_all_elements(factor, node, parent)
+    slope = None if whole is None else FunctionStep(node, parent).slope(whole)
+    if whole is None or slope is None:
+        return None
+    if bool((slope == 1).all()):
+        return whole
+    return times(whole, slope.to(compute_dtype(node.value, *tensors_of(whole))), parent.shape)
+
+
+def _of_all_elements(factor: Factor, node: Derived, parent: Node) -> Scaled | None:
+    """Return the factor of a tensor that has the operand's shape, if its elements can be scaled."""
     factor = lean(factor)
     if node.shape != parent.shape or not isinstance(factor, Scaled):
         return None
-    if isinstance(factor, Vector) and factor.axis is not None:
-        return None
-    slope = FunctionStep(node, parent).slope(factor, total([factor]))
-    if slope is None:
-        return None
-    if bool((slope == 1).all()):
-        return factor
-    return times(factor, slope.to(compute_dtype(node.value, *tensors_of(factor))), parent.shape)
+    return None if isinstance(factor, Vector) and factor.axis is not None else factor
 
 
 def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:

@@ -91,7 +91,7 @@ class Marks:
         self.batch_dim = batch_dim
         self.follows_layouts = segments is not None
         self.coupled: dict[Any, str] = {}
-        self.added: dict[Any, str] = {}
+        self.added: set[Any] = set()
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.given_are_data = True
@@ -351,11 +351,14 @@ class Marks:
         """Whether several examples are known to meet in the operation that made a tensor."""
         return result.grad_fn in self.coupled
 
+    def how_met(self, node: GraphNode) -> str | None:
+        """Return how an autograd node combines several examples; None if it is not known to."""
+        return self.coupled.get(node, MEETS if node in self.added else None)
+
     def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
-        """Return the error about losses that depend on a node of ``coupled``."""
-        how = self.coupled.get(node) or self.added[node]
+        """Return the error about losses that depend on a node in which examples met."""
         return CoupledExamplesError(
-            f"{node.name()} {how}: each loss depends on several examples, and their "
+            f"{node.name()} {self.how_met(node)}: each loss depends on several examples, and their "
             "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
             "losses that depend on one example each: detach what comes from the others, or combine "
             "each example with its own values alone, as (x * y).sum(-1) does."

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from gradstats._factors import Factor, compute_dtype
 from gradstats.capture._derivation import Derived
 from gradstats.capture._nodes import Node, Root
+from gradstats.contractions import total
 from gradstats.errors import UnsupportedOperationError
 
 # How far the backward of a custom Function may be from linear, relative to the norms of what it
@@ -191,7 +192,7 @@ class FunctionStep(FunctionReplay):
         self.leaf = known[parent]
         self.described, self.name = node.describe(), parent.roots[0].name
 
-    def slope(self, factor: Factor, gradient: Tensor) -> Tensor | None:
+    def slope(self, factor: Factor) -> Tensor | None:
         """Return what the backward multiplies gradients by, element by element.
 
         None where it does anything else, which is found by trial: on ones, on the sum of the
@@ -199,12 +200,11 @@ class FunctionStep(FunctionReplay):
 
         Args:
             factor: of the result.
-            gradient: its sum over the examples.
         """
         slope = self.pull(torch.ones_like(self.value))
-        largest = LARGEST_WEIGHT * gradient
+        largest = LARGEST_WEIGHT * total([factor])
         # Of a generator of its own: the user's go on as they would.
-        numbers = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(0))
+        numbers = torch.randn(largest.shape, generator=torch.Generator().manual_seed(0))
         numbers = numbers.to(largest) * largest.abs().max().nan_to_num(nan=1).clamp(min=1e-3)
         first = factor.select(slice(0, 1)).dense()[0]
         tolerance = 8 * torch.finfo(self.value.dtype).eps

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -97,14 +97,32 @@ class Collected:
         ]
 
 
+# Called with a model, its number of examples and what takes its factors, returns a context.
+MakeTracker: TypeAlias = Callable[[nn.Module, int, Consumer], Any]
+
+
+def take_slices(roots: Sequence[Root], make_tracker: MakeTracker) -> None:
+    """Have lean factors in place of those of parameters that were repeated for the batch."""
+    of_slices = {
+        root: [each for each in root.delivered if isinstance(each, Slices)] for root in roots
+    }
+    # One for each tensor, of which each parameter has its own.
+    pulled = {(id(f.inner), f.node): f for own in of_slices.values() for f in own}
+    found = factors_of_slices(make_tracker, pulled.values()) if pulled else None
+    if found is None:
+        return
+    for root, own in of_slices.items():
+        kept = [each for each in root.delivered if each not in own]
+        root.exchange([*kept, *found[root]])
+
+
 def factors_of_slices(
-    make_tracker: Callable[[nn.Module, int, Consumer], Any], pulled: Iterable[Slices]
+    make_tracker: MakeTracker, pulled: Iterable[Slices]
 ) -> dict[Root, Sequence[Factor]] | None:
     """Return the factors of all parameters from which some slices were computed.
 
     Args:
-        make_tracker: called with a model, its number of examples and what takes its factors,
-            returns a context.
+        make_tracker: makes the context.
         pulled: the slices' gradients.
 
     Returns:

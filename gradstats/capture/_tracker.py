@@ -39,7 +39,7 @@ from gradstats.capture._selection import (
 )
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._skipped import show_skipped, skipping
-from gradstats.capture._slices import Slices, factors_of_slices
+from gradstats.capture._slices import take_slices
 from gradstats.capture._tensors import TrackedParameter, release, show_parameters
 from gradstats.capture._threads import Threaded
 from gradstats.capture._transforms import show_vmap
@@ -404,7 +404,7 @@ class Tracker(Threaded, Context):
                 )
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self.together.contract()
-            self._take_slices([root for root in self.roots if root.of_slices])
+            take_slices([root for root in self.roots if root.of_slices], self._apart)
             for root in self.roots:
                 if root.postponed or root.of_slices:
                     root.contract()
@@ -412,20 +412,6 @@ class Tracker(Threaded, Context):
         if self.listener is not None:
             with torch._C.DisableTorchFunction():
                 self.listener.after_backward()
-
-    def _take_slices(self, roots: Sequence[Root]) -> None:
-        """Have lean factors in place of those of parameters that were repeated for the batch."""
-        of_slices = {
-            root: [each for each in root.delivered if isinstance(each, Slices)] for root in roots
-        }
-        # One for each tensor, of which each parameter has its own.
-        pulled = {(id(f.inner), f.node): f for own in of_slices.values() for f in own}
-        found = factors_of_slices(self._apart, pulled.values()) if pulled else None
-        if found is None:
-            return
-        for root, own in of_slices.items():
-            kept = [each for each in root.delivered if each not in own]
-            root.exchange([*kept, *found[root]])
 
     def _apart(self, model: nn.Module, batch_size: int, consumer: Consumer) -> Tracker:
         """Return a context for parameters of its own, whose factors a consumer takes."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradstats._comparison import same_bits
 from gradstats.capture._attributes import PLAIN_TYPES, STANDARD_ATTRIBUTES, tensors_kept
 from gradstats.capture._modes import without_contexts
+from gradstats.statistics._state import Versions
 
 CONTAINERS = (dict, list, set)
 
@@ -125,7 +126,7 @@ class Before:
         self._modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._parameters = [(m, dict(m._parameters)) for m in self._modules]
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
-        self._tensors = [(t, _version(t)) for t in (*model.parameters(), *model.buffers())]
+        self._versions = Versions((*model.parameters(), *model.buffers()))
         self._attributes = {m: {n: Attribute(vars(m), n) for n in _names(m)} for m in self._modules}
         self._buffers = [
             (m, {n: Attribute(m._buffers, n) for n in m._buffers}) for m in self._modules
@@ -137,9 +138,8 @@ class Before:
             now = module._parameters
             if now.keys() != parameters.keys() or any(now[n] is not parameters[n] for n in now):
                 return None
-        if any(parameter.requires_grad != trained for parameter, trained in self._trained):
-            return None
-        if any(_version(tensor) != version for tensor, version in self._tensors):
+        trained = any(each.requires_grad != before for each, before in self._trained)
+        if trained or self._versions.are_old:
             return None
         found = []
         kept = [
@@ -178,7 +178,3 @@ class Before:
 
 def _names(module: nn.Module) -> list[str]:
     return [name for name in vars(module) if name not in STANDARD_ATTRIBUTES]
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
