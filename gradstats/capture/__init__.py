@@ -34,6 +34,7 @@ What is not tracked: constants, and data with the examples in them
     _checkpoints activation checkpoints
     _batch_norm  batch normalisation, refused where it mixes the examples
     _marks       what is noted on tensors; _memory what was written into memory that they show
+    _meetings    in which operations trained values of different examples met
     _results     which results of an operation are constant, which are data
     _following   where the examples lie in these; _families of operations on several operands,
                  _grids of data whose examples lie along two axes; with

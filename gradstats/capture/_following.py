@@ -31,7 +31,8 @@ from gradstats.capture._layout import (
     leaves,
     may_move,
 )
-from gradstats.capture._marks import MEETS, Marks
+from gradstats.capture._marks import Marks
+from gradstats.capture._meetings import MEETS
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._operations import (

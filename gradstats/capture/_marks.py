@@ -11,11 +11,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node as GraphNode
 
 from gradstats._factors import Segments
 from gradstats.capture._examples import Examples, Grid, Mixed, Whole
 from gradstats.capture._filled import Filling
+from gradstats.capture._meetings import Meetings
 from gradstats.capture._memory import RearrangedMemory, WrittenMemory
 from gradstats.capture._names import function_name
 from gradstats.capture._operations import GIVEN_VALUES
@@ -54,13 +54,11 @@ class Note(NamedTuple):
     is_blank: bool
 
 
-MEETS = "combines trained values of different examples"
-
 # Errors raised where values may belong to several examples, or it is not known to which.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
 
 
-class Marks:
+class Marks(Meetings):
     """Which tensors are constant, and to which examples the others belong.
 
     Most of this is noted on the tensors themselves.
@@ -72,10 +70,6 @@ class Marks:
         follows_layouts: set once any tensor has a layout of its own, so that most models pay
             nothing for it.
         packed: whether the caller gave packed examples, with different numbers of rows.
-        coupled: autograd nodes that combine several examples, each with a description of how; no
-            loss may depend on them.
-        added: autograd nodes that add values of several examples, or have computed a sum of such
-            sums; a loss of one example may not depend on them, but a loss of all may.
         taken: the function that made a tensor during the forward which counts as data because of
             its size alone, and the tensor's shape.
         given_are_data: whether tensors made from the caller's own values may count as data because
@@ -86,12 +80,11 @@ class Marks:
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
+        super().__init__()
         self.serial = next(SERIALS)
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.follows_layouts = segments is not None
-        self.coupled: dict[Any, str] = {}
-        self.added: set[Any] = set()
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.given_are_data = True
@@ -337,32 +330,6 @@ class Marks:
         """Return where the examples of a tensor of data lie if that is along two axes."""
         mark = self._mark_of(tensor) if self.has_grids else None
         return mark[0] if mark is not None and isinstance(mark[0], Grid) else None
-
-    def note_meeting(self, result: Tensor) -> None:
-        """Note that trained values of one example meet those of another."""
-        if result.requires_grad and self.batch_size > 1:
-            self.couple(result, MEETS)
-
-    def couple(self, result: Tensor, how: str) -> None:
-        """Note that examples meet in the operation that made a tensor: no loss may depend on it."""
-        self.coupled[result.grad_fn] = how
-
-    def is_coupled(self, result: Tensor) -> bool:
-        """Whether several examples are known to meet in the operation that made a tensor."""
-        return result.grad_fn in self.coupled
-
-    def how_met(self, node: GraphNode) -> str | None:
-        """Return how an autograd node combines several examples; None if it is not known to."""
-        return self.coupled.get(node, MEETS if node in self.added else None)
-
-    def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
-        """Return the error about losses that depend on a node in which examples met."""
-        return CoupledExamplesError(
-            f"{node.name()} {self.how_met(node)}: each loss depends on several examples, and their "
-            "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
-            "losses that depend on one example each: detach what comes from the others, or combine "
-            "each example with its own values alone, as (x * y).sum(-1) does."
-        )
 
     def is_distinct(self, tensor: Tensor) -> bool:
         """Whether exactly one axis has the size of the batch, or of all its packed rows."""

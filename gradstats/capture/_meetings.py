@@ -1,0 +1,55 @@
+"""In which operations trained values of different examples met."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
+
+from gradstats.errors import CoupledExamplesError
+
+MEETS = "combines trained values of different examples"
+
+
+class Meetings:
+    """What a context notes of operations in which examples met.
+
+    Attributes:
+        coupled: autograd nodes that combine several examples, each with a description of how; no
+            loss may depend on them.
+        added: autograd nodes that add values of several examples, or have computed a sum of such
+            sums; a loss of one example may not depend on them, but a loss of all may.
+    """
+
+    batch_size: int
+
+    def __init__(self) -> None:
+        self.coupled: dict[Any, str] = {}
+        self.added: set[Any] = set()
+
+    def note_meeting(self, result: Tensor) -> None:
+        """Note that trained values of one example meet those of another."""
+        if result.requires_grad and self.batch_size > 1:
+            self.couple(result, MEETS)
+
+    def couple(self, result: Tensor, how: str) -> None:
+        """Note that examples meet in the operation that made a tensor: no loss may depend on it."""
+        self.coupled[result.grad_fn] = how
+
+    def is_coupled(self, result: Tensor) -> bool:
+        """Whether several examples are known to meet in the operation that made a tensor."""
+        return result.grad_fn in self.coupled
+
+    def how_met(self, node: GraphNode) -> str | None:
+        """Return how an autograd node combines several examples; None if it is not known to."""
+        return self.coupled.get(node, MEETS if node in self.added else None)
+
+    def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
+        """Return the error about losses that depend on a node in which examples met."""
+        return CoupledExamplesError(
+            f"{node.name()} {self.how_met(node)}: each loss depends on several examples, and their "
+            "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
+            "losses that depend on one example each: detach what comes from the others, or combine "
+            "each example with its own values alone, as (x * y).sum(-1) does."
+        )
