@@ -25,8 +25,8 @@ What is tracked
     _drawn       operations that draw random numbers, drawn again
     _slices      what was repeated for the batch, pulled back as data are
     _lineage     pulling a derived tensor's factors back to its parameters
-    _lean_steps, _lean_products, _lean_reductions, _lean_normalisations  the steps of that way that
-                 keep factors lean
+    _lean_steps, _lean_products, _lean_reductions, _lean_normalisations, _lean_selections  the steps
+                 of that way that keep factors lean
 
 What is not tracked: constants, and data with the examples in them
     _constants   the mode that sees every operation; _modes on the thread's stack of them

@@ -34,6 +34,7 @@ class Derived(Node):
 
     Attributes:
         function, args, kwargs: the operation; tracked operands stand as their nodes.
+        operands: these, each once.
         index: which of the operation's outputs this is; None for a single output.
         shown: returns the tensor that stands for this in the user's code, None once it is gone.
         aliased: whether a tensor that is not tracked shares its memory.
@@ -42,6 +43,8 @@ class Derived(Node):
         products: a factor of this, and what one operand has computed of it that another needs.
         widest: elements of the largest of this and the tensors between the roots and this, each of
             which has a gradient when one is pulled back.
+        has_function: whether it was computed with the help of a custom autograd Function.
+        depth: the most operations in a row between a parameter and this, this one included.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Derived(Node):
         self._checked = False
         self._versions = self._versions_now() if is_compiling() else []
         operands = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
+        self.operands = tuple(dict.fromkeys(operands))
         # A derivative is computed from what its operands were computed from.
         differentiates = function is torch.autograd.grad
         # Operands may give no more than a dtype or a shape, or belong to another of the results.
@@ -77,8 +81,11 @@ class Derived(Node):
                 self.paths[root] = self.paths.get(root, 0) + count
         self.roots = tuple(self.paths)
         passed = operands if differentiates else self.parents
-        between = [node.widest for node in passed if isinstance(node, Derived)]
-        self.widest: int = max([value.numel(), *between])
+        between = [node for node in passed if isinstance(node, Derived)]
+        self.widest: int = max([value.numel(), *(node.widest for node in between)])
+        own = function_class_of(function) is not None
+        self.has_function: bool = own or any(node.has_function for node in between)
+        self.depth: int = 1 + max([0, *(node.depth for node in between)])
         self._value = value
         device = value.device.type
         enabled = torch.is_autocast_enabled(device)
@@ -103,13 +110,6 @@ class Derived(Node):
         """
         self._value.data = numbers.detach()
 
-    @property
-    def has_function(self) -> bool:
-        """Whether it was computed with the help of a custom autograd Function."""
-        return function_class_of(self.function) is not None or any(
-            parent.has_function for parent in self.parents if isinstance(parent, Derived)
-        )
-
     def is_alone(self) -> bool:
         """Whether no other tensor that is still in use shares its memory."""
         if self.aliased or any(same_storage(root.value, self._value) for root in self.roots):
@@ -133,27 +133,41 @@ class Derived(Node):
                 which matters to attention and recurrent layers.
             copies: copy all other tensors, which may change later.
         """
+        # Not by recursion: thousands of steps may lie between a parameter and this.
+        waiting: list[Node] = [self]
+        while waiting:
+            node = waiting.pop()
+            if node in known:
+                continue
+            operands = node.operands if isinstance(node, Derived) else ()
+            missing = [item for item in operands if item not in known]
+            if missing:
+                waiting += [node, *reversed(missing)]
+            elif isinstance(node, Derived):
+                known[node] = node._again(known, copies)
+            else:
+                value = node.value.detach()
+                # As in the forward: how PyTorch computes a product, and so its rounding, depends on
+                # which operands require grad.
+                known[node] = (value.clone() if copies else value).requires_grad_()
+        return known[self]
+
+    def _again(self, known: dict[Any, Tensor], copies: bool) -> Tensor:
+        """Run the operation again on its operands' values, which are known."""
         updates = self.function in UPDATES or function_class_of(self.function) is not None
 
         def resolve(item):
-            if isinstance(item, Tensor) and updates:
-                return item.clone()
-            if not (isinstance(item, Node) or (copies and isinstance(item, Tensor))):
+            if isinstance(item, Node):
+                return known[item]
+            if not isinstance(item, Tensor):
                 return item
-            key = item if isinstance(item, Node) else id(item)
-            if key not in known:
-                known[key] = again(item)
-            return known[key]
-
-        def again(item: Node | Tensor) -> Tensor:
-            if isinstance(item, Tensor):
+            if updates:
                 return item.clone()
-            if isinstance(item, Derived):
-                return item.replay(known, copies)
-            value = item.value.detach()
-            # As in the forward: how PyTorch computes a product, and so its rounding, depends on
-            # which operands require grad.
-            return (value.clone() if copies else value).requires_grad_()
+            if not copies:
+                return item
+            if id(item) not in known:
+                known[id(item)] = item.clone()
+            return known[id(item)]
 
         args, kwargs = rebuild(self.args, resolve), rebuild(self.kwargs, resolve)
         device, dtype = self._autocast
@@ -216,7 +230,7 @@ class Derived(Node):
         return [item._version for item in leaves if isinstance(item, Tensor)]
 
     def _check_fixed(self) -> None:
-        """Raise unless a graph, without numbers to compare, computes this again the same."""
+        """Raise unless a graph, without numbers to compare, runs this operation again the same."""
         own = function_class_of(self.function) is not None or self.function in UPDATES
         if own or isinstance(self.function, Draw) or self._versions != self._versions_now():
             raise UnsupportedOperationError(
@@ -225,14 +239,23 @@ class Derived(Node):
                 "something that was changed in place. Expected neither.",
                 [root.name for root in self.roots],
             )
-        for parent in self.parents:
-            if isinstance(parent, Derived):
-                parent._check_fixed()
+
+    def _behind(self) -> dict[Derived, None]:
+        """Return this tensor and all derived ones that it was computed from."""
+        found: dict[Derived, None] = {}
+        waiting: list[Node] = [self]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, Derived) and node not in found:
+                found[node] = None
+                waiting += node.parents
+        return found
 
     def check_same(self, again: Tensor) -> None:
         """Raise unless this tensor, computed again, has the same numbers."""
         if is_compiling():
-            self._check_fixed()
+            for node in self._behind():
+                node._check_fixed()
             return
         if not same_bits(again.detach(), self._value.detach()):
             raise UnsupportedOperationError(

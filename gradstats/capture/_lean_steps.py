@@ -46,6 +46,7 @@ from gradstats.capture._lean_products import (
     subtracted,
 )
 from gradstats.capture._lean_reductions import MEASURES, reduced
+from gradstats.capture._lean_selections import selected, selects
 from gradstats.capture._names import function_class_of
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node, Root
@@ -66,6 +67,8 @@ def lean_step(node: Derived):
     step = LEAN_STEPS.get(node.function)
     if step is None and function_class_of(node.function) is not None:
         step = passed_through
+    if step is None and selects(node.function):
+        return selected
     # An operand that stands in two places is one for an elementwise function alone.
     repeated = len(set(node.parents)) < len(node.parents)
     if (step is None or repeated) and node.function in ELEMENTWISE:

@@ -1,10 +1,10 @@
 """Pulling factors of derived tensors back to the parameters they were derived from.
 
 A factor describes per-example gradients of the tensor that met the data. Where that tensor is a
-transpose, a view, a cast or a multiple of a parameter, its product with a matrix, an embedding of
-constant positions, or is normalised or standardised, the factor of the parameter is just as lean;
-where several ways lead to the parameter, there is one for each. Everything else is pulled back by
-automatic differentiation, a few examples at a time.
+transpose, a view, a cast or a multiple of a parameter, one of several in a row, its product with a
+matrix, an embedding of constant positions, or is normalised or standardised, the factor of the
+parameter is just as lean; where several ways lead to the parameter, there is one for each.
+Everything else is pulled back by automatic differentiation, a few examples at a time.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from gradstats.contractions import (
     sqnorm,
     well_conditioned,
 )
+
+# Tensors that more operations lie behind are pulled back through all of them at once.
+DEEPEST = 64
 
 # Examples that are pulled back one by one through a custom Function before it is checked.
 FUNCTION_CHUNK = 8
@@ -176,7 +179,7 @@ def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, l
 
 def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[Root, list[Factor]]:
     """Return the factors of those of the roots that are reached by lean steps."""
-    step = lean_step(node)
+    step = lean_step(node) if node.depth <= DEEPEST else None
     if step is None:
         return {}
     parents = dict.fromkeys(node.parents)

@@ -101,7 +101,17 @@ MATRICES = {
         lambda w: w[torch.tensor([[0, 2], [2, -1]])].permute(2, 0, 1)[:4, 1],
     ),
     "one number each": ((1, 1), lambda w: (w * 3 / 7).expand(WIDTH, 2)),
+    # The ways back to the parameter double with every step.
+    "orthonormal": ((WIDTH, 2), lambda w: repeated(lambda m: 1.5 * m - m @ m.T @ m / 2, w / 4, 50)),
+    # More steps than Python's stack is deep.
+    "400 sines": ((WIDTH, 2), lambda w: repeated(lambda m: 1.001 * torch.sin(m), w, 400)),
 }
+
+
+def repeated(function, value, times):
+    for _ in range(times):
+        value = function(value)
+    return value
 
 
 @pytest.mark.parametrize("case", MATRICES.values(), ids=MATRICES)

@@ -91,7 +91,41 @@ STEPS: tuple[Step, ...] = (
     lambda m, new: torch._weight_norm(m, new(1, m.shape[1]), 1),
     lambda m, new: torch._weight_norm(m, new(), -1),
     lambda m, new: m * m.sigmoid(),
+    lambda m, new: torch.cat([new(m.shape[0], 2), m, new(m.shape[0], 1)], 1),
+    lambda m, new: torch.cat([torch.cat([m, -new(*m.shape)], 1), torch.cat([new(*m.shape), m], 1)]),
+    lambda m, new: torch.hstack((constant(m.shape[0], 2), m)),
+    lambda m, new: torch.stack([m, new(*m.shape)], 1).flatten(0, 1),
+    lambda m, new: torch.stack([new(*m.shape), m.exp()], 2).flatten(1),
+    lambda m, new: torch.stack([m, new(*m.shape)]).sum(0),
+    lambda m, new: torch.block_diag(m, constant(1, 2), new(2, 1)),
+    lambda m, new: functional.pad(m, (1, 0, 0, 2)),
+    lambda m, new: functional.pad(m, (0, 1), value=0.5),
+    lambda m, new: functional.pad(m[None], (1, 1), mode="circular")[0],
+    lambda m, new: m.flip(0),
+    lambda m, new: m.flip(0, 1),
+    lambda m, new: torch.roll(m, 1, 1),
+    lambda m, new: m.roll(1),
+    lambda m, new: m.rot90(),
+    lambda m, new: m.repeat(2, 1),
+    lambda m, new: m.tile(1, 2),
+    lambda m, new: m.repeat_interleave(2, 0),
+    lambda m, new: m.index_select(1, torch.tensor([m.shape[1] - 1, 0, 0])),
+    lambda m, new: m[:, [0, -1]],
+    lambda m, new: m.gather(1, torch.zeros(m.shape[0], 3).long()),
+    lambda m, new: m.diag().diag(),
+    lambda m, new: torch.diag_embed(m[:, 0]) @ m,
+    lambda m, new: (m @ m.T).diagonal()[None] * m[:1].T,
+    lambda m, new: written(m, new(1, m.shape[1]), m[0]),
 )
+
+
+def written(*parts: Tensor) -> Tensor:
+    """Return a matrix of rows that are written into it one after the other."""
+    whole = torch.ones(4, parts[0].shape[-1])
+    for place, part in enumerate(parts):
+        whole[place : place + 1] = part[:1]
+    return whole
+
 
 # How a matrix meets data (B, T, 1).
 USES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
@@ -102,6 +136,12 @@ USES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda x, m: x + m[0],
     lambda x, m: functional.conv1d(x.mT, m.unsqueeze(1), padding=m.shape[1]),
     lambda x, m: functional.embedding((3 * x).long().abs() % m.shape[0], m) * x.unsqueeze(-1),
+    lambda x, m: (x * torch.linspace(1, 2, m.shape[0]))[:, None] @ torch.stack([m, m.exp()]),
+    lambda x, m: functional.conv1d(
+        x.mT.cos() * torch.linspace(1, 2, m.shape[1])[:, None],
+        torch.stack([m, 2 * m], 2),
+        padding=1,
+    ),
 )
 
 
