@@ -9,9 +9,8 @@ Everything else is pulled back by automatic differentiation, a few examples at a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from gradstats.capture._lean_steps import (
     lean_step,
 )
 from gradstats.capture._nodes import Node, Root, same_storage
-from gradstats.capture._replay import FunctionReplay, Replay, pull_each
+from gradstats.capture._replay import FunctionReplay, Replay
 from gradstats.contractions import (
     Contraction,
     adds_up,
@@ -93,10 +92,12 @@ class Pulled:
         raise NotImplementedError
 
     def dense(self) -> Tensor:
-        return self.replay().pull_each(self.inner)
+        (pulled,) = self.replay().pull_each(self.inner)
+        return pulled
 
     def pull(self, cotangent: Tensor) -> Tensor:
-        return self.replay().pull(cotangent)
+        (pulled,) = self.replay().pull(cotangent)
+        return pulled
 
     def push(self, direction: Tensor) -> Tensor | None:
         """Return how the derived tensor changes along a direction; None if that is not known.
@@ -107,8 +108,7 @@ class Pulled:
 
     def replay(self, copies: bool = False) -> Replay:
         """Compute the derived tensor again; from copies, it outlives changes of the weights."""
-        kind = FunctionReplay if self.node.has_function else Replay
-        return kind(self.node, self.root, copies)
+        return replay_of(self.node, [self.root], copies)
 
     def frozen(self, replays: dict[tuple[Node, Root], Replay]) -> Frozen:
         """Return the same factor, independent of later changes to the model.
@@ -142,7 +142,7 @@ class Frozen:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.replay.leaf.shape)
+        return tuple(self.replay.leaves[0].shape)
 
     @property
     def elements(self) -> int:
@@ -159,7 +159,8 @@ class Frozen:
         raise NotImplementedError
 
     def dense(self) -> Tensor:
-        return self.replay.pull_each(self.inner)
+        (pulled,) = self.replay.pull_each(self.inner)
+        return pulled
 
 
 def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, list[Factor]]:
@@ -247,7 +248,7 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
 def _sqnorms_together(factor: Pulled, roots: Sequence[Root], workspace: int) -> list[Contraction]:
     """Return the squared norms of the only factors of several parameters, pulled back at once."""
     node = factor.node
-    pull = _pull_of_functions(node, roots) if node.has_function else _pull_at_once(node, roots)
+    replay = replay_of(node, roots)
     itemsize = compute_dtype(node.value).itemsize
     size = itemsize * (node.widest + sum(root.parameter.numel() for root in roots))
     chunk = pulled_chunk(size, factor.batch, workspace, launched=node.value.is_cuda)
@@ -257,20 +258,15 @@ def _sqnorms_together(factor: Pulled, roots: Sequence[Root], workspace: int) -> 
     norms: list[list[Tensor]] = [[] for _ in roots]
     for start in range(0, factor.batch, chunk):
         inner = factor.inner.select(slice(start, start + chunk))
-        for found, pulled in zip(norms, pull(inner), strict=True):
+        for found, pulled in zip(norms, replay.pull_each(inner), strict=True):
             found.append(rows_squared_norms(pulled))
     dtype = compute_dtype(node.value)
     return [well_conditioned(torch.cat(found), dtype) for found in norms]
 
 
-def _pull_at_once(node: Derived, roots: Sequence[Root]) -> Callable[[Factor], list[Tensor]]:
-    leaves, value = node.replay_from(roots)
-    return partial(pull_each, value, leaves)
-
-
-def _pull_of_functions(node: Derived, roots: Sequence[Root]) -> Callable[[Factor], list[Tensor]]:
-    replays = [FunctionReplay(node, root) for root in roots]
-    return lambda inner: [replay.pull_each(inner) for replay in replays]
+def replay_of(node: Derived, roots: Sequence[Root], copies: bool = False) -> Replay:
+    """Compute a tensor again from parameters; from copies, it outlives changes of the weights."""
+    return (FunctionReplay if node.has_function else Replay)(node, roots, copies)
 
 
 def rearrangement(node: Node) -> Path | tuple[()] | None:

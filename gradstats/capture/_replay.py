@@ -30,32 +30,49 @@ NO_DERIVATIVE = re.compile("derivative for .* is not implemented")
 
 
 class Replay:
-    """A derived tensor computed again from its root, to be differentiated any number of times.
+    """A derived tensor computed again from roots, to be differentiated any number of times.
 
     Attributes:
-        leaf: the root's value, in real numbers.
+        leaves: the roots' values, in real numbers.
         value: the derived tensor, in real numbers.
         widest: elements of the largest tensor between the two.
     """
 
-    def __init__(self, node: Derived, root: Root, copies: bool = False):
-        """Compute ``node`` again from ``root``; with ``copies``, weights may change afterwards."""
+    def __init__(self, node: Derived, roots: Sequence[Root], copies: bool = False):
+        """Compute ``node`` again from ``roots``; with ``copies``, weights may change afterwards."""
         self.widest = node.widest
-        (self.leaf,), self.value = node.replay_from([root], copies)
+        self.leaves, self.value = node.replay_from(roots, copies)
 
-    def pull_each(self, factor: Factor) -> Tensor:
-        """Return the root's per-example gradients, given a factor of the derived tensor."""
-        (pulled,) = pull_each(self.value, [self.leaf], factor)
-        return pulled
+    def pull_each(self, factor: Factor) -> list[Tensor]:
+        """Return the roots' per-example gradients, given a factor of the derived tensor."""
+        cotangents = factor.dense().to(self.value)
+        if len(cotangents) == 1:
+            # Without the preparations for a batch, which take longer than many a backward.
+            return [pulled.unsqueeze(0) for pulled in self.pull(cotangents[0])]
+        try:
+            # Anomaly detection cannot look for NaN in a batch of gradients.
+            with torch.autograd.set_detect_anomaly(False):
+                found = torch.autograd.grad(
+                    self.value, self.leaves, cotangents, retain_graph=True, is_grads_batched=True
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # not every backward takes a batch: that of a sparse product does not
+            return self._pull_in_turn(cotangents)
+        return [_dense(pulled) for pulled in found]
 
-    def pull(self, cotangent: Tensor) -> Tensor:
-        """Return the root's gradient, given one gradient of the derived tensor."""
+    def _pull_in_turn(self, cotangents: Tensor) -> list[Tensor]:
+        columns = zip(*map(self.pull, cotangents), strict=True)
+        return [torch.stack(column) for column in columns]
+
+    def pull(self, cotangent: Tensor) -> list[Tensor]:
+        """Return the roots' gradients, given one gradient of the derived tensor."""
         cotangent = cotangent.to(self.value)
-        (pulled,) = torch.autograd.grad(self.value, self.leaf, cotangent, retain_graph=True)
-        return _dense(pulled)
+        found = torch.autograd.grad(self.value, self.leaves, cotangent, retain_graph=True)
+        return [_dense(pulled) for pulled in found]
 
     def push(self, direction: Tensor) -> Tensor | None:
-        """Return how the derived tensor changes when the root changes by ``direction``.
+        """Return how the derived tensor changes when its only root changes by ``direction``.
 
         Computed as the derivative of ``pull``, which is linear in its cotangent. None where PyTorch
         cannot differentiate an operation's backward, as with fused attention, where that returns
@@ -65,7 +82,7 @@ class Replay:
         with torch.enable_grad():
             cotangent = torch.zeros_like(self.value, requires_grad=True)
             (pulled,) = torch.autograd.grad(
-                self.value, self.leaf, cotangent, retain_graph=True, create_graph=True
+                self.value, self.leaves, cotangent, retain_graph=True, create_graph=True
             )
             if not pulled.requires_grad:
                 return None
@@ -84,33 +101,11 @@ class Replay:
 
     def _are_adjoint(self, direction: Tensor, pushed: Tensor) -> bool:
         """Whether ⟨direction, pull(pushed)⟩ = ⟨pushed, pushed⟩, as it is if push is right."""
-        pulled = self.pull(pushed)
+        (pulled,) = self.pull(pushed)
         met = direction.to(pulled).where(pulled != 0, 0)
         difference = (met * pulled).sum() - pushed.square().sum()
         tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
         return bool(difference.abs() <= tolerance * met.norm() * pulled.norm())
-
-
-def pull_each(value: Tensor, leaves: Sequence[Tensor], factor: Factor) -> list[Tensor]:
-    """Return the per-example gradients of several leaves, given a factor of what they give."""
-    cotangents = factor.dense().to(value)
-    found: Sequence[Tensor]
-    if len(cotangents) == 1:
-        # Without the preparations for a batch, which take longer than many a backward.
-        found = torch.autograd.grad(value, leaves, cotangents[0], retain_graph=True)
-        return [_dense(pulled).unsqueeze(0) for pulled in found]
-    try:
-        # Anomaly detection cannot look for NaN in a batch of gradients.
-        with torch.autograd.set_detect_anomaly(False):
-            found = torch.autograd.grad(
-                value, leaves, cotangents, retain_graph=True, is_grads_batched=True
-            )
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # not every backward takes a batch: that of a sparse product does not
-        each = [torch.autograd.grad(value, leaves, one, retain_graph=True) for one in cotangents]
-        found = [torch.stack([_dense(one) for one in column]) for column in zip(*each, strict=True)]
-    return [_dense(pulled) for pulled in found]
 
 
 def _dense(pulled: Tensor) -> Tensor:
@@ -126,18 +121,17 @@ class FunctionReplay(Replay):
     batches of gradients, nor be differentiable.
     """
 
-    def __init__(self, node: Derived, root: Root, copies: bool = False):
-        super().__init__(node, root, copies)
-        self.described = node.describe()
-        self.name = root.name
+    def __init__(self, node: Derived, roots: Sequence[Root], copies: bool = False):
+        super().__init__(node, roots, copies)
+        self.described, self.names = node.describe(), [root.name for root in roots]
 
-    def pull_each(self, factor: Factor) -> Tensor:
+    def pull_each(self, factor: Factor) -> list[Tensor]:
         cotangents = factor.dense().to(self.value)
-        pulled = torch.stack([self.pull(cotangent) for cotangent in cotangents])
-        self._check_linear(cotangents, pulled)
-        return pulled
+        found = self._pull_in_turn(cotangents)
+        self._check_linear(cotangents, found)
+        return found
 
-    def pull(self, cotangent: Tensor) -> Tensor:
+    def pull(self, cotangent: Tensor) -> list[Tensor]:
         # A copy: a backward may change the gradient that it is given.
         given = cotangent.to(self.value, copy=True)
         with (
@@ -146,31 +140,38 @@ class FunctionReplay(Replay):
             OneBackward(self),
         ):
             # torch.autograd.grad would set the mode aside.
-            (pulled,) = torch.autograd.Variable._execution_engine.run_backward(
+            given_to = torch.autograd.Variable._execution_engine.run_backward(
                 (self.value,),
                 (given,),
                 True,  # keep the graph
                 False,  # create none
-                (self.leaf,),
+                tuple(self.leaves),
                 allow_unreachable=True,
                 accumulate_grad=False,
             )
-        if pulled is None:  # the Function gives this operand no gradient
-            pulled = torch.zeros_like(self.leaf)
-        return pulled.to(compute_dtype(pulled))
+        # The Function may give an operand no gradient.
+        found = [
+            torch.zeros_like(leaf) if pulled is None else pulled
+            for leaf, pulled in zip(self.leaves, given_to, strict=True)
+        ]
+        return [pulled.to(compute_dtype(pulled)) for pulled in found]
 
-    def _check_linear(self, cotangents: Tensor, pulled: Tensor) -> None:
+    def _check_linear(self, cotangents: Tensor, found: Sequence[Tensor]) -> None:
         """Raise unless the backward of a sum is the sum of the backwards.
 
         Otherwise the examples' gradients would not add up to that of the batch, and would depend on
         how the losses are scaled.
         """
         count = len(cotangents)
-        weights = torch.linspace(LARGEST_WEIGHT / 2, LARGEST_WEIGHT, count).to(pulled)
+        weights = torch.linspace(LARGEST_WEIGHT / 2, LARGEST_WEIGHT, count).to(cotangents)
+        together = self.pull(torch.tensordot(weights, cotangents, 1))
+        for pulled, whole in zip(found, together, strict=True):
+            self._check_sum(weights.to(pulled), pulled, whole)
+
+    def _check_sum(self, weights: Tensor, pulled: Tensor, whole: Tensor) -> None:
         expected = torch.tensordot(weights, pulled, 1)
-        together = self.pull(torch.tensordot(weights.to(cotangents), cotangents, 1))
-        size = (weights * pulled.reshape(count, -1).norm(dim=1)).sum()
-        difference = (together - expected).norm() / size.clamp(min=1e-300)
+        size = (weights * pulled.reshape(len(pulled), -1).norm(dim=1)).sum()
+        difference = (whole - expected).norm() / size.clamp(min=1e-300)
         tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
         if bool(difference > tolerance):  # NaN passes: non-finite gradients are reported elsewhere
             raise UnsupportedOperationError(
@@ -179,8 +180,8 @@ class FunctionReplay(Replay):
                 f"for each by {float(difference):.1e}, relative to their norms. Expected a "
                 "backward that multiplies the gradient by what the forward saved, and leaves that "
                 "unchanged: clip or round gradients after the backward (parameter.register_hook), "
-                f"or leave the parameter out by name with exclude={[self.name]!r}.",
-                [self.name],
+                f"or leave the parameters out by name with exclude={self.names!r}.",
+                self.names,
             )
 
 
@@ -189,8 +190,8 @@ class FunctionStep(FunctionReplay):
 
     def __init__(self, node: Derived, parent: Node):
         self.value, known = node.step()
-        self.leaf = known[parent]
-        self.described, self.name = node.describe(), parent.roots[0].name
+        self.leaves = [known[parent]]
+        self.described, self.names = node.describe(), [root.name for root in parent.roots]
 
     def slope(self, factor: Factor) -> Tensor | None:
         """Return what the backward multiplies gradients by, element by element.
@@ -201,7 +202,7 @@ class FunctionStep(FunctionReplay):
         Args:
             factor: of the result.
         """
-        slope = self.pull(torch.ones_like(self.value))
+        (slope,) = self.pull(torch.ones_like(self.value))
         largest = LARGEST_WEIGHT * total([factor])
         # Of a generator of its own: the user's go on as they would.
         numbers = torch.randn(largest.shape, generator=torch.Generator().manual_seed(0))
@@ -211,7 +212,8 @@ class FunctionStep(FunctionReplay):
         for trial in (largest, -largest, numbers, -numbers, first, -first):
             trial = trial.to(self.value)
             expected = slope * trial
-            near = (self.pull(trial) - expected).abs() <= tolerance * expected.abs()
+            (found,) = self.pull(trial)
+            near = (found - expected).abs() <= tolerance * expected.abs()
             if not bool(near.all()):
                 return None
         return slope
@@ -234,8 +236,8 @@ class OneBackward(TorchFunctionMode):
                 "its backward, which may reach parameters that were not seen, so that per-example "
                 "gradients are not known. Expected torch.autograd.grad there, or "
                 "torch.utils.checkpoint.checkpoint if it is there to save memory; otherwise leave "
-                f"the parameter out by name with exclude={[self.replay.name]!r}.",
-                [self.replay.name],
+                f"the parameters out by name with exclude={self.replay.names!r}.",
+                self.replay.names,
             )
         # This is no part of the user's step: other modes need not see it.
         with torch._C.DisableTorchFunction():
