@@ -225,6 +225,22 @@ def _sum(factors: list[Factor]) -> list[Factor] | None:
     return merged if adds_up(merged) else None
 
 
+def joined(factors: list[Factor]) -> list[Factor]:
+    """Return factors with the same sum, those of one derived tensor merged before the way back."""
+    uses: dict[Node, list[Pulled]] = {}
+    found: list[Factor] = []
+    for factor in factors:
+        if type(factor) is Pulled:
+            uses.setdefault(factor.node, []).append(factor)
+        else:
+            found.append(factor)
+    for first, *more in uses.values():
+        merged = merge([each.inner for each in (first, *more)])
+        together: dict[Root, Contraction | None] = {first.root: None} if more else first.together
+        found += [replace(first, inner=inner, together=together) for inner in merged]
+    return found
+
+
 def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     """Return the squared norms of a pulled-back factor that is its root's only one.
 

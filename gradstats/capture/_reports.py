@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats._factors import Factor, Outer, Ragged, Rows
 from gradstats.capture._consumers import Arrival
-from gradstats.capture._lineage import Pulled, pulled_sqnorm
+from gradstats.capture._lineage import Pulled, joined, pulled_sqnorm
 from gradstats.capture._nodes import Root, closed_before
 from gradstats.capture._uses import Settings
 from gradstats.contractions import (
@@ -172,6 +172,8 @@ class Reports:
             item.factor if isinstance(item, Fused) else item  # type: ignore[misc]
             for item in delivered
         ]
+        if len(factors) > 1:
+            factors = joined(factors)
         total = None
         if isinstance(fused, Fused) and len(delivered) == 1:
             norms, total = fused.norms, fused.total

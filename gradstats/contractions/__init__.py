@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -179,9 +179,11 @@ def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
     paths = list(groups)
     if None in paths or () in paths:
         return None
-    if any(not a.is_disjoint(b) for i, a in enumerate(paths) for b in paths[:i]):
-        return None
-    return list(groups.values())
+    ordered = sorted(paths, key=lambda path: path.first)
+    one_by_one = all(path.last < after.first for path, after in pairwise(ordered))
+    if one_by_one or all(one.is_disjoint(other) for one, other in combinations(paths, 2)):
+        return list(groups.values())
+    return None
 
 
 def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
@@ -203,8 +205,13 @@ def adds_up(merged: Sequence[Factor]) -> bool:
 
 def _crosses(factors: Sequence[Factor]) -> list[Callable[[int], Tensor]] | None:
     """Return functions of the workspace: the inner products of all pairs; None if one has none."""
-    found = [_rule_of(*pair) for pair in combinations(factors, 2)]
-    return None if None in found else found  # type: ignore[return-value]
+    found = []
+    for pair in combinations(factors, 2):
+        rule = _rule_of(*pair)
+        if rule is None:
+            return None
+        found.append(rule)
+    return found
 
 
 def _rule_of(one: Factor, other: Factor) -> Callable[[int], Tensor] | None:

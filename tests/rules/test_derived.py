@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.capture._derivation import Derived
 from gradstats.contractions import _dense
 from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
@@ -330,14 +331,33 @@ def test_spectral_norm_and_orthogonal_in_evaluation():
         check_operation(lambda m, x: m.layer(x), {"layer": layer}, normal(BATCH, WIDTH))
 
 
-def test_parametrization_that_is_cached():
-    layer = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_parametrization_that_is_cached(wrap):
+    layer = wrap(nn.Linear(WIDTH, WIDTH))
 
     def function(m, x):
         with parametrize.cached():
-            return m.layer(m.layer(x).tanh())
+            return m.layer(m.layer(m.layer(x).tanh()).tanh() + x)
 
     check_operation(function, {"layer": layer}, normal(BATCH, WIDTH))
+
+
+def test_uses_of_one_derived_tensor_are_pulled_back_together(monkeypatch):
+    replayed = []
+    replay_from = Derived.replay_from
+    monkeypatch.setattr(
+        Derived, "replay_from", lambda *args: replayed.append(args[0]) or replay_from(*args)
+    )
+
+    def function(m, x):
+        weight = torch.matrix_exp(m.w)
+        for _ in range(5):
+            x = (x @ weight).tanh()
+        return x
+
+    model = Operation(function, {"w": (WIDTH, WIDTH)}, upstream=False)
+    gs.per_example_norms(model, (normal(BATCH, WIDTH),), uneven_loss)
+    assert len(replayed) == 1
 
 
 def test_under_anomaly_detection():
