@@ -28,6 +28,7 @@ from gradstats._factors._outer import Outer as Outer
 from gradstats._factors._patches import ConvolutionGeometry as ConvolutionGeometry
 from gradstats._factors._patches import Patches as Patches
 from gradstats._factors._path import Path as Path
+from gradstats._factors._path import in_a_row as in_a_row
 from gradstats._factors._ragged import Experts as Experts
 from gradstats._factors._ragged import Ragged as Ragged
 from gradstats._factors._rows import Lookup as Lookup

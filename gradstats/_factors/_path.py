@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 
 class Path(NamedTuple):
@@ -26,3 +28,15 @@ class Path(NamedTuple):
                 # Different pieces of the same split.
                 return step[:2] == its[:2] and None not in (step[2], its[2])
         return False
+
+
+def in_a_row(paths: Collection[Any]) -> bool:
+    """Whether several tensors lie one behind the other, so that no two share an element.
+
+    Args:
+        paths: also () for all of the parameter, and None for one that is made in another way.
+    """
+    if not all(paths):
+        return False
+    ordered = sorted(paths, key=lambda path: path.first)
+    return all(path.last < after.first for path, after in pairwise(ordered))

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ from gradstats._factors import (
     Rows,
     Tangent,
     Vector,
+    in_a_row,
 )
 from gradstats.contractions import (
     _dense,
@@ -179,9 +180,7 @@ def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
     paths = list(groups)
     if None in paths or () in paths:
         return None
-    ordered = sorted(paths, key=lambda path: path.first)
-    one_by_one = all(path.last < after.first for path, after in pairwise(ordered))
-    if one_by_one or all(one.is_disjoint(other) for one, other in combinations(paths, 2)):
+    if in_a_row(paths) or all(one.is_disjoint(other) for one, other in combinations(paths, 2)):
         return list(groups.values())
     return None
 

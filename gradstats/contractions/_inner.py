@@ -25,6 +25,7 @@ from gradstats._factors import (
     Ragged,
     Rows,
     Vector,
+    in_a_row,
     map_tensors,
     tensors_of,
 )
@@ -38,7 +39,6 @@ from gradstats.contractions import (
     _triton,
     _vector_pairs,
 )
-from gradstats.contractions._elementwise import lean
 from gradstats.contractions._merge import merge
 from gradstats.contractions._outer_pairs import Sizes
 from gradstats.contractions._precision import in_full_precision
@@ -134,7 +134,7 @@ def fold(factors: Sequence[Factor]) -> list[Factor]:
     Where an example has so many positions, its gradient costs less to contract than the factors,
     and it need not be formed again for every product.
     """
-    factors = list(map(lean, factors))
+    factors = merge(factors)
     if len(factors) == 1 and isinstance(factors[0], Vector):
         return factors
     elements = factors[0].batch * _cost.product(factors[0].shape)
@@ -158,12 +158,14 @@ def _contract(first, second, workspace: int, sizes: Sizes, rules: dict, definiti
     if not _packed_on_chip(groups, partners):
         groups = _padded(groups)
         partners = groups if same else _padded(partners)
+    apart = in_a_row({*groups, *partners})
     terms: list[tuple[Rule, Factor, Factor]] = []
     for path, left in groups.items():
-        for other, right in partners.items():
-            if path and other and path.is_disjoint(other):
+        for other in (path,) if apart else partners:
+            if other not in partners or (path and other and path.is_disjoint(other)):
                 continue
-            found = _rules(left, right, rules) if path is not None and path == other else None
+            same_part = path is not None and path == other
+            found = _rules(left, partners[other], rules) if same_part else None
             if found is None:
                 return definition(first, second, workspace)
             terms += found
