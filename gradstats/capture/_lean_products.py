@@ -212,6 +212,32 @@ def _multiplied_vector(factor: Factor, node: Derived, parent: Node) -> Factor | 
     return Vector(grad @ (value if second is parent else value.mT), tuple(parent.shape))
 
 
+def kronecker(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """X ⊗ Y of matrices: G has as many positions more as the smaller side of the other one.
+
+    With the sides l and r of each position as matrices L and R, whose rows are X's and whose
+    columns are Y's, the gradient of X is the sum of L Y Rᵀ, and that of Y the sum of Lᵀ X R.
+    """
+    if node.kwargs or not isinstance(factor, Outer) or not factor.spans_rows:
+        return None
+    first, second = node.args
+    if len(first.shape) != 2 or len(second.shape) != 2:
+        return None
+    node.check_step()
+    left, right = _in_full(factor, node.value)
+    left = left[:, 0].unflatten(2, (first.shape[0], second.shape[0]))
+    right = right[:, 0].unflatten(2, (first.shape[1], second.shape[1]))
+    if parent is second:
+        left, right = left.mT, right.mT
+    matrix = other_operand(node, parent).to(left.dtype)
+    if matrix.shape[0] > matrix.shape[1]:
+        left = left @ matrix
+    else:
+        right = right @ matrix.mT
+    left, right = (side.mT.flatten(1, 2).unsqueeze(1) for side in (left, right))
+    return Outer(left, right, tuple(parent.shape))
+
+
 def times(factor: Scaled, scale: Tensor, shape: Sequence[int]) -> Factor | None:
     """Return the factor of ``scale`` ∘ G, summed over what an operand of a shape lacks.
 

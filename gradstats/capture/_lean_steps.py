@@ -37,6 +37,7 @@ from gradstats.capture._lean_normalisations import (
 )
 from gradstats.capture._lean_products import (
     elementwise,
+    kronecker,
     linear,
     multiplied,
     only_adds,
@@ -292,6 +293,8 @@ LEAN_STEPS = {
     Tensor.vdot: multiplied,
     torch.vdot: multiplied,
     torch.nn.functional.linear: linear,
+    Tensor.kron: kronecker,
+    torch.kron: kronecker,
     torch.nn.functional.normalize: normalised,
     torch._weight_norm: weight_normalised,
     torch.nn.functional.batch_norm: standardised,
@@ -326,6 +329,7 @@ OF_SEVERAL = frozenset(
         subtracted,
         scaled,
         linear,
+        kronecker,
         multiplied,
         passed_through,
         weight_normalised,

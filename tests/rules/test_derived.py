@@ -101,6 +101,10 @@ MATRICES = {
         (3, 5),
         lambda w: w[torch.tensor([[0, 2], [2, -1]])].permute(2, 0, 1)[:4, 1],
     ),
+    "kronecker product": ((2, 1), lambda w: torch.kron(w, mixed(2, 2))),
+    "kronecker product of functions": ((1, 2), lambda w: mixed(4, 1).kron(w.exp()).tanh()),
+    "kronecker product of vectors": ((2,), lambda w: torch.kron(w, mixed(4, 1)[:, 0]).view(4, 2)),
+    "kronecker product of itself": ((2, 1), lambda w: torch.kron(w, w) @ mixed(1, 2)),
     "one number each": ((1, 1), lambda w: (w * 3 / 7).expand(WIDTH, 2)),
     # The ways back to the parameter double with every step.
     "orthonormal": ((WIDTH, 2), lambda w: repeated(lambda m: 1.5 * m - m @ m.T @ m / 2, w / 4, 50)),
@@ -246,6 +250,7 @@ SEVERAL = {
     "power": lambda m: (1 + m.v.square()) ** m.w,
     "interpolation": lambda m: torch.lerp(m.v, m.w, 0.3),
     "weight norm": lambda m: torch._weight_norm(m.v, m.w[:, :1], 0),
+    "kronecker product": lambda m: torch.kron(m.v[:2, :1], m.w[:2].exp()),
 }
 
 
