@@ -60,6 +60,11 @@ def subtracted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     return factor
 
 
+def negated(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """-w."""
+    return _multiple(factor, -1, node, parent)
+
+
 def only_adds(node: Derived) -> bool:
     """Whether a sum has no factor ``alpha``, which may also be given as a third argument."""
     return "alpha" not in node.kwargs and len(node.args) <= 2

@@ -147,17 +147,17 @@ class Places:
             None if the operand is not picked so, in whatever way it is divided.
         """
         matrix = self.numbers.view(rows, -1)
-        (in_rows, column), (in_columns, row) = (matrix > 0).max(1), (matrix > 0).max(0)
-        of_rows = matrix.gather(1, column[:, None]).squeeze(1)
-        of_columns = matrix.gather(0, row[None]).squeeze(0)
-        axes = len(self.shape)
-        for axis in (*range(1, axes + 1), 0):
+        some = matrix > 0
+        in_rows, in_columns = some.any(1), some.any(0)
+        part = matrix[in_rows][:, in_columns]
+        axes = (*range(1, len(self.shape) + 1), 0) if part.numel() else ()
+        for axis in axes:
             width = product(self.shape[axis:])
-            picked = ((of_rows - 1) // width + 1) * in_rows
-            across = ((of_columns - 1) % width + 1) * in_columns
-            expected = (picked[:, None] - 1) * width + across
-            if torch.equal(expected * (in_rows[:, None] & in_columns), matrix):
-                return Picks(picked, across, product(self.shape) // width, width)
+            picked, across = (part[:, 0] - 1) // width, (part[0] - 1) % width
+            if torch.equal(picked[:, None] * width + across + 1, part):
+                of_rows, of_columns = (here.to(part.dtype) for here in (in_rows, in_columns))
+                of_rows[in_rows], of_columns[in_columns] = picked + 1, across + 1
+                return Picks(of_rows, of_columns, product(self.shape) // width, width)
         return None
 
     def added(self, values: Tensor, numbers: Tensor) -> Vector:

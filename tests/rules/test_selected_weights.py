@@ -33,6 +33,12 @@ def in_steps(m):
     return whole
 
 
+def written_over(m):
+    whole = 1 + m.v
+    whole[:, :] = m.w
+    return whole
+
+
 # name: (shapes of the parameters, what makes a matrix of them)
 MATRICES = {
     "rows": ({"v": (2, WIDTH), "u": (1, WIDTH), "w": (3, WIDTH)}, joined(0)),
@@ -58,6 +64,7 @@ MATRICES = {
         lambda m: torch.cat([m.v.exp(), m.w]).tanh().flip(1),
     ),
     "written": ({"v": (WIDTH,), "w": (6,)}, in_steps),
+    "written over": ({"v": (3, WIDTH), "w": (3, WIDTH)}, written_over),
 }
 
 
