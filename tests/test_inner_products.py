@@ -136,6 +136,29 @@ def test_derived_parameters():
     check_products(model, first, classification, other=(perturbed(model), second))
 
 
+def test_parts_of_parameters_that_lie_elsewhere_in_memory():
+    """Slices are told apart by where they lie: in one model, in a flat buffer."""
+
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(6, 6).double()
+            self.w = nn.Parameter(torch.randn(4, 6).double())
+
+        def forward(self, x):
+            x = self.first(x)
+            return torch.cat([x * self.w[0], x[:, :4] * self.w[:, 3]], 1)
+
+    def losses(model, x):
+        return model(x).square().sum(1)
+
+    model, other, x = Sliced(), Sliced(), torch.randn(3, 6).double()
+    flat = torch.randn(100).double()
+    w = flat[50:74].view(4, 6)
+    other.load_state_dict({**other.state_dict(), "w": w}, assign=True)
+    check_products(model, x, losses, other=(other, x))
+
+
 def test_checkpointed_blocks():
     model = Checkpointed(reentrant=False, shared=True).double()
     check_products(model, token_batch(5, 4, 20), next_token)

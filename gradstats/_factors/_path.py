@@ -12,7 +12,7 @@ class Path(NamedTuple):
 
     Attributes:
         steps: (operation, its arguments, which of its results) for each step from the parameter.
-        first, last: between these places in the parameter's memory lie all the elements.
+        first, last: between these bytes of the parameter's memory lie all the elements.
     """
 
     steps: tuple[tuple, ...]

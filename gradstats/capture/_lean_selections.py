@@ -6,8 +6,10 @@ picks rows and columns apart from each other, an outer product stays one: its si
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -70,19 +72,24 @@ def _writes(function: Any) -> bool:
 # what was picked tells more of them than factors that are mostly zeros.
 MOST_LEFT_OUT = 4
 
+# Places that are looked at at once.
+SLICE = 2**17
+
 
 def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor | None:
     """The gradient of an element is the sum of those in the places where it stands."""
-    factor = factor.inner if isinstance(factor, Flattened) else lean(factor)
+    inner = factor.inner if isinstance(factor, Flattened) else lean(factor)
     count, places = parent.shape.numel(), node.shape.numel()
-    if type(factor) not in PICKED or not 0 < count <= MOST_LEFT_OUT * places:
+    if type(inner) not in PICKED or not 0 < count <= MOST_LEFT_OUT * places:
         return None
     if is_compiling() or _pads_with_numbers(node):
         return None  # a graph has no values to look at
-    if node.function not in JOINS:
-        node.check_step()  # indices may have changed
-    found = Places(_numbers_in(node, parent).reshape(-1), tuple(parent.shape))
-    return PICKED[type(factor)](factor, found)
+    known = node.products
+    if known is None or known[0]() is not factor:
+        if node.function not in JOINS:
+            node.check_step()  # indices may have changed
+        known = node.products = weakref.ref(factor), Numbering(node)
+    return PICKED[type(inner)](inner, known[1].places_of(parent))
 
 
 def _pads_with_numbers(node: Derived) -> bool:
@@ -93,27 +100,72 @@ def _pads_with_numbers(node: Derived) -> bool:
     return not {*node.args[2:], *named} <= {"constant", None, 0}
 
 
-def _numbers_in(node: Derived, parent: Node) -> Tensor:
-    """Return the number of the operand's element that stands in each place; 0 for no element."""
-    device = parent.value.device
-    own = torch.arange(1, 1 + parent.shape.numel(), dtype=torch.int32, device=device)
-    own = own.view(parent.shape)
+class Numbering:
+    """The elements of all operands of an operation, numbered from 1, and where they stand.
 
-    def numbered(item):
-        if item is parent:
-            return own
-        other = isinstance(item, (Node, Tensor))
-        return torch.zeros(item.shape, dtype=torch.int32, device=device) if other else item
+    Attributes:
+        first: operand → the number of its first element.
+        size: number N of the places in the result.
+        where: the place of each element, -1 for those that stand nowhere; None if any stands in
+            several places. Then there are
+        places, numbers: (M,) where any element stands, and its number, ascending.
+    """
 
-    args, kwargs = node.args, node.kwargs
-    if node.function in JOINS:
-        args, kwargs = rebuild(args, numbered), rebuild(kwargs, numbered)
-    elif node.function in PICKS:
-        args, kwargs = rebuild((args, kwargs), lambda item: own if item is parent else item)
-    else:
-        base, index, value = args
-        args = numbered(base), index, numbered(value) if isinstance(value, (Node, Tensor)) else 0
-    return node.function(*args, **kwargs)
+    def __init__(self, node: Derived):
+        operands = list(dict.fromkeys(node.parents))
+        *starts, end = accumulate([each.shape.numel() for each in operands], initial=1)
+        self.first = dict(zip(operands, starts, strict=True))
+        numbers = self._run(node).reshape(-1)
+        self.size = len(numbers)
+        self.where: Tensor | None = numbers.new_full((end - 1,), -1)
+        standing = 0
+        for start in range(0, self.size, SLICE):
+            part = numbers[start : start + SLICE]
+            (here,) = part.nonzero(as_tuple=True)
+            self.where[part[here].long() - 1] = (here + start).to(numbers.dtype)
+            standing += len(here)
+        if standing > int((self.where >= 0).sum()):
+            self.where = None
+            (places,) = numbers.nonzero(as_tuple=True)
+            self.numbers, order = numbers[places].sort(stable=True)
+            self.places = places[order]
+
+    def _run(self, node: Derived) -> Tensor:
+        """Run the operation on the numbers of its operands' elements."""
+        kind: dict[str, Any] = {"dtype": torch.int32, "device": node.value.device}
+
+        def numbered(item):
+            if isinstance(item, Node) and item in self.first:
+                start = self.first[item]
+                return torch.arange(start, start + item.shape.numel(), **kind).view(item.shape)
+            return torch.zeros(item.shape, **kind) if isinstance(item, (Node, Tensor)) else item
+
+        args, kwargs = node.args, node.kwargs
+        if node.function in JOINS:
+            args, kwargs = rebuild((args, kwargs), numbered)
+        elif node.function in PICKS:
+            args, kwargs = rebuild(
+                (args, kwargs), lambda item: numbered(item) if isinstance(item, Node) else item
+            )
+        else:
+            base, index, value = args
+            value = numbered(value) if isinstance(value, (Node, Tensor)) else 0
+            args = numbered(base), index, value
+        return node.function(*args, **kwargs)
+
+    def places_of(self, operand: Node) -> Places:
+        """Return where the elements of one operand stand."""
+        shape, first = tuple(operand.shape), self.first[operand]
+        end = first + operand.shape.numel()
+        if self.where is None:
+            bounds = self.numbers.new_tensor([first, end])
+            own = slice(*torch.searchsorted(self.numbers, bounds).tolist())
+            return Places(shape, self.size, self.places[own], self.numbers[own].long() - first)
+        where = self.where[first - 1 : end - 1]
+        if bool((where >= 0).all()):
+            return Places(shape, self.size, where, None)
+        (elements,) = (where >= 0).nonzero(as_tuple=True)
+        return Places(shape, self.size, where[elements].long(), elements)
 
 
 @dataclass(eq=False)
@@ -121,21 +173,27 @@ class Places:
     """Where the elements of an operand stand in a tensor.
 
     Attributes:
-        numbers: (N,) the element in each place, counted from 1; 0 where there is none.
         shape: the operand's.
+        size: number of the tensor's places.
+        where: (M,) the places in which an element stands, in the order of the elements.
+        elements: (M,) the element in each of them; None where each stands in exactly one.
     """
 
-    numbers: Tensor
     shape: tuple[int, ...]
+    size: int
+    where: Tensor
+    elements: Tensor | None
 
     def within(self, parts: int) -> tuple[int, Places] | None:
         """Return the only one of several equal parts that holds elements, and the places in it."""
-        numbers = self.numbers.view(parts, -1)
-        (busy,) = numbers.any(1).nonzero(as_tuple=True)
-        if len(busy) != 1:
+        size = self.size // parts
+        if not len(self.where):
             return None
-        part = int(busy)
-        return part, Places(numbers[part], self.shape)
+        part = int(self.where[0]) // size
+        where = self.where - part * size
+        if bool((where < 0).any() or (where >= size).any()):
+            return None
+        return part, replace(self, size=size, where=where)
 
     def of_matrix(self, rows: int) -> Picks | None:
         """Return which rows and columns of the operand stand in those of the tensor.
@@ -146,24 +204,37 @@ class Places:
         Returns:
             None if the operand is not picked so, in whatever way it is divided.
         """
-        matrix = self.numbers.view(rows, -1)
-        some = matrix > 0
-        in_rows, in_columns = some.any(1), some.any(0)
-        part = matrix[in_rows][:, in_columns]
-        axes = (*range(1, len(self.shape) + 1), 0) if part.numel() else ()
-        for axis in axes:
-            width = product(self.shape[axis:])
-            picked, across = (part[:, 0] - 1) // width, (part[0] - 1) % width
-            if torch.equal(picked[:, None] * width + across + 1, part):
-                of_rows, of_columns = (here.to(part.dtype) for here in (in_rows, in_columns))
-                of_rows[in_rows], of_columns[in_columns] = picked + 1, across + 1
-                return Picks(of_rows, of_columns, product(self.shape) // width, width)
+        for axis in (*range(1, len(self.shape) + 1), 0):
+            picks = self._divided(rows, self.size // rows, product(self.shape[axis:]))
+            if picks is not None:
+                return picks
         return None
 
-    def added(self, values: Tensor, numbers: Tensor) -> Vector:
-        """Return the gradient that is the sum of values (B, n) of elements with these numbers."""
-        count = product(self.shape)
-        values = added(values.mT, numbers, count + 1)[1:].mT
+    def _divided(self, rows: int, columns: int, width: int) -> Picks | None:
+        """Do the same for an operand whose rows have ``width`` elements."""
+        height = product(self.shape) // width
+        of_rows, of_columns = (self.where.new_zeros(n, dtype=torch.long) for n in (rows, columns))
+        if self.elements is None:
+            where = self.where.view(height, width)
+            row, column = where[:, 0] // columns, where[0] % columns
+            of_rows[row.long()], of_columns[column.long()] = (
+                torch.arange(1, 1 + n, device=where.device) for n in (height, width)
+            )
+            same = torch.equal(row[:, None] * columns + column, where)
+        else:
+            row, column = self.where // columns, self.where % columns
+            mine, across = self.elements // width + 1, self.elements % width + 1
+            of_rows[row], of_columns[column] = mine, across
+            same = torch.equal(of_rows[row], mine) and torch.equal(of_columns[column], across)
+            met = of_rows.count_nonzero() * of_columns.count_nonzero()
+            same = same and int(met) == len(self.where)
+        return Picks(of_rows, of_columns, height, width) if same else None
+
+    def added(self, values: Tensor) -> Vector:
+        """Return the gradient that is the sum of values (B, M), one for each place."""
+        values = cast(values, compute_dtype(values))
+        if self.elements is not None:
+            values = added(values.mT, self.elements, product(self.shape)).mT
         return Vector(values.reshape(-1, *self.shape), self.shape)
 
 
@@ -200,7 +271,7 @@ def _picked(side: Tensor, picks: Tensor, size: int) -> Tensor:
 def _of_vector(factor: Vector, places: Places) -> Factor | None:
     if factor.axis is not None:
         return None
-    return places.added(factor.values.reshape(factor.batch, -1), places.numbers)
+    return places.added(factor.values.reshape(factor.batch, -1)[:, places.where])
 
 
 def _of_outer(factor: Outer, places: Places) -> Factor | None:
@@ -213,24 +284,24 @@ def _of_outer(factor: Outer, places: Places) -> Factor | None:
             return None
         group, places = found
         left, right = left[:, group, None], right[:, group, None]
-    picks = places.of_matrix(left.shape[3])
+    rows, columns = left.shape[3], right.shape[3]
+    picks = places.of_matrix(rows)
     if picks is not None:
         left, right = picks.of(left, right)
         if min(picks.height, picks.width) > 1:
             return Outer(left, right, places.shape)
         values = (cast(left, compute_dtype(left, right)) * right).sum((1, 2))
         return Vector(values.reshape(-1, *places.shape), places.shape)
-    matrix = places.numbers.view(left.shape[3], -1)
-    row, column = matrix.nonzero(as_tuple=True)
-    if len(row) > sum(matrix.shape):
+    if len(places.where) > rows + columns:
         return None
+    row, column = places.where.long() // columns, places.where.long() % columns
     values = cast(left[..., row], compute_dtype(left, right)) * right[..., column]
-    return places.added(values.sum((1, 2)), matrix[row, column])
+    return places.added(values.sum((1, 2)))
 
 
 def _of_ragged(factor: Ragged, places: Places) -> Factor | None:
     picks = places.of_matrix(factor.left.shape[1])
-    if picks is None or picks.height != places.shape[0]:
+    if picks is None or places.shape[:1] != (picks.height,):
         return None
     left, right = picks.of(factor.left, factor.right)
     return replace(factor, left=left, right=right, shape=places.shape)
@@ -244,13 +315,14 @@ def _of_experts(factor: Experts, places: Places) -> Factor | None:
 def _of_rows(factor: Rows, places: Places) -> Factor | None:
     """Rows of a table that stand in another, as they are."""
     picks = places.of_matrix(factor.shape[0])
-    if picks is None or picks.height != places.shape[0] or len(picks.columns) != picks.width:
+    if picks is None or places.shape[:1] != (picks.height,):
         return None
-    if not bool((picks.columns.diff() == 1).all()):
+    whole = torch.arange(1, 1 + picks.width, device=picks.columns.device)
+    if not torch.equal(picks.columns, whole):
         return None
     number = picks.rows[factor.ids]
     grad = factor.grad.masked_fill((number == 0).unsqueeze(1), 0)
-    ids = (number - 1).clamp(min=0).long()
+    ids = (number - 1).clamp(min=0)
     return replace(factor, ids=ids, grad=grad, shape=places.shape, lookup=None)
 
 
@@ -260,7 +332,7 @@ def _of_patches(factor: Patches, places: Places) -> Factor | None:
     picks = places.of_matrix(factor.shape[0])
     if picks is None or factor.geometry.groups > 1 or places.shape[2:] != kernel:
         return None
-    if picks.height != places.shape[0]:
+    if places.shape[:1] != (picks.height,):
         return None
     columns = picks.columns.view(factor.shape[1], -1)
     size = columns.shape[1]
@@ -275,13 +347,10 @@ def _of_patches(factor: Patches, places: Places) -> Factor | None:
 
 def _of_masked(factor: Masked, places: Places) -> Factor | None:
     """Elements that were multiplied, each of which stands in one place."""
-    inner = PICKED[type(factor.inner)](factor.inner, places)
-    counts = places.numbers.bincount(minlength=1 + product(places.shape))[1:]
-    if not isinstance(inner, (Outer, Patches, Ragged)) or int(counts.max()) > 1:
+    inner = PICKED[type(factor.inner)](factor.inner, places) if places.elements is None else None
+    if not isinstance(inner, (Outer, Patches, Ragged)):
         return None
-    mask = factor.mask.new_zeros(1 + len(counts))
-    mask[places.numbers] = factor.mask.reshape(-1)
-    return Masked(inner, mask[1:].view(places.shape))
+    return Masked(inner, factor.mask.reshape(-1)[places.where].view(places.shape))
 
 
 PICKED: dict[type, Callable[[Any, Places], Factor | None]] = {

@@ -40,8 +40,9 @@ from gradstats.contractions import (
     well_conditioned,
 )
 
-# Tensors that more operations lie behind are pulled back through all of them at once.
-DEEPEST = 64
+# Tensors that more operations lie behind are pulled back through all of them at once: each lean
+# step takes two of the calls that Python lets follow one another.
+DEEPEST = 200
 
 # Examples that are pulled back one by one through a custom Function before it is checked.
 FUNCTION_CHUNK = 8
@@ -196,6 +197,7 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
                 left.remove(root)
             else:
                 found[root] += above[root]
+    node.products = None
     sums = {root: _sum(found[root]) for root in left}
     return {root: factors for root, factors in sums.items() if factors}
 
@@ -310,9 +312,12 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
     if not steps:
         return ()
     view = root.value if view is None else view
-    last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
-    first = int(view.storage_offset())
-    return Path(tuple(reversed(steps)), first, first + int(last))
+    # In bytes: of a complex parameter, one may show complex elements and another real ones. From
+    # the parameter on, which may itself be a part of something larger.
+    size = view.element_size()
+    first = view.storage_offset() * size - root.value.storage_offset() * root.value.element_size()
+    last = sum((count - 1) * step for count, step in zip(view.shape, view.stride(), strict=True))
+    return Path(tuple(reversed(steps)), int(first), int(first + (last + 1) * size - 1))
 
 
 def _is_isometric(node: Derived) -> bool:

@@ -25,6 +25,9 @@ OTHER_TOLERANCE = 2e-2
 # batch are smaller by about as much, and a backward that clips gradients might leave them alone.
 LARGEST_WEIGHT = 1024
 
+# Gradients this many times smaller than what the rounding of unit ones changes hold no digits.
+ROUNDING = 8
+
 # PyTorch's error message where a backward cannot be differentiated.
 NO_DERIVATIVE = re.compile("derivative for .* is not implemented")
 
@@ -108,6 +111,11 @@ class Replay:
         return bool(difference.abs() <= tolerance * met.norm() * pulled.norm())
 
 
+def _weighted(weights: Tensor, gradients: Tensor) -> Tensor:
+    """Return the weighted sum of the norms of gradients (B, *)."""
+    return (weights * gradients.reshape(len(gradients), -1).norm(dim=1)).sum()
+
+
 def _dense(pulled: Tensor) -> Tensor:
     """Return a gradient in the dtype of statistics, a sparse one of embeddings made dense."""
     dense = pulled if pulled.layout == torch.strided else pulled.to_dense()
@@ -165,13 +173,14 @@ class FunctionReplay(Replay):
         count = len(cotangents)
         weights = torch.linspace(LARGEST_WEIGHT / 2, LARGEST_WEIGHT, count).to(cotangents)
         together = self.pull(torch.tensordot(weights, cotangents, 1))
+        # What is nothing but rounding adds up to anything.
+        rounding = ROUNDING * torch.finfo(cotangents.dtype).eps * _weighted(weights, cotangents)
         for pulled, whole in zip(found, together, strict=True):
-            self._check_sum(weights.to(pulled), pulled, whole)
+            own = weights.to(pulled)
+            missing = (whole - torch.tensordot(own, pulled, 1)).norm() - rounding
+            self._check_sum(missing / _weighted(own, pulled).clamp(min=1e-300))
 
-    def _check_sum(self, weights: Tensor, pulled: Tensor, whole: Tensor) -> None:
-        expected = torch.tensordot(weights, pulled, 1)
-        size = (weights * pulled.reshape(len(pulled), -1).norm(dim=1)).sum()
-        difference = (whole - expected).norm() / size.clamp(min=1e-300)
+    def _check_sum(self, difference: Tensor) -> None:
         tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
         if bool(difference > tolerance):  # NaN passes: non-finite gradients are reported elsewhere
             raise UnsupportedOperationError(

@@ -296,3 +296,12 @@ def test_scores_in_double_precision():
     rows = flat(oracle_gradients(model, loader[0], uneven_loss))
     assert scores[:, 0].dtype == np.float64
     np.testing.assert_allclose(scores[:, 0], rows @ rows[0], rtol=1e-12)
+
+
+def test_parts_of_a_parameter_shown_as_complex_and_as_real_numbers():
+    def function(m, x):
+        pairs = functional.linear(x[..., :2], torch.view_as_real(m.w)[2:4]).sum(-1, keepdim=True)
+        return pairs + functional.linear(x[..., :2].to(m.w.dtype), m.w[2:4].view(1, 2)).real
+
+    check_operation(function, {"w": numbers(4)}, normal(BATCH, POSITIONS, WIDTH))
+    check_operation(function, {"w": numbers(4)}, normal(BATCH, WIDTH))

@@ -471,6 +471,33 @@ def test_a_backward_that_is_not_linear_is_refused(function, batch):
     )
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, scale):
+        ctx.save_for_backward(weight, scale)
+        return weight * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, scale = ctx.saved_tensors
+        return grad * scale, (grad * weight).sum()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gradient_that_is_nothing_but_rounding_is_not_refused(seed):
+    torch.manual_seed(seed)
+    model = Operation(
+        lambda m, x: functional.linear(x, functional.normalize(Scaled.apply(m.w, m.s), dim=(0, 1))),
+        {"w": (5, 4), "s": torch.tensor(1.3)},
+        upstream=False,
+    )
+    batch = (normal(8, 4),)
+    got = gs.per_example_norms(model, batch, uneven_loss)
+    torch.testing.assert_close(
+        got.sqnorm, sum(oracle_sqnorms(model, batch, uneven_loss).values()), rtol=1e-9, atol=0
+    )
+
+
 class Dropped(torch.autograd.Function):
     @staticmethod
     def forward(ctx, w):

@@ -1,5 +1,7 @@
 """Weights that are joined, padded, repeated or put in another order before they meet data."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +112,23 @@ def test_tables():
     ids = torch.randint(7, (BATCH, POSITIONS))
     check_operation(function, {"old": (4, 3), "new": (3, 2)}, ids)
 
+    def moved(m, ids):
+        return functional.embedding(ids, functional.pad(m.table, (1, -1)))
+
+    check_operation(moved, {"table": (7, 3)}, ids)
+
+
+def with_numbers(m):
+    """Return a table of two trained numbers, which have no axes."""
+    whole = torch.ones(3, 2).double()
+    whole[1, 1], whole[0, 0] = m.s, m.s * m.t
+    return whole
+
+
+def test_numbers_in_tables():
+    ids = torch.randint(3, (BATCH, POSITIONS))
+    check_operation(lambda m, x: functional.embedding(x, with_numbers(m)), {"s": (), "t": ()}, ids)
+
 
 @pytest.mark.parametrize("form", [lambda w: w, lambda w: w.flip(1), lambda w: w.flip(0)])
 def test_experts_of_their_own(form):
@@ -121,13 +140,20 @@ def test_experts_of_their_own(form):
     check_operation(function, shapes, normal(6, WIDTH), **SINGLE)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_packed_examples(axis):
-    shapes = {"v": [3, WIDTH], "u": [3, WIDTH], "w": [3, WIDTH]}
-    shapes["u"][axis] = 2
+@pytest.mark.parametrize(
+    "case",
+    [
+        (dict.fromkeys("vuw", (2, WIDTH)), joined(0)),
+        ({"v": (3, WIDTH), "u": (3, 2), "w": (3, 1)}, joined(1)),
+        ({"s": (), "t": ()}, with_numbers),
+    ],
+    ids=["rows", "columns", "numbers"],
+)
+def test_packed_examples(case):
+    shapes, make = case
 
     def function(m, x):
-        weight = joined(axis)(m)
+        weight = make(m)
         return functional.linear(x[:, : weight.shape[1]], weight.flip(0)).tanh()
 
     model = Operation(function, shapes, upstream=False)
@@ -169,3 +195,44 @@ def test_indices_that_change_after_the_forward_are_refused():
         ids.add_(1).remainder_(3)
         with pytest.raises(gs.UnsupportedOperationError, match="computed again"):
             tracked.backward(losses)
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        lambda w: w.repeat(1024),
+        lambda w: w.repeat_interleave(1024),
+        lambda w: w[torch.arange(4096) % 4],
+        lambda w: w.index_select(0, torch.arange(4096) % 4),
+    ],
+)
+def test_repeated_elements_of_half_precision_are_added_up_in_single(repeat):
+    model = Operation(lambda m, x: x * repeat(m.w), {"w": (4,)}, upstream=False).bfloat16()
+    x = (torch.rand(BATCH, 4096) + 0.5).bfloat16()
+
+    def losses(model, batch):
+        return model(batch).double().sum(1)
+
+    # The products are rounded before they are added up.
+    expected = oracle_sqnorms(copy.deepcopy(model).double(), x.double(), losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-3)
+
+
+def test_long_chains_of_lean_steps_form_no_gradients():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+            self.scales = nn.ParameterList(torch.ones(()) for _ in range(100))
+
+        def forward(self, x):
+            weight = self.weight
+            for scale in self.scales:
+                weight = weight * scale
+            return functional.linear(x, weight)
+
+    model, batch = Scaled(), torch.randn(16, 64)
+    ledger = peak_memory(
+        lambda: gs.per_example_norms(model, batch, lambda m, x: m(x).square().mean(1), gram=True)
+    )
+    assert ledger.largest == 64 * 64
