@@ -106,6 +106,36 @@ def test_einsum_of_a_list_of_operands():
     )
 
 
+class Optimizer:
+    """Has the last two operands contracted first, as opt_einsum may."""
+
+    def contract_path(self, equation, *operands, **options):
+        return [(last, last - 1) for last in range(len(operands) - 1, 0, -1)], "explained"
+
+
+FACTORS = {
+    "CP": ("...ai,ir,jr,r->...aj", {"u": (4, 3), "v": (5, 3), "w": (3,)}),
+    "Tucker": ("bti,ip,pq,jq->btj", {"u": (4, 2), "v": (2, 3), "w": (5, 3)}),
+    "broadcast": ("b...i,ij,...jk->b...k", {"u": (4, 2), "v": (1, 2, 3)}),
+}
+
+
+@pytest.mark.parametrize("case", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("last_first", [False, True])
+def test_einsum_of_several_operands(case, last_first, monkeypatch):
+    equation, parameters = case
+    if last_first:
+        optimizer = torch.backends.opt_einsum
+        monkeypatch.setattr(optimizer, "enabled", True, raising=False)
+        monkeypatch.setattr(optimizer, "is_available", lambda: True)
+        monkeypatch.setattr(optimizer, "get_opt_einsum", Optimizer)
+
+    def function(m, x):
+        return torch.einsum(equation, x, *(getattr(m, name) for name in parameters))
+
+    check_operation(function, parameters, normal(3, 6, 4))
+
+
 def test_einsum_with_as_many_of_everything_as_examples():
     check_operation(
         lambda m, x: torch.einsum("bthd,hde->bthe", x, m.w), {"w": (3, 3, 3)}, normal(3, 3, 3, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -116,7 +117,7 @@ NO_INDICES = str.maketrans("", "", " .")
 
 
 def einsum(tracker, func, equation, *operands):
-    """A contraction of any number of operands: of two at a time, from the left."""
+    """A contraction of any number of operands: of two at a time."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if isinstance(equation, str):
@@ -124,7 +125,7 @@ def einsum(tracker, func, equation, *operands):
         if any(len(set(indices)) < len(indices) for indices in terms):
             return Composed(of_diagonals)(tracker, func, equation, *operands)
         if len(operands) > 2:
-            return Composed(from_the_left)(tracker, func, equation, *operands)
+            return Composed(by_pairs)(tracker, func, equation, *operands)
     return _products.einsum(tracker, func, equation, *operands)
 
 
@@ -145,17 +146,30 @@ def of_diagonals(equation: str, *operands: Tensor) -> Tensor:
     return torch.einsum(f"{terms}->{''.join(out)}", *diagonals)
 
 
-def from_the_left(equation: str, first: Tensor, second: Tensor, *others: Tensor) -> Tensor:
-    """Contract two operands, then the result with the next, and so on."""
-    inputs, out = parse_equation(equation, [operand.dim() for operand in (first, second, *others)])
-    for place, other in enumerate((second, *others), start=1):
-        wanted = {*out, *(index for spec in inputs[place + 1 :] for index in spec)}
-        pair = [*dict.fromkeys((*inputs[0], *inputs[place]))]
-        kept = out if place == len(others) + 1 else [index for index in pair if index in wanted]
-        terms = ["".join(spec) for spec in (inputs[0], inputs[place], kept)]
-        first = torch.einsum("{},{}->{}".format(*terms), first, other)
-        inputs[0] = kept
-    return first
+def by_pairs(equation: str, *operands: Tensor) -> Tensor:
+    """Contract two operands at a time, those first that PyTorch contracts first."""
+    inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
+    waiting = list(zip(inputs, operands, strict=True))
+    for places in _order(",".join(map("".join, inputs)) + "->" + "".join(out), operands):
+        (one, first), (other, second) = (waiting[place] for place in places)
+        waiting = [each for place, each in enumerate(waiting) if place not in places]
+        wanted = {*out, *(index for spec, _ in waiting for index in spec)}
+        both = dict.fromkeys((*one, *other))
+        kept = [index for index in both if index in wanted] if waiting else out
+        terms = map("".join, (one, other, kept))
+        waiting.append((kept, torch.einsum("{},{}->{}".format(*terms), first, second)))
+    return waiting[0][1]
+
+
+def _order(equation: str, operands: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
+    """Return the places of the operands to contract next; what they give comes to stand last."""
+    optimizer = torch.backends.opt_einsum
+    if optimizer.enabled and optimizer.is_available():
+        shapes = [tuple(operand.shape) for operand in operands]
+        path = optimizer.get_opt_einsum().contract_path
+        found = path(equation, *shapes, shapes=True, optimize=optimizer.strategy)[0]
+        return [tuple(sorted(places)) for places in found]
+    return [(0, 1), *((left, 0) for left in range(len(operands) - 2, 0, -1))]
 
 
 def tensordot(a: Tensor, b: Tensor, dims=2, out=None) -> Tensor:
