@@ -17,6 +17,7 @@ from benchmarks.ledger import MemoryLedger, peak_memory
 from benchmarks.workloads import Transformer, classification, next_token
 from gradstats import _cost
 from gradstats.statistics._kept import keep
+from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 MIB = 1024 * 1024
 
@@ -276,6 +277,18 @@ def test_the_gradient_of_tied_logits_is_not_kept():
         gs.per_example_norms(gpt, batch, next_token, workspace=MIB)
     handle.remove()
     assert alive and max(alive) < logits
+
+
+def test_long_texts_of_few_tied_characters_take_no_more_than_their_logits():
+    """Of all pairs of positions, which characters they are is all that counts."""
+    gpt = Transformer(layers=0, width=16, heads=2, vocabulary=8, positions=512)
+    gpt.head.weight = gpt.tokens.weight
+    characters = torch.randint(8, (4, 513))
+    batch = (characters[:, :-1].contiguous(), characters[:, 1:].contiguous())
+    expected = oracle_sqnorms(copy.deepcopy(gpt).double(), batch, next_token)
+    ledger = peak_memory(lambda: gs.per_example_norms(gpt, batch, next_token))
+    assert ledger.largest <= 4 * 512 * 16
+    assert_sqnorms(gs.per_example_norms(gpt, batch, next_token), expected, 1e-4)
 
 
 class Copies(TorchDispatchMode):

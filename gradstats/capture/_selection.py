@@ -71,21 +71,22 @@ class Anatomy:
         if parameters is None and not leave_out:
             return trainable
         include = patterns_of("parameters", parameters) if parameters is not None else ("*",)
+        chosen: list[set[str]] = []
         for patterns, own, which in (
             (include, trainable, "parameter that requires grad"),
             (leave_out, named, "parameter"),
         ):
+            chosen.append(set())
             for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in own):
+                found = _matching(pattern, own)
+                chosen[-1].update(found)
+                if not found:
                     raise CoverageError(
                         f"the pattern {pattern!r} matches no {which}. Expected a pattern of one "
                         f"of {list(own)[:8]}{' …' if len(own) > 8 else ''}."
                     )
-        selected = {
-            name: parameter
-            for name, parameter in trainable.items()
-            if _matches(name, include) and not _matches(name, leave_out)
-        }
+        names = chosen[0] - chosen[1]
+        selected = {name: parameter for name, parameter in trainable.items() if name in names}
         if not selected:
             raise CoverageError(
                 f"parameters={parameters!r} and exclude={exclude!r} leave no parameter to measure. "
@@ -259,5 +260,8 @@ def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:
     raise CoverageError(f"{name} {given}, expected an fnmatch pattern over names, or several.")
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _matching(pattern: str, names: Collection[str]) -> list[str]:
+    """Return the names that an fnmatch pattern matches."""
+    if not any(sign in pattern for sign in "*?["):
+        return [pattern] if pattern in names else []
+    return [name for name in names if fnmatchcase(name, pattern)]

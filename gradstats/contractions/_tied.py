@@ -72,7 +72,8 @@ def inner_with_rows(factor: Outer | Ragged, rows: Rows, workspace: int) -> Tenso
 def _gathered(factor, rows: Lookup | Rows, workspace: int) -> Iterator:
     """Yield slices of rows with Σ_t left_t[ids[n]] right_t for the rows n of the slice.
 
-    Only the columns of ``left`` at the example's own ids are touched. The device is not asked how
+    Only the columns of ``left`` at the example's own ids are touched, or all of them where there
+    are more ids, as in long texts of few characters. The device is not asked how
     many rows an example has where shapes tell: a backward begins with the projection, and would
     wait there for all of the forward pass.
     """
@@ -88,6 +89,11 @@ def _gathered(factor, rows: Lookup | Rows, workspace: int) -> Iterator:
     start = 0
     for number, count in enumerate(counts):
         left, right = _of_example(factor, number)
+        if left.shape[1] <= count:
+            here = slice(start, start + count)
+            yield here, (left.to(dtype).mT @ right.to(dtype))[ids[here]]
+            start += count
+            continue
         scratch = 2 * (left.shape[0] + right.shape[1]) * dtype.itemsize
         chunk = max(1, workspace // max(1, scratch))
         for first in range(start, start + count, chunk):
@@ -101,7 +107,9 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
     """Yield the same for examples that look up as many rows each, several at a time: ids (B, n)."""
     left, right = factor.left[:, 0], factor.right[:, 0]  # (B, T, vocabulary), (B, T, width)
     positions, count = left.shape[1], ids.shape[1]
-    width = 2 * count * (positions + right.shape[2]) + positions * right.shape[2]
+    few = left.shape[2] <= count
+    columns = left.shape[2] if few else count
+    width = 2 * columns * positions + (positions + columns + count) * right.shape[2]
     scratch = width * dtype.itemsize
     if left.is_cpu:
         chunk = _cost.examples_per_chunk(scratch, factor.batch, workspace)
@@ -109,9 +117,13 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
         chunk = max(1, min(factor.batch, workspace // max(1, scratch)))
     for start in range(0, factor.batch, chunk):
         own = slice(start, min(start + chunk, factor.batch))
-        index = ids[own, None].expand(-1, positions, -1)
-        columns = left[own].gather(2, index).to(dtype)  # (b, T, n)
-        gathered = columns.mT @ right[own].to(dtype)
+        if few:
+            whole = left[own].to(dtype).mT @ right[own].to(dtype)  # (b, vocabulary, width)
+            gathered = whole.gather(1, ids[own, :, None].expand(-1, -1, whole.shape[2]))
+        else:
+            index = ids[own, None].expand(-1, positions, -1)
+            chosen = left[own].gather(2, index).to(dtype)  # (b, T, n)
+            gathered = chosen.mT @ right[own].to(dtype)
         yield slice(own.start * count, own.stop * count), gathered.flatten(0, 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ class Data:
         """Number of batches."""
         return len(self.sizes)
 
-    @property
+    @cached_property
     def spans(self) -> list[slice]:
         """The rows of each batch."""
         ends = np.cumsum(self.sizes)
