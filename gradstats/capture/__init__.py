@@ -24,7 +24,8 @@ What is tracked
     _replay      a derived tensor computed again, to pull gradients back through it
     _drawn       operations that draw random numbers, drawn again
     _slices      what was repeated for the batch, pulled back as data are
-    _lineage     pulling a derived tensor's factors back to its parameters
+    _lineage     pulling a derived tensor's factors back to its parameters; _parts those of several
+                 uses at once
     _lean_steps, _lean_products, _lean_reductions, _lean_normalisations, _lean_selections  the steps
                  of that way that keep factors lean
 

@@ -227,22 +227,6 @@ def _sum(factors: list[Factor]) -> list[Factor] | None:
     return merged if adds_up(merged) else None
 
 
-def joined(factors: list[Factor]) -> list[Factor]:
-    """Return factors with the same sum, those of one derived tensor merged before the way back."""
-    uses: dict[Node, list[Pulled]] = {}
-    found: list[Factor] = []
-    for factor in factors:
-        if type(factor) is Pulled:
-            uses.setdefault(factor.node, []).append(factor)
-        else:
-            found.append(factor)
-    for first, *more in uses.values():
-        merged = merge([each.inner for each in (first, *more)])
-        together: dict[Root, Contraction | None] = {first.root: None} if more else first.together
-        found += [replace(first, inner=inner, together=together) for inner in merged]
-    return found
-
-
 def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     """Return the squared norms of a pulled-back factor that is its root's only one.
 
@@ -254,18 +238,27 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     if known is not None:
         return known
     node: Node = factor.node
-    while isinstance(node, Derived) and _is_isometric(node):
+    while isinstance(node, Derived) and is_isometric(node):
         node = node.parents[0]
     if node is factor.root:
         return sqnorm([factor.inner], workspace)
     alone = [root for root in factor.together if root.has_one_use or root is factor.root]
-    factor.together.update(zip(alone, _sqnorms_together(factor, alone, workspace), strict=True))
+    norms = sqnorms_together(factor.inner, factor.node, alone, workspace)
+    factor.together.update(zip(alone, norms, strict=True))
     return pulled_sqnorm(factor, workspace)
 
 
-def _sqnorms_together(factor: Pulled, roots: Sequence[Root], workspace: int) -> list[Contraction]:
-    """Return the squared norms of the only factors of several parameters, pulled back at once."""
-    node = factor.node
+def sqnorms_together(
+    factor, node: Derived, roots: Sequence[Root], workspace: int
+) -> list[Contraction]:
+    """Return the squared norms of several parameters to which a factor is pulled back at once.
+
+    Args:
+        factor: of a tensor derived from the parameters.
+        node: the tensor.
+        roots: the parameters.
+        workspace: bytes of scratch.
+    """
     replay = replay_of(node, roots)
     itemsize = compute_dtype(node.value).itemsize
     size = itemsize * (node.widest + sum(root.parameter.numel() for root in roots))
@@ -275,7 +268,7 @@ def _sqnorms_together(factor: Pulled, roots: Sequence[Root], workspace: int) -> 
         chunk = max(2, chunk, min(FUNCTION_CHUNK, workspace // size))
     norms: list[list[Tensor]] = [[] for _ in roots]
     for start in range(0, factor.batch, chunk):
-        inner = factor.inner.select(slice(start, start + chunk))
+        inner = factor.select(slice(start, start + chunk))
         for found, pulled in zip(norms, replay.pull_each(inner), strict=True):
             found.append(rows_squared_norms(pulled))
     dtype = compute_dtype(node.value)
@@ -301,7 +294,7 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
     (root,) = node.roots
     view: Tensor | None = None
     while isinstance(node, Derived):
-        if not _is_isometric(node):
+        if not is_isometric(node):
             return None
         # The other arguments of a cast or a copy do not affect which elements it holds.
         arguments = "" if is_cast(node) else repr((node.args[1:], node.kwargs))
@@ -320,7 +313,8 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
     return Path(tuple(reversed(steps)), int(first), int(first + (last + 1) * size - 1))
 
 
-def _is_isometric(node: Derived) -> bool:
+def is_isometric(node: Derived) -> bool:
+    """Whether a tensor has some elements of its only operand, each once."""
     if node.function not in SAME_NUMBERS and (
         node.value.is_complex() != node.parents[0].value.is_complex()
     ):

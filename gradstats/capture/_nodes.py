@@ -165,8 +165,13 @@ class Root(Node):
     def settle(self) -> None:
         """Note that a use has delivered; contract when it was the last one."""
         self.expected -= 1
-        if self.expected <= 0 and not (self.postponed or self.of_slices):
+        if self.is_complete:
             self.contract()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all uses have delivered, and may be contracted."""
+        return self.expected <= 0 and not (self.postponed or self.of_slices)
 
     def settle_alone(self, result: Contraction) -> None:
         """Note that the only use has delivered, with the squared norms of its factor."""

@@ -46,7 +46,7 @@ class Replay:
         self.widest = node.widest
         self.leaves, self.value = node.replay_from(roots, copies)
 
-    def pull_each(self, factor: Factor) -> list[Tensor]:
+    def pull_each(self, factor) -> list[Tensor]:
         """Return the roots' per-example gradients, given a factor of the derived tensor."""
         cotangents = factor.dense().to(self.value)
         if len(cotangents) == 1:
@@ -133,7 +133,7 @@ class FunctionReplay(Replay):
         super().__init__(node, roots, copies)
         self.described, self.names = node.describe(), [root.name for root in roots]
 
-    def pull_each(self, factor: Factor) -> list[Tensor]:
+    def pull_each(self, factor) -> list[Tensor]:
         cotangents = factor.dense().to(self.value)
         found = self._pull_in_turn(cotangents)
         self._check_linear(cotangents, found)

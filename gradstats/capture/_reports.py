@@ -11,8 +11,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats._factors import Factor, Outer, Ragged, Rows
 from gradstats.capture._consumers import Arrival
-from gradstats.capture._lineage import Pulled, joined, pulled_sqnorm
+from gradstats.capture._lineage import Pulled, pulled_sqnorm
 from gradstats.capture._nodes import Root, closed_before
+from gradstats.capture._parts import joined, parts_sqnorm
 from gradstats.capture._uses import Settings
 from gradstats.contractions import (
     Contraction,
@@ -178,7 +179,8 @@ class Reports:
         if isinstance(fused, Fused) and len(delivered) == 1:
             norms, total = fused.norms, fused.total
         elif consumer is None:
-            norms = self._sqnorm(factors)
+            parts = parts_sqnorm(root, delivered, self._settings.workspace)
+            norms = self._sqnorm(factors) if parts is None else parts
         elif consumer.needs_norms:
             if not any(map(on_chip, factors)):
                 # Gradients smaller than their factors are formed once for both, norms and products.

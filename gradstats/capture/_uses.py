@@ -152,8 +152,12 @@ class Use:
                 parts = max(len(terms), sum(root in other.roots for other in self.nodes))
                 for own in terms:
                     root.deliver(_held(own, root), parts)
+        # All at first: what one contracts may serve the others that are complete as well.
         for root in self.roots:
-            root.settle()
+            root.expected -= 1
+        for root in self.roots:
+            if root.is_complete:
+                root.contract()
 
 
 def _norms(factor: Factor | Fused, settings: Settings) -> Contraction:

@@ -347,6 +347,51 @@ def test_parametrization_that_is_cached(wrap):
     check_operation(function, {"layer": layer}, normal(BATCH, WIDTH))
 
 
+# what makes two (WIDTH, WIDTH) weights of (2, WIDTH, WIDTH)
+PARTS = {
+    "unbind": lambda w: w.unbind(),
+    "split": lambda w: [part.view(WIDTH, WIDTH) for part in w.flatten().split(WIDTH**2)],
+    "index": lambda w: (w[1], w.transpose(1, 2)[0]),
+    "overlapping": lambda w: (w.flatten()[: WIDTH**2].view(WIDTH, WIDTH), w[:, 1:3].flatten(0, 1)),
+    "the whole": lambda w: (w[0], w.sum(0) + w[1], w.view(2 * WIDTH, WIDTH)[WIDTH:]),
+    "a cast": lambda w: (w[0].to(torch.complex128).real, w[1]),
+    "twice": lambda w: (w[0], w[0], w[1, 1:3].repeat(2, 1)),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("options", [{}, {"workspace": 1}], ids=str)
+def test_parts_of_what_a_network_made(parts, options):
+    def function(m, x, apart):
+        # Further uses of either parameter, before the parts are used and after it.
+        x = x * m.v[:, :1] if apart == "v" else x * m.w[0, :WIDTH] if apart == "w" else x
+        for weight in parts((m.v.tanh() @ m.w).view(2, WIDTH, WIDTH).sin()):
+            x = functional.linear(x, weight).tanh()
+        return x * m.w.mean() if apart == "mean" else x
+
+    shapes = {"v": (1, 3), "w": (3, 2 * WIDTH**2)}
+    for apart in (None, "v", "w", "mean"):
+        used = partial(function, apart=apart)
+        check_operation(used, shapes, normal(BATCH, POSITIONS, WIDTH), **options)
+
+
+def test_parts_of_one_derived_tensor_are_pulled_back_together(monkeypatch):
+    replayed = []
+    replay_from = Derived.replay_from
+    monkeypatch.setattr(
+        Derived, "replay_from", lambda *args: replayed.append(args[0]) or replay_from(*args)
+    )
+
+    def function(m, x):
+        for weight in (m.v.tanh() @ m.w).view(-1, WIDTH, WIDTH):
+            x = functional.linear(x, weight).tanh()
+        return x
+
+    model = Operation(function, {"v": (1, 3), "w": (3, 5 * WIDTH**2)}, upstream=False)
+    gs.per_example_norms(model, (normal(BATCH, WIDTH),), uneven_loss)
+    assert len(replayed) == 1
+
+
 def test_uses_of_one_derived_tensor_are_pulled_back_together(monkeypatch):
     replayed = []
     replay_from = Derived.replay_from

@@ -141,6 +141,10 @@ USES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda x, m: functional.conv1d(x.mT, m.unsqueeze(1), padding=m.shape[1]),
     lambda x, m: functional.embedding((3 * x).long().abs() % m.shape[0], m) * x.unsqueeze(-1),
     lambda x, m: (x * torch.linspace(1, 2, m.shape[0]))[:, None] @ torch.stack([m, m.exp()]),
+    lambda x, m: torch.cat(
+        [functional.linear(x * torch.linspace(1, 2, m.shape[1]), part) for part in m.split(1)], 2
+    ),
+    lambda x, m: x * m[:, 0] + (x * m.flatten()[-2:]).sum(-1, keepdim=True),
     lambda x, m: functional.conv1d(
         x.mT.cos() * torch.linspace(1, 2, m.shape[1])[:, None],
         torch.stack([m, 2 * m], 2),
