@@ -102,6 +102,55 @@ def test_they_are_constants_where_they_cannot_be_data(losses, size):
     torch.testing.assert_close(torch.tensor(scores.self_influence), sum(expected.values()))
 
 
+MASK = (torch.arange(HIDDEN * WIDTH) % 3 > 0).double().view(HIDDEN, WIDTH)
+
+
+def masked(weight):
+    return MASK * weight
+
+
+class Masked(nn.Module):
+    """A layer whose constants stand in the file that it is written in."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, WIDTH).double())
+        self.form = form
+
+    def forward(self, x):
+        return functional.linear(x, getattr(self, f"by_{self.form}")(self.weight))
+
+    def by_product(self, weight):
+        return weight * MASK
+
+    def by_difference(self, weight):
+        return EARLIER["0.weight"] - weight
+
+    def by_function(self, weight):
+        return masked(weight)
+
+
+class Kept(Masked):
+    """A layer that keeps a function of its constants."""
+
+    def __init__(self):
+        super().__init__("function")
+        hidden = MASK.flip(0)
+        self.by_function = lambda weight: weight * hidden
+
+
+@pytest.mark.parametrize("size", [6, WIDTH, HIDDEN, CLASSES])
+@pytest.mark.parametrize("layer", ["product", "difference", "function", "kept"])
+def test_so_are_those_of_layers(layer, size):
+    first = Kept() if layer == "kept" else Masked(layer)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(HIDDEN, CLASSES)).double()
+    batch = torch.randn(size, WIDTH).double(), torch.randint(CLASSES, (size,))
+    expected = oracle_sqnorms(model, batch, classify)
+    assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
+    check_products(model, batch, classify)
+    assert gs.verify(model, batch, classify).ok
+
+
 def test_the_loss_runs_once():
     """So that what it keeps between calls moves on once."""
     model, average, calls = network(), like(network()), []

@@ -50,7 +50,7 @@ What is not tracked: constants, and data with the examples in them
     _repeated    what following came to, noted again for operations that are alike
     _examples    whose the rows of a tensor are
     _assigned    rows that the caller says it of
-    _enclosed    tensors that a loss function takes from where it was written
+    _enclosed    tensors that functions take from where they were written
     _operations  operations by what they do to their operands; _names, under which users know them
     _rowwise     which functions keep rows apart; of others nobody knows what they do
     _formats     memory formats that strides leave open

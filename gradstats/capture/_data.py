@@ -7,7 +7,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._enclosed import Surroundings
@@ -31,7 +31,7 @@ class Data(Written):
         seen: while an autograd Function runs, what its operations returned, by id.
         inside: names of the parameters that such Functions use in their forward: their backward may
             run a backward of its own.
-        surroundings: of a call, what its loss function finds where it was written.
+        surroundings: of a call, what its loss function and the model find where they were written.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -41,11 +41,11 @@ class Data(Written):
         self.inside: set[str] = set()
         self.surroundings: Container[Tensor] = ()
 
-    def take_call(self, loss_fn: Any, batch: Iterable[Tensor]) -> None:
+    def take_call(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> None:
         """Know the loss function that is going to be called, with the tensors of a batch."""
         batch = list(batch)
         self.take_batch(batch)
-        self.surroundings = Surroundings(loss_fn, batch)
+        self.surroundings = Surroundings(loss_fn, model, batch)
 
     def kept(self) -> list[Tensor]:
         """Return the tensors that the model keeps, save those that are tracked."""

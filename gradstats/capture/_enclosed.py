@@ -1,11 +1,11 @@
-"""Tensors that a loss function takes from where it was written: of its closure and its globals."""
+"""Tensors that functions take from where they were written: of their closures and their globals."""
 
 from __future__ import annotations
 
 import dis
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -21,31 +21,48 @@ READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 class Surroundings:
-    """The tensors that a loss function finds where it was written, those of its batch left out.
+    """The tensors that a loss function and a model find where they were written.
 
-    They are looked for when the first is asked about, which in most calls none is.
+    Those of the batch are left out. They are looked for when the first is asked about, which in
+    most calls none is.
     """
 
-    def __init__(self, loss_fn: Any, batch: Iterable[Tensor]):
+    def __init__(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]):
         self._loss_fn = loss_fn
+        self._model = model
         self._batch = set(map(id, batch))
         self._found: dict[int, Tensor] | None = None
 
     def __contains__(self, tensor: object) -> bool:
         if self._found is None:
-            self._found = enclosed_tensors(self._loss_fn)
+            self._found = enclosed_tensors(*functions_of(self._model), self._loss_fn)
         return id(tensor) in self._found and id(tensor) not in self._batch
 
 
-def enclosed_tensors(function: Any) -> dict[int, Tensor]:
-    """Return by id the tensors that a function finds in its closure, defaults, globals and object.
+def functions_of(model: nn.Module) -> Iterator[Any]:
+    """Yield the functions that modules of the user's own consist of, and that modules keep."""
+    seen: set[type] = {object}
+    for module in model.modules():
+        for own in type(module).__mro__:
+            if own not in seen and own.__module__.partition(".")[0] != "torch":
+                yield from filter(_is_function, vars(own).values())
+            seen.add(own)
+        yield from filter(_is_function, vars(module).values())
+
+
+def _is_function(item: Any) -> bool:
+    return isinstance(item, (FunctionType, MethodType, partial))
+
+
+def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
+    """Return by id the tensors that functions find in closures, defaults, globals and objects.
 
     In lists, tuples and dicts too, and by way of the functions of the same package that it calls
     there; not in modules.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
-    waiting = [function]
+    waiting = [*functions]  # the last is looked into first
     while waiting and len(seen) < MOST:
         item = waiting.pop()
         if isinstance(item, Tensor):
@@ -84,7 +101,7 @@ def _inside_function(function: FunctionType) -> Iterator[Any]:
         except ValueError:
             pass  # it is empty
     package = _package(function)
-    for name in {*_globals_read(function.__code__)}:
+    for name in _globals_read(function.__code__):
         value = function.__globals__.get(name)
         # Functions of other packages know nothing of the caller's tensors.
         if not isinstance(value, FunctionType) or _package(value) == package:
@@ -95,10 +112,13 @@ def _package(function: FunctionType) -> str:
     return (function.__module__ or "").partition(".")[0]
 
 
-def _globals_read(code: CodeType) -> Iterator[str]:
-    """Yield the names of globals that a function's code reads, and the code written inside it."""
+@lru_cache(maxsize=4096)
+def _globals_read(code: CodeType) -> frozenset[str]:
+    """Return the names of globals that a function's code reads, and the code written inside it."""
+    found: set[str] = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in READS_GLOBAL:
-            yield instruction.argval
+            found.add(instruction.argval)
         elif isinstance(instruction.argval, CodeType):
-            yield from _globals_read(instruction.argval)
+            found |= _globals_read(instruction.argval)
+    return frozenset(found)

@@ -1,10 +1,10 @@
 """Pulling factors of derived tensors back to the parameters they were derived from.
 
 A factor describes per-example gradients of the tensor that met the data. Where that tensor is a
-transpose, a view, a cast or a multiple of a parameter, one of several in a row, its product with a
-matrix, an embedding of constant positions, or is normalised or standardised, the factor of the
-parameter is just as lean; where several ways lead to the parameter, there is one for each.
-Everything else is pulled back by automatic differentiation, a few examples at a time.
+transpose, a view, a cast or a multiple of a parameter, its product with a matrix, an embedding of
+constant positions, or is normalised, standardised or joined of several, the factor of the parameter
+is just as lean; where several ways lead to the parameter, there is one for each. Everything else is
+pulled back by automatic differentiation, a few examples at a time.
 """
 
 from __future__ import annotations

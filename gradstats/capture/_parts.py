@@ -65,9 +65,10 @@ class Parts:
 
     def dense(self) -> Tensor:
         own = self.inner.dense().reshape(self.batch, -1)
-        whole = (
-            own.new_zeros(self.batch, *self.shape) if self.others is None else self.others.dense()
-        )
+        if self.others is None:
+            whole = own.new_zeros(self.batch, *self.shape)
+        else:
+            whole = self.others.dense()
         whole.view(self.batch, -1)[:, self.places] += own
         return whole
 

@@ -124,7 +124,7 @@ def _look(
     found: Survey, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
 ) -> None:
     """Run a forward under a survey."""
-    found.take_call(loss_fn, tensors_in(batch))
+    found.take_call(loss_fn, model, tensors_in(batch))
     # If the compiler has not been imported, nothing is compiled; importing it takes seconds.
     stance = nullcontext() if imported_compiler() is None else running_eagerly()
     with torch.enable_grad(), stance:

@@ -94,7 +94,7 @@ def run_examples(
 
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
     """Run the forward and the backward inside a context; return the losses."""
-    tracker.take_call(loss_fn, tensors_in(batch))
+    tracker.take_call(loss_fn, model, tensors_in(batch))
     with torch.enable_grad(), apart_from_training(model):
         try:
             tracker.open()

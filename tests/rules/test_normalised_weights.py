@@ -215,7 +215,7 @@ def test_convolutions(make, options, size):
 
 @pytest.mark.parametrize("make", [by_batch_norm, by_layer_norm])
 def test_no_gradient_of_a_standardised_convolution_is_formed(make, monkeypatch):
-    monkeypatch.setattr(_lineage, "_sqnorms_together", None)  # what would form and pull it back
+    monkeypatch.setattr(_lineage, "sqnorms_together", None)  # what would form and pull it back
     model, batch = Convolution(make), (torch.randn(5, 4, 6, 7), torch.ones(5))
     assert_sqnorms(
         gs.per_example_norms(model, batch, loss), oracle_sqnorms(model, batch, loss), 1e-5

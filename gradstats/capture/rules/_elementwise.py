@@ -73,7 +73,7 @@ def broadcast(tracker, func, *args, **kwargs):
 
 
 def _are_enclosed(tracker, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:
-    """Whether data are tensors of a loss function's surroundings: earlier weights, or masks.
+    """Whether data are tensors of the surroundings of code: earlier weights, or masks.
 
     Asked only of what is no larger than the parameters it meets: as constants all tensors give
     exact results, but what is computed of parameters and constants should not grow.
