@@ -72,6 +72,9 @@ def _writes(function: Any) -> bool:
 # what was picked tells more of them than factors that are mostly zeros.
 MOST_LEFT_OUT = 4
 
+# Elements are numbered with 32 bits: more than so many are not.
+MOST_ELEMENTS = 2**31 - 1
+
 # Places that are looked at at once.
 SLICE = 2**17
 
@@ -81,6 +84,8 @@ def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor 
     inner = factor.inner if isinstance(factor, Flattened) else lean(factor)
     count, places = parent.shape.numel(), node.shape.numel()
     if type(inner) not in PICKED or not 0 < count <= MOST_LEFT_OUT * places:
+        return None
+    if max(places, sum(each.shape.numel() for each in node.parents)) > MOST_ELEMENTS:
         return None
     if is_compiling() or _pads_with_numbers(node):
         return None  # a graph has no values to look at
