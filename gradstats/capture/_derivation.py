@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,6 @@ class Derived(Node):
         aliased: whether a tensor that is not tracked shares its memory.
         version: version counter of the shown tensor, where that has memory of its own: if it moves
             on, the tensor was changed unseen.
-        products: a factor of this, and what one operand has computed of it that another needs.
         widest: elements of the largest of this and the tensors between the roots and this, each of
             which has a gradient when one is pulled back.
         has_function: whether it was computed with the help of a custom autograd Function.
@@ -64,7 +62,7 @@ class Derived(Node):
         self.shown: Callable[[], Tensor | None] = lambda: None
         self.aliased = False
         self.version: int | None = None
-        self.products: tuple[weakref.ref, Any] | None = None
+        self._products: tuple[Any, Any] | None = None
         self._checked = False
         self._versions = self._versions_now() if is_compiling() else []
         operands = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
@@ -102,6 +100,16 @@ class Derived(Node):
                 [root.name for root in self.roots],
             )
         return self._value
+
+    def once(self, factor: Any, compute: Callable[[], Any]) -> Any:
+        """Return what is computed of a factor of this, the same for all operands that take it."""
+        if self._products is None or self._products[0] is not factor:
+            self._products = factor, compute()
+        return self._products[1]
+
+    def forget(self) -> None:
+        """Forget what was computed of a factor, once all operands have it."""
+        self._products = None
 
     def take_numbers(self, numbers: Tensor) -> None:
         """Take other numbers under the same gradient, as ``tensor.data = numbers`` gives them.

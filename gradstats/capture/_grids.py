@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gradstats.capture._call import Call
 from gradstats.capture._examples import MIXED, Examples, Grid, Mixed, Whole, same_layout
 from gradstats.capture._layout import follow, is_shared
 from gradstats.capture._marks import Marks
-from gradstats.capture._operations import BROADCASTS, MOVES, POINTWISE, RESHAPES, variants
+from gradstats.capture._operations import BROADCASTS, MOVES, PADS, POINTWISE, RESHAPES, variants
 from gradstats.capture._reductions import OVER_AXES, REDUCES, is_over_axes, runs_over
 from gradstats.capture._reindexed import picked
 
@@ -32,12 +30,7 @@ PICKS = (
 )  # fmt: skip
 
 # Operations that compute each element of what stands in its place, or along some axes alone.
-COMPUTES = (
-    POINTWISE
-    | BROADCASTS
-    | OVER_AXES.keys()
-    | {functional.pad, torch._C._nn.pad, torch.constant_pad_nd}
-)
+COMPUTES = POINTWISE | BROADCASTS | OVER_AXES.keys() | PADS
 
 
 def meets_grid(marks: Marks, call: Call) -> bool:

@@ -6,8 +6,6 @@ the mean was subtracted, without its mean too.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,7 +64,7 @@ def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | N
         return None
     node.check_step()
     unit = unit.to(compute_dtype(unit, *tensors_of(factor)))
-    return _once(node, factor, lambda: times(factor, unit, parent.shape))
+    return node.once(factor, lambda: times(factor, unit, parent.shape))
 
 
 def standardised(
@@ -89,7 +87,7 @@ def standardised(
     variance = length.square() / weight.shape[1]
     deviation = (variance + operands.eps).sqrt()
     unit = centred.div_(torch.where(length > 0, length, 1))
-    along = _once(node, inner, lambda: row_products(inner, unit))
+    along = node.once(inner, lambda: row_products(inner, unit))
     if parent is operands.scale:
         values = along * (length / deviation).mT
         return Vector(values.reshape(inner.batch, *parent.shape), tuple(parent.shape))
@@ -156,7 +154,7 @@ def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Fact
     dtype = compute_dtype(unit, *tensors_of(factor))
     unit, scale = unit.to(dtype), scale.to(dtype)
     inner = times(factor, scale, unit.shape)
-    along = _once(node, factor, lambda: times(factor, unit, scale.shape))
+    along = node.once(factor, lambda: times(factor, unit, scale.shape))
     if not isinstance(inner, (Outer, Patches)) or not isinstance(along, Vector):
         return None
     node.check_step()
@@ -170,17 +168,6 @@ def _pays(factor: Factor) -> bool:
     if isinstance(factor, Patches):
         return pays_to_pull_apart(factor.positions, 2)
     return not isinstance(factor, Outer) or pays_to_pull_apart(factor.left.shape[2], 2)
-
-
-def _once(node: Derived, factor: Factor, compute: Callable[[], Any]) -> Any:
-    """Return what is computed of a factor, the same for both operands that take it."""
-    known, node.products = node.products, None
-    if known is not None and known[0]() is factor:
-        return known[1]
-    found = compute()
-    if len(node.parents) > 1:
-        node.products = weakref.ref(factor), found
-    return found
 
 
 def _numbers(item: Node | Tensor) -> Tensor:

@@ -6,7 +6,6 @@ picks rows and columns apart from each other, an outer product stays one: its si
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gradstats._compiler import is_compiling
 from gradstats._cost import product
@@ -36,7 +34,7 @@ from gradstats.capture._derived import Changed
 from gradstats.capture._lean_normalisations import Flattened
 from gradstats.capture._nested import rebuild
 from gradstats.capture._nodes import Node
-from gradstats.capture._operations import variants
+from gradstats.capture._operations import PADS, variants
 from gradstats.contractions import lean
 
 # All of whose operands give elements.
@@ -46,8 +44,6 @@ JOINS = frozenset(
         *variants("row_stack", "column_stack", "block_diag"),
     }
 )
-
-PADS = frozenset({functional.pad, torch._C._nn.pad, torch.constant_pad_nd})
 
 # Of which the first operand alone gives elements; others say which.
 PICKS = PADS | {
@@ -89,12 +85,10 @@ def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor 
         return None
     if is_compiling() or _pads_with_numbers(node):
         return None  # a graph has no values to look at
-    known = node.products
-    if known is None or known[0]() is not factor:
-        if node.function not in JOINS:
-            node.check_step()  # indices may have changed
-        known = node.products = weakref.ref(factor), Numbering(node)
-    return PICKED[type(inner)](inner, known[1].places_of(parent))
+    if node.function not in JOINS:
+        node.check_step()  # indices may have changed
+    numbering = node.once(factor, lambda: Numbering(node))
+    return PICKED[type(inner)](inner, numbering.places_of(parent))
 
 
 def _pads_with_numbers(node: Derived) -> bool:

@@ -197,7 +197,7 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
                 left.remove(root)
             else:
                 found[root] += above[root]
-    node.products = None
+    node.forget()
     sums = {root: _sum(found[root]) for root in left}
     return {root: factors for root, factors in sums.items() if factors}
 

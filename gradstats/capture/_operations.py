@@ -32,6 +32,9 @@ def in_place_variants(*names: str) -> list[Any]:
     return [getattr(Tensor, key) for key in keys if hasattr(Tensor, key)]
 
 
+# Padding, by a constant or otherwise.
+PADS = frozenset({torch.nn.functional.pad, torch._C._nn.pad, torch.constant_pad_nd})
+
 # Getters that give a view of the same numbers; every other getter reads a property.
 TRANSPOSING_GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 VIEW_GETTERS = (*TRANSPOSING_GETTERS, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]

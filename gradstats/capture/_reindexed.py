@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gradstats._compiler import is_compiling
 from gradstats._cost import product
@@ -20,7 +19,7 @@ from gradstats.capture._examples import Examples, Grid, Whole, spread
 from gradstats.capture._indexing import items_of, read_at
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import same_storage
-from gradstats.capture._operations import variants
+from gradstats.capture._operations import PADS, variants
 from gradstats.capture._reductions import KEYWORD
 
 
@@ -324,7 +323,7 @@ REINDEXES = {
     **{function: _expanded for name in ("expand", "expand_as", "broadcast_to")
        for function in variants(name)},
     **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
-    **dict.fromkeys((functional.pad, torch._C._nn.pad, torch.constant_pad_nd), _padded),
+    **dict.fromkeys(PADS, _padded),
     **dict.fromkeys(variants("masked_select"), _masked),
     **dict.fromkeys(variants("vsplit"), _sliced(KEYWORD, 0)),
     **dict.fromkeys(variants("hsplit"), _sliced(KEYWORD, 1)),

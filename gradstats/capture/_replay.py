@@ -173,16 +173,16 @@ class FunctionReplay(Replay):
         count = len(cotangents)
         weights = torch.linspace(LARGEST_WEIGHT / 2, LARGEST_WEIGHT, count).to(cotangents)
         together = self.pull(torch.tensordot(weights, cotangents, 1))
+        tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
         # What is nothing but rounding adds up to anything.
         rounding = ROUNDING * torch.finfo(cotangents.dtype).eps * _weighted(weights, cotangents)
         for pulled, whole in zip(found, together, strict=True):
             own = weights.to(pulled)
             missing = (whole - torch.tensordot(own, pulled, 1)).norm() - rounding
-            self._check_sum(missing / _weighted(own, pulled).clamp(min=1e-300))
-
-    def _check_sum(self, difference: Tensor) -> None:
-        tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
-        if bool(difference > tolerance):  # NaN passes: non-finite gradients are reported elsewhere
+            difference = missing / _weighted(own, pulled).clamp(min=1e-300)
+            # NaN passes: non-finite gradients are reported elsewhere.
+            if not bool(difference > tolerance):
+                continue
             raise UnsupportedOperationError(
                 f"the backward of an autograd Function in {self.described} is not linear: for a "
                 "weighted sum of gradients its result differs from the weighted sum of its results "

@@ -375,13 +375,17 @@ def test_parts_of_what_a_network_made(parts, options):
         check_operation(used, shapes, normal(BATCH, POSITIONS, WIDTH), **options)
 
 
-def test_parts_of_one_derived_tensor_are_pulled_back_together(monkeypatch):
-    replayed = []
-    replay_from = Derived.replay_from
+@pytest.fixture
+def replayed(monkeypatch):
+    """The derived tensors that have been computed again from their parameters."""
+    found, replay_from = [], Derived.replay_from
     monkeypatch.setattr(
-        Derived, "replay_from", lambda *args: replayed.append(args[0]) or replay_from(*args)
+        Derived, "replay_from", lambda *args: found.append(args[0]) or replay_from(*args)
     )
+    return found
 
+
+def test_parts_of_one_derived_tensor_are_pulled_back_together(replayed):
     def function(m, x):
         for weight in (m.v.tanh() @ m.w).view(-1, WIDTH, WIDTH):
             x = functional.linear(x, weight).tanh()
@@ -392,13 +396,7 @@ def test_parts_of_one_derived_tensor_are_pulled_back_together(monkeypatch):
     assert len(replayed) == 1
 
 
-def test_uses_of_one_derived_tensor_are_pulled_back_together(monkeypatch):
-    replayed = []
-    replay_from = Derived.replay_from
-    monkeypatch.setattr(
-        Derived, "replay_from", lambda *args: replayed.append(args[0]) or replay_from(*args)
-    )
-
+def test_uses_of_one_derived_tensor_are_pulled_back_together(replayed):
     def function(m, x):
         weight = torch.matrix_exp(m.w)
         for _ in range(5):
