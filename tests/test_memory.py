@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -391,3 +393,48 @@ def test_a_closed_context_is_freed_at_once():
         assert context() is None
     finally:
         gc.enable()
+
+
+LONG_GRAPHS = """
+import gc, torch, gradstats as gs
+
+torch.manual_seed(0)
+model, x = torch.nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
+
+def loss_fn(model, x):
+    h = model(x)
+    for _ in range(20_000):
+        h = h * 1.0001
+    return h.sum(1)
+
+expected = 1.0001 ** 40_000 * 2 * (x.square().sum(1) + 1)
+torch.testing.assert_close(gs.per_example_norms(model, x, loss_fn).norm.square(), expected)
+for _ in range(2):
+    with gs.track(model, batch_size=4) as tracker:
+        losses = loss_fn(model, x)
+        tracker.backward(losses)
+    torch.testing.assert_close(tracker.stats.norm.square(), expected)
+del losses
+
+def refused(model, x):
+    h = loss_fn(model, x)
+    return (h - h.mean()).square()
+
+try:
+    gs.per_example_norms(model, x, refused)
+except gs.CoupledExamplesError:
+    print("freed")
+"""
+
+
+def test_long_graphs_are_freed_without_a_deep_stack():
+    resource = pytest.importorskip("resource")  # of Unix alone
+    limit = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    done = subprocess.run(
+        [sys.executable, "-c", LONG_GRAPHS],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (2 << 20, limit)),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stdout) == (0, "freed\n"), done.stderr

@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture._derivation import Derived
-from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, nodes_behind
+from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, free_in_order, nodes_behind
 from gradstats.capture._hooked import KINDS, hooked_on
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._reports import GraphReport, shared_in_graphs
@@ -48,9 +48,17 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
     in the graph as an edge to the parameter that does not come from its alias, or as an edge to a
     derived tensor as the user's code has it.
     """
-    stack = list(start)
     # Tracked uses lead to aliases, where the walk can stop.
     seen = {*start, *tracker.alias_nodes()}
+    try:
+        return _walk(tracker, start, seen)
+    finally:
+        free_in_order(seen)
+
+
+def _walk(tracker: Context, start: list, seen: set[GraphNode]) -> list[GraphNode]:
+    """Do what ``check_coverage`` does, adding the nodes to those that were seen."""
+    stack = list(start)
     uses, hidden = [], False
     reporting: list[GraphNode] = []
     others: list[Tensor] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -49,3 +49,26 @@ def nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
+
+
+# Of so many nodes it takes some 1.3 MB of the stack to free one inside the other.
+_LONG = 8_192
+_kept: list[GraphNode] = []
+
+
+def free_in_order(nodes: Collection[GraphNode]) -> None:
+    """Have the nodes of a graph freed one after the other if there are many.
+
+    PyTorch frees nodes that Python has seen each inside the one that led to it, which exhausts the
+    stack where graphs are long. So they are kept until the next graph is walked, or ``let_go`` is
+    called, by when the losses they belong to should be gone, and are freed from these on.
+    """
+    let_go()
+    if len(nodes) > _LONG:
+        # What is computed later has the greater number, and a list frees its last item first.
+        _kept.extend(sorted(nodes, key=lambda node: node._sequence_nr()))  # type: ignore[attr-defined]
+
+
+def let_go() -> None:
+    """Free the nodes that are kept to be freed in order."""
+    _kept.clear()

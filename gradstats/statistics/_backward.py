@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._consumers import Consumer
+from gradstats.capture._graph import let_go
 from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._nested import tensors_in
 from gradstats.capture._tracker import Tracker
@@ -93,7 +94,7 @@ def run_examples(
 
 
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
-    """Run the forward and the backward inside a context; return the losses."""
+    """Run the forward and the backward inside a context; return the losses' values."""
     tracker.take_call(loss_fn, model, tensors_in(batch))
     with torch.enable_grad(), apart_from_training(model):
         try:
@@ -106,4 +107,8 @@ def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: Loss
             tracker.backward_without_gradients(total)
         finally:
             tracker.close()
-    return losses
+        with torch._C.DisableTorchFunction():
+            measured = losses.detach()
+    del losses, total
+    let_go()
+    return measured

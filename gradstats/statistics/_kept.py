@@ -104,7 +104,7 @@ def keep(
     tracker, losses = run(model, batch, loss_fn, consumer, **options)
     check_finite(tracker, nonfinite)
     shapes = {root.name: real_shape(root.parameter) for root in tracker.roots}
-    return KeptGradients(losses.detach(), tracker.reports.sqnorm, shapes, consumer.kept)
+    return KeptGradients(losses, tracker.reports.sqnorm, shapes, consumer.kept)
 
 
 def products(
@@ -160,13 +160,13 @@ def products(
                 block.parameters.clear()
                 block.consumed = True
     check_finite(tracker, nonfinite)
-    loss, sqnorm = losses.detach(), tracker.reports.sqnorm
+    sqnorm = tracker.reports.sqnorm
     results = []
     for block, value, parts in zip(kept, consumer.values, consumer.by_parameter, strict=True):
         size = (batch_size,) if diagonal else (len(block), batch_size)
         unused = sqnorm.new_zeros(size)
         every = {name: parts.get(name, unused) for name in shapes} if per_parameter else None
-        results.append(Products(unused if value is None else value, loss, sqnorm, every))
+        results.append(Products(unused if value is None else value, losses, sqnorm, every))
     return results
 
 
