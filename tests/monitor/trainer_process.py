@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from gradstats.integrations.transformers import GradStatsCallback
 from tests.monitor.expected import gradient_rows, metrics_of
+from tests.monitor.processes import leave
 from tests.monitor.text import (
     Recorder,
     assert_close,
@@ -36,34 +37,31 @@ def started(rank: int, port: int, ranks: int) -> None:
 def train(rank: int, port: int, folder: str, ranks: int) -> None:
     started(rank, port, ranks)
     recorder, callback = Recorder(), GradStatsCallback(every=2, ids="line", alignment=False)
-    try:
-        trainer = trainer_for(
-            language_model(), [recorder, callback], Path(folder), max_steps=3, ddp_backend="gloo",
-            per_device_train_batch_size=2,
-        )  # fmt: skip
-        assert trainer.args.world_size == ranks
-        # Both processes together: what each saw of the step, in one batch.
-        for number in (0, 2):
-            weights, (tokens, labels, count, lines) = recorder.whole(number)
-            mine = [tokens, labels, lines]
-            theirs = [[torch.empty_like(item) for _ in range(ranks)] for item in mine]
-            for received, item in zip(theirs, mine, strict=True):
-                dist.all_gather(received, item)
-            tokens, labels, lines = map(torch.cat, theirs)
-            model = language_model()
-            model.load_state_dict(weights)
-            rows = gradient_rows(model, (tokens, labels, count), normalised_losses)
-            names = ("grad_norm", "gns/tr_sigma", "gns/g2", "example_grad_norm/max")
-            metrics = logged(trainer, "gns/tr_sigma")[number + 1]
-            assert_close(metrics, metrics_of(rows), names, 1e-5)
-            own = logged(trainer, "loss")[number + 1]
-            np.testing.assert_allclose(metrics["grad_norm"], own["grad_norm"], rtol=1e-5)
-            np.testing.assert_allclose(metrics["batch_loss"], own["loss"], rtol=1e-5)
-        last = callback.monitor.examples(len(lines))
-        assert {record.id for record in last} == set(lines.tolist()) and len(lines) == 8
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    trainer = trainer_for(
+        language_model(), [recorder, callback], Path(folder), max_steps=3, ddp_backend="gloo",
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    assert trainer.args.world_size == ranks
+    # Both processes together: what each saw of the step, in one batch.
+    for number in (0, 2):
+        weights, (tokens, labels, count, lines) = recorder.whole(number)
+        mine = [tokens, labels, lines]
+        theirs = [[torch.empty_like(item) for _ in range(ranks)] for item in mine]
+        for received, item in zip(theirs, mine, strict=True):
+            dist.all_gather(received, item)
+        tokens, labels, lines = map(torch.cat, theirs)
+        model = language_model()
+        model.load_state_dict(weights)
+        rows = gradient_rows(model, (tokens, labels, count), normalised_losses)
+        names = ("grad_norm", "gns/tr_sigma", "gns/g2", "example_grad_norm/max")
+        metrics = logged(trainer, "gns/tr_sigma")[number + 1]
+        assert_close(metrics, metrics_of(rows), names, 1e-5)
+        own = logged(trainer, "loss")[number + 1]
+        np.testing.assert_allclose(metrics["grad_norm"], own["grad_norm"], rtol=1e-5)
+        np.testing.assert_allclose(metrics["batch_loss"], own["loss"], rtol=1e-5)
+    last = callback.monitor.examples(len(lines))
+    assert {record.id for record in last} == set(lines.tolist()) and len(lines) == 8
+    leave()
 
 
 class EvaluatesOnce(Trainer):
@@ -84,17 +82,14 @@ def train_in_eval_mode(rank: int, port: int, folder: str, ranks: int) -> None:
     """Train where one process cannot measure a step that the other one does."""
     started(rank, port, ranks)
     callback = GradStatsCallback(every=2, alignment=False)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer = trainer_for(
-                language_model(), [callback], Path(folder), max_steps=3, ddp_backend="gloo",
-                per_device_train_batch_size=2, trainer=EvaluatesOnce,
-            )  # fmt: skip
-        assert list(logged(trainer, "gns/tr_sigma")) == [3]
-        said = [str(each.message) for each in caught if "step 0" in str(each.message)]
-        reason = "another process ran no backward" if rank else "no forward of the model in"
-        assert len(said) == 1 and reason in said[0], said
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_for(
+            language_model(), [callback], Path(folder), max_steps=3, ddp_backend="gloo",
+            per_device_train_batch_size=2, trainer=EvaluatesOnce,
+        )  # fmt: skip
+    assert list(logged(trainer, "gns/tr_sigma")) == [3]
+    said = [str(each.message) for each in caught if "step 0" in str(each.message)]
+    reason = "another process ran no backward" if rank else "no forward of the model in"
+    assert len(said) == 1 and reason in said[0], said
+    leave()
