@@ -12,7 +12,7 @@ gpu                tests and kernels' speed on a GPU, of these:
   bench_linear_kernels, bench_layer_kernels    kernels against their floors and rivals
   kernel_times     where the device's time goes in a step
 tune_linear_kernels    the tiles that kernels are shipped with
-report             the README's tables, and with plots its pictures, from ``results/*.csv``
+report             the tables of the READMEs, and with plots its pictures, from ``results/*.csv``
 
 What they share: workloads (models and batches), providers (ways to per-example norms), checking
 (which of these are right), harness (timing and results), kernel_harness (the same for kernels),

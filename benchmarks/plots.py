@@ -1,4 +1,4 @@
-"""The plots of the README, from ``benchmarks/results/*.csv``. Needs matplotlib."""
+"""The plots of ``benchmarks/README.md``, from ``benchmarks/results/*.csv``. Needs matplotlib."""
 
 from __future__ import annotations
 

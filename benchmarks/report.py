@@ -1,4 +1,4 @@
-"""Write the README's tables, and the plots, from ``benchmarks/results/*.csv``.
+"""Write the tables of the READMEs, and the plots, from ``benchmarks/results/*.csv``.
 
     python -m benchmarks.report
 
@@ -16,12 +16,12 @@ from benchmarks import plots
 from benchmarks.harness import read_csv
 from benchmarks.providers import PROVIDERS, RECORDED, REDUCED_LAUNCHES
 
-README = Path(__file__).parents[1] / "README.md"
+PAGES = (Path(__file__).parents[1] / "README.md", Path(__file__).parent / "README.md")
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, str]
 NORMS, TRAINING = PROVIDERS["norms"].label, PROVIDERS["training"].label
-# Of the kernels' tables, which hold every case, what the README shows.
+# Of the kernels' tables, which hold every case, what is shown.
 SHOWN_LAYERS = (
     "gpt2_projection", "gpt2_mlp_up", "llama_7b_projection", "vit_b_mlp", "bert_short", "unaligned",
     "mlp_wide", "resnet50_stem", "resnet50_stage2", "resnet50_stage4", "resnext50_stage2",
@@ -372,7 +372,7 @@ def kernel_table() -> str:
 
 def plot(name: str, what: str) -> Callable[[], str]:
     """Return the maker of a link to a plot, "" where there is nothing to plot."""
-    return lambda: f"![{what}](benchmarks/results/{name}.png)" if read_csv(name) else ""
+    return lambda: f"![{what}](results/{name}.png)" if read_csv(name) else ""
 
 
 TABLES: dict[str, tuple[Callable[[], str], str]] = {
@@ -413,8 +413,9 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    README.write_text(filled(README.read_text()))
-    print(f"wrote {', '.join(TABLES)} into {README.name}")
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+    print(f"wrote {', '.join(TABLES)}")
     for path in plots.write_all():
         print(f"wrote {path.name}")
 

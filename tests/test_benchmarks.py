@@ -256,10 +256,11 @@ def test_results_of_other_columns_keep(tmp_path, monkeypatch):
     assert harness.read_csv("none") == []
 
 
-def test_the_readme_says_what_the_results_say():
-    text = report.README.read_text()
-    assert report.filled(text) == text
-    assert {match[2] for match in report.REGION.finditer(text)} == set(report.TABLES)
+def test_the_readmes_say_what_the_results_say():
+    texts = [page.read_text() for page in report.PAGES]
+    assert [report.filled(text) for text in texts] == texts
+    shown = [match[2] for text in texts for match in report.REGION.finditer(text)]
+    assert sorted(shown) == sorted(report.TABLES)
 
 
 def fill(folder, name: str, rows: list[dict[str, str]]) -> None:
@@ -543,11 +544,11 @@ def test_all_benchmarks_end_in_time_and_write_where_they_are_told(tmp_path, monk
     monkeypatch.setattr(every_benchmark, "CPU", parts)
     arguments = ["all", "--seconds", "100", "--out", str(folder)]
     monkeypatch.setattr("sys.argv", arguments)
-    readme = report.README.read_bytes()
+    pages = [page.read_bytes() for page in report.PAGES]
     assert every_benchmark.main() == 1
     assert f"failed: tests.no_such_module --out '{folder}'" in capsys.readouterr().out
     assert [row["operation"] for row in harness.read_csv("op_overhead", folder)] == ["Linear"] * 2
-    assert report.README.read_bytes() == readme
+    assert [page.read_bytes() for page in report.PAGES] == pages
     monkeypatch.setattr("sys.argv", [*arguments, "--only", "quick", "--seconds", "0"])
     assert every_benchmark.main() == 1
     assert "out of time" in capsys.readouterr().out

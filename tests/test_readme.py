@@ -12,9 +12,15 @@ import torch
 
 import gradstats as gs
 
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "tests" / "zoo" / "README.md",
+]
 BLOCKS = re.findall(
     r"^```python\n(.*?)^```",
-    Path(__file__).parents[1].joinpath("README.md").read_text(),
+    PAGES[0].read_text(),
     re.DOTALL | re.MULTILINE,
 )
 # A trainer of the reader's own stands there: its tests run whole trainings.
@@ -80,3 +86,16 @@ def test_the_readme_runs_from_beginning_to_end(tmp_path, monkeypatch):
     assert names["model"] is model
     assert list(names["stats"].by_parameter) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert np.isfinite(names["stats"].norm.numpy()).all()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+    for place, heading in links:
+        target = page.parent / place if place else page
+        assert target.exists(), place
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            names = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in names, heading
+    assert links or page is PAGES[2]

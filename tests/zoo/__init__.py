@@ -1,4 +1,4 @@
-"""Models that gradstats is checked on, in one list for the test and for the README's table."""
+"""Models that gradstats is checked on, in one list for the test and for ``README.md``."""
 
 from tests.zoo import awkward, hugging_face, spectral, torch_nn
 

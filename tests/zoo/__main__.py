@@ -1,4 +1,4 @@
-"""``python -m tests.zoo [name ...]``: measure the models and print the README's table."""
+"""``python -m tests.zoo [name ...]``: measure the models and print the table of ``README.md``."""
 
 from __future__ import annotations
 

@@ -67,6 +67,6 @@ def measure(case: Case) -> Row:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the rows as a table for the README."""
+    """Return the rows as the table of ``README.md``."""
     head = "| model | parameters covered | worst relative error |\n|---|---|---|"
     return "\n".join([head, *map(str, rows)])

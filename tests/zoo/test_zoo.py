@@ -40,8 +40,7 @@ def test_names_are_distinct():
 
 
 def test_the_readme_shows_every_model():
-    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
-    section = readme.partition("## Models that are checked")[2].partition("\n## ")[0]
+    section = Path(__file__).with_name("README.md").read_text()
     shown = [line.split(" | ")[0].strip("| ") for line in section.splitlines() if line[:2] == "| "]
     assert shown[1:] == [case.name for case in CASES]
     for case in CASES:
