@@ -103,6 +103,10 @@ def test_they_are_constants_where_they_cannot_be_data(losses, size):
 
 
 MASK = (torch.arange(HIDDEN * WIDTH) % 3 > 0).double().view(HIDDEN, WIDTH)
+SQUARE = torch.linspace(-1, 1, HIDDEN**2).double().view(HIDDEN, HIDDEN)
+ORDER = torch.arange(HIDDEN).flip(0)
+KERNEL = torch.linspace(-1, 1, 9).double().view(1, 1, 3, 3)
+PLACES = torch.arange(WIDTH)
 
 
 def masked(weight):
@@ -129,6 +133,21 @@ class Masked(nn.Module):
     def by_function(self, weight):
         return masked(weight)
 
+    def by_a_matrix(self, weight):
+        return SQUARE @ weight
+
+    def by_order(self, weight):
+        return weight[ORDER]
+
+    def by_comparison(self, weight):
+        return torch.where(MASK > 0, weight, EARLIER["0.weight"])
+
+    def by_joining(self, weight):
+        return torch.cat([weight[:4], EARLIER["0.weight"][4:]])
+
+    def by_kernel(self, weight):
+        return functional.conv2d(weight[None, None], KERNEL, padding=1)[0, 0]
+
 
 class Kept(Masked):
     """A layer that keeps a function of its constants."""
@@ -140,7 +159,11 @@ class Kept(Masked):
 
 
 @pytest.mark.parametrize("size", [6, WIDTH, HIDDEN, CLASSES])
-@pytest.mark.parametrize("layer", ["product", "difference", "function", "kept"])
+@pytest.mark.parametrize(
+    "layer",
+    ["product", "difference", "function", "kept", "a_matrix", "order", "comparison", "joining",
+     "kernel"],
+)  # fmt: skip
 def test_so_are_those_of_layers(layer, size):
     first = Kept() if layer == "kept" else Masked(layer)
     model = nn.Sequential(first, nn.ReLU(), nn.Linear(HIDDEN, CLASSES)).double()
@@ -149,6 +172,39 @@ def test_so_are_those_of_layers(layer, size):
     assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
     check_products(model, batch, classify)
     assert gs.verify(model, batch, classify).ok
+
+
+class Positions(nn.Module):
+    """A model that adds to each position what it looks up for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.first = nn.Embedding(WIDTH, 3), nn.Linear(1, 3)
+        self.last = nn.Linear(3, CLASSES)
+        self.double()
+
+    def forward(self, x):
+        return self.last((self.first(x[..., None]) + self.table(PLACES)).tanh().mean(1))
+
+
+@pytest.mark.parametrize("size", [5, WIDTH])
+def test_so_are_positions_of_layers(size):
+    model = Positions()
+    batch = torch.randn(size, WIDTH).double(), torch.randint(CLASSES, (size,))
+    expected = oracle_sqnorms(model, batch, classify)
+    assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
+    check_products(model, batch, classify)
+    assert gs.verify(model, batch, classify).ok
+
+
+def test_tensors_that_the_loss_function_finds_too_stay_data():
+    model, batch = Positions(), (torch.randn(5, WIDTH).double(), torch.randint(CLASSES, (5,)))
+
+    def losses(model, batch):
+        return classify(model, batch) + model.table(PLACES).sum()
+
+    with pytest.raises(gs.ExampleAxisError, match="keep them in the model"):
+        gs.per_example_norms(model, batch, losses)
 
 
 def test_the_loss_runs_once():

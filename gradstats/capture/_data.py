@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
-from gradstats.capture._enclosed import Surroundings
+from gradstats.capture._enclosed import Surroundings, of_layers
 from gradstats.capture._examples import IF_A_CONSTANT, MIXED, Examples, Whole, same_layout
 from gradstats.capture._graph import nodes_behind
 from gradstats.capture._names import function_name
@@ -45,7 +45,13 @@ class Data(Written):
         """Know the loss function that is going to be called, with the tensors of a batch."""
         batch = list(batch)
         self.take_batch(batch)
+        if not self.doubtful_are_data:
+            self.keep_constant(of_layers(model, loss_fn, batch))
         self.surroundings = Surroundings(loss_fn, model, batch)
+
+    def took_doubtful(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
+        """Whether the forward of a call may have taken tensors for data that are none."""
+        return self.took_given or bool(of_layers(model, loss_fn, batch))
 
     def kept(self) -> list[Tensor]:
         """Return the tensors that the model keeps, save those that are tracked."""

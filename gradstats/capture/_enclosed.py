@@ -39,6 +39,14 @@ class Surroundings:
         return id(tensor) in self._found and id(tensor) not in self._batch
 
 
+def of_layers(model: nn.Module, loss_fn: Any, batch: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that a model's code finds where it was written, and nobody else uses."""
+    found = enclosed_tensors(*functions_of(model))
+    for tensor in (*enclosed_tensors(loss_fn).values(), *batch):
+        found.pop(id(tensor), None)
+    return [tensor for tensor in found.values() if not tensor.requires_grad]
+
+
 def functions_of(model: nn.Module) -> Iterator[Any]:
     """Yield the functions that modules of the user's own consist of, and that modules keep."""
     seen: set[type] = {object}

@@ -117,7 +117,7 @@ class GraphContext(Context):
             leaves, probe: the parameters and the probe as the backend traces them.
         """
         super().__init__(tracker.batch_size, tracker.batch_dim, None, tracker.settings)
-        self.given_are_data = tracker.given_are_data
+        self.doubtful_are_data = tracker.doubtful_are_data
         self.roots = []
         rows = Rows.apply(probe) if names else ()
         places = zip(names, leaves, rows[::2], rows[1::2], strict=True)

@@ -72,9 +72,10 @@ class Marks(Meetings):
         packed: whether the caller gave packed examples, with different numbers of rows.
         taken: the function that made a tensor during the forward which counts as data because of
             its size alone, and the tensor's shape.
-        given_are_data: whether tensors made from the caller's own values may count as data because
-            of their size. If not, results are exact too, but computing with such tensors and
-            parameters takes longer.
+        doubtful_are_data: whether tensors count as data that may be none: of the caller's own
+            values, where they have the size of data, and from the surroundings of the model's code.
+            If not, results are exact too, but computing with such tensors and parameters takes
+            longer.
         has_grids: whether the examples of some tensor lie along two axes.
         maps_examples: whether the running torch.vmap maps everything it was given over examples.
     """
@@ -87,7 +88,7 @@ class Marks(Meetings):
         self.follows_layouts = segments is not None
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
-        self.given_are_data = True
+        self.doubtful_are_data = True
         self.maps_examples = False
         self.has_grids = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
@@ -155,7 +156,7 @@ class Marks(Meetings):
         """
         given = function in GIVEN_VALUES
         # With packed examples a mistake would go unnoticed: rows that meet are not refused there.
-        if self.packed or (given and not self.given_are_data):
+        if self.packed or (given and not self.doubtful_are_data):
             return False
         if not self.has_example_axis(tensor):
             return False

@@ -99,8 +99,8 @@ def survey(
 ) -> Survey:
     """Return what a forward of ``loss_fn`` does to each parameter, running compiled parts eagerly.
 
-    If something is refused, and the forward made tensors from values of its own that count as data
-    because of their size, it is run once more with these as constants, as it is for gradients.
+    If something is refused, and tensors may have counted as data that are none, it is run once more
+    with these as constants, as it is for gradients.
 
     Args:
         loss_fn: may be called twice.
@@ -110,12 +110,12 @@ def survey(
     try:
         _look(found, model, batch, loss_fn)
     except ABOUT_EXAMPLES:
-        if not found.took_given:
+        if not found.took_doubtful(loss_fn, model, tensors_in(batch)):
             raise
     else:
-        if not (found.refused and found.took_given):
+        if not (found.refused and found.took_doubtful(loss_fn, model, tensors_in(batch))):
             return found
-    found = Survey(model, given_are_data=False, **options)
+    found = Survey(model, doubtful_are_data=False, **options)
     _look(found, model, batch, loss_fn)
     return found
 

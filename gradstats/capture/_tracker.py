@@ -68,10 +68,10 @@ class Tracker(Threaded, Context):
         settings: Settings,
         parameters: Sequence[str] | str | None,
         exclude: Sequence[str] | str,
-        given_are_data: bool = True,
+        doubtful_are_data: bool = True,
     ):
         super().__init__(batch_size, batch_dim, segments, settings)
-        self.given_are_data = given_are_data
+        self.doubtful_are_data = doubtful_are_data
         # Called before the backward, and after it while gradients are as the backward left them.
         self.listener: BackwardListener | None = None
         self.backward_ran = False
@@ -130,7 +130,8 @@ class Tracker(Threaded, Context):
         if not graphs_run_on(self.roots[0].parameter):
             return ""
         asked = settings.weight_gradients, settings.fused, settings.workspace
-        form = repr((self.batch_size, self.batch_dim, self.given_are_data, *asked, *selection))
+        doubtful = self.doubtful_are_data
+        form = repr((self.batch_size, self.batch_dim, doubtful, *asked, *selection))
         return form if admits(self._parameters[0], form) else ""
 
     def open(self) -> None:
