@@ -152,7 +152,9 @@ class FunctionReplay(Replay):
             return None
         try:
             with torch.autograd.set_detect_anomaly(False):
-                found = AT_ONCE(self.pull, 0, 0, "error", None, cotangents)
+                found = AT_ONCE(
+                    lambda each: tuple(self.pull(each)), 0, 0, "error", None, cotangents
+                )
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of any kind: the user's code meets tensors that it was not written for
