@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,33 @@ def test_gradients_are_those_before_hooks(batch, hidden):
     seen.clear()
     classify(model, batch).sum().backward()
     assert len(seen) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, numpy.array])
+def test_what_each_example_has_outside_of_tensors(batch, kind):
+    """Strings and targets of different lengths, as collating leaves them."""
+    model, x = Awkward(hidden=False).double(), batch[0]
+    names = kind(["one", "two", "four", "one", "two"])
+    factors = {"one": 1.0, "two": 2.0, "four": 4.0}
+    targets = [{"labels": torch.randint(3, (count,))} for count in (1, 3, 2, 4, 1)]
+
+    def losses(model, batch):
+        return torch.stack(
+            [
+                factors[str(name)] * functional.cross_entropy(row.expand(len(wanted), -1), wanted)
+                for row, name, wanted in zip(
+                    model(batch["x"]), batch["names"],
+                    [target["labels"] for target in batch["targets"]], strict=True,
+                )
+            ]
+        )  # fmt: skip
+
+    held = {"x": x, "names": names, "targets": targets, "scale": 2.0}
+    expected = oracle_sqnorms(model, x, lambda model, x: losses(model, {**held, "x": x}))
+    assert_sqnorms(gs.per_example_norms(model, held, losses, fallback="vmap"), expected, 1e-9)
+    served = nn.Linear(4, 3).double()
+    report = gs.verify(served, held, losses)
+    assert report.ok and report.check("coupling").ok
 
 
 def test_a_model_of_nothing_else(batch):

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradstats.errors import LoaderError
 from gradstats.scoring._batches import Source, look_up
 from gradstats.statistics._arguments import Options
-from gradstats.statistics._batches import Division, map_tensors
+from gradstats.statistics._batches import Division
 from gradstats.statistics._loss import check_batch_dim, checked_bounds, infer_batch_size
 
 
@@ -67,14 +67,15 @@ class BatchLayout:
             LoaderError: for a batch that cannot be divided.
         """
         bounds = self.bounds(batch)
-        if bounds is None:
-            return map_tensors(batch, lambda tensor: self._cut(tensor, start, stop, size))
-        division = Division(size, self.batch_dim, tuple(bounds.tolist()))
-        obstacle = division.obstacle(batch)
+        division = Division(
+            size, self.batch_dim, None if bounds is None else tuple(bounds.tolist())
+        )
+        obstacle = division.obstacle(batch) or division.doubt(batch)
         if obstacle is not None:
+            packed = "" if bounds is None else "packed "
             raise LoaderError(
-                f"a batch of {size} packed examples cannot be divided: {obstacle}. Let the loader "
-                "pack fewer."
+                f"a batch of {size} {packed}examples cannot be divided: {obstacle}. Let the loader "
+                "give smaller batches."
             )
         return division.take(batch, list(range(start, stop)))
 
@@ -83,13 +84,3 @@ class BatchLayout:
         if self.cu_seqlens is None:
             return None
         return look_up(batch, self.cu_seqlens, "cu_seqlens")
-
-    def _cut(self, tensor: Tensor, start: int, stop: int, size: int) -> Tensor:
-        axis = min(self.batch_dim, tensor.dim() - 1)
-        if tensor.dim() == 0 or tensor.shape[axis] != size:
-            raise LoaderError(
-                f"a batch of {size} examples cannot be divided: it holds a tensor of shape "
-                f"{tuple(tensor.shape)} without an axis of {size} at {self.batch_dim}. Let the "
-                "loader give smaller batches."
-            )
-        return tensor.narrow(axis, start, stop - start)

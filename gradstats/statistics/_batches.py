@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,12 +19,28 @@ from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._state import Versions
 
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch of the same structure with ``change`` applied to each of its tensors."""
+def map_tensors(
+    batch: Any,
+    change: Callable[[Tensor], Tensor],
+    replace: Callable[[Any], tuple[Any] | None] | None = None,
+) -> Any:
+    """Return a batch of the same structure with ``change`` applied to each of its tensors.
+
+    Args:
+        batch: tensors in tuples, lists, mappings and dataclasses.
+        change: of a tensor.
+        replace: of all else inside the batch: what stands in its place, in a tuple, or None to look
+            into it.
+    """
+
+    def inside(item: Any) -> Any:
+        found = None if replace is None or isinstance(item, Tensor) else replace(item)
+        return map_tensors(item, change, replace) if found is None else found[0]
+
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        changed = {key: map_tensors(item, change) for key, item in batch.items()}
+        changed = {key: inside(item) for key, item in batch.items()}
         if type(batch) is dict:
             return changed
         # A mapping may offer more than its items (attributes, methods): change a copy.
@@ -40,13 +57,13 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return changed
         return again
     if isinstance(batch, (tuple, list)):
-        return _with_items(batch, [map_tensors(item, change) for item in batch])
+        return _with_items(batch, [inside(item) for item in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         # A constructor may change what it is given, and takes not all fields.
         again = copy.copy(batch)
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
-                value = map_tensors(getattr(batch, field.name), change)
+                value = inside(getattr(batch, field.name))
                 object.__setattr__(again, field.name, value)
         return again
     return batch
@@ -61,8 +78,10 @@ def _with_items(batch: tuple | list, items: list[Any]) -> Any:
         list.__setitem__(again, slice(None), items)
         return again
     kind: Any = type(batch)
-    if kind is tuple or all(new is old for new, old in zip(items, batch, strict=True)):
-        return tuple(items) if kind is tuple else batch
+    if kind is tuple:
+        return tuple(items)
+    if all(new is old for new, old in zip(items, batch, strict=True)):
+        return batch
     try:
         made = tuple.__new__(kind, items)
     except TypeError:  # a type that is written in C
@@ -118,8 +137,19 @@ def opaque_in(batch: Any) -> Iterator[Any]:
     if isinstance(batch, (tuple, list)):
         for item in batch:
             yield from opaque_in(item)
-    elif not isinstance(batch, (Tensor, *PLAIN)):
+    elif not _can_be_looked_into(batch):
         yield batch
+
+
+def _can_be_looked_into(item: Any) -> bool:
+    if isinstance(item, (Tensor, Mapping, tuple, list, *PLAIN)):
+        return True
+    return dataclasses.is_dataclass(item) and not isinstance(item, type)
+
+
+def _is_list(item: Any) -> bool:
+    """Whether an item is a list, or a tuple without names."""
+    return isinstance(item, list) or type(item) is tuple
 
 
 def leaves_of(batch: Any) -> list[Tensor]:
@@ -152,8 +182,57 @@ class Division:
 
     def axis(self, tensor: Tensor) -> int | None:
         """Return the axis of one slice for each example, None if all share the tensor."""
-        axis = min(self.batch_dim, tensor.dim() - 1)
+        axis = self._axis(tensor)
         return axis if tensor.dim() > 0 and tensor.shape[axis] == self.batch_size else None
+
+    def _axis(self, values: Tensor | np.ndarray) -> int:
+        return min(self.batch_dim, values.ndim - 1)
+
+    def entries(self, held: Any) -> list[int] | None:
+        """Return the example of each entry of a list, tuple or array; None if they are no entries.
+
+        There is one for each example, or for each packed row: strings, numbers, tensors of one
+        example each. Where all tensors in a list hold all examples it has no entries of examples.
+        """
+        if isinstance(held, np.ndarray):
+            count = held.shape[self._axis(held)] if held.ndim else -1
+        elif _is_list(held):
+            divided = list(map(self._is_divided, tensors_in(held)))
+            count = -1 if divided and all(divided) else len(held)
+        else:
+            return None
+        if count == self.batch_size:
+            return list(range(count))
+        if self.bounds is not None and count == self.bounds[-1]:
+            return _owners(self._lengths)
+        return None
+
+    def _is_divided(self, tensor: Tensor) -> bool:
+        return self.axis(tensor) is not None or self.packed_axis(tensor) is not None
+
+    def has_entries(self, batch: Any) -> bool:
+        """Whether a batch holds entries of examples outside of tensors that hold all."""
+        return bool(self._parts(batch)[1])
+
+    def _parts(self, batch: Any) -> tuple[list[Tensor], list[Any], list[Any]]:
+        """Return the tensors of a batch, what holds entries of examples, and all else inside."""
+        tensors: list[Tensor] = []
+        entries: list[Any] = []
+        others: list[Any] = []
+
+        def see(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        def ask(held: Any) -> tuple[Any] | None:
+            if self.entries(held) is None:
+                others.append(held)
+                return None
+            entries.append(held)
+            return (held,)  # what they are is not looked into
+
+        map_tensors(batch, see, ask)
+        return tensors, entries, others
 
     def packed_axis(self, tensor: Tensor) -> int | None:
         """Return the axis of packed rows, perhaps the one after an axis of size 1."""
@@ -166,17 +245,38 @@ class Division:
 
     def obstacle(self, batch: Any) -> str | None:
         """Return why examples of a batch may not be what ``take`` returns, None if they are."""
-        for item in opaque_in(batch):
-            return f"the batch holds a {type(item).__name__}, which cannot be taken apart"
+        tensors, _, others = self._parts(batch)
+        for held in (batch, *others):
+            if not _can_be_looked_into(held):
+                return f"the batch holds a {type(held).__name__}, which cannot be taken apart"
         if self.bounds is None:
             return None
-        for tensor in tensors_in(batch):
+        for tensor in tensors:
             known = self._is_owner(tensor) or _holds(tensor, self.bounds)
             axis = self.axis(tensor) if self.packed_axis(tensor) is None else 0
             if not known and axis is None and tensor.dim() > 0 and not tensor.is_floating_point():
                 return (
                     f"the batch holds integers of shape {tuple(tensor.shape)}, which may be "
                     "numbers of rows or examples (edges of graphs) that are others in another batch"
+                )
+        return None
+
+    def doubt(self, batch: Any) -> str | None:
+        """Return what else ``take`` may leave whole, None if there is nothing.
+
+        It divides what has the size of the examples; of what has not, it does not know.
+        """
+        tensors, _, others = self._parts(batch)
+        for held in filter(_is_list, others):
+            of_tensors = any(True for _ in tensors_in(held))
+            if len(held) == self.batch_size if of_tensors else held:
+                what = "tensors" if of_tensors else "entries"
+                return f"it holds a {type(held).__name__} of {len(held)} {what}"
+        for tensor in tensors if self.bounds is None else ():
+            if self.axis(tensor) is None:
+                return (
+                    f"it holds a tensor of shape {tuple(tensor.shape)} without an axis of "
+                    f"{self.batch_size} at {self.batch_dim}"
                 )
         return None
 
@@ -216,7 +316,19 @@ class Division:
             index = torch.tensor(indices, dtype=torch.long, device=tensor.device)
             return tensor.detach().index_select(axis, index).requires_grad_(tensor.requires_grad)
 
-        return map_tensors(batch, pick)
+        def choose(held: Any) -> tuple[Any] | None:
+            owners = self.entries(held)
+            if owners is None:
+                return None
+            places: dict[int, list[int]] = {}
+            for place, example in enumerate(owners):
+                places.setdefault(example, []).append(place)
+            chosen = [place for example in examples for place in places.get(example, ())]
+            if isinstance(held, np.ndarray):
+                return (held.take(chosen, self._axis(held)),)
+            return (_with_items(held, [held[place] for place in chosen]),)
+
+        return map_tensors(batch, pick, choose)
 
 
 def _owners(lengths: Sequence[int]) -> list[int]:

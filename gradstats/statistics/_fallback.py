@@ -244,8 +244,8 @@ def check_same(alone: Gradients, together: Gradients) -> None:
 _NOT_ALONE = (
     'gradients cannot be computed one example at a time (fallback="vmap"). Is the forward random '
     "(dropout: call model.eval()), do examples depend on each other, is the loss divided by "
-    "something of the whole batch, or does the batch hold a tensor whose length equals the number "
-    "of examples by accident?"
+    "something of the whole batch, or does the batch hold a tensor or list whose length equals "
+    "the number of examples by accident?"
 )
 
 
@@ -269,6 +269,8 @@ def _in_chunks(model, batch, loss_fn, names, division, *, workspace, state) -> G
         raise TypeError("torch.func would take a parameter of a subclass for a plain tensor")
     if division.bounds is not None:
         raise TypeError("packed examples differ in length")
+    if division.has_entries(batch):
+        raise TypeError("vmap would give each example all entries of a list")
     # A chunk's gradients, the same in the accumulation dtype, and their squares may exist at once.
     numbers = 3 * sum(parameter.numel() for parameter in parameters.values())
     chunk = max(1, min(division.batch_size, workspace // (8 * numbers)))

@@ -607,14 +607,48 @@ def test_out_of_memory_with_one_example_is_an_error(setting):
         )  # fmt: skip
 
 
-def test_a_batch_that_cannot_be_divided_says_so():
+@pytest.mark.parametrize(
+    ("shared", "what"),
+    [
+        (torch.zeros(7), r"a tensor of shape \(7,\) without an axis of 4 at 0"),
+        (["one", "two"], "a list of 2 entries"),
+        ([torch.zeros(4), torch.zeros(4, 2)] * 2, "a list of 4 tensors"),
+        (np.zeros(7), "a ndarray, which cannot be taken apart"),
+        (object(), "a object, which cannot be taken apart"),
+    ],
+)
+def test_a_batch_that_cannot_be_divided_says_so(shared, what):
     def work(part):
         raise MemoryError
 
-    with pytest.raises(gs.LoaderError, match=r"of 4 examples cannot be divided: .* shape \(7,\)"):
-        Halving("examples", BatchLayout()).run(
-            work, {"x": torch.zeros(4, 2), "shared": torch.zeros(7)}, 4
-        )
+    with pytest.raises(gs.LoaderError, match=rf"batch of 4 examples cannot be divided: .*{what}"):
+        Halving("examples", BatchLayout()).run(work, {"x": torch.zeros(4, 2), "shared": shared}, 4)
+
+
+def test_what_each_example_has_goes_with_it():
+    batch = {
+        "x": torch.arange(8).view(4, 2),
+        "names": ["a", "b", "c", "d"],
+        "lengths": (1, 2, 3, 4),
+        "boxes": [{"corners": torch.zeros(n, 4), "of": [n] * n} for n in (1, 4, 0, 2)],
+        "weights": np.arange(4.0),
+        "scale": 0.5,
+    }
+    half = BatchLayout().part(batch, 1, 3, 4)
+    assert half["x"].tolist() == [[2, 3], [4, 5]] and half["names"] == ["b", "c"]
+    assert half["lengths"] == (2, 3) and half["weights"].tolist() == [1.0, 2.0]
+    assert [len(box["corners"]) for box in half["boxes"]] == [4, 0] and half["scale"] == 0.5
+    assert half["boxes"][0] is batch["boxes"][1]
+    along = {"x": torch.zeros(3, 4), "rows": np.arange(12).reshape(3, 4), "names": list("abcd")}
+    half = BatchLayout(batch_dim=1).part(along, 0, 2, 4)
+    assert half["rows"].tolist() == [[0, 1], [4, 5], [8, 9]] and half["names"] == ["a", "b"]
+    packed = {
+        "x": torch.zeros(7, 2), "bounds": torch.tensor([0, 2, 3, 7]), "names": ["a", "b", "c"],
+        "words": list("rstuvwx"),
+    }  # fmt: skip
+    part = BatchLayout(cu_seqlens="bounds").part(packed, 1, 3, 3)
+    assert part["names"] == ["b", "c"] and part["words"] == list("tuvwx")
+    assert part["bounds"].tolist() == [0, 1, 5] and part["x"].shape == (5, 2)
 
 
 def test_lists_that_hardly_differ_are_warned_about():
