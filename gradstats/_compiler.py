@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from functools import lru_cache, wraps
 from threading import Lock
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._guards import CompileContext, TracingContext
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _LOCK = Lock()
@@ -37,6 +39,23 @@ def _compiles_here() -> bool:
     """Whether this thread, in which a dispatch mode is on, compiles a model or exports one."""
     contexts = CompileContext.try_get(), TracingContext.try_get()
     return contexts != (None, None) or torch.compiler.is_compiling()
+
+
+def called_from_compiled() -> bool:
+    """Whether the code that asks was called inside a function that is being compiled, or was."""
+    return torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
+
+
+def in_python(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a function that compiled code calls run in Python, outside of all graphs."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if called_from_compiled():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def leave_graph(what: str) -> None:

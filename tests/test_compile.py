@@ -782,3 +782,46 @@ def test_rows_assigned_to_those_of_other_examples_are_refused(assign):
 @pytest.mark.usefixtures("all_is_compiled")
 def test_constants_that_are_written_into_data_stay_in_the_graph():
     check_between(lambda hidden: assigned(hidden.clone(), (slice(None), 0), 0.5), fullgraph=True)
+
+
+def in_a_compiled_function(function, *arguments):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager")(*arguments)
+
+
+def test_calls_inside_a_compiled_function_run_in_python():
+    model, batch = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), (
+        torch.randn(6, 4).double(), torch.randint(3, (6,)),
+    )  # fmt: skip
+
+    expected = oracle_sqnorms(model, batch, losses_of)
+    assert_sqnorms(
+        in_a_compiled_function(
+            lambda x, y: gs.per_example_norms(model, (2 * x / 2, y), losses_of), *batch
+        ),
+        expected,
+        1e-9,
+    )
+    total = sum(expected.values())
+    products = in_a_compiled_function(
+        lambda x, y: gs.inner_products(model, (x, y), model, (x, y), losses_of).diagonal() + 1,
+        *batch,
+    )
+    torch.testing.assert_close(products, total + 1)
+    assert in_a_compiled_function(lambda x, y: gs.verify(model, (x, y), losses_of).ok, *batch)
+
+
+@pytest.mark.parametrize("kind", ["track", "monitor"])
+def test_a_context_inside_a_compiled_function_is_refused(kind):
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    monitor = gs.Monitor(model, every=1)
+
+    def step(x):
+        with gs.track(model, batch_size=6) if kind == "track" else monitor.step(batch_size=6):
+            model(2 * x).square().mean().backward()
+
+    with pytest.raises(gs.TrackingError, match="compile the model instead of the step"):
+        in_a_compiled_function(step, x)
+    assert type(model.weight) is nn.Parameter and model.weight.grad is None
+    torch.compiler.disable(step)(x)
+    assert model.weight.grad is not None

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradstats._compiler import running_eagerly
+from gradstats._compiler import called_from_compiled, running_eagerly
 from gradstats._factors import Segments
 from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
 from gradstats.capture._checkpoints import show_checkpoints
@@ -136,6 +136,12 @@ class Tracker(Threaded, Context):
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
+        if called_from_compiled():
+            raise TrackingError(
+                "a tracking context was opened inside a function that torch.compile compiles. "
+                "Expected one in code that is not compiled: compile the model instead of the step, "
+                "or run the step as torch.compiler.disable(step)."
+            )
         try:
             self._open()
         except BaseException:

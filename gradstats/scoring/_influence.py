@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from torch import nn
 
+from gradstats._compiler import in_python
 from gradstats.errors import ScoreError
 from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source
@@ -77,6 +78,7 @@ def influence(
 ) -> TopScores: ...
 
 
+@in_python
 def influence(
     model: nn.Module,
     train_loader: Any,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from gradstats._compiler import in_python
 from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source, to_device
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
@@ -47,6 +48,7 @@ from gradstats.statistics._result import GradientNorms
 from gradstats.statistics._state import random_numbers_kept
 
 
+@in_python
 def self_influence(
     model: nn.Module,
     loader: Any,

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from gradstats._compiler import in_python
 from gradstats._complex import as_real, real_shape
 from gradstats.capture._consumers import Along, Together
 from gradstats.capture._selection import matching_names
@@ -58,6 +59,7 @@ def alignment(
 ) -> dict[str, Tensor]: ...
 
 
+@in_python
 def alignment(
     model: nn.Module,
     batch: Any,

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from gradstats._compiler import in_python
 from gradstats.capture._consumers import Together
 from gradstats.errors import ExampleAxisError, NonFiniteGradientError
 from gradstats.statistics._arguments import (
@@ -64,6 +65,7 @@ def inner_products(
 ) -> dict[str, Tensor]: ...
 
 
+@in_python
 def inner_products(
     model_a: nn.Module,
     batch_a: Any,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats._compiler import in_python
 from gradstats.capture._consumers import Together
 from gradstats.capture._reports import SharedInGraphError
 from gradstats.capture._selection import runs_graphs
@@ -40,6 +41,7 @@ from gradstats.statistics._result import GradientNorms, statistics_of
 from gradstats.statistics._state import State
 
 
+@in_python
 def per_example_norms(
     model: nn.Module,
     batch: Any,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
+from gradstats._compiler import in_python
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import Survey, survey
 from gradstats.errors import GradStatsError, TrackingError
@@ -33,6 +34,7 @@ from gradstats.statistics._verify_report import Check, ParameterRow, VerifyRepor
 NOT_COMPARED = "not compared: nothing was computed (see coverage)"
 
 
+@in_python
 def verify(
     model: nn.Module,
     batch: Any,
