@@ -576,12 +576,26 @@ class Negatives(nn.Module):
         return functional.logsigmoid(self.layer(x) @ rows.T).sum(1)
 
 
+class Noisy(nn.Module):
+    """Noise of weights, drawn by their shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.spread = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.rand(3, 3))
+        self.double()
+
+    def forward(self, x):
+        numbers = torch.Generator().manual_seed(0)
+        noise = torch.randn(self.weight.shape, generator=numbers, dtype=x.dtype)
+        return functional.linear(x, self.weight + self.spread * noise).tanh().sum(1)
+
+
 def squares(model, x):
     return model(x).square()
 
 
 @pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("make", [Quantiles, Negatives])
+@pytest.mark.parametrize("make", [Quantiles, Negatives, Noisy])
 def test_as_many_values_as_examples_are_not_one_for_each(make, size):
     model, other = make(), make()
     batch, others = (torch.randn(size, 3, dtype=torch.float64) for _ in range(2))
@@ -631,6 +645,14 @@ def test_a_loss_function_that_wrote_into_its_batch_is_not_called_again():
     x = torch.randn(3, 3, dtype=torch.float64)
     with pytest.raises(gs.CoupledExamplesError, match="taken to hold one row of each"):
         gs.per_example_norms(Negatives(), x, lambda model, x: squares(model, x.mul_(2)))
+
+
+def test_noise_of_weights_in_a_context_says_how_to_draw_it():
+    model, x = Noisy(), torch.randn(3, 3, dtype=torch.float64)
+    drawn = r"torch\.randn made a tensor of shape \(3, 3\).*torch\.randn_like\(weight\)"
+    refused = pytest.raises(gs.CoupledExamplesError, match=drawn)
+    with refused, gs.track(model, batch_size=3) as tracker:
+        tracker.backward(squares(model, x))
 
 
 def test_as_many_values_as_packed_rows_are_not_one_for_each():

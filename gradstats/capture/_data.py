@@ -51,7 +51,7 @@ class Data(Written):
 
     def took_doubtful(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
         """Whether the forward of a call may have taken tensors for data that are none."""
-        return self.took_given or bool(of_layers(model, loss_fn, batch))
+        return self.taken is not None or bool(of_layers(model, loss_fn, batch))
 
     def kept(self) -> list[Tensor]:
         """Return the tensors that the model keeps, save those that are tracked."""

@@ -72,8 +72,8 @@ class Marks(Meetings):
         packed: whether the caller gave packed examples, with different numbers of rows.
         taken: the function that made a tensor during the forward which counts as data because of
             its size alone, and the tensor's shape.
-        doubtful_are_data: whether tensors count as data that may be none: of the caller's own
-            values, where they have the size of data, and from the surroundings of the model's code.
+        doubtful_are_data: whether tensors count as data that may be none: of given or drawn values,
+            where they have the size of data, and from the surroundings of the model's code.
             If not, results are exact too, but computing with such tensors and parameters takes
             longer.
         has_grids: whether the examples of some tensor lie along two axes.
@@ -156,7 +156,7 @@ class Marks(Meetings):
         """
         given = function in GIVEN_VALUES
         # With packed examples a mistake would go unnoticed: rows that meet are not refused there.
-        if self.packed or (given and not self.doubtful_are_data):
+        if self.packed or not self.doubtful_are_data:
             return False
         if not self.has_example_axis(tensor):
             return False
@@ -175,11 +175,15 @@ class Marks(Meetings):
         """Add to an error about examples which tensor was taken for data because of its size."""
         if self.taken is not None and isinstance(error, ABOUT_EXAMPLES):
             function, shape = self.taken
+            instead = "keep it in the model (register_buffer)"
+            if function not in GIVEN_VALUES:
+                instead = "draw it like a parameter (torch.randn_like(weight)) or into a buffer"
+                instead += " (buffer.normal_())"
             error.args = (
                 f"{error} In this forward {function_name(function)} made a tensor of shape "
                 f"{shape}. Since it has as many rows as there are examples, it was taken to hold "
-                "one row of each. If it belongs to no example, keep it in the model "
-                "(register_buffer), or use another batch size.",
+                f"one row of each. If it belongs to no example, {instead}, or use another batch "
+                "size.",
             )
 
     def has_example_axis(self, tensor: Tensor) -> bool:

@@ -269,10 +269,9 @@ def keeps(func) -> bool:
     return func in KEEPS
 
 
-# Operations that make tensors from values that the caller has.
-GIVEN_VALUES = frozenset(
-    {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer}
-)
+# Operations that make tensors from values that the caller has. PyTorch shows no mode the others,
+# such as ``from_numpy`` and ``torch.Tensor([...])``.
+GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
 # Those, and operations that draw random values.
 CALLERS_VALUES = GIVEN_VALUES | {
