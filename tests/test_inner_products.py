@@ -286,6 +286,24 @@ def test_a_mean_gradient_of_another_batch_is_a_direction():
     torch.testing.assert_close(own, rows_of(model, batch) @ rows_of(model, batch).mean(0))
 
 
+def test_a_direction_has_none_where_a_parameter_is_not_used():
+    model, x = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double(), torch.randn(4, 3).double()
+    (model[0](x).square().sum()).backward()
+    direction = {name: p.grad for name, p in model.named_parameters()}
+    assert direction["1.weight"] is None
+
+    def losses(model, x):
+        return model(x).square().sum(1)
+
+    got = gs.alignment(model, x, losses, direction)
+    zeros = {name: p.new_zeros(p.shape) for name, p in model.named_parameters()}
+    given = {name: value for name, value in direction.items() if value is not None}
+    along = torch.cat([value.flatten() for value in {**zeros, **given}.values()])
+    torch.testing.assert_close(got, rows_of(model, x, losses) @ along)
+    by_parameter = gs.alignment(model, x, losses, direction, per_parameter=True)
+    assert by_parameter["1.weight"].tolist() == [0.0] * 4
+
+
 def test_a_sparse_gradient_is_a_direction():
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3)).double()
     batch = torch.randint(9, (B, 3)), torch.randint(3, (B,))

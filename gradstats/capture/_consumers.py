@@ -171,7 +171,7 @@ class Along:
     """Inner products with one direction.
 
     Attributes:
-        values: name → (B,) float64.
+        values: name → (B,) float64, of the parameters that the direction names.
     """
 
     needs_norms = False
@@ -181,9 +181,11 @@ class Along:
         self._direction = direction
 
     def take(self, arrival: Arrival) -> None:
-        device = arrival.sqnorm.device
-        direction = as_real(self._direction[arrival.name].detach()).to(device)
-        self.values[arrival.name] = direction_inner(arrival.factors, direction, arrival.workspace)
+        direction = self._direction.get(arrival.name)
+        if direction is not None:
+            direction = as_real(direction.detach()).to(arrival.sqnorm.device)
+            products = direction_inner(arrival.factors, direction, arrival.workspace)
+            self.values[arrival.name] = products
 
 
 class Together:

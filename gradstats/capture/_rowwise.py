@@ -32,6 +32,7 @@ UNMARKED = frozenset(
         "fused_moving_avg_obs_fake_quant", "_autocast_to_reduced_precision",
         "_autocast_to_full_precision", "binary_cross_entropy_with_logits", "poisson_nll_loss",
         "kl_div", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss",
+        "_standard_gamma",
         "leaky_relu",  # which PyTorch 2.11 leaves unmarked
     }
 )  # fmt: skip

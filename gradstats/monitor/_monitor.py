@@ -273,7 +273,7 @@ class Monitor:
         NaN where a metric was not among those measured: other options, other layers.
         """
         self._settle()
-        return self._run.history
+        return {name: list(values) for name, values in self._run.history.items()}
 
     def metrics(self) -> dict[str, float]:
         """Return the last step's metrics.

@@ -30,7 +30,7 @@ def alignment(
     model: nn.Module,
     batch: Any,
     loss_fn: LossFunction,
-    direction: Mapping[str, Tensor] | str,
+    direction: Mapping[str, Tensor | None] | str,
     *,
     batch_dim: int = 0,
     cu_seqlens: Tensor | None = None,
@@ -47,7 +47,7 @@ def alignment(
     model: nn.Module,
     batch: Any,
     loss_fn: LossFunction,
-    direction: Mapping[str, Tensor] | str,
+    direction: Mapping[str, Tensor | None] | str,
     *,
     batch_dim: int = 0,
     cu_seqlens: Tensor | None = None,
@@ -64,7 +64,7 @@ def alignment(
     model: nn.Module,
     batch: Any,
     loss_fn: LossFunction,
-    direction: Mapping[str, Tensor] | str,
+    direction: Mapping[str, Tensor | None] | str,
     *,
     batch_dim: int = 0,
     cu_seqlens: Tensor | None = None,
@@ -89,8 +89,8 @@ def alignment(
         model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, nonfinite: as
             for per_example_norms.
         direction: v as name → tensor of the parameter's shape, for every tracked parameter: the
-            mean gradient of validation data, an update, a task vector. Or "mean", the mean of the
-            batch's own gradients, (1/B) Σ_j ∇ℓ_j.
+            mean gradient of validation data, an update, a task vector; None for zeros, as .grad has
+            it. Or "mean", the mean of the batch's own gradients, (1/B) Σ_j ∇ℓ_j.
         per_parameter: return name → (B,) inner products over that parameter instead of their sum.
 
     Returns:
@@ -154,7 +154,7 @@ def alignment(
 
 
 def check_direction(
-    direction: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+    direction: Mapping[str, Tensor | None], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Return a direction under the tracked parameters' names, or raise."""
     if not isinstance(direction, Mapping):
@@ -173,6 +173,7 @@ def check_direction(
             "first name, as model.named_parameters() has it; zeros where you want none of it; or "
             "leave parameters out of both with exclude=."
         )
+    named = {name: value for name, value in named.items() if value is not None}
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise CoverageError(

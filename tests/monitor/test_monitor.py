@@ -611,7 +611,7 @@ def test_a_history_over_other_options_is_aligned_with_its_steps(model):
     first = gs.Monitor(model, every=1, layers="0", clip=1.0)
     second = gs.Monitor(model, every=1, alignment=False, layers="2")
     take_steps(model, first, batches[:2])
-    before = {name: list(values) for name, values in first.history.items()}
+    before = first.history
     second.load_state_dict(first.state_dict())
     take_steps(model, second, batches[2:3])
     take_steps(model, second, batches[3:])

@@ -666,3 +666,16 @@ def test_a_bernoulli_distribution_of_a_parameter():
         {"w": (5,)},
         normal(3, 5),
     )
+
+
+def test_samples_that_are_differentiated():
+    """Each is drawn from the values in its place."""
+
+    def function(m, x):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            shape = functional.softplus(m.layer(x)) + 0.3
+            gamma, student = torch.distributions.Gamma, torch.distributions.StudentT
+            return gamma(shape, shape).rsample() + student(shape + 2).rsample()
+
+    check_operation(function, {"layer": nn.Linear(4, 3)}, normal(BATCH, 4))
