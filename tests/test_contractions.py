@@ -327,12 +327,14 @@ def test_sums_of_uses(name, workspace):
 
 
 @pytest.mark.parametrize("workspace", [WORKSPACE, TINY])
-def test_cross_term_of_a_projection_and_an_embedding(workspace):
-    left, right = outer(p=4, positions=5), rows([2, 0, 6])
+@pytest.mark.parametrize("counts", [[2, 0, 6], [1, 3, 1, 3], [6, 2, 6, 2]], ids=str)
+def test_cross_term_of_a_projection_and_an_embedding(workspace, counts):
+    left, right = outer(len(counts), p=4, positions=5), rows(counts)
     expected = (left.dense() * right.dense()).sum((1, 2))
     cross = _tied.inner_with_rows(left, right, workspace)
     torch.testing.assert_close(cross, expected)
-    assert cross[1] == 0 and cross.dtype == torch.float64
+    assert all(cross[i] == 0 for i, count in enumerate(counts) if not count)
+    assert cross.dtype == torch.float64
 
 
 class Ledger(TorchDispatchMode):

@@ -705,3 +705,54 @@ def check_pairs_of_rows(dtype, groups):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_pairs_of_rows_on_a_gpu(dtype, groups):
     check_pairs_of_rows(dtype, groups)
+
+
+@pytest.mark.parametrize("parts", [((0, 4), (4, 8)), ((0, 4), (8, 12)), ((0, 6), (4, 12))], ids=str)
+@pytest.mark.parametrize("pairs", ["all", "diagonal"])
+def test_batches_that_use_different_rows_of_a_weight(parts, pairs):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(12, 8, dtype=torch.float64))
+
+        def forward(self, x):
+            which = 0 if x.shape[1] == 1 else 1
+            return functional.linear(x, self.weight[slice(*parts[which])])
+
+    def losses(model, x):
+        return model(x).sin().sum((1, 2))
+
+    model = Parts()
+    other = perturbed(model)
+    first, second = torch.randn(B, 1, 8).double(), torch.randn(B, 2, 8).double()
+    expected = rows_of(model, first, losses) @ rows_of(other, second, losses).T
+    expected = expected if pairs == "all" else expected.diagonal()
+    got = gs.inner_products(model, first, other, second, losses, pairs=pairs)
+    torch.testing.assert_close(got, expected)
+
+
+def test_slices_looked_up_beside_a_product_whose_rows_are_another_axis():
+    class Slices(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6, 4, dtype=torch.float64))
+
+    def losses(model, batch):
+        x, ids = batch
+        products = torch.einsum("btnc,nac->bta", x, model.weight)
+        return products.sin().sum((1, 2)) + model.weight[ids].sin().sum((1, 2, 3))
+
+    model, batch = Slices(), (torch.randn(4, 1, 6, 4).double(), torch.randint(6, (4, 1)))
+    check_products(model, batch, losses, other=(perturbed(model), batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("direction", ["mean", "given"])
+def test_dtypes_of_products_with_a_direction(dtype, direction):
+    model, (x, y) = mlp().to(dtype), labelled(B, 4, dtype=dtype)
+    if direction == "given":
+        direction = {name: p.detach() for name, p in model.named_parameters()}
+    wanted = torch.float64 if dtype == torch.float64 else torch.float32
+    assert gs.alignment(model, (x, y), classification, direction).dtype == wanted
+    parts = gs.alignment(model, (x, y), classification, direction, per_parameter=True)
+    assert {part.dtype for part in parts.values()} == {wanted}

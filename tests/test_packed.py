@@ -508,3 +508,22 @@ def test_nested_tensors():
         with gs.track(model, batch_size=2):
             loss(model, nested)
     assert type(model.weight) is nn.Parameter
+
+
+def test_packed_rows_of_several_axes():
+    model, rows = nn.Linear(4, 3).double(), torch.randn(7, 2, 3, 4, dtype=torch.float64)
+    lengths = [2, 1, 4]
+
+    def losses(model, x):
+        return torch.stack([part.sum() for part in model(x).sin().split(lengths)])
+
+    def loss(model, x):
+        return model(x[0]).sin().sum().view(1)
+
+    expected = [oracle_sqnorms(model, part[None], loss) for part in rows.split(lengths)]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    assert_sqnorms(
+        gs.per_example_norms(model, rows, losses, cu_seqlens=bounds),
+        {name: torch.cat([each[name] for each in expected]) for name in expected[0]},
+        1e-10,
+    )

@@ -292,6 +292,24 @@ def test_only_doubtful_examples_are_computed_again(side, monkeypatch):
     assert formed == [(2, 1) if side else (1, 2)]
 
 
+@pytest.mark.parametrize("mine", [(0, 3, 0, 3), (1, 1, 1, 1), (3, 3, 3, 1)], ids=str)
+@pytest.mark.parametrize("theirs", [(3, 0, 3, 0, 0), (1, 1, 1, 1, 1), (3, 3, 0, 3, 3)], ids=str)
+def test_doubtful_pairs_are_replaced(mine, theirs):
+    first, second = outer(4, 1, 2, 3, 2), outer(5, 1, 3, 3, 2)
+    exact = gradient_rows([first]) @ gradient_rows([second]).T
+    mine, theirs = (_cost.GUARD_TOLERANCE**0.5 * torch.tensor(c).double() for c in (mine, theirs))
+
+    def again(one, two):
+        return gradient_rows([one]) @ gradient_rows([two]).T
+
+    found = _outer_pairs.recompute_pairs(
+        torch.full_like(exact, torch.nan), first, second, (mine, theirs), again
+    )
+    again_there = found.isfinite()
+    torch.testing.assert_close(found[again_there], exact[again_there])
+    assert bool(again_there[mine[:, None] * theirs > _cost.GUARD_TOLERANCE].all())
+
+
 @pytest.mark.parametrize("size", [1e-17, 1e17])
 def test_products_that_leave_the_range_of_float32(size):
     first = outer(3, 1, 1, 8, 6)

@@ -306,3 +306,14 @@ def test_weights_that_are_updated_during_the_backward():
     with gs.track(model, batch_size=BATCH) as tracker:
         tracker.backward(losses(model, (x,)))
     assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+def test_constants_that_change_after_the_forward_are_refused():
+    model = Queries(lambda m, q: m.layers[0](q) * m.scale)
+    model.register_buffer("scale", torch.rand(WIDTH).double())
+    x = torch.randn(BATCH, POSITIONS, WIDTH, dtype=torch.float64)
+    with pytest.raises(gs.UnsupportedOperationError, match="computed again"):
+        with gs.track(model, batch_size=BATCH) as tracker:
+            made = losses(model, (x,))
+            model.scale.data.mul_(2)
+            tracker.backward(made)

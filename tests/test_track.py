@@ -574,3 +574,15 @@ def test_numbers_that_are_put_in_the_place_of_a_parameters(way, put, fused):
     for name, each in model.named_parameters():
         if each.grad is not None:
             torch.testing.assert_close(got[name], each.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_products_with_a_sum_that_is_kept_in_half_precision():
+    """The gradient in .grad has lost digits that its terms still have."""
+    model = nn.Linear(64, 32, bias=False).bfloat16()
+    x, slope = torch.randn(16, 64).bfloat16(), torch.randn(16, 32).bfloat16()
+    with gs.track(model, batch_size=16, alignment=True, loss_reduction="sum") as tracker:
+        (model(x) * slope).sum(1).double().sum().backward()
+    gradients = slope.double()[:, :, None] * x.double()[:, None]
+    along = (gradients * gradients.mean(0)).sum((1, 2))
+    expected = along / gradients.flatten(1).norm(dim=1) / gradients.mean(0).norm()
+    torch.testing.assert_close(tracker.stats.cosine.double(), expected, rtol=0, atol=1e-6)

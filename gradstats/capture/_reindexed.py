@@ -100,7 +100,8 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
         if name == "dims" and len(dims) == 1:
             dims = (*dims, *args[position + 1 :])  # x.flip(0, 1)
-        if dim is not None and all(d % source.dim() != layout.axis for d in dims):
+        # Without any axis, a roll goes over all elements.
+        if dims and dim is not None and all(d % source.dim() != layout.axis for d in dims):
             return layout
         if dim is None or len(dims) != 1 or change is None:
             return picked(func, args, kwargs, source, layout, result)

@@ -173,8 +173,8 @@ def check_direction(
             "first name, as model.named_parameters() has it; zeros where you want none of it; or "
             "leave parameters out of both with exclude=."
         )
-    named = {name: value for name, value in named.items() if value is not None}
-    for name, value in named.items():
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, value in given.items():
         if not isinstance(value, Tensor):
             raise CoverageError(
                 f"the direction for {name!r} is {type(value).__name__}, expected a tensor of the "
@@ -191,4 +191,4 @@ def check_direction(
                 f"the direction for {name!r} has dtype {value.dtype}, expected floating point."
             )
     # As gradients of embeddings with sparse=True are not.
-    return {name: value.to_dense() if value.is_sparse else value for name, value in named.items()}
+    return {name: value.to_dense() if value.is_sparse else value for name, value in given.items()}

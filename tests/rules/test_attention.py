@@ -416,3 +416,13 @@ def test_autocast():
     attention.zero_grad()
     stats = gs.per_example_norms(attention, x, losses)
     torch.testing.assert_close(stats.sqnorm.double(), torch.stack(expected), rtol=0.02, atol=0)
+
+
+def test_keys_of_other_examples_are_refused():
+    def function(m, x):
+        return m.layer(x, x.flip(0), x.flip(0), need_weights=False)[0]
+
+    layer = nn.MultiheadAttention(4, 2, batch_first=True)
+    check_refused(
+        function, {"layer": layer}, normal(3, 5, 4), match="rows belong to different examples"
+    )

@@ -305,3 +305,11 @@ def test_parts_of_a_parameter_shown_as_complex_and_as_real_numbers():
 
     check_operation(function, {"w": numbers(4)}, normal(BATCH, POSITIONS, WIDTH))
     check_operation(function, {"w": numbers(4)}, normal(BATCH, WIDTH))
+
+
+def test_parts_of_what_was_computed_of_a_complex_parameter():
+    def function(m, x):
+        first, second = m.w.exp().split(2)
+        return torch.view_as_real((x + 0j) @ first.mT * ((x + 0j) @ second.mT)).flatten(-2)
+
+    check_operation(function, {"w": torch.randn(4, 3, dtype=torch.complex128)}, normal(3, 5, 3))

@@ -106,6 +106,10 @@ MATRICES = {
     "kronecker product of vectors": ((2,), lambda w: torch.kron(w, mixed(4, 1)[:, 0]).view(4, 2)),
     "kronecker product of itself": ((2, 1), lambda w: torch.kron(w, w) @ mixed(1, 2)),
     "one number each": ((1, 1), lambda w: (w * 3 / 7).expand(WIDTH, 2)),
+    "multiple added": ((WIDTH, 2), lambda w: torch.add(mixed(WIDTH, 2), w, alpha=3)),
+    "added to a multiple": ((WIDTH, 2), lambda w: w.add(mixed(WIDTH, 2), alpha=3)),
+    "rounded fraction": ((WIDTH, 2), lambda w: w + torch.div(w, 0.3, rounding_mode="floor")),
+    "stack of matrices times it": ((3,), lambda w: mixed(WIDTH * 2, 3).view(WIDTH, 2, 3) @ w),
     # The ways back to the parameter double with every step.
     "orthonormal": ((WIDTH, 2), lambda w: repeated(lambda m: 1.5 * m - m @ m.T @ m / 2, w / 4, 50)),
     # More steps than Python's stack is deep.
@@ -230,6 +234,20 @@ def test_position_embedding_with_padding_and_with_registered_ids():
     for positions in (BATCH, POSITIONS):
         x = normal(BATCH, positions, WIDTH)
         check_operation(lambda m, x: m.layer(x), {"layer": Positions()}, x)
+
+
+@pytest.mark.parametrize("padding", [1, -2])
+def test_more_positions_than_rows_of_a_table_with_padding(padding):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4, WIDTH, padding_idx=padding)
+            self.register_buffer("ids", torch.arange(3 * POSITIONS) % 4)
+
+        def forward(self, x):
+            return x + self.table(self.ids)
+
+    check_operation(lambda m, x: m.layer(x), {"layer": Positions()}, normal(BATCH, 15, WIDTH))
 
 
 def test_position_table_indexed_and_sliced():
@@ -1064,3 +1082,30 @@ def test_sparse_matrices_of_parameters_are_refused_and_dense_ones_served():
     check_model(Scattered(sparse=False), batch, uneven_loss)
     with pytest.raises(gs.UnsupportedOperationError, match="sparse tensor of parameter 'values'"):
         gs.per_example_norms(Scattered(sparse=True), batch, uneven_loss)
+
+
+@pytest.mark.parametrize(
+    "equation", ["btg,gi->btgi", "btgi,gi->btg", "btgi,gi->bti", "btg,gi->bti"]
+)
+def test_transposes_in_products_of_groups(equation):
+    sizes = {"b": BATCH, "t": 2, "g": 3, "i": 7}
+    x = normal(*(sizes[axis] for axis in equation.partition(",")[0]))
+    check_operation(lambda m, x: torch.einsum(equation, x, m.w.t()), {"w": (7, 3)}, x)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1), (1, 2, 3), (4, 1, 3), (4, 1, 1), (2, 1), (3,), (1, 1, 1)], ids=str
+)
+def test_filters_that_are_multiples_of_constant_ones(shape):
+    def function(m, x):
+        return functional.conv1d(x, mixed(8, 3).view(4, 2, 3) * m.w)
+
+    check_operation(function, {"w": shape}, normal(BATCH, 2, 6))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 3), (4, 1, 3), (2, 1), (3,)], ids=str)
+def test_matrices_that_are_multiples_of_constant_stacks(shape):
+    def function(m, x):
+        return functional.linear(x, (mixed(8, 3).view(4, 2, 3) * m.w).flatten(1))
+
+    check_operation(function, {"w": shape}, normal(BATCH, 2, 6))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.contractions import FEW, _rows
-from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
+from tests.oracle import assert_sqnorms, check_model, oracle_gradients, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 ROWS = 5
@@ -460,6 +460,13 @@ def test_elements_gathered_from_what_was_repeated(positions):
     check_operation(function, {"w": (ROWS,), "v": (1, ROWS, 2)}, integers(3, positions))
 
 
+def test_slices_selected_by_folded_ids():
+    def function(m, ids):
+        return m.w.index_select(1, ids.flatten(0, 1)).mT.unflatten(0, (3, 2))
+
+    check_operation(function, {"w": (4, ROWS)}, integers(3, 2))
+
+
 def test_elements_gathered_along_the_examples_are_refused():
     check_refused(
         lambda m, ids: m.w.gather(0, ids), {"w": (ROWS, 4)}, integers(3, 4), match="gather.*'w'"
@@ -528,3 +535,18 @@ def test_tables_of_positions_with_sparse_gradients(function):
             found = tracker.stats
         for name in ("sqnorm", "gram", "alignment"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e8])
+def test_small_and_large_directions_of_tables_scaled_by_frequency(scale):
+    """The derivative of the look-up's backward is another operation's, at any scale."""
+
+    def function(m, x):
+        return x * functional.embedding(m.ids, m.w, scale_grad_by_freq=True)
+
+    model = Operation(function, {"w": (4, 3)}, upstream=False)
+    model.ids = torch.tensor([1, 1, 2, 0, 1])
+    x, direction = normal(3, 5, 3), normal(4, 3)
+    (gradients,) = oracle_gradients(model, (x,), uneven_loss).values()
+    along = gs.alignment(model, (x,), uneven_loss, {"w": scale * direction})
+    torch.testing.assert_close(along / scale, gradients.flatten(1) @ direction.flatten())

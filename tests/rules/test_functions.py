@@ -472,6 +472,17 @@ def test_a_backward_that_is_not_linear_is_refused(function, batch):
     )
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+@pytest.mark.parametrize("function", [Signs, Decaying, Saturated])
+def test_a_backward_that_is_not_linear_is_refused_at_any_scale(function, scale):
+    check_refused(
+        lambda m, x: scale * functional.linear(x, function.apply(3 * m.w)),
+        {"w": (2, 3)},
+        normal(BATCH, 3),
+        match=rf"{function.__name__}\.apply.*'w'.*linear.*exclude",
+    )
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, scale):

@@ -1527,3 +1527,10 @@ def test_data_without_examples_before_data_with_them(function):
         error=gs.ExampleAxisError,
         match=r"was lost at torch\.(addr|ops\.gradstats_tests\.turned)",
     )
+
+
+def test_a_roll_along_no_axis_goes_over_all_elements():
+    def function(m, x):
+        return m.layer(x).roll(3, ())[[1, 2, 3, 0]]
+
+    check_operation(function, {"layer": nn.Linear(3, 3)}, normal(4, 3))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats.capture.rules import _affine
 from gradstats.contractions import _triton
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
@@ -353,3 +354,23 @@ SCALED = {
 @pytest.mark.parametrize("scaled", SCALED.values(), ids=SCALED)
 def test_parameters_scaled_by_data_are_refused(scaled):
     check_refused(scaled, {"w": (3, 4)}, normal(3, 4), match="made of data has no rule .*'w'")
+
+
+@pytest.mark.parametrize("scratch", [1, 400])
+def test_layers_that_are_normalised_a_few_examples_at_a_time(monkeypatch, scratch):
+    monkeypatch.setattr(_affine, "SCRATCH", scratch)
+    check_layer(nn.LayerNorm(4), 5, 4)
+    check_layer(nn.LayerNorm((2, 4)), 5, 3, 2, 4)
+    check_layer(nn.RMSNorm(4), 5, 3, 4)
+    check_layer(nn.GroupNorm(2, 4), 5, 4, 3)
+    check_layer(nn.BatchNorm1d(4).eval(), 5, 4, 2)
+
+    def folded(m, x):
+        return m.layer(x.flatten(0, 1)).unflatten(0, (5, 3))
+
+    for layer, shape in (
+        (nn.LayerNorm(4), (5, 3, 4)),
+        (nn.RMSNorm(4), (5, 3, 4)),
+        (nn.GroupNorm(2, 4), (5, 3, 4, 2)),
+    ):
+        check_operation(folded, {"layer": scrambled(layer)}, normal(*shape))

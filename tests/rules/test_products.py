@@ -510,3 +510,15 @@ def test_operations_of_sparse_data_without_a_rule():
         lambda m, x: (x * m.w).to_dense(), {"w": (6,)}, normal(5, 6).to_sparse(),
         match=r"mul of sparse data has no rule.*'w'.*x\.to_dense\(\)",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("repeat", ["repeat", "repeat_interleave"])
+def test_positions_repeated_for_examples_and_heads(repeat):
+    """Each row of the examples' heads meets a matrix of its own, in either order."""
+
+    def function(m, x):
+        times = {"repeat": (len(x), 1, 1), "repeat_interleave": (len(x), 0)}[repeat]
+        rows = getattr(m.w, repeat)(*times)
+        return torch.bmm(x.flatten(0, 1), rows).unflatten(0, (len(x), 2))
+
+    check_operation(function, {"w": (2, 4, 3)}, normal(3, 2, 5, 4))

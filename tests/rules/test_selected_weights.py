@@ -204,6 +204,7 @@ def test_indices_that_change_after_the_forward_are_refused():
         lambda w: w.repeat_interleave(1024),
         lambda w: w[torch.arange(4096) % 4],
         lambda w: w.index_select(0, torch.arange(4096) % 4),
+        lambda w: (torch.zeros(1024, 4, dtype=w.dtype) - w).flatten(),
     ],
 )
 def test_repeated_elements_of_half_precision_are_added_up_in_single(repeat):
@@ -236,3 +237,23 @@ def test_long_chains_of_lean_steps_form_no_gradients():
         lambda: gs.per_example_norms(model, batch, lambda m, x: m(x).square().mean(1), gram=True)
     )
     assert ledger.largest == 64 * 64
+
+
+def test_groups_of_their_own():
+    """A part is the weight of one of several products that are computed at once."""
+
+    def function(m, x):
+        weight = torch.stack([m.v, m.u.flip(1), m.w][: x.shape[2]])
+        return torch.einsum("btgi,goi->btgo", x, weight)
+
+    for groups in (2, 3):
+        x = normal(BATCH, POSITIONS, groups, WIDTH)
+        check_operation(function, dict.fromkeys("vuw", (2, WIDTH)), x)
+
+
+def test_groups_whose_axes_stand_in_another_order():
+    def function(m, x):
+        return torch.einsum("btgi,gio->btgo", x, torch.stack([m.v, m.w]))
+
+    x = normal(BATCH, POSITIONS, 2, WIDTH)
+    check_operation(function, dict.fromkeys("vw", (WIDTH, WIDTH)), x)
