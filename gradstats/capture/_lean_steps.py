@@ -50,7 +50,6 @@ from gradstats.capture._lean_products import (
 from gradstats.capture._lean_reductions import MEASURES, reduced
 from gradstats.capture._lean_selections import selected, selects
 from gradstats.capture._names import function_class_of
-from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._reductions import REDUCES
 from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
@@ -223,10 +222,7 @@ def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     ids = node.args[0]
     if isinstance(ids, Node) or any(node.kwargs.get(k) for k in ("scale_grad_by_freq", "max_norm")):
         return None
-    if any(node.args[3:4]) or any(node.args[5:6]):
-        return None
-    padding = argument_of(node.args, node.kwargs, 2, "padding_idx")
-    return _of_table(factor, ids, parent, padding)
+    return _of_table(factor, ids, parent, node.kwargs.get("padding_idx"))
 
 
 def embedding_rows(

@@ -69,7 +69,7 @@ def as_slices(factor: Factor, node: Derived) -> dict[Root, list[Factor]] | None:
     tracker, factor = node.tracker, lean(factor)
     if is_compiling() or tracker.packed or tracker.settings.consumer is not None:
         return None
-    if not isinstance(factor, Vector) or factor.axis != 0 or factor.slices is not None:
+    if not isinstance(factor, Vector) or factor.axis != 0:
         return None
     if node.has_function or node.value.is_complex() or factor.batch < 2:
         return None
