@@ -25,6 +25,9 @@ OPTIMIZER_FILE = "optimizer.pt"
 INDEX_SUFFIX = ".index.json"
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.[a-z]+$)")
 
+# Names of files of weights in folders that hold other files too.
+WEIGHTS_FILES = ("model.safetensors", f"model.safetensors{INDEX_SUFFIX}", "pytorch_model.bin")
+
 # Where training loops keep the weights and the optimizer's state in one file.
 WEIGHTS_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states")
@@ -50,9 +53,10 @@ def find_files(pattern: str | Path) -> list[Path]:
     paths = [Path(path) for path in glob.glob(str(pattern), recursive=True)]
     files = sorted((path for path in paths if path.is_file()), key=_natural)
     if Path(pattern).is_dir() or (paths and not files):
+        known = (name for name in WEIGHTS_FILES if any((path / name).is_file() for path in paths))
         raise CheckpointError(
             f"{pattern} matches folders only, expected files. Pass a glob, such as "
-            f"'{pattern}/*.pt'."
+            f"'{pattern}/{next(known, '*.pt')}'."
         )
     if not files:
         raise CheckpointError(
@@ -128,7 +132,8 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
         f"{path} cannot be read: {type(error).__name__}: {_reason(error)}\n"
         "Expected a safetensors file, or a torch file of tensors and plain values; files that hold "
         "other objects are not opened, because unpickling them may run code. Save "
-        "model.state_dict() and optimizer.state_dict()."
+        "model.state_dict() and optimizer.state_dict(), or read files that you trust yourself: "
+        "gs.Checkpoints([torch.load(path, weights_only=False), ...], lr=...)."
     )
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import warnings
 from argparse import Namespace
 
@@ -385,6 +386,20 @@ def test_missing_or_impossible_rates(setting, lr, message):
 def test_sources_that_are_none(sources, message):
     with pytest.raises(gs.CheckpointError, match=message):
         gs.Checkpoints(sources, lr=1.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "*.pt"]
+)
+def test_folders_are_refused_with_what_to_pass(tmp_path, name):
+    for number in (1, 2):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        for file in ("optimizer.pt", name.replace("*", "epoch")):
+            (folder / file).touch()
+    pattern = f"{tmp_path}/checkpoint-*"
+    with pytest.raises(gs.CheckpointError, match=re.escape(f"such as '{pattern}/{name}'")):
+        gs.Checkpoints(pattern, lr=1.0)
 
 
 def test_the_keys_of_a_mapping_are_in_order(tmp_path):
