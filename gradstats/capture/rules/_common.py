@@ -16,15 +16,11 @@ from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import node_of, value_of, wrap
+from gradstats.capture._tensors import node_of, wrap
+from gradstats.capture._tensors import value_of as plain
 from gradstats.capture._uses import derived
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
-
-
-def plain(item):
-    """Return what PyTorch's own operation should compute with in place of a tracked tensor."""
-    return value_of(item)
 
 
 def bare(item, autocast: bool):
