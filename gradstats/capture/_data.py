@@ -14,7 +14,7 @@ from gradstats.capture._enclosed import Surroundings, of_layers
 from gradstats.capture._examples import IF_A_CONSTANT, MIXED, Examples, Whole, same_layout
 from gradstats.capture._graph import nodes_behind
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import argument_of, flatten, operands_of
+from gradstats.capture._nested import argument_of, flatten, operands_of, tensors_in
 from gradstats.capture._nodes import same_form
 from gradstats.capture._separable import joins_examples
 from gradstats.capture._tensors import node_of
@@ -84,7 +84,7 @@ class Data(Written):
         with torch._C.DisableTorchFunction():
             operands = operands_of(args, kwargs)
             given = [item for item in operands if node_of(item) is None]
-            results = [item for item in flatten((returned,)) if isinstance(item, Tensor)]
+            results = [*tensors_in(returned)]
             trained = any(item.requires_grad for item in results)
             if trained or self.seen is not None:
                 self.inside |= inside
@@ -187,8 +187,7 @@ class Data(Written):
     def note_seen(self, result: Any) -> None:
         """Note that a result was computed, inside an autograd Function, by an operation seen."""
         if self.seen is not None:
-            tensors = [item for item in flatten((result,)) if isinstance(item, Tensor)]
-            self.seen.update((id(item), ref(item)) for item in tensors)
+            self.seen.update((id(item), ref(item)) for item in tensors_in(result))
 
     def follow_gradients(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]

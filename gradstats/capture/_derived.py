@@ -16,7 +16,7 @@ from gradstats._compiler import is_compiling
 from gradstats.capture._derivation import Derived
 from gradstats.capture._drawn import DRAWS, Draw
 from gradstats.capture._marks import CONSTANTS
-from gradstats.capture._nested import flatten, operands_of, rebuild
+from gradstats.capture._nested import operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node, same_form, same_storage
 from gradstats.capture._operations import MOVES_IN_PLACE, is_about_object
 from gradstats.capture._refusals import refuse
@@ -72,7 +72,7 @@ def note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Return a result that is not tracked; note which derived operands share its memory."""
     if not isinstance(result, Tensor) and type(result) not in (tuple, list):
         return result  # a shape, a device: most questions about a tensor
-    found = [item for item in flatten((result,)) if isinstance(item, Tensor)]
+    found = [*tensors_in(result)]
     for operand in operands_of(args, kwargs):
         node = node_of(operand)
         if isinstance(node, Derived) and any(same_storage(item, node.value) for item in found):

@@ -19,7 +19,7 @@ from gradstats.capture._derived import change, change_any, derive, note_alias
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._memory import unwrapped
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, operands_of, rebuild
+from gradstats.capture._nested import operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node, unique_roots
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
@@ -163,8 +163,7 @@ def _without_rule(func, nodes: list[Node], args, kwargs):
     if not (is_in_place(func) or any(item.requires_grad for item in changed)):
         with torch.set_grad_enabled(bool(changed)):
             result = func(*args, **kwargs)
-        leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
-        found = [item for item in leaves if isinstance(item, Tensor)]
+        found = tensors_in(result)
         differentiable = any(item.is_floating_point() or item.is_complex() for item in found)
         if not (differentiable or any(item.requires_grad for item in changed)):
             return result

@@ -17,7 +17,7 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._marks import Note
 from gradstats.capture._modes import innermost_mode
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nested import operands_of, tensors_in
 from gradstats.capture._nodes import Root
 from gradstats.capture._reports import Reports
 from gradstats.capture._tensors import DerivedTensor, node_of
@@ -313,7 +313,6 @@ class _Showing(fx.Interpreter):
         if isinstance(target, HigherOrderOperator) or tracked or tracker.data_among(operands):
             name = target if isinstance(target, str) else function_name(target)
             raise NotTracedError(f"it contains {name}")
-        for item in flatten((result,)):
-            if isinstance(item, Tensor):
-                tracker.mark_constant(item)
+        for item in tensors_in(result):
+            tracker.mark_constant(item)
         return result

@@ -15,7 +15,7 @@ from torch.overrides import (
     _push_mode,
 )
 
-from gradstats.capture._nested import flatten
+from gradstats.capture._nested import tensors_in
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -112,8 +112,8 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         _unpacking_seen(before),
     ):
         result = function(*args)
-    for item in flatten((result,)):
-        if isinstance(item, Tensor) and item.grad_fn is not None:
+    for item in tensors_in(result):
+        if item.grad_fn is not None:
             item.grad_fn.register_prehook(_unseen_in_backward)
             break  # the others have the same node
     return result

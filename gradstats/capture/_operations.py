@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._nested import flatten
+from gradstats.capture._nested import tensors_in
 from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
 
 
@@ -387,7 +387,7 @@ def changed_by(func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ten
     """Return the operands that an operation changes, if it is not in ``IN_PLACE``."""
     places = places_changed(func)
     changed = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
-    return [item for item in flatten(changed) if isinstance(item, Tensor)]
+    return [*tensors_in(changed)]
 
 
 # Those of them that only move axes, with their counterparts that return a view.

@@ -23,7 +23,7 @@ from gradstats.capture._layout import (
     stays,
 )
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nested import flatten, operands_of, tensors_in
 from gradstats.capture._operations import (
     BLANKS,
     CALLERS_VALUES,
@@ -173,9 +173,8 @@ def _follow_data(
         return
     if type(func) in OPAQUE and not torch.is_grad_enabled():
         return  # inside a compiled graph, which was followed when it was traced
-    for tensor in flatten((kwargs.get("out"),)):
-        if isinstance(tensor, Tensor):
-            tracker.mark_data(tensor)
+    for tensor in tensors_in(kwargs.get("out")):
+        tracker.mark_data(tensor)
     if is_write(func) and node_of(args[0]) is None:
         _follow_write(tracker, func, args, kwargs, data, result)
         return

@@ -13,7 +13,7 @@ from gradstats._compiler import imported_compiler, running_eagerly
 from gradstats.capture._coverage import check_coverage
 from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, rebuild, tensors_in
+from gradstats.capture._nested import rebuild, tensors_in
 from gradstats.capture._selection import check_trackable
 from gradstats.capture._tensors import node_of, value_of
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
@@ -64,8 +64,7 @@ class Survey(Tracker):
             self._note(error)
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
-        leaves = flatten(result if isinstance(result, (tuple, list)) else (result,))
-        if any(isinstance(item, Tensor) and item.requires_grad for item in leaves):
+        if any(item.requires_grad for item in tensors_in(result)):
             for node in map(node_of, operands):
                 for root in node.roots if node is not None else ():
                     names = self.operations[root.name]

@@ -27,7 +27,7 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._memory import unwrapped
 from gradstats.capture._modes import innermost_mode
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, operands_of
+from gradstats.capture._nested import operands_of, tensors_in
 from gradstats.capture._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
 
@@ -43,8 +43,7 @@ class HiddenError(UnsupportedOperationError):
 
 def check_hidden(tracker, func, args, kwargs, result) -> None:
     """Refuse what a transform computes from trained data, whose axes are hidden there."""
-    found = [item for item in flatten((result,)) if isinstance(item, Tensor)]
-    if not any(unwrapped(item).requires_grad for item in found):
+    if not any(unwrapped(item).requires_grad for item in tensors_in(result)):
         return
     for item in operands_of(args, kwargs):
         inner = unwrapped(item)

@@ -19,7 +19,7 @@ from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._derived import derive
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._hooked import ADDED, MULTIPLIED, hooked
-from gradstats.capture._nested import argument_of, flatten, operands_of, rebuild
+from gradstats.capture._nested import argument_of, flatten, operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node
 from gradstats.capture._operations import (
     ELEMENT_LOSSES,
@@ -260,8 +260,7 @@ def stack_along(tracker, func, tensors):
 
 def assign(tracker, func, input, index, value):
     """x[:, ...] = w and x[mask] = w: a part of the data is overwritten."""
-    operands = [item for item in flatten((input, index, value)) if isinstance(item, Tensor)]
-    node = next(node for node in map(node_of, operands) if node is not None)
+    node = first_node(*tensors_in((input, index, value)))
     items = index if isinstance(index, tuple) else (index,)
     if node_of(input) is not None:
         return write_data(tracker, func, (input, index, value), {})
