@@ -19,7 +19,7 @@ from gradstats.capture._marks import CONSTANTS
 from gradstats.capture._nested import operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node, same_form, same_storage
 from gradstats.capture._operations import MOVES_IN_PLACE, is_about_object
-from gradstats.capture._refusals import refuse
+from gradstats.capture._refusals import refuse, refuse_change
 from gradstats.capture._tensors import DerivedTensor, node_of, show, value_of, wrap
 
 
@@ -101,7 +101,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
     """
     if is_compiling():
         # The graph runs operation by operation then: in a trace no tensor takes other numbers.
-        _refuse_change(func, node)
+        refuse_change(func, node)
     target = args[0]
     own = node_of(target)
     if func is Tensor.__setitem__ and _is_part(node_of(args[2]), own, args[1]):
@@ -154,7 +154,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
                 show(part, target)
                 return _returned(func, target)
     # Views of the old value may still be in use, and would go on to describe that one.
-    _refuse_change(func, node)
+    refuse_change(func, node)
 
 
 def change_any(
@@ -168,16 +168,7 @@ def change_any(
         result = derive(tracker, func, args, kwargs)
         if not any(item.requires_grad for item in changed):
             return result
-    _refuse_change(func, node)
-
-
-def _refuse_change(func, node: Node) -> None:
-    refuse(
-        func,
-        node,
-        "changes a tensor in place that belongs to no example, which has no rule",
-        "Write it out of place.",
-    )
+    refuse_change(func, node)
 
 
 def _is_part(value: Node | None, whole: Node | None, index) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ BACKWARD_OF_ONES_OWN = (
 )
 
 
-def refuse(func, node: Node, reason: str = "has no rule", remedy: str = "") -> None:
+def refuse(func, node: Node, reason: str = "has no rule", remedy: str = "") -> NoReturn:
     """Raise the error for an operation whose factor is not known."""
     raise refusal(func, node, reason, remedy)
 
@@ -51,6 +52,12 @@ def check_nested(func, operands: Sequence[Tensor]) -> None:
     """Refuse an operation of nested tensors and parameters."""
     if any(item.is_nested for item in operands):
         refuse(func, first_node(*operands), "of nested tensors has no rule", PACK)
+
+
+def refuse_change(func, node: Node) -> NoReturn:
+    """Refuse an operation that changes in place what belongs to no example."""
+    reason = "changes a tensor in place that belongs to no example, which has no rule"
+    refuse(func, node, reason, "Write it out of place.")
 
 
 def refuse_on_derived(func, tensor: Tensor, remedy: str) -> None:

@@ -19,7 +19,7 @@ from gradstats.capture._indexing import axis_of, found_at, items_of
 from gradstats.capture._lean_steps import embedding_rows, rows_looked_up
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root
-from gradstats.capture._refusals import refusal, refuse
+from gradstats.capture._refusals import refuse
 from gradstats.capture._sequences import layout_of_bags, starts_of_bags
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
@@ -109,7 +109,7 @@ def embedding_bag(
     else:
         found = layout_of_bags(tracker, input, offsets, include_last_offset)
         if found is None:
-            raise refusal(func, node, "of bags with ids of several examples has no rule", "")
+            refuse(func, node, "of bags with ids of several examples has no rule")
         examples = found
     max_norm = _renormalised(node, input, max_norm, norm_type)
     if mode == "max":

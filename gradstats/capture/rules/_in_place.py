@@ -12,7 +12,7 @@ from gradstats.capture._derivation import Derived
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, same_storage
-from gradstats.capture._refusals import refusal
+from gradstats.capture._refusals import refusal, refuse_change
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture._writes import WRITES, Write
@@ -58,8 +58,7 @@ def _become_data(tracker, func, target: Tensor, write: Write) -> Examples:
     layout = _layout_after(tracker, target, write)
     # In a trace no tensor can take the place of another: the graph runs operation by operation.
     if layout is None or not isinstance(node, Derived) or is_compiling() or not node.is_alone():
-        reason = "changes a tensor in place that belongs to no example, which has no rule"
-        raise refusal(func, node, reason, "Write it out of place.")
+        refuse_change(func, node)
     seen = example_view(tracker, node, ExampleLayout(target.dim(), layout)).clone()
     if not same_storage(target, node.value):
         # Whatever else shows the memory of a constant goes on doing so.

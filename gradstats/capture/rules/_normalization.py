@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from gradstats._factors import compute_dtype
 from gradstats.capture._batch_norm import check_batch_norm
-from gradstats.capture._dispatch import refuse
 from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
+from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture.rules._affine import AffineFactors
