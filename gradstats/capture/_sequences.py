@@ -197,7 +197,7 @@ def _layout(tracker: Context, tensor: Tensor) -> Examples | None:
 
 def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Examples | None:
     """Return the layout of the data among tensors, if it is the same in all, along ``axis``."""
-    data = [tensor for tensor in tensors if node_of(tensor) is None and tracker.is_data(tensor)]
+    data = tracker.data_among(tensors)
     if not data:
         return None
     first = tracker.layout_of(data[0])

@@ -49,12 +49,8 @@ def check_hidden(tracker, func, args, kwargs, result) -> None:
         inner = unwrapped(item)
         if tracker.maps_examples and inner is not item:
             continue  # torch.vmap shows one example at a time
-        if _is_trained(tracker, inner):
+        if tracker.is_trained(inner):
             raise _hidden(f"{function_name(func)} inside a torch.func transform (grad, jacrev, …)")
-
-
-def _is_trained(tracker, tensor: Tensor) -> bool:
-    return tensor.requires_grad and node_of(tensor) is None and tracker.is_data(tensor)
 
 
 def _hidden(what: str) -> HiddenError:
@@ -98,7 +94,7 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
         return call.at_once()
     if transform_level() is not None:
         whole = [item for item in operands_of(args, kwargs) if unwrapped(item) is item]
-        if mode.tracker.maps_examples and any(_is_trained(mode.tracker, item) for item in whole):
+        if mode.tracker.maps_examples and any(map(mode.tracker.is_trained, whole)):
             raise _hidden("torch.vmap inside torch.vmap, of what the outer one does not map,")
         return call.at_once()
     # Between graphs the compiler intercepts every call; in here there is nothing to trace.

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._examples import same_rows
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
-from gradstats.capture.rules._common import Examples, locate, plain
+from gradstats.capture.rules._common import Examples, common_rows, locate, plain
 
 
 def bilinear(tracker, func, input1, input2, weight, bias=None):
@@ -23,16 +22,12 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
         refuse(func, first_node(input1, input2), "with a tracked input has no rule")
     if tracker.is_trained(weight):
         refuse(func, nodes[0], "with a weight that was computed from data has no rule")
-    layouts = [
-        locate(tracker, func, nodes[0], x, folds=True, trailing=1)
-        for x in (input1, input2)
-        if tracker.is_data(x)
-    ]
-    if any(x.axis != layouts[0].axis or not same_rows(x, layouts[0]) for x in layouts[1:]):
-        refuse(func, nodes[0], "of operands whose examples lie along different axes has no rule")
+    data = tracker.data_among((input1, input2))
+    layouts = [locate(tracker, func, nodes[0], x, folds=True, trailing=1) for x in data]
+    examples = common_rows(func, nodes[0], layouts)
     result = func(input1, input2, plain(weight), plain(bias))
     tracked = (node_of(weight) is not None, node_of(bias) is not None)
-    factors = BilinearFactors(*tracked, layouts[0], tuple(weight.shape))
+    factors = BilinearFactors(*tracked, examples, tuple(weight.shape))
     return tap(tracker, nodes, result, factors, input1, input2)
 
 

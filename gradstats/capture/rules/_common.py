@@ -143,16 +143,21 @@ def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tenso
             )
 
 
-def lined_up(tracker, func, node: Node, operands: Sequence[Tensor]) -> ExampleLayout:
-    """Return where the examples lie in operands that are broadcast against each other."""
-    dims = max([operand.dim() for operand in operands])
+def lined_up(
+    tracker, func, node: Node, operands: Sequence[Tensor], result: Tensor | None = None
+) -> ExampleLayout:
+    """Return where the examples lie in operands that are broadcast against each other.
+
+    Or in the ``result`` in which products of some of them are added to others.
+    """
+    whole = operands if result is None else [result]
+    dims = max([operand.dim() for operand in whole])
     layouts = []
-    for operand in operands:
-        if node_of(operand) is None and tracker.is_data(operand):
-            examples = locate(tracker, func, node, operand, folds=True)
-            layouts.append(examples.along(dims - operand.dim() + examples.axis))
+    for operand in tracker.data_among(operands):
+        examples = locate(tracker, func, node, operand, folds=True)
+        layouts.append(examples.along(dims - operand.dim() + examples.axis))
     layout = ExampleLayout(dims, common_rows(func, node, layouts))
-    check_rows(func, node, layout, operands)
+    check_rows(func, node, layout, whole)
     return layout
 
 

@@ -231,11 +231,7 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     dims = max(tensor.dim() for tensor in tensors)
     stacked = func is torch.stack
     dim = kwargs.pop("axis", dim) % (dims + stacked)
-    layouts = [
-        locate(tracker, func, nodes[0], tensor, folds=True)
-        for tensor in tensors
-        if node_of(tensor) is None and tracker.is_data(tensor)
-    ]
+    layouts = [locate(tracker, func, nodes[0], tensor, folds=True) for tensor in data]
     examples = common_rows(func, nodes[0], layouts)
     if not stacked and dim == examples.axis:
         refuse(func, nodes[0], "along the example axis has no rule")

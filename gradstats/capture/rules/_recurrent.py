@@ -250,7 +250,7 @@ def _stack(
     _check_weights(tracker, func, node, data, weights)
     # What is not trained brings nothing of an example along to another, as states of the batch
     # before do not, which lie along another axis than batch_dim.
-    trained = [s for s in states if s.requires_grad and node_of(s) is None and tracker.is_data(s)]
+    trained = list(filter(tracker.is_trained, states))
     if trained and not same_rows(rows_along(tracker, func, node, trained, 1), examples):
         refuse(func, node, "with initial states in another order than the data has no rule")
     states = [as_data(tracker, func, node, state, examples.along(1)) for state in states]

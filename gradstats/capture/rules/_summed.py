@@ -14,7 +14,7 @@ from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import node_of
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout
-from gradstats.capture.rules._common import Examples, check_rows, common_rows, locate
+from gradstats.capture.rules._common import Examples, lined_up
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,7 @@ def summed(tracker, func, result, x, parts, *terms):
             only say where the examples lie.
     """
     nodes = [part.node for part in parts] + [node_of(t) for t, _ in terms if node_of(t) is not None]
-    layouts = []
-    for term, _ in terms:
-        if node_of(term) is None and tracker.is_data(term):
-            examples = locate(tracker, func, nodes[0], term, folds=True)
-            layouts.append(examples.along(result.dim() - term.dim() + examples.axis))
-    layout = ExampleLayout(result.dim(), common_rows(func, nodes[0], layouts))
-    check_rows(func, nodes[0], layout, [result])
+    layout = lined_up(tracker, func, nodes[0], [term for term, _ in terms], result)
     if any(node_of(term) is not None and not layout.serves(term.shape) for term, _ in terms):
         refuse(func, nodes[0], "with a part for each of an example's rows has no rule")
     for term, scale in terms:
