@@ -29,6 +29,7 @@ from gradstats.capture._lean_steps import (
     lean_step,
 )
 from gradstats.capture._nodes import Node, Root, same_storage
+from gradstats.capture._operations import variants
 from gradstats.capture._replay import FunctionReplay, Replay
 from gradstats.contractions import (
     Contraction,
@@ -329,21 +330,8 @@ def is_isometric(node: Derived) -> bool:
 
 ISOMETRIC = frozenset(
     {function for function, step in LEAN_STEPS.items() if step in ISOMETRIC_STEPS}
-    | {
-        Tensor.chunk,
-        torch.chunk,
-        Tensor.split,
-        torch.split,
-        Tensor.split_with_sizes,
-        Tensor.unbind,
-        torch.unbind,
-        Tensor.narrow,
-        torch.narrow,
-        Tensor.select,
-        torch.select,
-        Tensor.movedim,
-        torch.movedim,
-        Tensor.unflatten,
-        torch.unflatten,
-    }
-)
+).union(
+    variants(
+        "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "movedim", "unflatten",
+    )
+)  # fmt: skip
