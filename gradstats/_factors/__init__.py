@@ -27,6 +27,7 @@ from gradstats._factors._masked import Masked as Masked
 from gradstats._factors._outer import Outer as Outer
 from gradstats._factors._patches import ConvolutionGeometry as ConvolutionGeometry
 from gradstats._factors._patches import Patches as Patches
+from gradstats._factors._patches import weight_gradient as weight_gradient
 from gradstats._factors._path import Path as Path
 from gradstats._factors._path import in_a_row as in_a_row
 from gradstats._factors._ragged import Experts as Experts

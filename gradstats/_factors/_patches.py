@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,22 +84,9 @@ class Patches:
         # data with channels last, for which it has no gradient of a weight in float64.
         x = self.input.to(dtype).flatten().view(1, examples * self.input.shape[1], *spatial)
         g = self.grad.to(dtype).flatten().view(1, examples * self.shape[0], *self.grad.shape[2:])
-        # Only the weight's shape is read: one number stands for all of it.
-        weight = x.new_empty(1).expand(examples * self.shape[0], self.shape[1], *self.kernel)
-        gradient = torch.ops.aten.convolution_backward(
-            g,
-            x,
-            weight,
-            None,
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            False,
-            [0] * len(spatial),
-            examples * geometry.groups,
-            [False, True, False],
-        )[1]
-        return gradient.view(examples, *self.shape)
+        sizes = (examples * self.shape[0], self.shape[1], *self.kernel)
+        grouped = replace(geometry, groups=examples * geometry.groups)
+        return weight_gradient(x, g, sizes, grouped).view(examples, *self.shape)
 
     @property
     def granule(self) -> int:
@@ -137,3 +125,22 @@ class Patches:
         right = windows.permute(0, 1, *order).reshape(examples, groups, *map(product, shape))
         left = self.grad.reshape(examples, groups, self.shape[0] // groups, product(positions)).mT
         return Outer(left, right.mT if rows_last else right, self.shape)
+
+
+def weight_gradient(
+    x: Tensor, grad: Tensor, sizes: Sequence[int], geometry: ConvolutionGeometry
+) -> Tensor:
+    """Return Σ_i G_i of a convolution's weight as PyTorch computes it, in the operands' dtype.
+
+    Args:
+        x: (B, C, *spatial).
+        grad: (B, O, *positions).
+        sizes: of the weight, (O, C / groups, *kernel).
+        geometry: how patches are cut.
+    """
+    # Only the weight's shape is read: one number stands for all of it.
+    weight = x.new_empty(1).expand(tuple(sizes))
+    return torch.ops.aten.convolution_backward(
+        grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,
+        [0] * len(geometry.stride), geometry.groups, [False, True, False],
+    )[1]  # fmt: skip

@@ -11,7 +11,6 @@ Squared norms, and sums from the same pass
     _tied        a projection and the look-ups tied to it
     _dense       the definition
     _formed      gradients of outer products, formed one by one, at once, or a few at a time
-    _convolved   PyTorch's own weight gradient of a convolution
 
 Inner products
     _inner       of two lists of factors, pair by pair

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._compiler import is_compiling
-from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype
+from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype, weight_gradient
 from gradstats.contractions import _triton
-from gradstats.contractions._convolved import weight_gradient
 from gradstats.contractions._formed import form_at_once, form_chunks, form_each
 from gradstats.contractions._multiply import SCRATCH, multiply_groups, pays
 from gradstats.contractions._result import (

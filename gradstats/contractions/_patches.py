@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Patches, compute_dtype
+from gradstats._factors import Patches, compute_dtype, weight_gradient
 from gradstats.contractions import _outer, _triton, _triton_layers
-from gradstats.contractions._convolved import weight_gradient
 from gradstats.contractions._multiply import pays
 from gradstats.contractions._result import (
     Contraction,
