@@ -28,6 +28,7 @@ from gradstats.capture._lean_steps import (
     is_cast,
     lean_step,
 )
+from gradstats.capture._memory import extent
 from gradstats.capture._nodes import Node, Root, same_storage
 from gradstats.capture._operations import variants
 from gradstats.capture._replay import FunctionReplay, Replay
@@ -310,8 +311,7 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
     # the parameter on, which may itself be a part of something larger.
     size = view.element_size()
     first = view.storage_offset() * size - root.value.storage_offset() * root.value.element_size()
-    last = sum((count - 1) * step for count, step in zip(view.shape, view.stride(), strict=True))
-    return Path(tuple(reversed(steps)), int(first), int(first + (last + 1) * size - 1))
+    return Path(tuple(reversed(steps)), int(first), int(first + (extent(view) + 1) * size - 1))
 
 
 def is_isometric(node: Derived) -> bool:

@@ -84,6 +84,10 @@ def _range_of(tensor: Tensor) -> tuple[int, int]:
     tensor = unwrapped(tensor)
     if tensor.numel() == 0:
         return 0, 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = int(tensor.storage_offset() + sum((size - 1) * stride for size, stride in pairs))
-    return int(tensor.storage_offset()) * tensor.itemsize, (last + 1) * tensor.itemsize
+    first = int(tensor.storage_offset())
+    return first * tensor.itemsize, (first + int(extent(tensor)) + 1) * tensor.itemsize
+
+
+def extent(tensor: Tensor) -> int:
+    """Return the distance in memory between a tensor's first and last element."""
+    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -17,6 +17,7 @@ from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats.capture._examples import Examples, Grid, Whole, spread
 from gradstats.capture._indexing import items_of, read_at
+from gradstats.capture._memory import extent
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import same_storage
 from gradstats.capture._operations import PADS, variants
@@ -221,7 +222,7 @@ def picked(
     else:
         start = int(result.storage_offset() - source.storage_offset())
         expanded = 0 in (source.stride(axis) for axis in layout.axes)
-        if start < 0 or start + _extent(result) > _extent(source) or expanded:
+        if start < 0 or start + extent(result) > extent(source) or expanded:
             return None
         # Of the axes behind, which stay as they are, one element stands for all.
         same = _same_behind(
@@ -234,7 +235,7 @@ def picked(
         whole, part, owner = source[first], result[first], owner[first]
         unit = gcd(start, *whole.stride(), *part.stride()) or 1
         steps, own = ([step // unit for step in item.stride()] for item in (whole, part))
-        reach = 1 + _extent(whole) // unit
+        reach = 1 + extent(whole) // unit
         memory = torch.full((reach,), -1, dtype=torch.int32, device=source.device)
         # Along expanded axes, of stride 0, one element stands for all.
         sizes = [n if step else 1 for n, step in zip(whole.shape, steps, strict=True)]
@@ -257,11 +258,6 @@ def _steps_over(same: int, source: Tensor, result: Tensor, start: int) -> bool:
     block = max(1, source.shape[-same] * source.stride(-same))
     others = (*source.stride()[:-same], *result.stride()[:-same], start)
     return all(step % block == 0 for step in others)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the distance in memory between a tensor's first and last element."""
-    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _of_batch(dims: int) -> Callable[..., Examples | None]:
