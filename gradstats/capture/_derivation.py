@@ -300,10 +300,10 @@ def _reached(value: Tensor, parents: Sequence[Node]) -> list[Node]:
         return node, output
 
     edges = [edge_of(parent.value) for parent in parents]
-    met, pending = set(), [edge_of(value)]
+    ends, met, pending = {*edges}, set(), [edge_of(value)]
     while pending:
         edge = pending.pop()
         if edge not in met and edge[0] is not None:
             met.add(edge)
-            pending += [] if edge in edges else edge[0].next_functions
+            pending += [] if edge in ends else edge[0].next_functions
     return [parent for parent, edge in zip(parents, edges, strict=True) if edge in met]

@@ -103,16 +103,14 @@ MakeTracker: TypeAlias = Callable[[nn.Module, int, Consumer], Any]
 
 def take_slices(roots: Sequence[Root], make_tracker: MakeTracker) -> None:
     """Have lean factors in place of those of parameters that were repeated for the batch."""
-    of_slices = {
-        root: [each for each in root.delivered if isinstance(each, Slices)] for root in roots
-    }
+    slices = (each for root in roots for each in root.delivered if isinstance(each, Slices))
     # One for each tensor, of which each parameter has its own.
-    pulled = {(id(f.inner), f.node): f for own in of_slices.values() for f in own}
+    pulled = {(id(each.inner), each.node): each for each in slices}
     found = factors_of_slices(make_tracker, pulled.values()) if pulled else None
     if found is None:
         return
-    for root, own in of_slices.items():
-        kept = [each for each in root.delivered if each not in own]
+    for root in roots:
+        kept = [each for each in root.delivered if not isinstance(each, Slices)]
         root.exchange([*kept, *found[root]])
 
 
