@@ -205,11 +205,7 @@ def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples)
         dims = argument_of(args, kwargs, 2, "dims", 2)
     else:
         dims = ([], []) if func in OUTER_PRODUCTS else ([-1], [-1])
-    if isinstance(dims, Tensor):
-        dims = dims.tolist()
-    if isinstance(dims, int):
-        dims = range(first.dim() - dims, first.dim()), range(dims)
-    summed = [[axes] if isinstance(axes, int) else axes for axes in dims]
+    summed = summed_axes(dims, first.dim())
     left = [
         [axis for axis in range(tensor.dim()) if axis not in {a % tensor.dim() for a in axes}]
         for tensor, axes in zip((first, second), summed, strict=True)
@@ -217,6 +213,15 @@ def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples)
     if layout.axis not in left[place]:
         return None
     return layout.along(left[place].index(layout.axis) + (len(left[0]) if place else 0))
+
+
+def summed_axes(dims: Any, count: int) -> list[Sequence[int]]:
+    """Return over which axes of each operand tensordot sums; the first one has ``count`` axes."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist() if dims.numel() > 1 else int(dims)
+    if isinstance(dims, int):
+        dims = range(count - dims, count), range(dims)
+    return [[axes] if isinstance(axes, int) else axes for axes in dims]
 
 
 def convolved(

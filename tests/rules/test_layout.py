@@ -411,6 +411,7 @@ def test_reordered_examples_are_followed_or_refused(there, back):
 PRODUCTS = {
     "tensordot": lambda h, c: torch.tensordot(c, h, dims=([1], [1])),
     "tensordot, axes in a tensor": lambda h, c: torch.tensordot(c, h, torch.tensor([[1], [1]])),
+    "tensordot, a number": lambda h, c: torch.tensordot(c, h.movedim(1, 0), torch.tensor([1])),
     "linear": lambda h, c: nn.functional.linear(c, h[:, 0, :3]).unsqueeze(-1).expand(-1, -1, 4),
 }
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from gradstats._factors import Distances
 from gradstats.capture._einsum import parse_equation
 from gradstats.capture._grafted import Composed, Grafted
+from gradstats.capture._layout import summed_axes
 from gradstats.capture._operations import OUTER_PRODUCTS, solves_vector, variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
@@ -174,15 +175,10 @@ def _order(equation: str, operands: Sequence[Tensor]) -> Sequence[tuple[int, ...
 
 def tensordot(a: Tensor, b: Tensor, dims=2, out=None) -> Tensor:
     """The sum of products along some axes of both."""
-    if isinstance(dims, Tensor):
-        dims = dims.tolist() if dims.numel() > 1 else int(dims)
-    if isinstance(dims, int):
-        dims = range(a.dim() - dims, a.dim()), range(dims)
-    summed = [[axes] if isinstance(axes, int) else axes for axes in dims]
     letters = iter(string.ascii_letters)
     first = [next(letters) for _ in range(a.dim())]
     second = [next(letters) for _ in range(b.dim())]
-    for one, other in zip(*summed, strict=True):
+    for one, other in zip(*summed_axes(dims, a.dim()), strict=True):
         second[other] = first[one]
     out = [index for index in (*first, *second) if (index in first) != (index in second)]
     return torch.einsum("{},{}->{}".format(*map("".join, (first, second, out))), a, b)
