@@ -84,7 +84,7 @@ class Pulled:
         return 0
 
     @property
-    def path(self) -> Path | tuple[()] | None:
+    def path(self) -> Path | None:
         """How the root's elements were rearranged; None if anything else was done to them."""
         return rearrangement(self.node)
 
@@ -137,7 +137,7 @@ class Frozen:
 
     inner: Factor
     replay: Replay
-    path: Path | tuple[()] | None
+    path: Path | None
 
     @property
     def batch(self) -> int:
@@ -282,13 +282,13 @@ def replay_of(node: Derived, roots: Sequence[Root], copies: bool = False) -> Rep
     return (FunctionReplay if node.has_function else Replay)(node, roots, copies)
 
 
-def rearrangement(node: Node) -> Path | tuple[()] | None:
+def rearrangement(node: Node) -> Path | None:
     """Return how a derived tensor picks and arranges elements of its root, each at most once.
 
     Two tensors with the same path hold the same elements of the parameter in the same places.
 
     Returns:
-        The path from the root; () for the root itself, None if a step does anything else.
+        The path from the root; None if a step does anything else.
     """
     if len(node.roots) != 1:
         return None  # computed from several: not a rearrangement of one
@@ -304,8 +304,6 @@ def rearrangement(node: Node) -> Path | tuple[()] | None:
         if view is None and same_storage(node.value, root.value):
             view = node.value
         node = node.parents[0]
-    if not steps:
-        return ()
     view = root.value if view is None else view
     # In bytes: of a complex parameter, one may show complex elements and another real ones. From
     # the parameter on, which may itself be a part of something larger.
