@@ -255,9 +255,7 @@ def _vector_direction(factor: Vector, direction: Tensor, workspace: int) -> Tens
 
 
 def _elementwise_direction(factor: Elementwise, direction: Tensor, workspace: int) -> Tensor:
-    if _triton.streams(factor.grad, factor.input):
-        return _triton_layers.elementwise_direction(factor, direction)
-    return _vector_direction(summed(factor), direction, workspace)
+    return _triton_layers.elementwise_direction(factor, direction)
 
 
 def _elementwise_total(factor: Elementwise) -> Tensor:

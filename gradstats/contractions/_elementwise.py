@@ -1,4 +1,7 @@
-"""Elementwise factors: scales and shifts whose sums over positions stay on chip."""
+"""Elementwise factors: scales and shifts whose sums over positions stay on chip.
+
+They are made where kernels contract them; only made wide, in float64, are they summed by PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Factor, Vector
-from gradstats.contractions import _triton, _triton_layers, _vector
+from gradstats.contractions import _triton, _triton_layers
 from gradstats.contractions._result import Contraction
 
 
@@ -27,24 +30,19 @@ def lean(factor: Factor) -> Factor:
 
 def sqnorm(factor: Elementwise, workspace: int, *, guarded: bool) -> Contraction:
     """Return ‖Σ_t input_t ∘ grad_t‖²."""
-    if _triton.streams(factor.grad, factor.input):
-        return _triton_layers.elementwise(factor, None, (False, None))[0]
-    return _vector.sqnorm(summed(factor), workspace, guarded=guarded)
+    return _triton_layers.elementwise(factor, None, (False, None))[0]
 
 
 def sqnorm_and_sum(
     factor: Elementwise, workspace: int, dtype: torch.dtype | None = None
 ) -> tuple[Contraction, Tensor]:
-    """Return squared norms and Σ_i G_i, in one pass where kernels serve.
+    """Return squared norms and Σ_i G_i, in one pass.
 
     Args:
         factor: what is contracted.
         workspace: bytes of scratch memory.
         dtype: in which the sum is wanted, though it may come in another; None for any.
     """
-    if _triton.streams(factor.grad, factor.input):
-        norms, total, _ = _triton_layers.elementwise(factor, None, (False, dtype or torch.float32))
-        assert total is not None
-        return norms, total
-    vector = summed(factor)
-    return _vector.sqnorm(vector, workspace, guarded=True), vector.values.sum(0)
+    norms, total, _ = _triton_layers.elementwise(factor, None, (False, dtype or torch.float32))
+    assert total is not None
+    return norms, total

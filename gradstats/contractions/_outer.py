@@ -43,7 +43,7 @@ def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
         return rank_one(factor)
     if form == "gram":
         return guarded_gram(factor, workspace)
-    return _triton.direct(factor) if on_chip else _direct(factor, workspace, with_sum=False)[0]
+    return _triton.direct(factor) if on_chip else direct(factor, workspace)
 
 
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
@@ -218,12 +218,10 @@ def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def direct(factor: Outer, workspace: int) -> Contraction:
-    """Return Σ over tiles of ‖left_tileᵀ right‖²; never negative, well conditioned.
+    """Return Σ over tiles of ‖left_tileᵀ right‖², by PyTorch; never negative, well conditioned.
 
     Cost: T·p·q multiply-adds an example; scratch of one tile.
     """
-    if _triton.serves(factor):
-        return _triton.direct(factor)
     return _direct(factor, workspace, with_sum=False)[0]
 
 
