@@ -176,8 +176,6 @@ def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples 
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
-    if not isinstance(equation, str):
-        return None
     inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
     letter = inputs[place][layout.axis]
     return layout.along(out.index(letter)) if letter in out else None
@@ -186,7 +184,7 @@ def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples 
 def summed_against(args: tuple[Any, ...], layout: Examples) -> int | None:
     """Return the axis of the first of two operands over which the second's examples are summed."""
     equation, *operands = args
-    if not isinstance(equation, str) or len(operands) != 2:
+    if len(operands) != 2:
         return None
     (first, second), out = parse_equation(equation, [operand.dim() for operand in operands])
     letter = second[layout.axis]

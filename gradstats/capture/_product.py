@@ -55,8 +55,6 @@ class ProductFactor:
             examples, alone: as the attributes.
         """
         size = dict(zip(param, shape, strict=True))
-        if any(len(set(spec)) != len(spec) for spec in (param, data_spec, out)):
-            refuse(func, node, f"with repeated indices ({param}, {data_spec}) has no rule")
         if letter in param or letter not in out:
             refuse(func, node, "contracts the example axis with the parameter, which has no rule")
         k = [i for i in param if i in data_spec and i in out]

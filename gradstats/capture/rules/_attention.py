@@ -92,8 +92,8 @@ def multi_head_attention(
     extra = 0
     if bias_k is not None:
         extra += 1
-        k = torch.cat([k, _repeated(tracker, func, bias_k, examples)])
-        v = torch.cat([v, _repeated(tracker, func, bias_v, examples)])
+        k = torch.cat([k, _repeated(tracker, bias_k, examples)])
+        v = torch.cat([v, _repeated(tracker, bias_v, examples)])
     q = q.view(length, rows * num_heads, -1).transpose(0, 1)
     k = k.view(len(k), rows * num_heads, -1).transpose(0, 1) if static_k is None else static_k
     v = v.view(len(v), rows * num_heads, -1).transpose(0, 1) if static_v is None else static_v
@@ -168,7 +168,7 @@ def _split(tracker, packed, sizes: list[int]):
     return run(tracker, Tensor.split, packed, sizes)
 
 
-def _repeated(tracker, func, bias: Tensor, examples: Examples) -> Tensor:
+def _repeated(tracker, bias: Tensor, examples: Examples) -> Tensor:
     """Return a (1, 1, E) key or value that every row has beside its own."""
     node = node_of(bias)
     if node is None:

@@ -118,15 +118,17 @@ NO_INDICES = str.maketrans("", "", " .")
 
 
 def einsum(tracker, func, equation, *operands):
-    """A contraction of any number of operands: of two at a time."""
+    """A contraction of any number of operands: of two at a time.
+
+    PyTorch has written lists of indices as an equation before it shows the call.
+    """
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if isinstance(equation, str):
-        terms = equation.partition("->")[0].translate(NO_INDICES).split(",")
-        if any(len(set(indices)) < len(indices) for indices in terms):
-            return Composed(of_diagonals)(tracker, func, equation, *operands)
-        if len(operands) > 2:
-            return Composed(by_pairs)(tracker, func, equation, *operands)
+    terms = equation.partition("->")[0].translate(NO_INDICES).split(",")
+    if any(len(set(indices)) < len(indices) for indices in terms):
+        return Composed(of_diagonals)(tracker, func, equation, *operands)
+    if len(operands) > 2:
+        return Composed(by_pairs)(tracker, func, equation, *operands)
     return _products.einsum(tracker, func, equation, *operands)
 
 

@@ -282,13 +282,9 @@ def _beside(index: str, new: str, spec: list[str]) -> list[str]:
 
 def einsum(tracker, func, equation, *operands):
     """Two-operand contractions in Einstein's notation, one operand tracked."""
-    tracked = [index for index, operand in enumerate(operands) if node_of(operand) is not None]
-    node = node_of(operands[tracked[0]])
-    assert node is not None
-    if not isinstance(equation, str) or len(operands) != 2 or len(tracked) != 1:
-        refuse(func, node, "with other than two operands, one of them tracked, has no rule")
+    node = first_node(*operands)
     inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
-    param, data = tracked[0], 1 - tracked[0]
+    param, data = (0, 1) if node_of(operands[0]) is not None else (1, 0)
     rows = _own_rows(tracker, list(operands), inputs, out)
     if rows is not None:
         return Composed(rows)(tracker, func, equation, *operands)

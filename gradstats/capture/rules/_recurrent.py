@@ -286,9 +286,8 @@ def _stack(
             examples=examples,
             dtype=_product_dtype(data),
         )
-        data, *final = _attach(
-            tracker, func, operation, data, [state[own] for state in states], its_weights
-        )
+        own_states = [state[own] for state in states]
+        data, *final = _attach(tracker, operation, data, own_states, its_weights)
         finals.append(final)
     return (data, *(torch.cat(column) for column in zip(*finals, strict=True)))
 
@@ -318,7 +317,7 @@ def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
         examples=examples,
         dtype=_product_dtype(data),
     )
-    results = _attach(tracker, func, operation, data, states, weights)
+    results = _attach(tracker, operation, data, states, weights)
     return results if len(states) > 1 else results[0]
 
 
@@ -329,7 +328,7 @@ def _check_weights(tracker, func, node, data: Tensor, weights: Sequence[Tensor])
         refuse(func, node, "with weights that were computed from other examples has no rule")
 
 
-def _attach(tracker, func, operation, data, states, weights):
+def _attach(tracker, operation, data, states, weights):
     """Run the operation with the factors of its tracked weights attached."""
     tensors = [data, *states, *map(plain, weights)]
     slots = dict(enumerate(weights, 1 + len(states)))
