@@ -89,24 +89,27 @@ def layer_norm(
     def run(x, weight, bias):
         return torch.layer_norm(x, shape, weight, bias, eps)
 
-    normalise = LayerNormalise(shape, eps)
+    normalise = RowNormalise(shape, eps)
     return _attach(tracker, run, weight, bias, examples, normalise, None, input, place=NORMALISED)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNormalise:
+class RowNormalise:
     shape: tuple[int, ...]
     eps: float
+    rms: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.rms:
+            return functional.rms_norm(x, self.shape, None, self.eps)
         # PyTorch takes twice as long without a weight.
         return torch.layer_norm(x, self.shape, ones(self.shape, x.dtype, x.device), None, self.eps)
 
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
-        return _triton_layers.layer_norm_sum(x, g, self.eps, False, offsets)
+        return _triton_layers.layer_norm_sum(x, g, self.eps, self.rms, offsets)
 
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
-        return _triton_layers.layer_norm_backward(x, g, weight, self.eps, False, offsets, wanted)
+        return _triton_layers.layer_norm_backward(x, g, weight, self.eps, self.rms, offsets, wanted)
 
 
 def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
@@ -122,23 +125,8 @@ def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
     # Without eps PyTorch takes the machine epsilon of the dtype it computes in: float32 for half
     # inputs, whether autocast widens them or it does so itself (ATen, rms_norm_composite).
     own = torch.finfo(compute_dtype(input)).eps if eps is None else eps
-    normalise = RootMeanSquareNormalise(shape, own)
+    normalise = RowNormalise(shape, own, rms=True)
     return _attach(tracker, run, weight, None, examples, normalise, None, input)
-
-
-@dataclass(frozen=True, slots=True)
-class RootMeanSquareNormalise:
-    shape: tuple[int, ...]
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.shape, None, self.eps)
-
-    def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
-        return _triton_layers.layer_norm_sum(x, g, self.eps, True, offsets)
-
-    def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
-        return _triton_layers.layer_norm_backward(x, g, weight, self.eps, True, offsets, wanted)
 
 
 def group_norm(
