@@ -34,16 +34,11 @@ from gradstats.capture._derived import Changed
 from gradstats.capture._lean_normalisations import Flattened
 from gradstats.capture._nested import rebuild
 from gradstats.capture._nodes import Node
-from gradstats.capture._operations import PADS, variants
+from gradstats.capture._operations import JOINS, PADS, variants
 from gradstats.contractions import lean
 
 # All of whose operands give elements.
-JOINS = frozenset(
-    {
-        *variants("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"),
-        *variants("row_stack", "column_stack", "block_diag"),
-    }
-)
+OF_ALL = JOINS.keys() | {torch.block_diag}
 
 # Of which the first operand alone gives elements; others say which.
 PICKS = PADS | {
@@ -55,7 +50,7 @@ PICKS = PADS | {
 
 def selects(function: Any) -> bool:
     """Whether every element of an operation's result is one of its operands', or a constant."""
-    return function in JOINS or function in PICKS or _writes(function)
+    return function in OF_ALL or function in PICKS or _writes(function)
 
 
 def _writes(function: Any) -> bool:
@@ -85,7 +80,7 @@ def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor 
         return None
     if is_compiling() or _pads_with_numbers(node):
         return None  # a graph has no values to look at
-    if node.function not in JOINS:
+    if node.function not in OF_ALL:
         node.check_step()  # indices may have changed
     numbering = node.once(factor, lambda: Numbering(node))
     return PICKED[type(inner)](inner, numbering.places_of(parent))
@@ -140,7 +135,7 @@ class Numbering:
             return torch.zeros(item.shape, **kind) if isinstance(item, (Node, Tensor)) else item
 
         args, kwargs = node.args, node.kwargs
-        if node.function in JOINS:
+        if node.function in OF_ALL:
             args, kwargs = rebuild((args, kwargs), numbered)
         elif node.function in PICKS:
             args, kwargs = rebuild(

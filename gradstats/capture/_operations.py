@@ -208,10 +208,10 @@ COMPLEX = (
     | TENSOR_PRODUCTS
     | frozenset(function_variants(*ELEMENTWISE))
     | frozenset(in_place_variants(*ELEMENTWISE))
+    | JOINS.keys()
     | {
-        functional.linear, torch.einsum, *variants("dot"), torch.linalg.vecdot, torch.cat,
-        torch.concat, torch.concatenate, torch.stack, torch.broadcast_tensors, torch.rsub,
-        Tensor.__rsub__, Tensor.__setitem__, Tensor.copy_,
+        functional.linear, torch.einsum, *variants("dot"), torch.linalg.vecdot,
+        torch.broadcast_tensors, torch.rsub, Tensor.__setitem__, Tensor.copy_,
     }
 )  # fmt: skip
 

@@ -268,8 +268,7 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
 
 RULES = {
     torch.tensordot: Composed(tensordot),
-    torch.inner: Composed(inner),
-    Tensor.inner: Composed(inner),
+    **dict.fromkeys(variants("inner"), Composed(inner)),
     torch.cdist: cdist,
     functional.cosine_similarity: Composed(cosine_similarity),
     functional.pairwise_distance: Composed(pairwise_distance),

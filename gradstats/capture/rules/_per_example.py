@@ -12,7 +12,7 @@ from gradstats.capture._derived import derive
 from gradstats.capture._examples import Examples
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node
-from gradstats.capture._operations import ELEMENTWISE, function_variants, in_place_variants
+from gradstats.capture._operations import ELEMENTWISE, JOINS, function_variants, in_place_variants
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
@@ -26,10 +26,11 @@ AFFINE = frozenset(
     {
         *function_variants("add", "sub", "subtract", "where"),
         *in_place_variants("add", "sub", "subtract"),
-        torch.rsub, Tensor.__rsub__, torch.cat, torch.concat, torch.concatenate, torch.stack,
+        *JOINS,
+        torch.rsub,
         Tensor.copy_,
     }
-)  # fmt: skip
+)
 
 
 def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | None = None):
