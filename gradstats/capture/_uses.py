@@ -117,9 +117,6 @@ class Use:
         ``Fused`` stands for a factor whose norms have been computed already (the only use of a
         parameter, or of a cast or reshape of one); None for a node that no gradient reached.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.deliver(factors)
         if torch._C._is_any_autocast_enabled():
             with without_autocast():  # a graph's backward is traced in that of its forward
                 return self.deliver(factors)
