@@ -220,6 +220,25 @@ def test_what_the_model_kept_is_data_where_it_is_called_with_it():
     check(model, batch)
 
 
+def test_values_of_its_own_are_told_from_data_of_the_same_form():
+    """As many as there are examples by accident: in a context of their own, and beside data."""
+
+    def step(function, *batch):
+        model = nn.Linear(SIZE, 1)
+        with gs.track(model, batch_size=SIZE) as tracker:
+            tracker.backward(function(model, *batch).squeeze(1))
+
+    def own() -> torch.Tensor:
+        return torch.tensor([1.0, 2.0, 3.0])
+
+    x, y = torch.randn(SIZE, SIZE), torch.randn(SIZE)
+    step(lambda m, x: m(x + own()), x)
+    with pytest.raises(gs.ExampleAxisError):
+        step(lambda m, x, y: m(x + y), x, y)
+    step(lambda m, x, y: m(x) * (y * 2)[:, None], x, y)
+    step(lambda m, x: m(x + own() * 2), x)
+
+
 def test_little_is_remembered(monkeypatch):
     monkeypatch.setattr(_repeated, "MOST", 5)
     model = Folded()

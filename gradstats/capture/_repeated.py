@@ -148,6 +148,8 @@ class Repeated(Data):
         constant = id(tensor) in self._constants or id(tensor) in CONSTANTS
         if not notes:
             return CONSTANT if constant else NOTHING
+        if self.is_given(tensor):
+            return None  # beside data it says nothing about the examples
         mark = notes.get("_gradstats_layout")
         if mark is None or mark[0] != self.serial:
             return CONSTANT if constant else NOTHING
