@@ -64,8 +64,9 @@ class Derived(Node):
         self.version: int | None = None
         self._products: tuple[Any, Any] | None = None
         self._checked = False
-        self._versions = self._versions_now() if is_compiling() else []
-        operands = [node for node in flatten((args, kwargs)) if isinstance(node, Node)]
+        leaves = flatten((args, kwargs))
+        self._versions = _versions_of(leaves)
+        operands = [node for node in leaves if isinstance(node, Node)]
         self.operands = tuple(dict.fromkeys(operands))
         # A derivative is computed from what its operands were computed from.
         differentiates = function is torch.autograd.grad
@@ -233,14 +234,22 @@ class Derived(Node):
         self._checked = True
         return again, known
 
-    def _versions_now(self) -> list[int]:
-        leaves = flatten((self.args, self.kwargs))
-        return [item._version for item in leaves if isinstance(item, Tensor)]
+    def _is_written(self) -> bool:
+        """Whether a constant that this was computed with has been written into since."""
+        return self._versions != _versions_of(flatten((self.args, self.kwargs)))
+
+    def check_constants(self) -> None:
+        """Raise where a constant that this was computed with has been written into since.
+
+        As autograd would; that takes no numbers, for which one waits for a GPU.
+        """
+        if self._is_written():
+            raise self._differs()
 
     def _check_fixed(self) -> None:
         """Raise unless a graph, without numbers to compare, runs this operation again the same."""
         own = function_class_of(self.function) is not None or self.function in UPDATES
-        if own or isinstance(self.function, Draw) or self._versions != self._versions_now():
+        if own or isinstance(self.function, Draw) or self._is_written():
             raise UnsupportedOperationError(
                 f"{self.describe()} is computed again in a compiled graph, where the result cannot "
                 "be compared, by an operation that is random or of the user's own, or from "
@@ -266,13 +275,16 @@ class Derived(Node):
                 node._check_fixed()
             return
         if not same_bits(again.detach(), self._value.detach()):
-            raise UnsupportedOperationError(
-                f"{self.describe()} cannot be computed again with the same result, so per-example "
-                "gradients cannot be pulled back through it. Is the operation random, or was one "
-                "of its inputs changed in place, or given other numbers by .data? Exclude the "
-                "parameter, or compute the tensor without randomness and out of place: other "
-                "numbers under the same gradient are x + (numbers - x).detach()."
-            )
+            raise self._differs()
+
+    def _differs(self) -> UnsupportedOperationError:
+        return UnsupportedOperationError(
+            f"{self.describe()} cannot be computed again with the same result, so per-example "
+            "gradients cannot be pulled back through it. Is the operation random, or was one of "
+            "its inputs changed in place, or given other numbers by .data? Exclude the parameter, "
+            "or compute the tensor without randomness and out of place: other numbers under the "
+            "same gradient are x + (numbers - x).detach()."
+        )
 
 
 class OneOfSeveral(torch.autograd.Function):
@@ -290,6 +302,11 @@ class OneOfSeveral(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, *map(torch.zeros_like, ctx.others)
+
+
+def _versions_of(leaves: Sequence[Any]) -> list[int]:
+    tensors = [item for item in leaves if isinstance(item, Tensor)]
+    return [0 if item.is_inference() else item._version for item in tensors]
 
 
 def _reached(value: Tensor, parents: Sequence[Node]) -> list[Node]:

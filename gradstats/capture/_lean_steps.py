@@ -224,6 +224,7 @@ def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     ids = node.args[0]
     if isinstance(ids, Node) or any(node.kwargs.get(k) for k in ("scale_grad_by_freq", "max_norm")):
         return None
+    node.check_constants()
     return _of_table(factor, ids, parent, node.kwargs.get("padding_idx"))
 
 

@@ -503,6 +503,20 @@ def test_a_constant_that_changed_since_it_met_a_parameter_is_refused(operation):
     )
 
 
+@pytest.mark.parametrize("look_up", [functional.embedding, lambda ids, w: w[ids]])
+def test_ids_that_changed_since_they_were_looked_up_are_refused(look_up):
+    """As a counter of positions that the model keeps may."""
+
+    def function(m, x):
+        ids = torch.arange(3)
+        rows = look_up(ids, m.w)
+        ids.add_(2)
+        return x * rows
+
+    batch = normal(BATCH, 3, 4)
+    check_refused(function, {"w": (5, 4)}, batch, match="'w'.*cannot be computed again")
+
+
 def test_other_numbers_of_what_has_to_be_computed_again_are_refused():
     check_refused(
         lambda m, x: x @ signed(m.w.softmax(1)),
