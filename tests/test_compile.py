@@ -506,6 +506,30 @@ def test_a_graph_adds_up_all_uses_of_a_parameter(model):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+class Cancelling(nn.Module):
+    """A weight, or what was made of it, whose gradients are small sums of large terms."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.weight, self.made = nn.Parameter(torch.randn(256, 256) / 256), made
+
+    def forward(self, x):
+        signs = x.new_tensor([1.0, -1.0]).repeat(x.shape[1] // 2)[:, None]
+        return (functional.linear(x, self.made(self.weight)) * signs).sum((1, 2))
+
+
+@pytest.mark.usefixtures("all_is_compiled")
+@pytest.mark.parametrize("made", [lambda w: w, torch.t, lambda w: w + 1], ids=["w", "t", "sum"])
+def test_a_graph_takes_forms_that_need_no_guard(made):
+    torch._dynamo.reset()
+    model = Cancelling(made)
+    batch = 100 + 1e-4 * torch.randn(4, 16, 256)
+    expected = gs.per_example_norms(model, batch, lambda m, x: m(x))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = gs.per_example_norms(compiled, batch, lambda m, x: m(x))
+    torch.testing.assert_close(found.norm, expected.norm)
+
+
 class Again(nn.Module):
     """A weight through which gradients are pulled back by computing it again."""
 

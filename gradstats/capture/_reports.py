@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import Factor, Outer, Ragged, Rows
 from gradstats.capture._consumers import Arrival
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
@@ -200,15 +201,14 @@ class Reports:
             return factor
         if not whole.spans_rows:
             return factor
-        workspace = self._settings.workspace
-        norms = factor.norms if isinstance(factor, Fused) else sqnorm([whole], workspace)
-        return project(whole, norms, root.lookups, workspace)
+        norms = factor.norms if isinstance(factor, Fused) else self._sqnorm([whole])
+        return project(whole, norms, root.lookups, self._settings.workspace)
 
     def _sqnorm(self, factors: list[Factor]) -> Contraction:
         workspace = self._settings.workspace
         if len(factors) == 1 and isinstance(factors[0], Pulled):
             return pulled_sqnorm(factors[0], workspace)
-        return sqnorm(factors, workspace)
+        return sqnorm(factors, workspace, guarded=not is_compiling())
 
     @property
     def sqnorm(self) -> Tensor:

@@ -144,7 +144,7 @@ def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Co
         return contract(factors[0], workspace, guarded=guarded)
     apart = _disjoint_parts(factors)
     if apart is not None:
-        results = [sqnorm(part, workspace) for part in apart]
+        results = [sqnorm(part, workspace, guarded=guarded) for part in apart]
         value = sum((result.value for result in results[1:]), results[0].value)
         bound = sum((result.bound for result in results[1:]), results[0].bound)
         return Contraction(value, bound)

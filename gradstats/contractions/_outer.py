@@ -53,7 +53,8 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
         # What a 1×1 convolution leaves. On an NVIDIA H100 norms beside cuDNN's weight gradient take
         # half to nine tenths of the time of one kernel for both.
         return sqnorm(factor, workspace, guarded=True), summed(factor)
-    form = cheapest_form(factor, with_sum=True, on_chip=on_chip)
+    guarded = on_chip or not is_compiling()
+    form = cheapest_form(factor, with_sum=True, guarded=guarded, on_chip=on_chip)
     if form == "direct" and on_chip and factor.left.shape[1] == 1:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
