@@ -18,6 +18,7 @@ _path       where in a parameter the elements of a tensor lie that was derived f
 
 from gradstats._factors._distances import Distances as Distances
 from gradstats._factors._factor import Factor as Factor
+from gradstats._factors._factor import Undivided as Undivided
 from gradstats._factors._factor import cast as cast
 from gradstats._factors._factor import compute_dtype as compute_dtype
 from gradstats._factors._factor import elements_of as elements_of

@@ -40,6 +40,15 @@ class Factor(Protocol):
         """Return the factor of rows start … stop of the parameter, multiples of the granule."""
 
 
+class Undivided:
+    """A factor of which rows are not formed by themselves."""
+
+    granule = 0
+
+    def narrow(self, start: int, stop: int) -> Factor:
+        raise NotImplementedError
+
+
 def selected(rows, batch: int) -> Tensor:
     """Return the examples that ``select`` is asked for, (n,) int64 on the CPU."""
     return torch.arange(batch)[rows.cpu() if isinstance(rows, Tensor) else rows]

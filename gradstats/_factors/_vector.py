@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradstats._cost import product
-from gradstats._factors._factor import compute_dtype, selected
+from gradstats._factors._factor import Undivided, compute_dtype, selected
 from gradstats._factors._segments import filled_up, padding
 
 
@@ -65,7 +65,7 @@ class Vector:
 
 
 @dataclass(eq=False)
-class Elementwise:
+class Elementwise(Undivided):
     """G_i = Σ_t input[i,t] ∘ grad[i,t]: scales that broadcast; without input shifts and biases.
 
     It is made where kernels contract it, which write neither products nor sums; elsewhere, and
@@ -101,13 +101,6 @@ class Elementwise:
         grad = filled_up(self.grad, index, missing)
         x = None if self.input is None else filled_up(self.input, index, missing)
         return Elementwise(grad, x, self.shape)
-
-    @property
-    def granule(self) -> int:
-        return 0
-
-    def narrow(self, start: int, stop: int) -> Elementwise:
-        raise NotImplementedError
 
     def dense(self) -> Tensor:
         if self.offsets is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._complex import real_shape
 from gradstats._cost import pays_to_pull_apart, product, pulled_chunk
-from gradstats._factors import Factor, Outer, Path, compute_dtype
+from gradstats._factors import Factor, Outer, Path, Undivided, compute_dtype
 from gradstats.capture._derivation import Derived
 from gradstats.capture._lean_normalisations import Flattened
 from gradstats.capture._lean_steps import (
@@ -52,7 +52,7 @@ FUNCTION_CHUNK = 8
 
 
 @dataclass(frozen=True)
-class Pulled:
+class Pulled(Undivided):
     """The factor of a parameter that is given by a factor of a tensor derived from it.
 
     Attributes:
@@ -81,19 +81,12 @@ class Pulled:
         return product(self.shape) + self.node.widest
 
     @property
-    def granule(self) -> int:
-        return 0
-
-    @property
     def path(self) -> Path | None:
         """How the root's elements were rearranged; None if anything else was done to them."""
         return rearrangement(self.node)
 
     def select(self, rows) -> Pulled:
         return replace(self, inner=self.inner.select(rows))
-
-    def narrow(self, start: int, stop: int) -> Factor:
-        raise NotImplementedError
 
     def dense(self) -> Tensor:
         (pulled,) = self.replay().pull_each(self.inner)
@@ -127,7 +120,7 @@ class Pulled:
 
 
 @dataclass(frozen=True)
-class Frozen:
+class Frozen(Undivided):
     """A ``Pulled`` factor that outlives its context and later changes of the model's weights.
 
     Attributes:
@@ -152,15 +145,8 @@ class Frozen:
     def elements(self) -> int:
         return product(self.shape) + self.replay.widest
 
-    @property
-    def granule(self) -> int:
-        return 0
-
     def select(self, rows) -> Frozen:
         return replace(self, inner=self.inner.select(rows))
-
-    def narrow(self, start: int, stop: int) -> Factor:
-        raise NotImplementedError
 
     def dense(self) -> Tensor:
         (pulled,) = self.replay.pull_each(self.inner)
