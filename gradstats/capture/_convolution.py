@@ -222,12 +222,12 @@ def convolution_factor(
         # An example's frames are one more axis, along which the kernel has size 1.
         x, grad = x.transpose(1, 2), grad.transpose(1, 2)
         geometry = ConvolutionGeometry((1, *stride), (0, *padding), (1, *dilation), groups)
-    pointwise = all(k == 1 for k in shape[2:]) and set(stride) == {1} and set(padding) == {0}
-    if pointwise:
-        left = grad.flatten(2).unflatten(1, (groups, -1)).mT  # (B, K, T, O / K)
-        right = x.flatten(2).unflatten(1, (groups, -1)).mT
-        return Outer(left, right, shape)
-    return Patches(x, grad, shape, geometry)
+    patches = Patches(x, grad, shape, geometry)
+    if not patches.pointwise:
+        return patches
+    left = grad.flatten(2).unflatten(1, (groups, -1)).mT  # (B, K, T, O / K)
+    right = x.flatten(2).unflatten(1, (groups, -1)).mT
+    return Outer(left, right, shape)
 
 
 def _of_volumes(
