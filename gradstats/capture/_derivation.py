@@ -34,6 +34,8 @@ class Derived(Node):
     Attributes:
         function, args, kwargs: the operation; tracked operands stand as their nodes.
         operands: these, each once.
+        parents: the operands on which this result depends, as often as they are given; of a
+            derivative the parameters.
         index: which of the operation's outputs this is; None for a single output.
         shown: returns the tensor that stands for this in the user's code, None once it is gone.
         aliased: whether a tensor that is not tracked shares its memory.

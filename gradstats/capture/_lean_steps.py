@@ -2,7 +2,7 @@
 
 The factor of a cast, a reshape, an expansion or a multiple of a parameter, or of its product with a
 matrix, becomes one of the same kind for the parameter itself. A step is called with the factor, the
-derived tensor and the one operand that depends on the parameter; it returns the operand's factor,
+derived tensor and one of the operands that depend on parameters; it returns the operand's factor,
 or None where this would not be lean.
 """
 

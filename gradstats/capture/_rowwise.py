@@ -1,7 +1,7 @@
 """Which of PyTorch's functions keep the rows of their operands apart.
 
-An operation that is listed neither here nor in ``_operations``, ``_reductions`` or ``_layout`` may
-move or mix rows, whatever the sizes of its result: where the examples lie in it is not known.
+An operation that is listed neither here nor in ``_operations``, ``_reductions`` or ``_reindexed``
+may move or mix rows, whatever the sizes of its result: where the examples lie in it is not known.
 """
 
 from __future__ import annotations
