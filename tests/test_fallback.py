@@ -425,6 +425,23 @@ def test_state_is_that_of_one_forward(batch):
         torch.testing.assert_close(got, want, msg=name)
 
 
+@pytest.mark.parametrize("workspace", [None, 1, 800])
+def test_every_forward_finds_the_buffers_as_they_were(batch, workspace):
+    class Counting(Awkward):
+        def __init__(self):
+            super().__init__(hidden=False)
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x):
+            self.steps = self.steps + 1
+            return super().forward(x) / self.steps
+
+    model = Counting().double()
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap", workspace=workspace)
+    model.steps.zero_()
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+
+
 def test_a_fault_of_the_users_own_is_not_hidden(batch):
     def fails(model, batch):
         raise ZeroDivisionError("the user's own")

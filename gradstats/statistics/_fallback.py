@@ -295,9 +295,9 @@ def _in_chunks(model, batch, loss_fn, names, division, *, workspace, state) -> G
     losses: list[Tensor] = []
     rows: list[list[Tensor]] = []
     totals: list[Tensor] = []
-    state.restore()
     with torch.no_grad():
         for start in range(0, division.batch_size, chunk):
+            state.restore()
             stop = min(start + chunk, division.batch_size)
             part = (
                 tensor if dim is None else tensor.narrow(dim, start, stop - start)
