@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import gradstats as gs
 from gradstats import _cost, contractions
@@ -245,6 +246,33 @@ def test_the_bound_of_a_scalar_that_is_used_as_a_matrix():
     stats = gs.per_example_norms(Scaled(), x, lambda model, x: model(x).sum(1))
     torch.testing.assert_close(stats.norm, x[:, 0].abs())
     assert (stats.error_bound > 0).all() and (stats.error_bound < 1e-5).all()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+
+    def forward(self, ids):
+        return functional.linear(self.tokens(ids).tanh(), self.tokens.weight)
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 8))
+
+    def forward(self, ids):
+        x = functional.one_hot(ids, 8).to(self.weight.dtype)
+        return functional.linear(x, functional.normalize(self.weight))
+
+
+@pytest.mark.parametrize("model", [Tied, Normalised])
+def test_bounds_of_double_precision(model):
+    """Of norms that are differences, or sums of products, too."""
+    ids = torch.randint(8, (4, 5))
+    stats = gs.per_example_norms(model().double(), ids, lambda m, x: m(x).square().sum((1, 2)))
+    assert stats.error_bound.max() < 1e-13
 
 
 def test_zero_gradients_are_exact():

@@ -46,7 +46,9 @@ from gradstats._factors import (
     Rows,
     Tangent,
     Vector,
+    compute_dtype,
     in_a_row,
+    tensors_of,
 )
 from gradstats.contractions import (
     _dense,
@@ -193,7 +195,8 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
         return _dense.sqnorm_of_sum(merged, workspace)
     guarded = not is_compiling()
     parts = [SELF[type(factor)](factor, workspace, guarded=guarded) for factor in merged]
-    return sum_of_parts(parts, [cross(workspace) for cross in crosses])
+    dtype = compute_dtype(*(tensor for factor in merged for tensor in tensors_of(factor)))
+    return sum_of_parts(parts, [cross(workspace) for cross in crosses], dtype)
 
 
 def adds_up(merged: Sequence[Factor]) -> bool:

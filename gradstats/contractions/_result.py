@@ -295,8 +295,13 @@ def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
     return WellConditioned((), dtype, value)
 
 
-def sum_of_parts(parts: Sequence[Contraction], crosses: Sequence[Tensor]) -> Contraction:
-    """Return ‖Σ_u F_u[i]‖² from all squared norms and ⟨F_u[i], F_v[i]⟩ of u < v, (B,) float64."""
+def sum_of_parts(
+    parts: Sequence[Contraction], crosses: Sequence[Tensor], dtype: torch.dtype
+) -> Contraction:
+    """Return ‖Σ_u F_u[i]‖² from all squared norms and ⟨F_u[i], F_v[i]⟩ of u < v, (B,) float64.
+
+    Both were summed in ``dtype``.
+    """
     squares = reduce(torch.add, [part.value for part in parts])
     value, size = squares, squares
     for cross in crosses:
@@ -304,7 +309,7 @@ def sum_of_parts(parts: Sequence[Contraction], crosses: Sequence[Tensor]) -> Con
         size = size + 2 * cross.abs()
     # Each part's bound is relative to its own size: where the parts cancel, that is what is lost.
     bound = reduce(torch.add, [part.bound for part in parts])
-    return Contraction(value, bound + relative_bound(torch.float32) * size)
+    return Contraction(value, bound + relative_bound(dtype) * size)
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from gradstats._factors import Outer, Patches, Tangent
 from gradstats.contractions import _outer, _patches
 from gradstats.contractions._dense import sqnorm_of_sum
@@ -18,7 +16,7 @@ def sqnorm(factor: Tangent, workspace: int, *, guarded: bool) -> Contraction:
     whole = contract(factor.inner, workspace, guarded=guarded)
     removed = factor.along.double().square() * (factor.share * (2 - factor.share))
     along = removed.reshape(factor.batch, -1).sum(1)
-    bound = whole.bound + relative_bound(torch.float32) * (whole.value + along)
+    bound = whole.bound + relative_bound(factor.unit.dtype) * (whole.value + along)
     result = Contraction((whole.value - along).clamp(min=0), bound)
     return recompute_suspects(result, lambda rows: sqnorm_of_sum([factor.select(rows)], workspace))
 

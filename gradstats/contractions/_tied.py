@@ -146,7 +146,8 @@ def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> C
         assert factor.lookup is not None
         products = (projected.gathered[factor.lookup] * factor.grad).sum(1, dtype=torch.float64)
         cross += _by_example(products, factor)
-    return sum_of_parts([projected.norms, own], [cross])
+    dtype = compute_dtype(table.grad, *projected.gathered.values())  # type: ignore[attr-defined]
+    return sum_of_parts([projected.norms, own], [cross], dtype)
 
 
 def _of_example(factor: Outer | Ragged, example: int) -> tuple[Tensor, Tensor]:
