@@ -76,14 +76,19 @@ def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor 
     count, places = parent.shape.numel(), node.shape.numel()
     if type(inner) not in PICKED or not 0 < count <= MOST_LEFT_OUT * places:
         return None
-    if max(places, sum(each.shape.numel() for each in node.parents)) > MOST_ELEMENTS:
-        return None
     if is_compiling() or _pads_with_numbers(node):
         return None  # a graph has no values to look at
     if node.function not in OF_ALL:
         node.check_step()  # indices may have changed
-    numbering = node.once(factor, lambda: Numbering(node))
-    return PICKED[type(inner)](inner, numbering.places_of(parent))
+    # Once for all operands: there may be thousands.
+    numbering = node.once(factor, lambda: _numbered(node, places))
+    return numbering and PICKED[type(inner)](inner, numbering.places_of(parent))
+
+
+def _numbered(node: Derived, places: int) -> Numbering | None:
+    """Return where the elements of all operands stand; None where they are too many."""
+    count = sum(each.shape.numel() for each in node.parents)
+    return Numbering(node) if max(places, count) <= MOST_ELEMENTS else None
 
 
 def _pads_with_numbers(node: Derived) -> bool:

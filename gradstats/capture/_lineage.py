@@ -9,6 +9,7 @@ pulled back by automatic differentiation, a few examples at a time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -174,20 +175,21 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
     if step is None:
         return {}
     parents = dict.fromkeys(node.parents)
-    branches = {root: sum(root in parent.roots for parent in parents) for root in roots}
-    left = [r for r in roots if branches[r] == 1 or _may_branch(factor, node.paths[r])]
-    found: dict[Root, list[Factor]] = {root: [] for root in left}
+    branches = Counter(root for parent in parents for root in parent.roots)
+    found: dict[Root, list[Factor]] = {
+        r: [] for r in roots if branches[r] == 1 or _may_branch(factor, node.paths[r])
+    }
     for parent in parents:
-        own = [root for root in left if root in parent.roots]
+        own = [root for root in parent.roots if root in found]
         result = step(factor, node, parent) if own else None
         above = {} if result is None else pull_back(result, parent, own)
         for root in own:
             if root not in above or any(_is_flattened(each) for each in above[root]):
-                left.remove(root)
+                del found[root]
             else:
                 found[root] += above[root]
     node.forget()
-    sums = {root: _sum(found[root]) for root in left}
+    sums = {root: _sum(factors) for root, factors in found.items()}
     return {root: factors for root, factors in sums.items() if factors}
 
 
