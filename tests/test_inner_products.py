@@ -14,7 +14,7 @@ import gradstats as gs
 from benchmarks.workloads import Transformer, classification, next_token
 from gradstats._factors import Outer
 from gradstats.capture import _tracker
-from gradstats.contractions import _outer_pairs
+from gradstats.contractions import _outer_pairs, _tiles
 from gradstats.statistics._kept import keep, products
 from tests.oracle import (
     assert_products,
@@ -756,3 +756,27 @@ def test_dtypes_of_products_with_a_direction(dtype, direction):
     assert gs.alignment(model, (x, y), classification, direction).dtype == wanted
     parts = gs.alignment(model, (x, y), classification, direction, per_parameter=True)
     assert {part.dtype for part in parts.values()} == {wanted}
+
+
+@pytest.mark.parametrize("pairs", ["all", "diagonal"])
+def test_parts_that_share_no_element(pairs, monkeypatch):
+    """Their products are zero, and no gradient is formed to find that out."""
+
+    class Half(nn.Module):
+        def __init__(self, start):
+            super().__init__()
+            self.weight, self.start = nn.Parameter(torch.randn(64, 32)), start
+
+        def forward(self, x):
+            return x @ self.weight[self.start :][:32].t()
+
+    def formed(*_):
+        raise AssertionError
+
+    for name in ("dense_pairs", "dense_diagonal"):
+        monkeypatch.setattr(_tiles, name, formed)
+    x = torch.randn(5, 2, 32)
+    found = gs.inner_products(
+        Half(0), x, Half(32), x, lambda m, x: m(x).square().sum((1, 2)), pairs=pairs
+    )
+    assert found.shape == ((5, 5) if pairs == "all" else (5,)) and not found.any()

@@ -173,8 +173,8 @@ def _contract(first, second, workspace: int, sizes: Sizes, rules: dict, definiti
     for rule, one, two in terms:
         value = rule(one, two, workspace, sizes)
         total = value if total is None else total + value
-    if total is None:  # they use parts that have nothing in common
-        batches = [first[0].batch, second[0].batch] if rules is PAIRS else [first[0].batch]
+    if total is None:  # they share no element
+        batches = (first[0].batch, second[0].batch) if rules is PAIRS else (first[0].batch,)
         return _tiles.zeros(first, *batches)
     return total
 
