@@ -125,10 +125,11 @@ class Derived(Node):
         """Whether no other tensor that is still in use shares its memory."""
         if self.aliased or any(same_storage(root.value, self._value) for root in self.roots):
             return False
+        visible = self.tracker.visible
+        for other in [node for node in visible if not node.aliased and node.shown() is None]:
+            del visible[other]  # so that each is met once, however many changes there are
         return not any(
-            (other.aliased or other.shown() is not None) and same_storage(other.value, self._value)
-            for other in self.tracker.shown.values()
-            if isinstance(other, Derived) and other is not self
+            other is not self and same_storage(other.value, self._value) for other in visible
         )
 
     def describe(self) -> str:

@@ -173,6 +173,7 @@ def show(node: Derived, tensor: torch.Tensor) -> None:
     """Let a tensor in the user's code stand for a derived node."""
     tensor._gradstats = node  # type: ignore[attr-defined]
     node.shown = ref(tensor)
+    node.tracker.visible[node] = None
 
 
 def value_of(item):

@@ -269,6 +269,7 @@ class Tracker(Threaded, Context):
         self.coupled.clear()
         self.added.clear()
         self.shown.clear()
+        self.visible.clear()
         self.forget_marks()
         self.followed = None
         self.surroundings = ()
