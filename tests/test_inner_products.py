@@ -780,3 +780,31 @@ def test_parts_that_share_no_element(pairs, monkeypatch):
         Half(0), x, Half(32), x, lambda m, x: m(x).square().sum((1, 2)), pairs=pairs
     )
     assert found.shape == ((5, 5) if pairs == "all" else (5,)) and not found.any()
+
+
+class Weighed(nn.Module):
+    """A layer whose weight is used as it is, masked, or normalised; or what lies near its rows."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.weight, self.kind = nn.Parameter(torch.randn(7, 5).double()), kind
+        self.register_buffer("mask", torch.rand(7, 5).double())
+
+    def forward(self, x):
+        if self.kind == "distances":
+            return torch.cdist(x, self.weight)
+        if self.kind == "masked":
+            return functional.linear(x, self.weight * self.mask)
+        dim = 1 if self.kind == "rows" else 0
+        return functional.linear(x, functional.normalize(self.weight, dim=dim))
+
+
+@pytest.mark.parametrize("workspace", [300, 2000])
+@pytest.mark.parametrize("kind", ["distances", "masked", "rows", "columns"])
+def test_a_few_rows_of_the_parameter_at_a_time(kind, workspace):
+    for shape in ((6, 5), (6, 3, 5)):
+        batch = torch.randn(shape).double()
+        check_products(
+            Weighed(kind), batch, lambda m, x: m(x).square().flatten(1).sum(1).sin(),
+            workspace=workspace,
+        )  # fmt: skip

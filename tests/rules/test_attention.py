@@ -426,3 +426,21 @@ def test_keys_of_other_examples_are_refused():
     check_refused(
         function, {"layer": layer}, normal(3, 5, 4), match="rows belong to different examples"
     )
+
+
+@pytest.mark.parametrize("masks", ["attn_mask", "key_padding_mask"])
+def test_masks_of_the_function_itself(masks):
+    """The layer makes numbers of them first."""
+
+    def function(m, x):
+        x, layer = x.transpose(0, 1), m.layer
+        mask = torch.ones(3, 3).triu(1).bool()
+        if masks == "key_padding_mask":
+            mask = mask[:1].expand(x.shape[1], -1)
+        out, _ = functional.multi_head_attention_forward(
+            x, x, x, 4, 2, layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0,
+            layer.out_proj.weight, layer.out_proj.bias, **{masks: mask},
+        )  # fmt: skip
+        return out.transpose(0, 1)
+
+    check_operation(function, {"layer": nn.MultiheadAttention(4, 2)}, normal(BATCH, 3, 4))
