@@ -85,18 +85,20 @@ class Keep:
         self.kept: dict[str, KeptParameter] = {}
         storages = map(storage_of, borrowed)
         self._borrowed = {storage.data_ptr() for storage in storages if storage is not None}
-        self._device_bytes = device_bytes
-        self._on_device: dict[int, int] = {}  # bytes of each storage that stayed
+        self._bytes_left = device_bytes
+        self._on_device: set[int] = set()  # the storages that stayed
         self._replays: dict = {}
 
     def take(self, arrival: Arrival) -> None:
         factors = [self._owned(factor) for factor in fold(arrival.factors)]
-        if self._device_bytes is not None:
-            storages = {**self._on_device, **storages_of(factors)}
-            if sum(storages.values()) > self._device_bytes:
+        if self._bytes_left is not None:
+            storages = storages_of(factors)
+            new = sum(storages[each] for each in storages.keys() - self._on_device)
+            if new > self._bytes_left:
                 factors = [map_tensors(factor, to_host) for factor in factors]
             else:
-                self._on_device = storages
+                self._bytes_left -= new
+                self._on_device |= storages.keys()
         self.kept[arrival.name] = KeptParameter(factors, arrival.sqnorm.sqrt())
 
     def _owned(self, factor: Factor) -> Factor:
