@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradstats._compiler import is_compiling
 from gradstats._complex import real_shape
 from gradstats._cost import pays_to_pull_apart, product, pulled_chunk
 from gradstats._factors import Factor, Outer, Path, Undivided, compute_dtype
@@ -232,7 +231,7 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     while isinstance(node, Derived) and is_isometric(node):
         node = node.parents[0]
     if node is factor.root:
-        return sqnorm([factor.inner], workspace, guarded=not is_compiling())
+        return sqnorm([factor.inner], workspace)
     alone = [root for root in factor.together if root.has_one_use or root is factor.root]
     norms = sqnorms_together(factor.inner, factor.node, alone, workspace)
     factor.together.update(zip(alone, norms, strict=True))

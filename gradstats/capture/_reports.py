@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradstats._compiler import is_compiling
 from gradstats._factors import Factor, Outer, Ragged, Rows
 from gradstats.capture._consumers import Arrival
 from gradstats.capture._lineage import Pulled, pulled_sqnorm
@@ -208,7 +207,7 @@ class Reports:
         workspace = self._settings.workspace
         if len(factors) == 1 and isinstance(factors[0], Pulled):
             return pulled_sqnorm(factors[0], workspace)
-        return sqnorm(factors, workspace, guarded=not is_compiling())
+        return sqnorm(factors, workspace)
 
     @property
     def sqnorm(self) -> Tensor:

@@ -161,7 +161,7 @@ def _norms(factor: Factor | Fused, settings: Settings) -> Contraction:
     """Return the squared norms of the only factor of a parameter."""
     if isinstance(factor, Fused):
         return factor.norms
-    return sqnorm([factor], settings.workspace, guarded=not is_compiling())
+    return sqnorm([factor], settings.workspace)
 
 
 def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:

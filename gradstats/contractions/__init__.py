@@ -33,7 +33,6 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from gradstats._compiler import is_compiling
 from gradstats._factors import (
     Distances,
     Elementwise,
@@ -128,25 +127,22 @@ def on_chip(factor: Factor) -> bool:
 
 
 @in_full_precision
-def sqnorm(factors: list[Factor], workspace: int, *, guarded: bool = True) -> Contraction:
+def sqnorm(factors: list[Factor], workspace: int) -> Contraction:
     """Return ‖Σ_u F_u[i]‖² for each example i, where the F_u describe uses of one parameter.
 
     Args:
         factors: one factor for each use, all of the same parameter and batch.
         workspace: bytes of scratch memory that may be allocated at once.
-        guarded: results that rounding may have spoilt can be recomputed. This reads results back,
-            which a compiled graph cannot do: there only forms that need no guard are used, and
-            kernels, which guard themselves.
 
     Returns:
         Squared norms and their absolute error bounds, float64 of shape (B,).
     """
     if len(factors) == 1:
         contract = SELF.get(type(factors[0]), _dense.sqnorm)
-        return contract(factors[0], workspace, guarded=guarded)
+        return contract(factors[0], workspace)
     apart = _disjoint_parts(factors)
     if apart is not None:
-        results = [sqnorm(part, workspace, guarded=guarded) for part in apart]
+        results = [sqnorm(part, workspace) for part in apart]
         value = sum((result.value for result in results[1:]), results[0].value)
         bound = sum((result.bound for result in results[1:]), results[0].bound)
         return Contraction(value, bound)
@@ -189,12 +185,11 @@ def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
 def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     merged = merge(factors)
     if len(merged) == 1:
-        return SELF[type(merged[0])](merged[0], workspace, guarded=not is_compiling())
+        return SELF[type(merged[0])](merged[0], workspace)
     crosses = _crosses(merged)
     if crosses is None:
         return _dense.sqnorm_of_sum(merged, workspace)
-    guarded = not is_compiling()
-    parts = [SELF[type(factor)](factor, workspace, guarded=guarded) for factor in merged]
+    parts = [SELF[type(factor)](factor, workspace) for factor in merged]
     dtype = compute_dtype(*(tensor for factor in merged for tensor in tensors_of(factor)))
     return sum_of_parts(parts, [cross(workspace) for cross in crosses], dtype)
 

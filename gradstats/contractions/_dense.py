@@ -12,7 +12,7 @@ from gradstats._factors import elements_of, tensors_of
 from gradstats.contractions._result import Contraction, squared_norms, unit_roundoff
 
 
-def sqnorm(factor, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor, workspace: int) -> Contraction:
     """Return ‖F[i]‖² from the per-example gradients of chunks of examples."""
     return sqnorm_of_sum([factor], workspace)
 

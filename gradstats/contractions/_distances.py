@@ -18,13 +18,13 @@ CHUNK = 1024
 UNSURE = 1e5
 
 
-def sqnorm(factor: Distances, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Distances, workspace: int) -> Contraction:
     """Return Σ_k grad_ik² of one row of data; of several, form the gradients.
 
     Where a distance is small beside its sides, what it is exactly is computed for that pair.
     """
     if factor.grad.shape[1] > 1 or is_compiling():
-        return _dense.sqnorm(factor, workspace, guarded=guarded)
+        return _dense.sqnorm(factor, workspace)
     weights, points, rows = factor.apart()
     weights, rows = weights[:, 0], rows[:, 0]
     distances = factor.distances[:, 0].to(weights.dtype)

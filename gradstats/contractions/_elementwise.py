@@ -28,7 +28,7 @@ def lean(factor: Factor) -> Factor:
     return summed(factor) if isinstance(factor, Elementwise) else factor
 
 
-def sqnorm(factor: Elementwise, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Elementwise, workspace: int) -> Contraction:
     """Return ‖Σ_t input_t ∘ grad_t‖²."""
     return _triton_layers.elementwise(factor, None, (False, None))[0]
 

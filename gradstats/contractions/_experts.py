@@ -11,9 +11,9 @@ from gradstats.contractions._outer_pairs import Sizes
 from gradstats.contractions._result import Contraction
 
 
-def sqnorm(factor: Experts, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Experts, workspace: int) -> Contraction:
     """Return ‖G_i‖², the sum over experts of what each has with each example's rows."""
-    result = _ragged.sqnorm(factor.pairs, workspace, guarded=guarded)
+    result = _ragged.sqnorm(factor.pairs, workspace)
     value, bound = (t.unflatten(0, (-1, factor.batch)).sum(0) for t in (result.value, result.bound))
     return Contraction(value, bound)
 

@@ -15,21 +15,21 @@ from gradstats.contractions._result import Contraction, squared_norms, well_cond
 from gradstats.contractions._tiles import chunks
 
 
-def sqnorm(factor: Masked, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Masked, workspace: int) -> Contraction:
     """Return ‖M ∘ G_i‖².
 
     Of one position, G = l rᵀ, it is Σ_pq M_pq² l_p² r_q², a product with the squares of the mask;
     otherwise gradients are formed, those of a few examples at a time.
     """
     if not factor.mask.numel():
-        return _dense.sqnorm(factor, workspace, guarded=guarded)
+        return _dense.sqnorm(factor, workspace)
     if factor.is_rank_one:
         return well_conditioned(inner(factor, factor, workspace), factor.mask.dtype)
     outer = factor.inner
     if isinstance(outer, Outer) and outer.left.shape[1] == 1 and outer.permutation is None:
         left, right = outer.left[:, 0], outer.right[:, 0]
         return _formed(left, right, factor.mask.reshape(left.shape[2], right.shape[2]), workspace)
-    return _dense.sqnorm(factor, workspace, guarded=guarded)
+    return _dense.sqnorm(factor, workspace)
 
 
 def merge(factors: list[Masked]) -> Masked:

@@ -34,11 +34,10 @@ from gradstats.contractions._tensor_cores import cut_off_of
 SMALL = 4096
 
 
-def sqnorm(factor: Outer, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Outer, workspace: int) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for these shapes."""
     on_chip = _triton.serves(factor)
-    # Kernels guard themselves: they compute suspects again where they find them.
-    form = cheapest_form(factor, guarded=guarded or on_chip, on_chip=on_chip)
+    form = cheapest_form(factor, on_chip=on_chip)
     if form == "rank_one":
         return rank_one(factor)
     if form == "gram":
@@ -52,9 +51,8 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     if on_chip and _is_of_images(factor):
         # What a 1×1 convolution leaves. On an NVIDIA H100 norms beside cuDNN's weight gradient take
         # half to nine tenths of the time of one kernel for both.
-        return sqnorm(factor, workspace, guarded=True), summed(factor)
-    guarded = on_chip or not is_compiling()
-    form = cheapest_form(factor, with_sum=True, guarded=guarded, on_chip=on_chip)
+        return sqnorm(factor, workspace), summed(factor)
+    form = cheapest_form(factor, with_sum=True, on_chip=on_chip)
     if form == "direct" and on_chip and factor.left.shape[1] == 1:
         result, total = _triton.direct_and_sum(factor)
         return result, _arrange(total, factor)
@@ -68,13 +66,15 @@ def cheapest_form(
     factor: Outer,
     *,
     with_sum: bool = False,
-    guarded: bool = True,
     on_chip: bool | None = None,
 ) -> _cost.Form:
     """Return the form that costs least for these shapes, with the sum where it is wanted."""
     if on_chip is None:
         on_chip = _triton.serves(factor)
     (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
+    # Kernels compute suspects again where they find them. Otherwise results are read back for that,
+    # which a compiled graph cannot do.
+    guarded = on_chip or not is_compiling()
     choose = partial(
         _cost.choose_outer_form, positions, p, q, with_sum=with_sum, guarded=guarded,
         on_chip=on_chip, alone=_forms_alone(factor), examples=batch * groups,

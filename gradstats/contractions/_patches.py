@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
+from gradstats._compiler import is_compiling
 from gradstats._factors import Patches, compute_dtype, weight_gradient
 from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._multiply import pays
@@ -27,15 +28,15 @@ from gradstats.contractions._result import (
 from gradstats.contractions._tiles import chunks
 
 
-def sqnorm(factor: Patches, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Patches, workspace: int) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for this geometry."""
     if _triton.convolves(factor):
         return _by_kernels(factor)
-    if _form(factor, guarded=guarded) == "direct" and not factor.cheap:
+    if _form(factor) == "direct" and not factor.cheap:
         return _direct(factor, workspace, with_sum=False)[0]
     return _joined(
         [
-            _outer.sqnorm(factor.select(rows).unfolded(), workspace, guarded=guarded)
+            _outer.sqnorm(factor.select(rows).unfolded(), workspace)
             for rows in _pieces(factor, workspace)
         ]
     )
@@ -62,7 +63,7 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
             totals.append(total)
         else:
             # The sum is the backend's own weight gradient, which needs no patches.
-            result = _outer.sqnorm(part, workspace, guarded=True)
+            result = _outer.sqnorm(part, workspace)
         results.append(result)
     return _joined(results), reduce(torch.add, totals) if totals else _total(factor)
 
@@ -94,7 +95,7 @@ def _by_kernels(factor: Patches) -> Contraction:
     return _triton_layers.convolution_gram(factor)
 
 
-def _form(factor: Patches, *, on_chip: bool = False, **options: bool) -> _cost.Form:
+def _form(factor: Patches, *, with_sum: bool = False, on_chip: bool = False) -> _cost.Form:
     if on_chip and factor.shape[1] == 1:
         return "direct"  # depthwise: nothing is a matrix product
     p, q = factor.shape[0] // factor.geometry.groups, _cost.product(factor.shape[1:])
@@ -103,8 +104,8 @@ def _form(factor: Patches, *, on_chip: bool = False, **options: bool) -> _cost.F
     # Convolutions are oneDNN's in any case, and where it multiplies faster they gain as much.
     alone = pays(factor.positions * p * q, factor.input, factor.grad, times=factor.batch)
     return _cost.choose_outer_form(
-        factor.positions, p, q, on_chip=on_chip, alone=alone, patches=written, roundoff=roundoff,
-        **options,
+        factor.positions, p, q, with_sum=with_sum, on_chip=on_chip, alone=alone, patches=written,
+        roundoff=roundoff, guarded=on_chip or not is_compiling(),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ FORMED_ALONE, ALONE = 40_000, 100_000
 ANOTHER_GROUP, PRODUCTS = 600_000, 16
 
 
-def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Ragged, workspace: int) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for each example, or each group of short ones.
 
     Cost: as for examples of one length, and padding that at most doubles a group's rows, or takes
@@ -35,10 +35,10 @@ def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
     """
     if _triton.serves(factor):
         return _on_chip(factor)
-    alone = formed_alone(factor, workspace, guarded=guarded)
+    alone = formed_alone(factor, workspace)
     parts = [(alone, _formed(factor, alone))] if alone else []
     for examples in groups(factor, set(range(factor.batch)).difference(alone), workspace):
-        result = _outer.sqnorm(factor.padded(examples), workspace, guarded=guarded)
+        result = _outer.sqnorm(factor.padded(examples), workspace)
         parts.append((examples, result))
     value = factor.left.new_zeros(factor.batch, dtype=torch.float64)
     bound = torch.zeros_like(value)
@@ -48,7 +48,7 @@ def sqnorm(factor: Ragged, workspace: int, *, guarded: bool) -> Contraction:
     return Contraction(value, bound)
 
 
-def formed_alone(factor: Ragged, workspace: int, *, guarded: bool) -> list[int]:
+def formed_alone(factor: Ragged, workspace: int) -> list[int]:
     """Return the examples whose gradients are formed one by one, of rows where they lie.
 
     For the largest products how they are multiplied matters more than what calling them takes:
@@ -59,7 +59,7 @@ def formed_alone(factor: Ragged, workspace: int, *, guarded: bool) -> list[int]:
     if is_compiling() or p * q * compute_dtype(*sides).itemsize > workspace:
         return []
     choose = partial(
-        _cost.choose_outer_form, d_left=p, d_right=q, guarded=guarded, examples=1,
+        _cost.choose_outer_form, d_left=p, d_right=q, examples=1,
         roundoff=product_roundoff(*sides), cut_off=cut_off_of(*sides),
     )  # fmt: skip
     lengths = factor.lengths
@@ -89,7 +89,7 @@ def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]
     if _triton.serves(factor):
         return _triton.ragged_and_sum(factor)
     total = multiply(factor.left.t(), factor.right).reshape(factor.shape)
-    return sqnorm(factor, workspace, guarded=True), total
+    return sqnorm(factor, workspace), total
 
 
 def _on_chip(factor: Ragged) -> Contraction:

@@ -21,7 +21,7 @@ FEW = 32
 SCRATCH = 8 * 1024 * 1024
 
 
-def sqnorm(factor: Rows, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Rows, workspace: int) -> Contraction:
     """Return Σ_v ‖Σ_{n: ids[n] = v} grad[n]‖² over the rows of each example.
 
     Rows are sorted by (example, id); runs of equal keys are summed, squared and added to their

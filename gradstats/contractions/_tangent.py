@@ -10,10 +10,10 @@ from gradstats.contractions._dense import sqnorm_of_sum
 from gradstats.contractions._result import Contraction, recompute_suspects, relative_bound
 
 
-def sqnorm(factor: Tangent, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Tangent, workspace: int) -> Contraction:
     """Return ‖inner_i‖² - ‖along_i‖², as Pythagoras has it; of a share s, s(2 - s)‖along_i‖²."""
     contract = CONTRACT[type(factor.inner)]
-    whole = contract(factor.inner, workspace, guarded=guarded)
+    whole = contract(factor.inner, workspace)
     removed = factor.along.double().square() * (factor.share * (2 - factor.share))
     along = removed.reshape(factor.batch, -1).sum(1)
     bound = whole.bound + relative_bound(factor.unit.dtype) * (whole.value + along)

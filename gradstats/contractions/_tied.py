@@ -140,7 +140,7 @@ def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> C
     if not rows:
         return projected.norms
     (table,) = merge(list(rows))
-    own = _rows.sqnorm(table, workspace, guarded=True)  # type: ignore[arg-type]
+    own = _rows.sqnorm(table, workspace)  # type: ignore[arg-type]
     cross = torch.zeros_like(own.value)
     for factor in rows:
         assert factor.lookup is not None

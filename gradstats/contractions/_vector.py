@@ -16,7 +16,7 @@ from gradstats.contractions._result import (
 )
 
 
-def sqnorm(factor: Vector, workspace: int, *, guarded: bool) -> Contraction:
+def sqnorm(factor: Vector, workspace: int) -> Contraction:
     """Return ‖values[i]‖²."""
     return sqnorm_of(factor.values)
 
