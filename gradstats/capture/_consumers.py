@@ -1,9 +1,9 @@
 """What a backward does with the factors of each parameter, beside their norms.
 
-    Keep         hold them for later backwards
-    Against      inner products with the kept factors of other batches
-    Along        inner products with a given direction
-    Together     inner products with the sum over the batch, and of all pairs within it
+    Keep           hold them for later backwards
+    Against        inner products with the kept factors of other batches
+    Along          inner products with a given direction
+    WithinBatch    inner products with the sum over the batch, and of all pairs within it
 
 The factors of a parameter arrive once, when all of its uses have delivered: layer by layer, from
 the last to the first. What a consumer does not hold is freed before the next layer.
@@ -190,7 +190,7 @@ class Along:
             self.values[arrival.name] = products
 
 
-class Together:
+class WithinBatch:
     """Inner products with the sum over the batch, and of all pairs within it.
 
     Attributes:

@@ -21,7 +21,7 @@ from gradstats.monitor._measured import Options, Pending, listed
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
 from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale
-from gradstats.statistics._norms import together_for
+from gradstats.statistics._norms import within_batch
 
 
 class Collector:
@@ -77,7 +77,7 @@ class Collector:
                 weight_gradients=True,
                 fused=options.fused,
                 workspace=check_workspace(options.workspace),
-                consumer=together_for(options.alignment, options.gram),
+                consumer=within_batch(options.alignment, options.gram),
             ),
             parameters=options.parameters,
             exclude=options.exclude,
@@ -151,12 +151,12 @@ class Collector:
             parts.append(weights)
         if ids is not None:
             parts.append(ids)
-        together: Any = tracker.settings.consumer
+        within: Any = tracker.settings.consumer
         if self.options.gram:
-            parts.append(_gram_statistics(together.pairs, weight))
+            parts.append(_gram_statistics(within.pairs, weight))
         if self.options.alignment:
             unused = sqnorm.new_zeros(batch_size)
-            along = [together.with_sum.get(name, unused).to(device) for name in self.names]
+            along = [within.with_sum.get(name, unused).to(device) for name in self.names]
             parts.append(torch.stack(along))
         parts.append(sqnorm)
         self._batches.append([_column(part, device) for part in parts])

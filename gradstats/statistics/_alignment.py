@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradstats._compiler import in_python
 from gradstats._complex import as_real, real_shape
-from gradstats.capture._consumers import Along, Together
+from gradstats.capture._consumers import Along, WithinBatch
 from gradstats.capture._selection import matching_names
 from gradstats.errors import CoverageError, NonFiniteGradientError, TrackingError
 from gradstats.statistics._arguments import (
@@ -130,10 +130,10 @@ def alignment(
                 f'direction is {direction!r}, expected "mean" or a mapping from parameter names to '
                 "tensors."
             )
-        together = Together(alignment=True, gram=False)
-        tracker, losses = run(model, batch, loss_fn, together, **options)
+        within = WithinBatch(alignment=True, gram=False)
+        tracker, losses = run(model, batch, loss_fn, within, **options)
         # Of the sum over the batch.
-        values = {name: value / len(losses) for name, value in together.with_sum.items()}
+        values = {name: value / len(losses) for name, value in within.with_sum.items()}
     else:
         along = Along(check_direction(direction, shapes))
         tracker, losses = run(model, batch, loss_fn, along, **options)

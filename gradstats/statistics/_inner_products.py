@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._compiler import in_python
-from gradstats.capture._consumers import Together
+from gradstats.capture._consumers import WithinBatch
 from gradstats.errors import ExampleAxisError, NonFiniteGradientError
 from gradstats.statistics._arguments import (
     LossFunction,
@@ -153,11 +153,11 @@ def inner_products(
     options_b: Options = {**options, "cu_seqlens": bounds[1]}
     parts: Mapping[str, Tensor] | None
     if model_a is model_b and batch_a is batch_b and bounds[0] is bounds[1]:
-        together = Together(alignment=False, gram=pairs == "all", per_parameter=per_parameter)
-        tracker, _ = run(model_a, batch_a, loss_fn, together, **options_a)
+        within = WithinBatch(alignment=False, gram=pairs == "all", per_parameter=per_parameter)
+        tracker, _ = run(model_a, batch_a, loss_fn, within, **options_a)
         sqnorms = check_finite(tracker, nonfinite)
-        if together.pairs is not None:
-            result, parts = together.pairs, together.pairs_by_parameter
+        if within.pairs is not None:
+            result, parts = within.pairs, within.pairs_by_parameter
         else:
             result = sqnorms.sum(0)
             parts = {root.name: row for root, row in zip(tracker.roots, sqnorms, strict=True)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._compiler import in_python
-from gradstats.capture._consumers import Together
+from gradstats.capture._consumers import WithinBatch
 from gradstats.capture._reports import SharedInGraphError
 from gradstats.capture._selection import runs_graphs
 from gradstats.capture._tracker import Tracker
@@ -129,7 +129,7 @@ def per_example_norms(
 
     def once(**options: Any) -> GradientNorms:
         tracker, losses = run_examples(
-            model, batch, loss_fn, together_for(alignment, gram), scratch, **options
+            model, batch, loss_fn, within_batch(alignment, gram), scratch, **options
         )
         return statistics_of(tracker, losses, 1.0, nonfinite, divisor=batch_size)
 
@@ -263,7 +263,7 @@ class track:
                 weight_gradients=True,
                 fused=fused,
                 workspace=check_workspace(workspace),
-                consumer=together_for(alignment, gram),
+                consumer=within_batch(alignment, gram),
             ),
             parameters=parameters,
             exclude=exclude,
@@ -341,6 +341,6 @@ class track:
         return self._stats
 
 
-def together_for(alignment: bool, gram: bool) -> Together | None:
+def within_batch(alignment: bool, gram: bool) -> WithinBatch | None:
     """Return what takes the inner products that are wanted; None for norms alone."""
-    return Together(alignment=alignment, gram=gram) if alignment or gram else None
+    return WithinBatch(alignment=alignment, gram=gram) if alignment or gram else None

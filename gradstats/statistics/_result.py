@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._complex import any_double
-from gradstats.capture._consumers import Together
+from gradstats.capture._consumers import WithinBatch
 from gradstats.capture._tracker import Tracker
 from gradstats.errors import NonFiniteGradientError
 
@@ -119,18 +119,18 @@ def statistics_of(
         values, total = values / square, total / square
     norms = summarise(names, values, total, relative, loss, nonfinite, wide)
     dtype = norms.sqnorm.dtype
-    together = tracker.settings.consumer
-    if not isinstance(together, Together):
+    within = tracker.settings.consumer
+    if not isinstance(within, WithinBatch):
         return norms
-    if together.pairs is not None:
-        gram = together.pairs.to(device) / scale**2
+    if within.pairs is not None:
+        gram = within.pairs.to(device) / scale**2
         gram = gram / (weight[:, None] * weight if isinstance(weight, Tensor) else weight**2)
         norms = replace(norms, gram=gram.to(dtype))
-    if together.with_sum:
+    if within.with_sum:
         unused = torch.zeros_like(total)
         own = weight * scale**2 * divisor
-        parts = [together.with_sum.get(name, unused).to(device) / own for name in names]
-        sqnorms = [value.to(device) for value in together.sum_sqnorm.values()]
+        parts = [within.with_sum.get(name, unused).to(device) / own for name in names]
+        sqnorms = [value.to(device) for value in within.sum_sqnorm.values()]
         norms = replace(
             norms,
             alignment=torch.stack(parts).sum(0).to(dtype),
