@@ -269,7 +269,8 @@ class Division:
         tensors, _, others = self._parts(batch)
         for held in filter(_is_list, others):
             of_tensors = any(True for _ in tensors_in(held))
-            if len(held) == self.batch_size if of_tensors else held:
+            # As many tensors that have rows of all examples may be one for each after all.
+            if len(held) == self.batch_size or (held and not of_tensors):
                 what = "tensors" if of_tensors else "entries"
                 return f"it holds a {type(held).__name__} of {len(held)} {what}"
         for tensor in tensors if self.bounds is None else ():
