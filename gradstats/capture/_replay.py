@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from gradstats._factors import Factor, compute_dtype
 from gradstats.capture._derivation import Derived
 from gradstats.capture._nodes import Node, Root
-from gradstats.capture._transforms import AT_ONCE
 from gradstats.contractions import total
 from gradstats.errors import UnsupportedOperationError
 
@@ -126,12 +125,9 @@ def _dense(pulled: Tensor) -> Tensor:
 class FunctionReplay(Replay):
     """A replay that passes through a custom autograd Function.
 
-    Its backward runs under ``torch.vmap``, for all gradients at once, where it can: one of kernels
-    cannot, nor one that looks at numbers. Otherwise it runs as autograd would run it, for one
-    gradient at a time. It need not be differentiable.
+    Its backward runs as autograd would run it, for one gradient at a time: it need not support
+    batches of gradients, nor be differentiable.
     """
-
-    takes_batches = True
 
     def __init__(self, node: Derived, roots: Sequence[Root], copies: bool = False):
         super().__init__(node, roots, copies)
@@ -139,31 +135,9 @@ class FunctionReplay(Replay):
 
     def pull_each(self, factor) -> list[Tensor]:
         cotangents = factor.dense().to(self.value)
-        found = self._pull_together(cotangents)
-        if found is None:
-            self.takes_batches = False
-            found = self._pull_in_turn(cotangents)
+        found = self._pull_in_turn(cotangents)
         self._check_linear(cotangents, found)
         return found
-
-    def _pull_together(self, cotangents: Tensor) -> list[Tensor] | None:
-        """Return what ``pull`` returns for each; None where the backward takes no batch of them."""
-        if not self.takes_batches or len(cotangents) == 1:
-            return None
-        try:
-            with torch.autograd.set_detect_anomaly(False):
-                found = AT_ONCE(
-                    lambda each: tuple(self.pull(each)), 0, 0, "error", None, cotangents
-                )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # of any kind: the user's code meets tensors that it was not written for
-            return None
-        tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
-        for pulled, first in zip(found, self.pull(cotangents[0]), strict=True):
-            if not bool((pulled[0] - first).norm() <= tolerance * first.norm()):
-                return None
-        return list(found)
 
     def pull(self, cotangent: Tensor) -> list[Tensor]:
         # A copy: a backward may change the gradient that it is given.

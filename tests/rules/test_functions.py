@@ -569,47 +569,26 @@ def test_a_backward_that_changes_its_gradient():
     check_operation(function, {"w": (2, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
 
 
-class Counted(LearnedStep):
-    """Notes the shape of each gradient that its backward is given; may look at its numbers."""
+class Logged(LearnedStep):
+    """Keeps something of every gradient that its backward is given."""
 
-    seen: ClassVar[list[bool]] = []
-    peeks = False
+    norms: ClassVar[list[torch.Tensor]] = []
 
     @classmethod
     def backward(cls, ctx, grad):
-        cls.seen.append(torch._C._functorch.is_batchedtensor(grad))
-        if cls.peeks:
-            assert grad.sum().item() != 1
+        cls.norms.append(grad.norm())
         return LearnedStep.backward(ctx, grad)
 
 
-class Peeking(Counted):
-    peeks = True
-
-
-class Deceived(Counted):
-    """Computes something else of a batch of gradients."""
-
-    @classmethod
-    def backward(cls, ctx, grad):
-        batched = torch._C._functorch.is_batchedtensor(grad)
-        return super().backward(ctx, 2 * grad if batched else grad)
-
-
-@pytest.mark.parametrize(
-    ("function", "alone"), [(Counted, 2), (Peeking, 8 + 1), (Deceived, 1 + 8 + 1)]
-)
-def test_a_backward_that_takes_batches_runs_once_for_all(function, alone):
-    """And once for the first example, once to see that it is linear, and in search of a slope."""
+def test_what_a_backward_keeps_are_numbers_afterwards():
+    """Under a transform they would be tensors that belong to it, and break what reads them."""
     model = Operation(
-        lambda m, x: functional.linear(x, function.apply(m.w, m.step, 1, -8, 7)),
+        lambda m, x: functional.linear(x, Logged.apply(m.w, m.step, 1, -8, 7)),
         {"w": (2, WIDTH), "step": ()}, upstream=False,
     )  # fmt: skip
     data = (normal(8, WIDTH),)
-    expected = oracle_sqnorms(model, data, uneven_loss)
-    function.seen = []
-    assert_sqnorms(gs.per_example_norms(model, data, uneven_loss), expected, 1e-9)
-    assert function.seen.count(True) == 1 and function.seen.count(False) == 7 + alone
+    gs.per_example_norms(model, data, uneven_loss)
+    assert all(norm.item() > 0 for norm in Logged.norms)
 
 
 class Rematerialised(torch.autograd.Function):
