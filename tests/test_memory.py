@@ -397,6 +397,7 @@ def test_a_closed_context_is_freed_at_once():
 
 LONG_GRAPHS = """
 import gc, torch, gradstats as gs
+from gradstats.capture import _graph
 
 torch.manual_seed(0)
 model, x = torch.nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
@@ -409,12 +410,22 @@ def loss_fn(model, x):
 
 expected = 1.0001 ** 40_000 * 2 * (x.square().sum(1) + 1)
 torch.testing.assert_close(gs.per_example_norms(model, x, loss_fn).norm.square(), expected)
-for _ in range(2):
+assert not _graph._kept
+
+def step():
     with gs.track(model, batch_size=4) as tracker:
         losses = loss_fn(model, x)
         tracker.backward(losses)
     torch.testing.assert_close(tracker.stats.norm.square(), expected)
+    return losses
+
+for _ in range(3):
+    losses = step()  # those of the step before are there until now
+    gs.per_example_norms(model, x, lambda model, x: model(x).sum(1))
+assert len(_graph._kept) <= 2
 del losses
+gs.per_example_norms(model, x, lambda model, x: model(x).sum(1))
+assert not _graph._kept
 
 def refused(model, x):
     h = loss_fn(model, x)

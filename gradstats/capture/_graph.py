@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -53,22 +55,36 @@ def nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
 
 # Of so many nodes it takes some 1.3 MB of the stack to free one inside the other.
 _LONG = 8_192
-_kept: list[GraphNode] = []
+# Graphs that nobody lets go of, as those of losses in a list, are kept up to so many.
+_MOST = 4
+
+_kept: list[list[GraphNode]] = []
+_changing = RLock()  # freeing a node may run code of the user's
 
 
 def free_in_order(nodes: Collection[GraphNode]) -> None:
     """Have the nodes of a graph freed one after the other if there are many.
 
     PyTorch frees nodes that Python has seen each inside the one that led to it, which exhausts the
-    stack where graphs are long. So they are kept until the next graph is walked, or ``let_go`` is
-    called, by when the losses they belong to should be gone, and are freed from these on.
+    stack where graphs are long. So they are kept until nobody else has the tensors that lead to
+    them, which is looked up whenever a graph was walked and when ``let_go`` is called.
     """
     let_go()
     if len(nodes) > _LONG:
-        # What is computed later has the greater number, and a list frees its last item first.
-        _kept.extend(sorted(nodes, key=lambda node: node._sequence_nr()))  # type: ignore[attr-defined]
+        # What is computed later has the greater number.
+        ordered = sorted(nodes, key=lambda node: node._sequence_nr())  # type: ignore[attr-defined]
+        with _changing:
+            _kept.append(ordered)
 
 
 def let_go() -> None:
-    """Free the nodes that are kept to be freed in order."""
-    _kept.clear()
+    """Free what nobody else has of the graphs that are kept to be freed in order."""
+    if not _kept:
+        return
+    by_us_alone = [object()]
+    fewest = sys.getrefcount(by_us_alone[-1])
+    with _changing:
+        for nodes in [*_kept]:
+            while nodes and sys.getrefcount(nodes[-1]) <= fewest:
+                nodes.pop()
+        _kept[:] = [nodes for nodes in _kept if nodes][-_MOST:]
