@@ -43,7 +43,8 @@ def _compiles_here() -> bool:
 
 def called_from_compiled() -> bool:
     """Whether the code that asks was called inside a function that is being compiled, or was."""
-    return torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
+    # Where compiled code may run, and nothing is compiled anew, there is False for a callback.
+    return torch.compiler.is_dynamo_compiling() or callable(get_eval_frame_callback())
 
 
 def in_python(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -44,19 +44,22 @@ def nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
     """Yield the nodes of the autograd graph behind a tensor."""
     stack = [] if tensor.grad_fn is None else [tensor.grad_fn]
     seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
+    try:
+        while stack:
+            node = stack.pop()
+            yield node
+            for child, _ in node.next_functions:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    stack.append(child)
+    finally:
+        free_in_order(seen)
 
 
 # Of so many nodes it takes some 1.3 MB of the stack to free one inside the other.
 _LONG = 8_192
 # Graphs that nobody lets go of, as those of losses in a list, are kept up to so many.
-_MOST = 4
+_MOST = 64
 
 _kept: list[list[GraphNode]] = []
 _changing = RLock()  # freeing a node may run code of the user's

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
+from gradstats.capture._graph import let_go
 from gradstats.scoring._layout import BatchLayout
 
 Result = TypeVar("Result")
@@ -64,6 +65,7 @@ class Halving:
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             # Outside the except clause: the traceback would keep what has to be freed.
             self.limit = (stop - start) // 2
+            let_go()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -67,9 +67,10 @@ def run_examples(
         NothingUsedError: if the losses use none of the tracked parameters.
     """
     settings = Settings(weight_gradients=False, fused=True, workspace=workspace, consumer=consumer)
+    let_go()
     given = Given(batch)
     tracker = Tracker(model, settings=settings, **options)
-    start = Start(tracker.kept())
+    start = Start(model, tracker.kept())
     try:
         losses = _differentiate(tracker, model, batch, loss_fn)
     except ABOUT_EXAMPLES as error:
@@ -83,6 +84,8 @@ def run_examples(
         tracker = Tracker(model, settings=settings, doubtful_are_data=False, **options)
         try:
             losses = _differentiate(tracker, model, *again, loss_fn)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
         except Exception:
             raise error from None
     if not tracker.reports.any:

@@ -70,18 +70,27 @@ def _version_of(tensor: Tensor) -> int | None:
 class Start:
     """What a forward that may have to run again starts from: cheaper than ``State``.
 
-    Random numbers of the host are drawn again; what is kept can only be told from before.
+    Random numbers of the host are drawn again, and modules have the attributes and buffers that
+    they had. Numbers that were written into these can only be told from those before.
     """
 
-    def __init__(self, kept: Iterable[Tensor]):
+    def __init__(self, model: nn.Module, kept: Iterable[Tensor]):
         self._versions = Versions(kept)
         self._numbers = torch.get_rng_state()
+        self._held = [
+            (module, vars(module).copy(), module._buffers.copy()) for module in model.modules()
+        ]
 
     def restore(self) -> bool:
-        """Draw the same numbers again; False where something was written into what is kept."""
+        """Start from there again; False where something was written into what is kept."""
         if self._versions.are_old:
             return False
         torch.set_rng_state(self._numbers)
+        for module, attributes, buffers in self._held:
+            for now, then in ((vars(module), attributes), (module._buffers, buffers)):
+                for name in now.keys() - then.keys():
+                    del now[name]
+                now.update(then)
         return True
 
 
