@@ -282,3 +282,35 @@ def test_what_is_found():
     later = None
     assert enclosed_tensors(functional.cross_entropy) == {}
     assert enclosed_tensors(nn.Linear(2, 2)) == {}
+
+
+class Remembering(nn.Module):
+    """A model whose forward leaves something behind, and reads a matrix from where it stands."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weight, self.kind = nn.Parameter(torch.randn(HIDDEN, WIDTH).double()), kind
+        self.register_buffer("average", torch.zeros(HIDDEN).double())
+        self.calls, self.hidden = 0, None
+
+    def forward(self, x):
+        y = functional.linear(x, SQUARE @ self.weight)
+        self.calls += 1
+        if self.kind == "counter":
+            return y * self.calls
+        if self.kind == "buffer":
+            self.average = 0.9 * self.average + y.detach().abs().mean(0)
+            return y + self.average
+        y = y if self.hidden is None else y + self.hidden.tanh()
+        self.hidden = y.detach()
+        return y
+
+
+@pytest.mark.parametrize("size", [6, HIDDEN])
+@pytest.mark.parametrize("kind", ["counter", "buffer", "hidden state"])
+def test_a_second_run_starts_where_the_first_one_did(kind, size):
+    model = Remembering(kind)
+    batch = torch.randn(size, WIDTH).double(), torch.randint(HIDDEN, (size,))
+    expected = oracle_sqnorms(model, batch, classify)
+    assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
+    assert model.calls == 1

@@ -8,6 +8,7 @@ import enum
 import itertools
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,10 @@ class Given:
 
 
 # What holds no examples.
-PLAIN = (str, bytes, numbers.Number, type(None), torch.dtype, torch.device, enum.Enum)
+PLAIN = (
+    str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device, enum.Enum, slice,
+    range, FunctionType, BuiltinFunctionType,
+)  # fmt: skip
 
 
 def opaque_in(batch: Any) -> Iterator[Any]:
@@ -142,14 +146,35 @@ def opaque_in(batch: Any) -> Iterator[Any]:
 
 
 def _can_be_looked_into(item: Any) -> bool:
-    if isinstance(item, (Tensor, Mapping, tuple, list, *PLAIN)):
+    if isinstance(item, (Tensor, Mapping, tuple, list, type, *PLAIN)):
         return True
-    return dataclasses.is_dataclass(item) and not isinstance(item, type)
+    if isinstance(item, np.ndarray):
+        return item.ndim == 0
+    if dataclasses.is_dataclass(item):
+        return True
+    settings = getattr(item, "__dict__", {}).values()
+    return bool(settings) and all(isinstance(each, PLAIN) for each in settings)
+
+
+def _is_alike(entries: Sequence[Any]) -> bool:
+    """Whether entries are of one kind, as those of examples are."""
+    if len({*map(type, entries)}) > 1:
+        return False
+    if isinstance(entries[0], Tensor):
+        return len({(each.dim(), each.shape[1:]) for each in entries}) == 1
+    if isinstance(entries[0], Mapping):
+        return all(each.keys() == entries[0].keys() for each in entries)
+    return True
 
 
 def _is_list(item: Any) -> bool:
     """Whether an item is a list, or a tuple without names."""
     return isinstance(item, list) or type(item) is tuple
+
+
+def _is_size(item: Any) -> bool:
+    """Whether an item is a tuple of numbers."""
+    return type(item) is tuple and all(isinstance(each, numbers.Number) for each in item)
 
 
 def leaves_of(batch: Any) -> list[Tensor]:
@@ -192,13 +217,15 @@ class Division:
         """Return the example of each entry of a list, tuple or array; None if they are no entries.
 
         There is one for each example, or for each packed row: strings, numbers, tensors of one
-        example each. Where all tensors in a list hold all examples it has no entries of examples.
+        example each, which are all alike. A list whose tensors hold all examples has no entries of
+        examples, nor has a tuple of numbers, such as a size.
         """
         if isinstance(held, np.ndarray):
             count = held.shape[self._axis(held)] if held.ndim else -1
         elif _is_list(held):
             divided = list(map(self._is_divided, tensors_in(held)))
-            count = -1 if divided and all(divided) else len(held)
+            whole = all(divided) or not _is_alike(held) if divided else _is_size(held)
+            count = -1 if whole else len(held)
         else:
             return None
         if count == self.batch_size:
@@ -266,11 +293,17 @@ class Division:
 
         It divides what has the size of the examples; of what has not, it does not know.
         """
-        tensors, _, others = self._parts(batch)
+        tensors, entries, others = self._parts(batch)
+        for held in entries:
+            if len(held) and isinstance(held[0], numbers.Number):
+                return (
+                    f"it holds a {type(held).__name__} of {len(held)} numbers, which may be others "
+                    "than one for each example (if they are, make it a tensor)"
+                )
         for held in filter(_is_list, others):
             of_tensors = any(True for _ in tensors_in(held))
             # As many tensors that have rows of all examples may be one for each after all.
-            if len(held) == self.batch_size or (held and not of_tensors):
+            if len(held) == self.batch_size or (held and not (of_tensors or _is_size(held))):
                 what = "tensors" if of_tensors else "entries"
                 return f"it holds a {type(held).__name__} of {len(held)} {what}"
         for tensor in tensors if self.bounds is None else ():

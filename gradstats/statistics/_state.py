@@ -78,7 +78,9 @@ class Start:
         self._versions = Versions(kept)
         self._numbers = torch.get_rng_state()
         self._held = [
-            (module, vars(module).copy(), module._buffers.copy()) for module in model.modules()
+            (module, vars(module).copy(), module._buffers.copy())
+            for module in model.modules()
+            if type(module._buffers) is dict  # not one of TorchScript
         ]
 
     def restore(self) -> bool:

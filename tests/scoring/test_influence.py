@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tqdm import tqdm
 import gradstats as gs
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._memory import Halving
+from gradstats.statistics._batches import Division
 from tests.oracle import assert_unchanged, snapshot
 from tests.scoring import processes
 from tests.scoring.setting import (
@@ -612,6 +614,11 @@ def test_out_of_memory_with_one_example_is_an_error(setting):
     [
         (torch.zeros(7), r"a tensor of shape \(7,\) without an axis of 4 at 0"),
         (["one", "two"], "a list of 2 entries"),
+        (
+            [0.1, 0.2, 0.3, 0.4],
+            "a list of 4 numbers, which may be others than one for each example",
+        ),
+        (np.array([0.1, 0.2, 0.3, 0.4]), "a ndarray of 4 numbers"),
         ([torch.zeros(4), torch.zeros(4, 2)] * 2, "a list of 4 tensors"),
         (np.zeros(7), "a ndarray, which cannot be taken apart"),
         (object(), "a object, which cannot be taken apart"),
@@ -629,14 +636,17 @@ def test_what_each_example_has_goes_with_it():
     batch = {
         "x": torch.arange(8).view(4, 2),
         "names": ["a", "b", "c", "d"],
-        "lengths": (1, 2, 3, 4),
+        "captions": ("one", "two", "three", "four"),
+        "size": (224, 224, 3),
         "boxes": [{"corners": torch.zeros(n, 4), "of": [n] * n} for n in (1, 4, 0, 2)],
-        "weights": np.arange(4.0),
-        "scale": 0.5,
+        "rows": np.arange(8.0).reshape(4, 2),
+        "scale": np.float32(0.5),
+        "settings": SimpleNamespace(smoothing=0.1),
     }
     half = BatchLayout().part(batch, 1, 3, 4)
     assert half["x"].tolist() == [[2, 3], [4, 5]] and half["names"] == ["b", "c"]
-    assert half["lengths"] == (2, 3) and half["weights"].tolist() == [1.0, 2.0]
+    assert half["captions"] == ("two", "three") and half["rows"].tolist() == [[2, 3], [4, 5]]
+    assert half["size"] == (224, 224, 3) and half["settings"] is batch["settings"]
     assert [len(box["corners"]) for box in half["boxes"]] == [4, 0] and half["scale"] == 0.5
     assert half["boxes"][0] is batch["boxes"][1]
     along = {"x": torch.zeros(3, 4), "rows": np.arange(12).reshape(3, 4), "names": list("abcd")}
@@ -649,6 +659,13 @@ def test_what_each_example_has_goes_with_it():
     part = BatchLayout(cu_seqlens="bounds").part(packed, 1, 3, 3)
     assert part["names"] == ["b", "c"] and part["words"] == list("tuvwx")
     assert part["bounds"].tolist() == [0, 1, 5] and part["x"].shape == (5, 2)
+
+
+def test_lists_of_unlike_tensors_are_no_entries_of_examples():
+    """As many as there are examples by accident."""
+    batch = {"x": torch.zeros(4, 3), "parts": [torch.zeros(4, 2), torch.zeros(7)] * 2}
+    half = Division(4, 0).take(batch, [1, 2])
+    assert [len(each) for each in half["parts"]] == [2, 7, 2, 7]
 
 
 def test_lists_that_hardly_differ_are_warned_about():
