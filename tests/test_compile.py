@@ -849,3 +849,17 @@ def test_a_context_inside_a_compiled_function_is_refused(kind):
     assert type(model.weight) is nn.Parameter and model.weight.grad is None
     torch.compiler.disable(step)(x)
     assert model.weight.grad is not None
+
+
+def test_contexts_where_nothing_is_compiled_anew():
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+
+    def step(x):
+        with gs.track(model, batch_size=6) as tracker:
+            tracker.backward(model(x).square().sum(1))
+        return tracker.stats.norm
+
+    expected = step(x)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        torch.testing.assert_close(torch.compiler.disable(step)(x), expected)
+    torch.testing.assert_close(torch._dynamo.run(step)(x), expected)

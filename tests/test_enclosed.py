@@ -314,3 +314,18 @@ def test_a_second_run_starts_where_the_first_one_did(kind, size):
     expected = oracle_sqnorms(model, batch, classify)
     assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
     assert model.calls == 1
+
+
+def test_running_out_of_memory_in_a_second_run_is_no_refusal():
+    """So that influence goes on with smaller batches."""
+    model, calls = Remembering("counter"), []
+    batch = torch.randn(6, WIDTH).double(), torch.randint(HIDDEN, (6,))
+
+    def losses(model, batch):
+        calls.append(len(batch[0]))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return classify(model, batch)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        gs.per_example_norms(model, batch, losses)
