@@ -852,6 +852,7 @@ def test_a_context_inside_a_compiled_function_is_refused(kind):
 
 
 def test_contexts_where_nothing_is_compiled_anew():
+    torch._dynamo.reset()
     model, x = nn.Linear(4, 3), torch.randn(6, 4)
 
     def step(x):
