@@ -431,6 +431,17 @@ def refused(model, x):
     h = loss_fn(model, x)
     return (h - h.mean()).square()
 
+# One graph behind another, each walked twice.
+state = torch.ones(3, requires_grad=True)
+for _ in range(3):
+    for _ in range(10_000):
+        state = state * 1.0
+    list(_graph.nodes_behind(state)), list(_graph.nodes_behind(state.sum()))
+assert _graph._kept
+del state
+_graph.let_go()
+assert not _graph._kept
+
 try:
     gs.per_example_norms(model, x, refused)
 except gs.CoupledExamplesError:

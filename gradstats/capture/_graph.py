@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from threading import RLock
 
 import torch
@@ -65,7 +65,7 @@ _kept: list[list[GraphNode]] = []
 _changing = RLock()  # freeing a node may run code of the user's
 
 
-def free_in_order(nodes: Collection[GraphNode]) -> None:
+def free_in_order(nodes: set[GraphNode]) -> None:
     """Have the nodes of a graph freed one after the other if there are many.
 
     PyTorch frees nodes that Python has seen each inside the one that led to it, which exhausts the
@@ -74,10 +74,12 @@ def free_in_order(nodes: Collection[GraphNode]) -> None:
     """
     let_go()
     if len(nodes) > _LONG:
-        # What is computed later has the greater number.
-        ordered = sorted(nodes, key=lambda node: node._sequence_nr())  # type: ignore[attr-defined]
         with _changing:
-            _kept.append(ordered)
+            # Each once: two that keep a node would wait for each other. Nothing is behind leaves.
+            new = [n for n in nodes.difference(*_kept) if type(n) is not ACCUMULATE_GRAD]
+            # What is computed later has the greater number.
+            new.sort(key=lambda node: node._sequence_nr())  # type: ignore[attr-defined]
+            _kept.append(new)
 
 
 def let_go() -> None:
@@ -87,7 +89,7 @@ def let_go() -> None:
     by_us_alone = [object()]
     fewest = sys.getrefcount(by_us_alone[-1])
     with _changing:
-        for nodes in [*_kept]:
+        for nodes in reversed([*_kept]):  # which may be behind older ones
             while nodes and sys.getrefcount(nodes[-1]) <= fewest:
                 nodes.pop()
         _kept[:] = [nodes for nodes in _kept if nodes][-_MOST:]
