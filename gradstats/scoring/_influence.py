@@ -167,12 +167,12 @@ def influence(
     Cost:
         For each checkpoint and each time the budget is full, a forward and a backward of every
         training example without weight gradients; the products as in gs.inner_products. Batches
-        that do not fit into memory are halved. With ``top_k``, checkpoints are loaded once
-        beforehand and once for each chunk of training data whose scores fit the budget; with
-        ``out``, each has a forward of the first training batch more. Memory: the factors of the
-        kept queries, which fit the budget, and of one training batch; a tile of gradients; and,
-        unless the checkpoint is the model's own state dict, a second copy of the weights on their
-        device.
+        that do not fit into memory are halved, lists with an entry for each example too. With
+        ``top_k``, checkpoints are loaded once beforehand and once for each chunk of training data
+        whose scores fit the budget; with ``out``, each has a forward of the first training batch
+        more. Memory: the factors of the kept queries, which fit the budget, and of one training
+        batch; a tile of gradients; and, unless the checkpoint is the model's own state dict, a
+        second copy of the weights on their device.
 
     Source:
         TracIn: Pruthi et al., arXiv 2002.08484. Renormalised influence (the cosine form):

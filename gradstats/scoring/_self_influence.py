@@ -103,7 +103,8 @@ def self_influence(
 
     Cost:
         For each checkpoint one forward and backward of every example without weight gradients, and
-        8 numbers for each example. Batches that do not fit into memory are halved.
+        8 numbers for each example. Batches that do not fit into memory are halved, lists with an
+        entry for each example too.
 
     Source:
         TracIn: Pruthi et al., arXiv 2002.08484. EL2N: Paul et al., arXiv 2107.07075.
