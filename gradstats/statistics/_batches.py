@@ -213,8 +213,8 @@ class Division:
     def _axis(self, values: Tensor | np.ndarray) -> int:
         return min(self.batch_dim, values.ndim - 1)
 
-    def entries(self, held: Any) -> list[int] | None:
-        """Return the example of each entry of a list, tuple or array; None if they are no entries.
+    def entries(self, held: Any) -> int | None:
+        """Return how many entries of examples a list, tuple or array holds; None if it holds none.
 
         There is one for each example, or for each packed row: strings, numbers, tensors of one
         example each, which are all alike. A list whose tensors hold all examples has no entries of
@@ -228,11 +228,8 @@ class Division:
             count = -1 if whole else len(held)
         else:
             return None
-        if count == self.batch_size:
-            return list(range(count))
-        if self.bounds is not None and count == self.bounds[-1]:
-            return _owners(self._lengths)
-        return None
+        rows = self.batch_size if self.bounds is None else self.bounds[-1]
+        return count if count in (self.batch_size, rows) else None
 
     def _is_divided(self, tensor: Tensor) -> bool:
         return self.axis(tensor) is not None or self.packed_axis(tensor) is not None
@@ -351,13 +348,10 @@ class Division:
             return tensor.detach().index_select(axis, index).requires_grad_(tensor.requires_grad)
 
         def choose(held: Any) -> tuple[Any] | None:
-            owners = self.entries(held)
-            if owners is None:
+            count = self.entries(held)
+            if count is None:
                 return None
-            places: dict[int, list[int]] = {}
-            for place, example in enumerate(owners):
-                places.setdefault(example, []).append(place)
-            chosen = [place for example in examples for place in places.get(example, ())]
+            chosen = examples if count == self.batch_size else rows
             if isinstance(held, np.ndarray):
                 return (held.take(chosen, self._axis(held)),)
             return (_with_items(held, [held[place] for place in chosen]),)
