@@ -266,7 +266,7 @@ def test_a_layer_behind_attention_between_examples():
 def test_rows_summed_by_a_constant_matrix():
     """What it does with the examples is not looked at: it might move them, or mix them."""
     model, matrix = nn.Linear(WIDTH, WIDTH).double(), torch.eye(BATCH).double().roll(1, 0)
-    with pytest.raises(gs.ExampleAxisError, match=r"lost at Tensor\.matmul"):
+    with pytest.raises(gs.CoupledExamplesError, match="multiplied by a matrix along the example"):
         gs.per_example_norms(model, batch(), lambda m, x: (matrix @ m(x)).square().sum(1))
 
 
@@ -331,6 +331,137 @@ def test_a_loss_beside_a_mean_over_the_batch():
     with pytest.raises(gs.CoupledExamplesError, match="brings what was computed over all examples"):
         with gs.track(model, batch_size=BATCH):
             losses(model, batch()).mean().backward()
+
+
+# A (B, WIDTH) @ (WIDTH, B) and a (B, B) matrix of numbers, which belong to no example.
+MATRIX = torch.linspace(-1, 1, BATCH * BATCH).view(BATCH, BATCH).double()
+
+# Scalars of all examples' hidden values that are no sums over the examples.
+NO_SUMS = {
+    "root of a mean": lambda h: h.square().mean().sqrt(),
+    "square of a mean": lambda h: h.mean(0).square().sum(),
+    "squared error of a mean": lambda h: functional.mse_loss(h.mean(0), torch.ones(WIDTH).double()),
+    "ratio of sums": lambda h: h.sum() / h.square().sum(),
+    "product of sums": lambda h: h.sum() * h.square().sum(),
+    "log of summed exponentials": lambda h: h.sum(1).logsumexp(0),
+    "product": lambda h: h.sum(1).prod(),
+    "norm": lambda h: h.norm(),
+    "norms along the examples": lambda h: torch.linalg.vector_norm(h, dim=0).sum(),
+    "variance": lambda h: h.var(0).sum(),
+    "standard deviation": lambda h: (1 - h.std(dim=0)).relu().mean(),
+    "square of a product along the examples": lambda h: (h.T @ h - torch.eye(WIDTH)).square().sum(),
+    "square of an inner product": lambda h: torch.dot(h.flatten(), h.sin().flatten()) ** 2,
+    "square of a contraction": lambda h: torch.einsum("bi,bj->ij", h, h.sin()).square().sum(),
+    "determinant": lambda h: torch.logdet(h.T @ h),
+    "covariance": lambda h: torch.cov(h.T).square().sum(),
+    "propagated": lambda h: (MATRIX @ h).square().sum(),
+    "propagated, as einsum has it": lambda h: torch.einsum("ij,jd->id", MATRIX, h).exp().sum(),
+    "attention to given keys": lambda h: (MATRIX.softmax(1) @ h).square().sum(),
+    "rows against columns": lambda h: (h[:, :BATCH] @ h.sin()).sum(),
+    "channels": lambda h: functional.conv1d(h[None], MATRIX[:, :, None]).square().sum(),
+    "flattened": lambda h: functional.linear(h.flatten(), torch.ones(2, h.numel()).double()).exp(),
+    "function of a mean loss": lambda h: functional.cross_entropy(h, torch.arange(BATCH)).exp(),
+    "two rows": lambda h: (h[0] * h[1]).sum(),
+    "square of rows added in Python": lambda h: sum(row for row in h).square().sum(),
+    "centred in place": lambda h: h.clone().sub_(h.mean(0)).square().sum(),
+    "beside the neighbour": lambda h: functional.mse_loss(h, h.roll(1, 0)),
+    "moved first": lambda h: h.mT.contiguous().sum(1).square().sum(),
+}
+
+
+@pytest.mark.parametrize("scalar", NO_SUMS.values(), ids=NO_SUMS)
+def test_scalars_that_are_no_sums_over_the_examples(scalar):
+    model = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises(gs.CoupledExamplesError, match="several examples|every example"):
+        with gs.track(model, batch_size=BATCH):
+            scalar(model(batch())).sum().backward()
+    assert model.weight.grad is None
+
+
+# Scalars that are, with the part of one example, h (1, d).
+SUMS = {
+    "weighted": (lambda h: MATRIX[0] @ h.square().sum(1), lambda h, i: MATRIX[0, i] * h.square()),
+    "weighted, the other way": (
+        lambda h: h.square().sum(1) @ MATRIX[0],
+        lambda h, i: MATRIX[0, i] * h.square(),
+    ),
+    "a contraction": (
+        lambda h: torch.einsum("bi,bj->ij", h, h.sin()).trace(),
+        lambda h, i: h * h.sin(),
+    ),
+    "a product along the examples": (
+        lambda h: (h.T @ h.sin()).diagonal().sum(),
+        lambda h, i: h * h.sin(),
+    ),
+    "an inner product": (
+        lambda h: torch.dot(h.flatten(), h.sin().flatten()),
+        lambda h, i: h * h.sin(),
+    ),
+    "a share of what is given": (
+        lambda h: h.exp().sum() / batch().sum(),
+        lambda h, i: h.exp() / batch().sum(),
+    ),
+    "clipped": (
+        lambda h: h.square().mean(0).nan_to_num().clamp(min=0, max=1e9).abs().sum() / 2,
+        lambda h, i: h.square() / BATCH / 2,
+    ),
+    "terms": (
+        lambda h: torch.stack([h.exp().mean(), 3 * h.square().mean()]).sum(),
+        lambda h, i: (h.exp() + 3 * h.square()) / BATCH / WIDTH,
+    ),
+    "balanced": (  # as losses that spread tokens over experts
+        lambda h: (h.softmax(1).mean(0) * (h > 0).double().mean(0)).sum(),
+        lambda h, i: h.softmax(1) / BATCH * SHARES,
+    ),
+    "in units of itself": (
+        lambda h: h.square().sum() / h.square().sum().detach() * 2,
+        lambda h, i: h.square() / TOTAL * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("scalar,part", SUMS.values(), ids=SUMS)
+def test_scalars_that_are_sums_over_the_examples(scalar, part, monkeypatch):
+    model, x = nn.Linear(WIDTH, WIDTH).double(), batch()
+    hidden = model(x).detach()
+    monkeypatch.setitem(globals(), "SHARES", (hidden > 0).double().mean(0))
+    monkeypatch.setitem(globals(), "TOTAL", hidden.square().sum())
+    with gs.track(model, batch_size=BATCH, loss_reduction="sum") as tracker:
+        scalar(model(x)).backward()
+    for i in range(BATCH):
+        weights = torch.autograd.grad(part(model(x[i : i + 1]), i).sum(), [*model.parameters()])
+        expected = sum(gradient.square().sum() for gradient in weights)
+        torch.testing.assert_close(tracker.stats.sqnorm[i], expected, rtol=1e-10, atol=0)
+
+
+# What is done to a mean loss before its backward.
+KEPT = {
+    "signs": lambda s: 1 - (-s) + 1,
+    "parts": lambda s: torch.stack([s / 2, s.clone() / 2]).sum(),
+    "joined": lambda s: torch.cat([s.view(1), s[None]]).nanmean(),
+    "kinds": lambda s: torch.atleast_1d(s.to(torch.float64).cpu().type(torch.float64)).squeeze(),
+    "limits": lambda s: torch.maximum(s.nan_to_num().clamp(max=1e9), torch.zeros(()).double()),
+    "flooded": lambda s: (s - 1e-3).abs() + 1e-3,
+    "where it is finite": lambda s: torch.where(s.isfinite(), s, torch.zeros_like(s)),
+    "in place": lambda s: torch.zeros(()).double().add_(s).mul_(4).div_(4),
+    "weighted": lambda s: torch.stack([s, s]) @ torch.tensor([0.25, 0.75]).double(),
+    "its own size": lambda s: s / s.detach() * s.item(),
+    "a layer": lambda s: functional.linear(s.view(1, 1), torch.ones(1, 1).double()).sum(),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_leaves_a_mean_loss_a_mean(kept, reduction):
+    model, x = nn.Linear(WIDTH, WIDTH).double(), batch()
+
+    def losses(m, x, reduction="none"):
+        return functional.mse_loss(m(x), x.sin(), reduction=reduction)
+
+    expected = oracle_sqnorms(model, x, lambda m, x: losses(m, x).mean(1))
+    with gs.track(model, batch_size=BATCH) as tracker:
+        kept(losses(model, x, reduction).mean()).backward()
+    assert_sqnorms(tracker.stats, expected, 1e-10)
 
 
 # What takes values of other examples as given, or stays within each.

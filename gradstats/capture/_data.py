@@ -241,10 +241,11 @@ class Data(Written):
         owned = self.owned(losses)
         if owned is MIXED:
             raise CoupledExamplesError(
-                "each loss depends on several examples: trained values were summed, averaged or "
-                "normalised along the example axis on the way. Such a loss, a contrastive one for "
-                "instance, has no gradient of one example. Expected losses that depend on one "
-                "example each: reduce over other axes, or detach what comes from other examples."
+                "each loss depends on several examples: trained values were summed, averaged, "
+                "normalised or multiplied by a matrix along the example axis on the way. Such a "
+                "loss, a contrastive one for instance, has no gradient of one example. Expected "
+                "losses that depend on one example each: reduce over other axes, or detach what "
+                f"comes from other examples. {IF_A_CONSTANT}"
             )
         plain = isinstance(owned, Examples) and owned.plain
         if plain or not self.is_marked(losses):

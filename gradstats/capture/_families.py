@@ -117,7 +117,7 @@ def _of_tensor_product(marks: Following, call: Call) -> Layout:
 def _of_row_pairs(marks: Following, call: Call) -> Layout | Unchanged:
     rows = call.data[0]
     layout = marks.layout_of(rows) if rows.requires_grad and marks.batch_size > 1 else None
-    if layout is not None and layout.axis == 0 and rows.dim() == 2:
+    if layout is not None and rows.dim() == 2:
         # Whether a loss depends on the result shows in the loss's graph.
         marks.couple(call.result, "compares every example with every other")
     return marks.by_first(call)

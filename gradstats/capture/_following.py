@@ -32,7 +32,7 @@ from gradstats.capture._layout import (
     may_move,
 )
 from gradstats.capture._marks import Marks
-from gradstats.capture._meetings import MEETS
+from gradstats.capture._meetings import BROUGHT_BACK, MEETS, NO_SUM
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._operations import (
@@ -50,7 +50,7 @@ from gradstats.capture._operations import (
 )
 from gradstats.capture._reductions import ATTENTION, REDUCES, is_over_axes, runs_over
 from gradstats.capture._reindexed import REINDEXES
-from gradstats.capture._separable import is_sum
+from gradstats.capture._separable import LOSSES, is_sum
 from gradstats.capture._tensors import node_of
 
 Layout = Examples | Whole | Mixed | Grid | None
@@ -92,8 +92,12 @@ class Following(Marks):
         else:
             self.place(result, after, at if isinstance(after, Grid) else None)
         apart = isinstance(after, (Examples, Whole)) or not result.requires_grad
-        if self.is_marked(result) and not apart and is_sum(self, func, args, data):
-            self.mark_sum(result)
+        if self.is_marked(result) and not apart:
+            sums = is_sum(self, func, args, data, result)
+            if sums:
+                self.mark_sum(result)
+            elif sums is False and after is MIXED and result.grad_fn not in self.coupled:
+                self.couple(result, NO_SUM)
         if result.requires_grad and (self.coupled or self.added):
             self._note_added(data, result)
 
@@ -172,8 +176,19 @@ class Following(Marks):
             return MIXED
         if self.follows_layouts and (whole := self._whole_of(data)) is not None:
             return whole
+        if func in LOSSES and self._is_joined(call):
+            return MIXED
         family = FAMILIES.get(func)
         return self.by_first(call) if family is None else family(self, call)
+
+    def _is_joined(self, call: Call) -> bool:
+        """Whether a loss function made one number of all examples; note where these met in it."""
+        if call.result.dim() or not call.result.requires_grad or self.batch_size == 1:
+            return False
+        trained = [tensor for tensor in call.data if tensor.requires_grad]
+        if not all(isinstance(self.owned(tensor), Examples) for tensor in trained):
+            return False
+        return self._agree(call) or self.is_coupled(call.result)
 
     def by_first(self, call: Call) -> Layout | Unchanged:
         """Return the layout of a result whose examples follow those of one operand."""
@@ -264,6 +279,15 @@ class Following(Marks):
         self.note_meeting(result)
         return False
 
+    def _meets_others(self, tensor: Tensor, data: list[Tensor]) -> bool:
+        """Whether one example's values stand beside trained values of others."""
+        owned = self.owned(tensor)
+        if not isinstance(owned, Whole):
+            return False
+        others = [self.owned(other) for other in data if other.requires_grad]
+        known = [other for other in others if isinstance(other, (Examples, Whole))]
+        return any(sole_of(other) != owned for other in known)
+
     def _is_gone(self, data: list[Tensor], result: Tensor) -> bool:
         """Whether a trained result lost the example axis that its first operand had by contract."""
         trained = result.requires_grad and self.by_contract(data[0]) is not None
@@ -290,11 +314,7 @@ class Following(Marks):
         if not any(owned is MIXED for owned in trained) or not result.requires_grad:
             return False
         if any(isinstance(owned, (Examples, Whole)) for owned in trained):
-            self.couple(
-                result,
-                "brings what was computed over all examples (a sum, a mean or a norm along their "
-                "axis) back to each of them",
-            )
+            self.couple(result, BROUGHT_BACK)
         return True
 
     def _whole_of(self, data: list[Tensor]) -> Whole | None:
@@ -337,6 +357,8 @@ class Following(Marks):
                 layout = layout.along(layout.axis + result.dim() - tensor.dim())
                 aligned.append((tensor, layout))
             elif tensor.requires_grad and (self.is_marked(tensor) or self.is_lost(tensor)):
+                if self._meets_others(tensor, data):
+                    self.note_meeting(result)
                 return None
         if not aligned:
             lost = self.packed and any(map(self.is_marked, data))

@@ -7,9 +7,15 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
+from gradstats.capture._examples import IF_A_CONSTANT
 from gradstats.errors import CoupledExamplesError
 
 MEETS = "combines trained values of different examples"
+NO_SUM = "makes more than a sum of the values of several examples"
+BROUGHT_BACK = (
+    "brings what was computed over all examples (a sum, a mean or a norm along their axis) back to "
+    "each of them"
+)
 
 
 class Meetings:
@@ -51,5 +57,5 @@ class Meetings:
             f"{node.name()} {self.how_met(node)}: each loss depends on several examples, and their "
             "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
             "losses that depend on one example each: detach what comes from the others, or combine "
-            "each example with its own values alone, as (x * y).sum(-1) does."
+            f"each example with its own values alone, as (x * y).sum(-1) does. {IF_A_CONSTANT}"
         )

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from gradstats.capture._apart import scores, weights_keep_apart, without_columns
-from gradstats.capture._examples import Examples, Whole, same_layout
+from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, same_layout, same_rows
 from gradstats.capture._marks import Marks
 from gradstats.capture._tensors import node_of
 
 
 def multiplied(
     marks: Marks, operands: Sequence[Any], result: Tensor, *, of_rows: bool = False
-) -> Examples | None:
+) -> Examples | Mixed | None:
     """Return the layout of a matrix product.
 
     Args:
@@ -25,6 +25,7 @@ def multiplied(
         of_rows: rows are multiplied with rows, as linear does, not with columns.
     """
     kept: list[tuple[Tensor, Examples]] = []
+    gone: list[tuple[Tensor, Examples]] = []
     for place, tensor in enumerate(operands[:2]):
         if node_of(tensor) is not None or not marks.is_data(tensor):
             continue
@@ -40,7 +41,8 @@ def multiplied(
         summed = 1 if place == 0 or of_rows or tensor.dim() == 1 else 2
         if axis == summed:
             if not (kept and marks.packed):
-                return None
+                gone.append((tensor, layout))
+                continue
             # As in attention over packed examples, which a mask keeps apart.
             weights = operands[0]
             if not _sums_own_rows(marks, weights, weights.dim() - 1, layout, result):
@@ -51,7 +53,7 @@ def multiplied(
         elif operands[1 - place].dim() == 1 and (place == 0 or axis > 2):
             axis -= 1
         kept.append((tensor, layout.along(result.dim() - axis)))
-    return _product(marks, kept, result)
+    return _product(marks, kept, gone, result)
 
 
 def contraction(
@@ -60,7 +62,7 @@ def contraction(
     lies: Callable[[int, Examples], Examples | None],
     result: Tensor,
     against: Callable[[Examples], int | None] | None = None,
-) -> Examples | None:
+) -> Examples | Mixed | None:
     """Return the layout of a contraction.
 
     Args:
@@ -72,7 +74,7 @@ def contraction(
         against: called with the layout of the second operand, whose examples are summed, returns
             the axis of the first along which they meet it.
     """
-    kept = []
+    kept, gone = [], []
     for place, tensor in enumerate(operands):
         if node_of(tensor) is not None or not marks.is_data(tensor):
             continue
@@ -83,9 +85,11 @@ def contraction(
         elif layout is not None and kept and marks.packed and against is not None:
             if not _sums_own_rows(marks, operands[0], against(layout), layout, result):
                 return None
-        elif layout is not None or marks.is_marked(tensor):
+        elif layout is not None:
+            gone.append((tensor, layout))
+        elif marks.is_marked(tensor):
             return None
-    return _product(marks, kept, result)
+    return _product(marks, kept, gone, result)
 
 
 def _sums_own_rows(
@@ -114,10 +118,22 @@ def _sums_own_rows(
 
 
 def _product(
-    marks: Marks, kept: Sequence[tuple[Tensor, Examples]], result: Tensor
-) -> Examples | None:
-    """Return the layout of a product of operands whose examples lie in the result as given."""
+    marks: Marks,
+    kept: Sequence[tuple[Tensor, Examples]],
+    gone: Sequence[tuple[Tensor, Examples]],
+    result: Tensor,
+) -> Examples | Mixed | None:
+    """Return the layout of a product.
+
+    Args:
+        marks: the context's.
+        kept: operands of data, with where their examples lie in the product.
+        gone: those whose examples are summed, with where they lie in the operand.
+        result: the product.
+    """
     trained = [layout for tensor, layout in kept if tensor.requires_grad]
+    if gone:
+        return _summed(marks, bool(trained), gone, result)
     found = trained or [layout for _, layout in kept]
     if not found:
         return marks.by_contract(result)
@@ -131,14 +147,39 @@ def _product(
             marks.note_meeting(result)
         return found_scores
     if marks.batch_size > 1 and len(axes) > 1:
-        # Every example meets every other. The graph of the losses shows whether they depend on it.
-        size = marks.batch_size
-        marks.couple(
-            result,
-            f"multiplies every example with every other ({size} × {size} products of trained "
-            "values, as contrastive losses form them)",
-        )
+        _couple_all(marks, result)
     elif any(not same_layout(trained[0], other) for other in trained[1:]):
         marks.note_meeting(result)
         return None
     return without_columns(found[0])
+
+
+def _summed(
+    marks: Marks, meets: bool, gone: Sequence[tuple[Tensor, Examples]], result: Tensor
+) -> Mixed | None:
+    """Return the layout of a product that sums over the examples of some operands.
+
+    Args:
+        marks: the context's.
+        meets: whether trained values stand beside them whose examples are not summed.
+        gone: these operands, with where their examples lie.
+        result: the product.
+    """
+    trained = [layout for tensor, layout in gone if tensor.requires_grad]
+    if not trained or marks.packed or marks.batch_size == 1:
+        return None
+    if meets:
+        _couple_all(marks, result)
+    elif not all(same_rows(trained[0], other) for other in trained[1:]):
+        marks.note_meeting(result)
+    return MIXED
+
+
+def _couple_all(marks: Marks, result: Tensor) -> None:
+    """Note that every example meets every other; the losses' graph shows if they depend on it."""
+    size = marks.batch_size
+    marks.couple(
+        result,
+        f"multiplies every example with every other ({size} × {size} products of trained values, "
+        "as contrastive losses form them)",
+    )

@@ -88,7 +88,7 @@ ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
 OUTER_PRODUCTS = frozenset(variants("outer", "ger"))
 
 # Contractions of two operands along axes that the caller chooses; otherwise along their last ones.
-TENSOR_PRODUCTS = frozenset({torch.tensordot, *variants("inner")}) | OUTER_PRODUCTS
+TENSOR_PRODUCTS = frozenset({torch.tensordot, *variants("inner", "dot", "vdot")}) | OUTER_PRODUCTS
 
 # Products added to their first operand, with the names of the two operands that are multiplied.
 ADDED_PRODUCTS = {
@@ -210,7 +210,7 @@ COMPLEX = (
     | frozenset(in_place_variants(*ELEMENTWISE))
     | JOINS.keys()
     | {
-        functional.linear, torch.einsum, *variants("dot"), torch.linalg.vecdot,
+        functional.linear, torch.einsum, torch.linalg.vecdot,
         torch.broadcast_tensors, torch.rsub, Tensor.__setitem__, Tensor.copy_,
     }
 )  # fmt: skip

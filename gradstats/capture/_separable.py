@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._examples import Examples, Whole, same_layout
+from gradstats.capture._examples import MIXED, Examples, Whole, same_layout
 from gradstats.capture._graph import nodes_behind
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
+    CONVOLUTIONS,
     ELEMENT_LOSSES,
     JOINS,
     MOVES,
@@ -37,6 +38,18 @@ if TYPE_CHECKING:
 ADDED = ("add", "sub", "subtract")
 ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
 
+# Functions made of straight pieces: of what was summed over all examples they return such a sum, as
+# which piece it lies on does not change.
+BENT = frozenset(
+    [
+        functional.relu,
+        *variants(
+            "relu", "abs", "absolute", "clamp", "clamp_min", "clamp_max", "clip", "nan_to_num",
+            "where", "maximum", "minimum", "max", "min", "amax", "amin",
+        ),
+    ]
+)  # fmt: skip
+
 # Sums, and what takes or moves elements: of sums they return sums.
 KEEPS_SUMS = (
     (MOVES - {torch.einsum})
@@ -44,24 +57,30 @@ KEEPS_SUMS = (
     | JOINS.keys()
     | frozenset(
         [
-            *function_variants(*ADDED, "sum", "mean", "nansum", "neg", "negative", "positive"),
+            *function_variants(*ADDED, "sum", "mean", "nansum", "nanmean", "neg", "negative", "positive"),
             *variants(
                 "rsub", "clone", "contiguous", "to", "float", "double", "half", "bfloat16",
                 "type_as", "select", "narrow", "unbind", "chunk", "split", "expand", "expand_as",
-                "broadcast_to", "index_select", "diagonal", "diag",
+                "broadcast_to", "index_select", "diagonal", "diag", "diag_embed", "trace", "tril",
+                "triu", "flip", "roll", "repeat", "tile", "take", "gather", "masked_select",
+                "masked_fill", "cumsum", "diff", "sum_to_size", "real", "imag", "conj", "type",
+                "cpu", "cuda", "atleast_1d", "atleast_2d", "atleast_3d",
             ),
             Tensor.__getitem__,
         ]
     )
 )  # fmt: skip
 
-# Sums over the examples, and the largest of their values: which that is does not change.
-JOINS_EXAMPLES = ELEMENT_LOSSES | frozenset(
+LOSSES = ELEMENT_LOSSES | frozenset(
     [
         functional.cross_entropy,
         *(getattr(functional, name) for name in dir(functional) if name.endswith("_loss")),
-        *variants("max", "min", "amax", "amin", "nanmean", "dot", "vdot"),
     ]
+)
+
+# Sums over the examples, and the largest of their values: which that is does not change.
+JOINS_EXAMPLES = LOSSES | frozenset(
+    variants("max", "min", "amax", "amin", "median", "nanmean", "nanmedian", "dot", "vdot")
 )
 
 # Products: sums if one of their operands has a gradient.
@@ -69,6 +88,7 @@ MULTIPLIES = (
     PRODUCTS
     | ADDED_PRODUCTS.keys()
     | (TENSOR_PRODUCTS - OUTER_PRODUCTS)
+    | CONVOLUTIONS.keys()
     | frozenset([torch.einsum, functional.linear, *function_variants("mul", "multiply")])
 )
 
@@ -78,7 +98,9 @@ DIVIDES = frozenset(
 )  # fmt: skip
 
 
-def is_sum(data: Following, func, args: Sequence[Any], operands: Sequence[Tensor]) -> bool:
+def is_sum(
+    data: Following, func, args: Sequence[Any], operands: Sequence[Tensor], result: Tensor
+) -> bool | None:
     """Whether the result of an operation on several examples sums terms of one example each.
 
     Args:
@@ -86,18 +108,24 @@ def is_sum(data: Following, func, args: Sequence[Any], operands: Sequence[Tensor
         func: the operation.
         args: its arguments.
         operands: those of data.
+        result: in which the examples are not apart.
+
+    Returns:
+        None where that is not known of an operand.
     """
     trained = [tensor for tensor in operands if tensor.requires_grad]
     owned = [data.owned(tensor) for tensor in trained]
     apart = [isinstance(each, (Examples, Whole)) for each in owned]
     sums = [one or data.is_sum(tensor) for tensor, one in zip(trained, apart, strict=True)]
     if not trained or not all(sums):
-        return False
-    if func in KEEPS_SUMS:
+        return None
+    if func in KEEPS_SUMS or (func in BENT and all(each is MIXED for each in owned)):
         return True
     if len(trained) == 1:
         multiplied = func in MULTIPLIES or (func in DIVIDES and trained[0] is args[0])
         return multiplied or (func in JOINS_EXAMPLES and apart[0])
+    if all(apart) and func in MULTIPLIES and data.owned(result) is MIXED:
+        return not data.is_coupled(result)
     # Values of one example with others of the same, not with those of another.
     known = [each for each in owned if isinstance(each, (Examples, Whole))]
     together = all(apart) and all(same_layout(known[0], each) for each in known)

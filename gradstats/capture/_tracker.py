@@ -298,9 +298,9 @@ class Tracker(Threaded, Context):
     def note_losses(self, losses: Tensor) -> None:
         """Remember the example of each loss, if the model put the examples in another order."""
         order = self.reports.order = self.order_of(losses)
-        for node in nodes_behind(losses) if self.added else ():
-            if node in self.added:
-                raise self.refusal_of_meeting(node)
+        met = [node for node in nodes_behind(losses) if node in self.added] if self.added else []
+        if met:
+            raise self.refusal_of_meeting(met[-1])  # the rest was made of it
         if self.settings.consumer is not None and order is not None:
             raise ExampleAxisError(
                 "the losses stand in another order than the batch, "

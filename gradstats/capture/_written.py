@@ -8,10 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradstats.capture._examples import Examples, Mixed, Scores, Whole, candidates, same_layout
+from gradstats.capture._examples import (
+    MIXED,
+    Examples,
+    Mixed,
+    Scores,
+    Whole,
+    candidates,
+    same_layout,
+)
 from gradstats.capture._filled import Filling, Piece
 from gradstats.capture._following import Following
 from gradstats.capture._layout import is_followed
+from gradstats.capture._meetings import BROUGHT_BACK
 from gradstats.capture._names import function_name
 from gradstats.capture._operations import OPAQUE
 from gradstats.capture._separable import adds_sums
@@ -51,9 +60,19 @@ class Written(Following):
         """Note where the examples lie in a tensor that data were written into."""
         write, target, before, after = change
         adds = write.adds and target.requires_grad and adds_sums(self, write.values, target, before)
+        brings_back = before and self._is_brought_back(write, target)
         self._place_written(change)
+        if brings_back:
+            self.couple(after, BROUGHT_BACK)
         if adds and self.is_marked(after) and not isinstance(self.owned(after), Examples):
             self.mark_sum(after)
+
+    def _is_brought_back(self, write: Write, target: Tensor) -> bool:
+        """Whether what was computed over all examples is written to each of them."""
+        if not isinstance(self.owned(target), Examples) or self.was_blank(target, writes=1):
+            return False
+        trained = [value for value in write.values if self.is_trained(value)]
+        return any(self.owned(value) is MIXED for value in trained)
 
     def _place_written(self, change: Change) -> None:
         write, target, before, after = change
