@@ -57,7 +57,9 @@ KEEPS_SUMS = (
     | JOINS.keys()
     | frozenset(
         [
-            *function_variants(*ADDED, "sum", "mean", "nansum", "nanmean", "neg", "negative", "positive"),
+            *function_variants(
+                *ADDED, "sum", "mean", "nansum", "nanmean", "neg", "negative", "positive",
+            ),
             *variants(
                 "rsub", "clone", "contiguous", "to", "float", "double", "half", "bfloat16",
                 "type_as", "select", "narrow", "unbind", "chunk", "split", "expand", "expand_as",
