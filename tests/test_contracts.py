@@ -467,6 +467,15 @@ def test_parameters_in_place_of_their_names_are_not_printed(call, name, model, b
         call(model, batch, per_example_cross_entropy, **{name: list(model.parameters())})
 
 
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", ["parameters", "exclude"])
+def test_patterns_that_can_be_read_only_once(call, name, model, batch):
+    """At the second look nothing would be excluded."""
+    expected = f"^{name} is a generator, which can be read only once, expected .* or a list of"
+    with pytest.raises(gs.CoverageError, match=expected):
+        call(model, batch, per_example_cross_entropy, **{name: (n for n in ["0.*"])})
+
+
 def test_a_batch_in_place_of_its_size_is_not_printed(model, batch):
     expected = "batch_size is Tensor, expected a positive integer: the number of examples in the "
     with pytest.raises(gs.ExampleAxisError, match=f"^{re.escape(expected)}batch.$"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -250,6 +250,12 @@ def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:
         patterns: its value.
     """
     found: tuple = ()
+    # They are looked at more than once, in each batch of a run, and an iterator is then at its end.
+    if isinstance(patterns, Iterator):
+        raise CoverageError(
+            f"{name} is a {type(patterns).__name__}, which can be read only once, expected an "
+            "fnmatch pattern over names, or a list of several."
+        )
     with suppress(TypeError):
         found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         if all(isinstance(pattern, str) for pattern in found):

@@ -707,6 +707,8 @@ def test_what_was_wrong_with_a_step_is_said_of_that_step(model):
 def test_patterns_that_are_none(model, name):
     with pytest.raises(gs.CoverageError, match=f"{name} is 3, expected an fnmatch pattern"):
         gs.Monitor(model, **{name: 3})
+    with pytest.raises(gs.CoverageError, match=f"{name} is a list_iterator, which can be read"):
+        gs.Monitor(model, **{name: iter(["*"])})
 
 
 def test_ids_are_looked_at_before_the_model_is_touched(model):
