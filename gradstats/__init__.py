@@ -3,6 +3,7 @@
 Neither ever holds a (batch, d) gradient.
 """
 
+from gradstats import monitor as monitor
 from gradstats.capture._assigned import assign_rows as assign_rows
 from gradstats.capture._registered import register_rule as register_rule
 from gradstats.errors import BackendError as BackendError

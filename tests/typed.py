@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor, nn
 from typing_extensions import assert_type
 
@@ -14,6 +15,22 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     """One loss for each example."""
     loss: Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
     return loss
+
+
+class Net(nn.Module):
+    """A model of the user's own."""
+
+
+def own_loss(model: Net, batch: Batch) -> Tensor:
+    """A loss function says which model it takes."""
+    return loss_fn(model, batch)
+
+
+def norms(model: Net, batch: Batch) -> None:
+    """Any model, and what looks like a list of numbers."""
+    assert_type(gs.per_example_norms(model, batch, own_loss), gs.GradientNorms)
+    gs.Monitor(model).step(batch_size=2, ids=np.arange(2))
+    gs.monitor.plot(gs.Monitor(model)).savefig("run.png")
 
 
 def products(model: nn.Module, batch: Batch) -> None:

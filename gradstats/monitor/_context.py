@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from gradstats._warnings import warn
@@ -29,7 +30,7 @@ class MonitorStep:
         self,
         monitor: Monitor,
         batch_size: int,
-        ids: Sequence[int] | Tensor | None,
+        ids: Sequence[int] | np.ndarray | Tensor | None,
         weights: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         *,

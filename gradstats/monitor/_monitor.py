@@ -204,7 +204,7 @@ class Monitor:
     def step(
         self,
         batch_size: int,
-        ids: Sequence[int] | Tensor | None = None,
+        ids: Sequence[int] | np.ndarray | Tensor | None = None,
         *,
         weights: Tensor | None = None,
         accumulation: tuple[int, int] = (0, 1),

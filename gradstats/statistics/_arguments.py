@@ -18,7 +18,8 @@ from gradstats.capture._selection import select_parameters
 from gradstats.capture._tracker import DEFAULT_WORKSPACE
 from gradstats.errors import TrackingError
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
+# Of a model and a batch, whose types are the caller's own.
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Options(TypedDict, total=False):
