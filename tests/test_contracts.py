@@ -485,9 +485,15 @@ def test_a_batch_in_place_of_its_size_is_not_printed(model, batch):
         gs.per_example_norms(model, batch, per_example_cross_entropy, batch_dim=batch[0])
 
 
+def test_results_can_be_compared_and_kept_in_sets(model, batch):
+    one, other = (gs.per_example_norms(model, batch, per_example_cross_entropy) for _ in range(2))
+    assert one == one and one != other and len({one, other, one}) == 2
+
+
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_arguments_that_are_none(call, model, batch):
     losses = per_example_cross_entropy
+    call(model, batch, losses, exclude=None)
     for options in ({}, {"cu_seqlens": torch.tensor([0, 2, 5])}):
         with pytest.raises(gs.TrackingError, match=r"model.* is NoneType, expected a torch\.nn"):
             call(None, batch, losses, **options)

@@ -102,6 +102,7 @@ def test_nothing_of_the_users_is_changed(batch):
 def test_batch_norm_in_training_mode(batch):
     report = gs.verify(network(nn.BatchNorm1d(8)), batch, classify)
     assert not report.ok
+    assert not report, "assert gs.verify(...) says what the report does"
     assert {"coverage", "coupling"} <= set(failed(report))
     assert "eval()" in report.check("coverage").detail
     assert "depend on each other" in report.check("coupling").detail
@@ -136,6 +137,11 @@ def test_coupling_that_no_operation_shows(batch):
     assert report.check("exactness").ok is False
     assert "coupled" in report.check("exactness").detail
     assert "report it" not in report.check("exactness").detail
+
+
+def test_losses_in_another_order_than_the_batch(batch):
+    report = gs.verify(network(), batch, lambda model, batch: classify(model, batch).flip(0))
+    assert "losses stand in another order than the batch" in report.check("coupling").detail
 
 
 def test_a_contrastive_loss(batch):

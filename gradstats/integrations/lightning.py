@@ -77,6 +77,11 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             raise TrackingError(
                 f"ids is {ids!r}, expected a key or index into the batch, or a function of it."
             )
+        if batch_size is not None and not callable(batch_size):
+            raise TrackingError(
+                f"batch_size is {batch_size!r}, expected a function of the batch: "
+                "lambda batch: len(batch[0])."
+            )
         # A misspelt option is named here, not when training starts.
         inspect.signature(Monitor).bind(None, every, **options)
         self.every = every

@@ -111,6 +111,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         rows_per_example: int = 1,
         **options: Any,
     ):
+        if not (ids is None or isinstance(ids, str)):
+            raise TrackingError(f"ids is {ids!r}, expected the name of an input of the model.")
         # A misspelt option is named here, not when training starts.
         inspect.signature(Monitor).bind(None, every, **options)
         self.every = every

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradstats.errors import TrackingError
@@ -16,13 +17,25 @@ from gradstats.statistics._loss import loss_weights
 
 
 def check_monitor(
-    model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace, **flags
+    model,
+    every,
+    loss_reduction,
+    optimizer,
+    scaler,
+    decay,
+    spike,
+    top,
+    clip,
+    workspace,
+    process_group,
+    **flags,
 ) -> None:
     """Raise unless these can be a monitor's arguments."""
     reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
     optimizes = optimizer is None or (
         hasattr(optimizer, "param_groups") and not isinstance(optimizer, type)
     )
+    groups = process_group is None or isinstance(process_group, dist.ProcessGroup)
     for name, value, is_good, expected in (
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
         ("every", every, is_count(every) and every > 0, "a positive integer: steps"),
@@ -31,6 +44,7 @@ def check_monitor(
         ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
         ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
         ("top", top, is_count(top), "a number of examples"),
+        ("process_group", process_group, groups, "a torch.distributed process group"),
         ("clip", clip, clip is None or (_is_number(clip) and clip > 0), "a positive norm"),
     ):
         if not is_good:

@@ -171,7 +171,7 @@ class Monitor:
     ):
         check_monitor(
             model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace,
-            alignment=alignment, gram=gram, fused=fused,
+            process_group, alignment=alignment, gram=gram, fused=fused,
         )  # fmt: skip
         self.model, self.every = model, every
         self.optimizer, self.scaler = optimizer, scaler

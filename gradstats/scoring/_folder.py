@@ -215,6 +215,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def path_of(folder: Any, name: str = "folder") -> Path:
+    """Return the path of a folder, or raise where an argument is something else."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise StoreError(f"{name} is {folder!r}, expected the path of a folder.")
+    return Path(folder)
+
+
 def read_manifest_of(path: Path, kind: str) -> dict[str, Any]:
     """Return the manifest of a folder of one kind of results, or raise."""
     manifest = read_manifest(path)

@@ -27,7 +27,8 @@ LISTS_COMPARED = 32
 FEWEST_QUERIES, SHORTEST_LIST = 4, 3
 
 
-@dataclass(frozen=True)
+# Arrays cannot be compared for a bool: two rankings are equal where they are one.
+@dataclass(frozen=True, eq=False)
 class Ranking:
     """Training examples in the order of their influence on one query.
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradstats.errors import ScoreError
-from gradstats.scoring._folder import read_results
+from gradstats.scoring._folder import path_of, read_results
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._rankings import Ranking, Rankings, strongest
 from gradstats.scoring._work import plural
@@ -94,7 +94,7 @@ class InfluenceScores(Rankings):
             StoreError: the folder holds something else, or a checkpoint that is not complete.
         """
         check = check_normalize(normalize)
-        names, ids, held = read_results(Path(folder), "influence", IDS, PARTS)
+        names, ids, held = read_results(path_of(folder), "influence", IDS, PARTS)
         return cls([Partial(*each) for each in held], ids[0], ids[1], check, names)
 
     def __getitem__(self, key: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradstats._requirements import require
 from gradstats.errors import ScoreError
-from gradstats.scoring._folder import read_results
+from gradstats.scoring._folder import path_of, read_results
 from gradstats.scoring._metrics import Detection, detect
 from gradstats.scoring._rankings import check_k
 from gradstats.scoring._work import plural
@@ -94,7 +94,7 @@ class SelfInfluence:
         Raises:
             StoreError: the folder holds something else, or a checkpoint that is not complete.
         """
-        names, (ids,), held = read_results(Path(folder), "self-influence", ("ids",), ("values",))
+        names, (ids,), held = read_results(path_of(folder), "self-influence", ("ids",), ("values",))
         return cls(ids, names, np.stack([values for (values,) in held]), None)
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gradstats.errors import ScoreError, StoreError
 from gradstats.scoring import _ranks
-from gradstats.scoring._folder import STRONGEST, read_manifest_of, write_whole
+from gradstats.scoring._folder import STRONGEST, path_of, read_manifest_of, write_whole
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._rankings import Ranking, Rankings, strongest
 from gradstats.scoring._scores import IDS, NORMALIZATIONS, check_normalize, protect
@@ -218,7 +218,7 @@ class TopScores(Rankings):
             ScoreError: ``normalize`` is neither.
             StoreError: the folder holds something else, or lists that are not complete.
         """
-        check, path = check_normalize(normalize), Path(folder)
+        check, path = check_normalize(normalize), path_of(folder)
         manifest = read_manifest_of(path, STRONGEST)
         again = "Call gs.influence with the same arguments again to"
         try:

@@ -24,13 +24,12 @@ from gradstats.errors import (
     CheckpointError,
     LoaderError,
     NonFiniteGradientError,
-    StoreError,
     UnsupportedOperationError,
 )
 from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source
 from gradstats.scoring._checkpoints import Checkpoints
-from gradstats.scoring._folder import Folder, versions
+from gradstats.scoring._folder import Folder, path_of, versions
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._renewal import Renewal
@@ -232,9 +231,7 @@ def read_data(
 
 def folder_path(out: Any) -> Path | None:
     """Return where results go, None for memory, or raise where out= is something else."""
-    if out is not None and not isinstance(out, (str, os.PathLike)):
-        raise StoreError(f"out is {out!r}, expected the path of a folder, or None.")
-    return None if out is None else Path(out)
+    return None if out is None else path_of(out, "out")
 
 
 def open_folder(

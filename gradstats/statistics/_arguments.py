@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from gradstats._complex import real_shape
-from gradstats.capture._selection import select_parameters
+from gradstats.capture._selection import patterns_of, select_parameters
 from gradstats.capture._tracker import DEFAULT_WORKSPACE
 from gradstats.errors import TrackingError
 
@@ -40,7 +40,7 @@ def shapes_of(model: nn.Module, options: Options) -> dict[str, tuple[int, ...]]:
 
 def excluding(exclude: Sequence[str] | str, names: Iterable[str]) -> list[str]:
     """Return patterns that leave out some named parameters beside what ``exclude`` leaves out."""
-    given = [exclude] if isinstance(exclude, str) else exclude
+    given = () if exclude is None else patterns_of("exclude", exclude)
     return [*given, *map(glob.escape, names)]
 
 

@@ -16,7 +16,8 @@ from gradstats.capture._tracker import Tracker
 from gradstats.errors import NonFiniteGradientError
 
 
-@dataclass(frozen=True)
+# Tensors cannot be compared for a bool: two results are equal where they are one.
+@dataclass(frozen=True, eq=False)
 class GradientNorms:
     """Per-example gradient norms of one batch, ‖∇ℓ_i(w)‖ over all tracked parameters.
 

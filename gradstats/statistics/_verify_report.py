@@ -70,6 +70,10 @@ class VerifyReport:
         """Whether no check and no parameter failed."""
         return all(row.ok for row in self.rows) and all(c.ok is not False for c in self.checks)
 
+    def __bool__(self) -> bool:
+        # Or ``assert gs.verify(...)`` would hold whatever was found.
+        return self.ok
+
     def check(self, name: str) -> Check:
         """Return one of the checks.
 

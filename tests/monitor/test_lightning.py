@@ -222,6 +222,11 @@ def test_ids_of_no_kind(ids):
         callback_module.GradStatsCallback(ids=ids)
 
 
+def test_a_batch_size_that_is_no_function():
+    with pytest.raises(gs.TrackingError, match="batch_size is 4, expected a function"):
+        callback_module.GradStatsCallback(batch_size=4)
+
+
 def test_an_option_of_no_monitor_is_named_at_once():
     with pytest.raises(TypeError, match="'evry'"):
         callback_module.GradStatsCallback(evry=10)

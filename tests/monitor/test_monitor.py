@@ -660,6 +660,7 @@ def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
         (lambda m: gs.Monitor(m, optimizer=0.1), "optimizer is 0.1"),
         (lambda m: gs.Monitor(m, scaler=torch.amp.GradScaler), "scaler is <class"),
         (lambda m: gs.Monitor(m, scaler=1024.0), "scaler is 1024.0"),
+        (lambda m: gs.Monitor(m, process_group=0), "process_group is 0, expected a torch.dist"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(2, 2)), "expected \\(k, K\\)"),
         (lambda m: gs.Monitor(m).step(2, accumulation=2), "accumulation is 2, expected \\(k, K\\)"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(0, 1, 2)), "expected \\(k, K\\)"),

@@ -105,6 +105,8 @@ def test_rows_that_are_no_whole_number_of_examples(tmp_path):
     callback = GradStatsCallback(every=1, rows_per_example=2)
     with pytest.raises(gs.TrackingError, match="1 more than 1 times the 2 rows"):
         trainer_for(language_model(), [callback], tmp_path, max_steps=1)
+    with pytest.raises(gs.TrackingError, match="ids is 3, expected the name of an input"):
+        GradStatsCallback(ids=3)
     for number in (0, -1, 1.5, "2"):
         with pytest.raises(gs.TrackingError, match="rows_per_example is"):
             GradStatsCallback(rows_per_example=number)

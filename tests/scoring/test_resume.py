@@ -704,6 +704,9 @@ def test_lists_are_loaded_again(tmp_path):
         gs.TopScores.load(tmp_path / "scores")
     with pytest.raises(gs.ScoreError, match="normalize is 'sine'"):
         gs.TopScores.load(out, "sine")
+    for results in (gs.TopScores, gs.InfluenceScores, gs.SelfInfluence):
+        with pytest.raises(gs.StoreError, match="folder is None, expected the path of a folder"):
+            results.load(None)
 
 
 def forget_a_batch(file: Path) -> None:
