@@ -41,6 +41,19 @@ def batch():
     return torch.randn(B, 1, 8, 8, dtype=torch.float64), torch.randint(3, (B,))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_losses_of_low_precision(dtype, weighted):
+    """What multiplies them is rounded, for all examples alike, and divided out as it was."""
+    model, x = nn.Linear(3, 2).double(), torch.randn(13, 3, dtype=torch.float64)
+    weights = torch.linspace(0.1, 0.9, 13) if weighted else None
+    with gs.track(model, batch_size=13, weights=weights, alignment=True) as tracker:
+        losses = model(x).pow(2).sum(1)
+        tracker.backward(losses.to(dtype))
+    stats = gs.per_example_norms(model, x, lambda model, x: model(x).pow(2).sum(1))
+    torch.testing.assert_close(tracker.stats.norm, stats.norm)
+
+
 def test_a_batch_of_another_size_is_told_where_its_size_is_from(model, batch):
     """As the last, smaller batch under a batch_size= that is written down once."""
     tracked = gs.track(model, batch_size=B + 2)

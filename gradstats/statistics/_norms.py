@@ -320,11 +320,14 @@ class track:
         with torch._C.DisableTorchFunction():
             losses = check_losses(losses, self._batch_size)
             self._tracker.note_losses(losses)
+            # What multiplies each loss is divided out as its dtype holds it: low precision rounds.
             if self._weighted:
-                total = (losses * self._weights.to(losses)).sum()  # type: ignore[union-attr]
+                factors = self._weights.to(losses)  # type: ignore[union-attr]
+                total = (losses * factors).sum()
+                self._weights = factors.double()
             else:
                 total = losses.mean()
-                self._weights = 1 / self._batch_size
+                self._weights = torch.tensor(1 / self._batch_size, dtype=losses.dtype).item()
             self._losses = losses.detach()
         if self._scaler is not None:
             total = self._scaler.scale(total)
