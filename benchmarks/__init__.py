@@ -7,10 +7,12 @@ crossover          which form a layer's norms take over T, and whether it is the
 convolution_forms  the same for convolutions
 pair_forms         the same for inner products of two batches
 monitor_overhead   what a monitor adds to training
+packed             what norms of packed examples cost, beside a plain step and beside padding
 influence          a train × query matrix beside other implementations
 gpu                tests and kernels' speed on a GPU, of these:
   bench_linear_kernels, bench_layer_kernels    kernels against their floors and rivals
   kernel_times     where the device's time goes in a step
+matrix_products    which of PyTorch's libraries multiplies matrices faster on a CPU
 tune_linear_kernels    the tiles that kernels are shipped with
 report             the tables of the READMEs, and with plots its pictures, from ``results/*.csv``
 

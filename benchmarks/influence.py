@@ -258,6 +258,9 @@ def main() -> None:
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
+    unknown = [name for name in options.models if name not in MODELS]
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is not of {', '.join(MODELS)}")
     print(f"{machine()}, torch {torch.__version__}")
     for name in options.models or MODELS:
         for width in options.widths:

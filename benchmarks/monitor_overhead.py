@@ -24,7 +24,7 @@ from torch import nn
 import gradstats as gs
 from benchmarks.harness import Timing, against, machine, reported, take_turns, write_csv
 from benchmarks.providers import plain
-from benchmarks.workloads import DEFAULT, Workload, build
+from benchmarks.workloads import DEFAULT, WORKLOADS, Workload, build
 
 EVERY = 50
 MEASURED = ("monitor, norms", "monitor, alignments")
@@ -158,6 +158,9 @@ def main() -> None:
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
+    unknown = [name for name in options.workloads if name not in WORKLOADS]
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")
     print(f"{machine()}, torch {torch.__version__}")
     rows: list[dict[str, object]] = []
     for name in options.workloads or DEFAULT:

@@ -129,7 +129,8 @@ def measure(name: str, rounds: int, device: str = "cpu") -> list[dict[str, objec
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(LAYERS)}; all by default")
+    layers = ", ".join(map(repr, LAYERS))  # their names hold commas
+    parser.add_argument("names", nargs="*", help=f"of {layers}; all by default")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
@@ -137,7 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in LAYERS]
     if unknown:
-        parser.error(f"{', '.join(unknown)} is not of {', '.join(LAYERS)}")
+        parser.error(f"{', '.join(unknown)} is not of {layers}")
     print(f"{machine(options.device)}, torch {torch.__version__}; microseconds beyond a plain step")
     print(f"{'':20} {'':20} {'each':>6} {'interval':>16} {'plain':>7} {'call':>7}")
     rows = []

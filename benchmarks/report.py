@@ -8,6 +8,7 @@ of the same case on the same machine the last one counts.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -413,6 +414,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     for page in PAGES:
         page.write_text(filled(page.read_text()))
     print(f"wrote {', '.join(TABLES)}")

@@ -594,3 +594,21 @@ def test_arrays_count_beside_tensors():
     expected = {together: 2, one_after_the_other: 1, in_between: 3, of_a_tensor: 1}
     for run, count in expected.items():
         assert host_peak(run) == pytest.approx(count * size, rel=0.02), run.__name__
+
+
+@pytest.mark.parametrize("name", ["influence", "monitor_overhead", "op_overhead", "report"])
+def test_a_word_that_means_nothing_is_named(name, monkeypatch, capsys):
+    command = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr("sys.argv", [name, "nope"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "nope" in capsys.readouterr().err
+
+
+def test_the_list_of_commands_is_whole():
+    folder = Path(report.__file__).parent
+    commands = [
+        file.stem for file in folder.glob("*.py") if '__name__ == "__main__"' in file.read_text()
+    ]
+    package = importlib.import_module("benchmarks")
+    assert [name for name in commands if name not in (package.__doc__ or "")] == []

@@ -82,7 +82,9 @@ class Checkpoints:
         lr: the learning rates η_c. A number; a list with one entry for each checkpoint; a mapping
             {fnmatch pattern over parameter names: number} in place of a number; or "optimizer",
             which reads the rate of each parameter group from the optimizer's state at the time
-            the checkpoint was written. A checkpoint whose rates are all zero is warned about.
+            the checkpoint was written; where the rates of groups differ, the optimizer has to be
+            built from ``model.named_parameters()``, or it is not known which parameters are in
+            which. A checkpoint whose rates are all zero is warned about.
 
     Raises:
         CheckpointError: no file matches, a file is listed twice, or a learning rate is missing.

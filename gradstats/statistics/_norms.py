@@ -193,7 +193,8 @@ class track:
             ``tracker.backward`` multiplies by it, so that it takes the losses as they are; if you
             run the backward yourself, scale as ever: ``scaler.scale(loss).backward()``.
         fused: let weight gradients come from the same pass over the data as the norms, and from
-            whichever of PyTorch's libraries is faster.
+            whichever of PyTorch's libraries is faster. With False derivatives of the network in the
+            loss, torch.vmap and some forms of attention are refused.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
         nonfinite: "keep" gradients with NaN or infinity, the default here since a scaled step may

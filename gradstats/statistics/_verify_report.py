@@ -78,8 +78,8 @@ class VerifyReport:
         """Return one of the checks.
 
         Args:
-            name: "loss", "coverage", "exactness", "coupling", "padding", "determinism" or
-                "precision".
+            name: "loss", "coverage", "exactness", "coupling", "determinism" or "precision"; and
+                "padding" where the batch has an ``attention_mask``.
 
         Returns:
             Check: ``name``, ``ok`` and ``detail``.
