@@ -27,6 +27,10 @@ from gradstats.kernels.guard import first_square, is_suspect
 LEAST_PRODUCT = tl.constexpr(2.0**-125)
 LEAST_SQUARE = tl.constexpr(2.0**-107)
 
+# A squared norm of zero may be of a row whose squares vanish. Beside one up to this it may as well
+# be of zeros: what 2^12 such squares come to leaves the range of normal numbers in the product too.
+MOST_BESIDE_ZERO = tl.constexpr(2.0**12)
+
 
 @triton.jit
 def gram_tile(
@@ -82,13 +86,15 @@ def row_sizes(a_products, g_products, rows, columns):
     """The sum over positions t of a tile of |a_t| |g_t|, for a bound of rounding errors.
 
     Of rows so small that products of theirs leave the range of normal numbers, so much that the
-    bound holds what is lost. Of rows that are zero nothing is lost.
+    bound holds what is lost. Rows that are zero lose nothing, and count for nothing but beside rows
+    so large that much would be lost if they were none.
     """
     diagonal = rows[:, None] == columns[None, :]
     a_squares = tl.sum(tl.where(diagonal, a_products, 0.0), axis=1)
     g_squares = tl.sum(tl.where(diagonal, g_products, 0.0), axis=1)
     sizes = tl.sqrt((a_squares + LEAST_SQUARE) * (g_squares + LEAST_SQUARE) + LEAST_PRODUCT)
-    return tl.sum(tl.where(a_squares * g_squares != 0.0, sizes, 0.0))
+    large = tl.maximum(a_squares, g_squares) > MOST_BESIDE_ZERO
+    return tl.sum(tl.where((a_squares * g_squares != 0.0) | large, sizes, 0.0))
 
 
 @triton.jit(do_not_specialize=["batch", "positions", "total_rows", "pairs"])

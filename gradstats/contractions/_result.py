@@ -24,6 +24,9 @@ SMALLEST = {
 # the range of normal numbers: by one product, and by the 2^17 products that a squared norm may add.
 LEAST_PRODUCT = {dtype: SMALLEST[dtype] / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
 LEAST_SQUARE = {dtype: 2.0**18 * least for dtype, least in LEAST_PRODUCT.items()}
+# A squared norm of zero may be of a row whose squares vanish. Beside one up to this it may as well
+# be of zeros: what 2^12 such squares come to leaves the range of normal numbers in the product too.
+MOST_BESIDE_ZERO = {dtype: 2.0**-12 / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
 
 # TF32 keeps 11 digits of either factor.
 TF32_ROUNDOFF = 2.0**-11
@@ -341,12 +344,14 @@ def row_sizes(left: Tensor, right: Tensor) -> Tensor:
     """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T), for a bound of errors.
 
     Rows so small that their products fall below the range of normal numbers count for more, so that
-    the bound covers what is lost there. Rows of zeros lose nothing and count for nothing.
+    the bound covers what is lost there. Rows of zeros lose nothing, and count for nothing but
+    beside rows so large that much would be lost if they were none.
     """
     left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
     square, product = LEAST_SQUARE[left.dtype], LEAST_PRODUCT[left.dtype]
     sizes = (left + square).mul_(right + square).add_(product).sqrt_()
-    return sizes.mul_(left * right != 0)
+    large = torch.maximum(left, right) > MOST_BESIDE_ZERO[left.dtype]
+    return sizes.mul_((left * right != 0) | large)
 
 
 def relative_bound(dtype: torch.dtype) -> float:
