@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from gradstats.errors import GradStatsError
+from gradstats import errors
 
 Item = TypeVar("Item")
 
@@ -30,23 +30,15 @@ def share(items: Sequence[Item]) -> list[Item]:
 
 
 def on_first(action: Callable[[], Item]) -> Item:
-    """Run something in the first process; return its result, or raise its error, in all."""
-    if not _started():
-        return action()
-    outcome: list[Any] = [None, None]
-    if rank() == 0:
-        try:
-            outcome[0] = action()
-        except Exception as error:
-            outcome[1] = error
-    distributed.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    """Run something in the first process; return its result in all, or raise in all."""
+    return gather(together(lambda: action() if rank() == 0 else None))[0]  # type: ignore[return-value]
 
 
 def together(action: Callable[[], Item]) -> Item:
-    """Run something in every process; where it fails in one, raise in all, so that none waits."""
+    """Run something in every process; where it fails in one, raise in all, so that none waits.
+
+    Errors of gradstats keep their class. Of any error what it says is sent, not what it holds.
+    """
     if not _started():
         return action()
     result, error = None, None
@@ -54,12 +46,14 @@ def together(action: Callable[[], Item]) -> Item:
         result = action()
     except Exception as raised:
         error = raised
-    messages = gather(None if error is None else f"{type(error).__name__}: {error}")
+    failures = gather(None if error is None else (type(error).__name__, str(error)))
     if error is not None:
         raise error
-    for number, message in enumerate(messages):
-        if message is not None:
-            raise GradStatsError(f"process {number} of {size()} failed: {message}")
+    for number, failure in enumerate(failures):
+        if failure is not None:
+            name, message = failure
+            kind = getattr(errors, name, errors.GradStatsError)
+            raise kind(f"process {number} of {size()} failed: {name}: {message}")
     return result  # type: ignore[return-value]
 
 

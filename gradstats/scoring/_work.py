@@ -272,7 +272,17 @@ def open_tiles(
     for line in damaged:
         work.say(f"{line}: computing it again")
     tiles = make(Tiles, folder.path / name)
-    tiles.open()
+
+    def open_here() -> None:
+        try:
+            tiles.open()
+        except OSError as error:
+            raise StoreError(
+                f"{tiles.folder} cannot be opened ({error.strerror}). Expected a folder that every "
+                "process can write to: name one on a shared disk with out=."
+            ) from error
+
+    _ranks.together(open_here)
     return tiles, done
 
 

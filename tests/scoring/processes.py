@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -195,6 +196,22 @@ def share(rank: int, size: int, folder: Path) -> None:
         call("matrix", None, loss=failing)
     except (ValueError, gs.GradStatsError) as error:
         (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+
+    def unsent(model, batch):
+        error = ValueError("no label")
+        error.lock = threading.Lock()  # which no other process can be sent
+        raise error
+
+    # Of the first batch one process finds the losses for all.
+    try:
+        call("self", folder / "unsent", loss=unsent)
+    except (ValueError, gs.GradStatsError) as error:
+        (folder / f"unsent-{rank}").write_text(f"{type(error).__name__}: {error}")
+    # Disks of their own, where the first process makes a folder that others do not see.
+    try:
+        call("matrix", folder / f"matrix-{rank}")
+    except gs.StoreError as error:
+        (folder / f"apart-{rank}").write_text(str(error))
     # An argument that is wrong in one process.
     for kind in CALLS:
         try:

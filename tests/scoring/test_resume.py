@@ -781,11 +781,15 @@ def test_two_processes_share_the_work(tmp_path):
     assert sum(counts) == 4 * (11 + 11 + 2 * 11) + 4 * (2 * 6 + 3 * 6) + recognised
     assert "ValueError: only here" == (tmp_path / "error-1").read_text()
     assert "process 1 of 2 failed: ValueError: only here" in (tmp_path / "error-0").read_text()
+    assert "ValueError: no label" == (tmp_path / "unsent-0").read_text()
+    assert "process 0 of 2 failed: ValueError: no label" in (tmp_path / "unsent-1").read_text()
     for kind in ("matrix", "top", "self"):
         first, second = ((tmp_path / f"argument-{kind}-{rank}").read_text() for rank in range(2))
         assert "CoverageError: the pattern 'nowhere' matches no parameter" in second
-        assert "GradStatsError: process 1 of 2 failed: CoverageError: the pattern" in first
+        assert "CoverageError: process 1 of 2 failed: CoverageError: the pattern" in first
     for rank in range(2):
+        said = (tmp_path / f"apart-{rank}").read_text()
+        assert "cannot be opened (No such file or directory). Expected a folder that every" in said
         assert "settings.parameters: on disk" in (tmp_path / f"refused-{rank}").read_text()
         for name in ("matrix", "self"):
             said = (tmp_path / f"missing-{name}-{rank}").read_text()
