@@ -95,7 +95,7 @@ class Passes:
             description["nonfinite"] = self._work.nonfinite
             description["summed"] = entries
             open_folder(self._out, description, self._ids(), self._resume)
-            problem = lists.restore(self._out)
+            problem, lists = _ranks.on_first(partial(self._restored, lists, self._out))
             if problem is not None:
                 self._work.say(f"{problem}: computing it again")
         first = lists.next_batch
@@ -124,6 +124,11 @@ class Passes:
                 if self._out is not None:
                     _ranks.on_first(partial(lists.save, self._out))
         return lists.lists
+
+    @staticmethod
+    def _restored(lists: TopLists, out: Path) -> tuple[str | None, TopLists]:
+        """Return what is wrong with the lists of a folder, and the lists to go on with."""
+        return lists.restore(out), lists
 
     def _tiles_of(self, batches: slice) -> np.ndarray:
         """Return (train batches, query batches) bool: all tiles of some train batches."""

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,10 +26,12 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradstats as gs
-from gradstats.scoring import _tiles
+from gradstats.scoring import _tiles, _top
 from tests.scoring.setting import RATES, loss_fn, make_setting, setting_state
 
 CALLS = ("matrix", "top", "self")
+# Bytes of the scores, in both forms, of eight training examples and six queries.
+TWO_BATCHES = 16 * 8 * 6
 
 
 def call(kind: str, out: Path | None, loss=loss_fn, **options):
@@ -155,6 +158,22 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(5, momentum=None).double(), make_setting().model)
 
 
+def stopped_after_a_chunk(out: Path) -> None:
+    """Make lists of two chunks in a call that fails once the first of them is on the disk."""
+    save = _top.TopLists.save
+
+    def failing(lists, folder):
+        save(lists, folder)
+        raise gs.StoreError("stopped")
+
+    with mock.patch.object(_top.TopLists, "save", failing):
+        try:
+            call("top", out, budget=TWO_BATCHES)
+        except gs.StoreError:
+            return
+    raise AssertionError("nothing was raised")
+
+
 def share(rank: int, size: int, folder: Path) -> None:
     """Make every call as one of several processes, then one that fails in the last of them."""
     distributed.init_process_group(
@@ -207,7 +226,10 @@ def share(rank: int, size: int, folder: Path) -> None:
         call("self", folder / "unsent", loss=unsent)
     except (ValueError, gs.GradStatsError) as error:
         (folder / f"unsent-{rank}").write_text(f"{type(error).__name__}: {error}")
-    # Disks of their own, where the first process makes a folder that others do not see.
+    # Disks of their own: lists lie on that of the first process, a matrix would have to on all.
+    own = folder / f"disk-{rank}"
+    stopped_after_a_chunk(own)
+    np.savez(folder / f"top-own-{rank}.npz", **arrays("top", call("top", own, budget=TWO_BATCHES)))
     try:
         call("matrix", folder / f"matrix-{rank}")
     except gs.StoreError as error:

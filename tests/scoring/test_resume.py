@@ -758,7 +758,7 @@ def test_two_processes_share_the_work(tmp_path):
     for kind in ("matrix", "top", "self"):
         single[kind] = call(kind, tmp_path / f"single-{kind}")
         for rank in range(2):
-            for name in ("memory", "disk"):
+            for name in ("memory", "disk", *["own"] * (kind == "top")):
                 with np.load(tmp_path / f"{kind}-{name}-{rank}.npz") as got:
                     for key, expected in arrays(kind, single[kind]).items():
                         assert np.array_equal(got[key], expected), (kind, name, rank, key)
