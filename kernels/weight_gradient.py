@@ -264,7 +264,7 @@ def _plan(
     aligned = _check.is_aligned(a, g)
     dense = not segments.ragged and aligned and architecture >= 90 and not is_expanded(a, g)
     if descriptors is None:
-        large = a[..., 0].numel() * d_in * d_out >= WORTH_DESCRIPTORS
+        large = segments.total_rows * d_in * d_out >= WORTH_DESCRIPTORS
         descriptors = dense and large and _config.family(architecture) == 90
     if descriptors and not dense:
         raise _check.KernelInputError(

@@ -204,6 +204,15 @@ def test_weight_gradient_keeps_the_operands_dtype(dtype):
         assert_close(gradient, want, 32 * terms + rounding, factor=1)
 
 
+@pytest.mark.parametrize("shape", [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)], ids=str)
+def test_weight_gradient_of_nothing(shape):
+    batch, positions, d_in, d_out = shape
+    a, g = torch.ones(batch, positions, d_in), torch.ones(batch, positions, d_out)
+    gradient, sqnorm = weight_gradient.weight_gradient_sqnorm(a, g)
+    assert torch.equal(gradient, torch.zeros(d_out, d_in))
+    assert torch.equal(sqnorm, torch.zeros(batch).double())
+
+
 @pytest.mark.parametrize(
     "bounds", [(0, 5, 3, 20), (0, 5, 19, 26), (-1, 5, 19, 20), (0, 1, 20, 20)], ids=str
 )
