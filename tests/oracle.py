@@ -257,6 +257,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
                 p.requires_grad,
                 dict(p.__dict__),
                 p.detach().clone(),
+                (p._version, _hooks_on(p)),
             )
             for name, p in model.named_parameters()
         },
@@ -271,6 +272,13 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def _hooks_on(parameter: Tensor) -> tuple[int, int]:
+    """Return how many hooks a parameter has, of either kind."""
+    kinds = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    first, second = (len(kind or ()) for kind in kinds)
+    return first, second
+
+
 def _address(tensor: Tensor) -> int:
     """Return where a tensor's numbers are; sparse ones have no place of their own."""
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
@@ -281,10 +289,11 @@ def assert_unchanged(model: nn.Module, state: dict[str, Any]) -> None:
     now = snapshot(model)
     assert now["training"] == state["training"]
     assert now["hooks"] == state["hooks"]
-    for name, (identity, kind, flag, attributes, value) in state["parameters"].items():
+    for name, (identity, kind, flag, attributes, value, rest) in state["parameters"].items():
         assert now["parameters"][name][:3] == (identity, kind, flag), name
         assert now["parameters"][name][3].keys() == attributes.keys(), name
         assert torch.equal(now["parameters"][name][4], value), name
+        assert now["parameters"][name][5] == rest, name
     for name, (identity, value) in state["buffers"].items():
         assert now["buffers"][name][0] == identity, name
         assert torch.equal(now["buffers"][name][1], value), name
