@@ -24,7 +24,7 @@ IDS = ("train_ids", "query_ids")
 
 @dataclass(frozen=True)
 class Partial:
-    """One checkpoint's part: learning rate times products, and the norms of both sides.
+    """One checkpoint's part, or a tile of it: learning rate times products, and both sides' norms.
 
     Attributes:
         products: (N, Q), an array or a memory map.

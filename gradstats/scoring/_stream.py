@@ -208,10 +208,3 @@ def weigh(found: Products, rates: Rates) -> np.ndarray:
         assert found.by_parameter is not None
         return sum(rate * as_numpy(found.by_parameter[name]) for name, rate in rates.items())  # type: ignore[return-value]
     return rates * as_numpy(found.values)
-
-
-def cosine_of(tile: Tile) -> np.ndarray:
-    """Return products divided by the norms of their rows and columns; zero where a norm is."""
-    lengths = np.sqrt(tile["train_sqnorm"])[:, None] * np.sqrt(tile["query_sqnorm"])[None]
-    zeros = np.zeros(lengths.shape)
-    return np.divide(tile["products"], lengths, out=zeros, where=lengths != 0)

@@ -18,8 +18,8 @@ from gradstats.scoring import _ranks
 from gradstats.scoring._folder import STRONGEST, path_of, read_manifest_of, write_whole
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._rankings import Ranking, Rankings, strongest
-from gradstats.scoring._scores import IDS, NORMALIZATIONS, check_normalize, protect
-from gradstats.scoring._stream import Tile, cosine_of
+from gradstats.scoring._scores import IDS, NORMALIZATIONS, Partial, check_normalize, protect
+from gradstats.scoring._stream import Tile
 from gradstats.scoring._tiles import DAMAGED
 
 STATE = "top.npz"
@@ -137,8 +137,9 @@ class Chunk:
         """Add one tile of one checkpoint."""
         span, columns = self._spans[0][row], self._spans[1][column]
         rows = slice(span.start - self._start, span.stop - self._start)
-        self._scores[None][rows, columns] += tile["products"]
-        self._scores["cosine"][rows, columns] += cosine_of(tile)
+        part = Partial(**tile)
+        for normalize, scores in self._scores.items():
+            scores[rows, columns] += part.read(..., normalize)
         self._held[rows] = True
 
     @property
