@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 
 from gradstats.demo._experiment import SELF_INFLUENCE, Outcome
-from gradstats.scoring._pictures import STYLES
+from gradstats.scoring._pictures import BAD_COLOUR, GOOD_COLOUR, STYLES
 
 ROWS, COLUMNS = 4, 6
-# Okabe and Ito's colours: told apart with any colour vision.
-FLIPPED_COLOUR, CLEAN_COLOUR = "#D55E00", "#0072B2"
 
 
 def draw_suspicious_digits(path: Path, outcome: Outcome) -> None:
@@ -38,7 +36,7 @@ def draw_suspicious_digits(path: Path, outcome: Outcome) -> None:
             f"given {outcome.data.given[index]}, model {outcome.predicted[index]}", fontsize=11
         )
         for side in axes.spines.values():
-            side.set_color(FLIPPED_COLOUR if flipped[index] else CLEAN_COLOUR)
+            side.set_color(BAD_COLOUR if flipped[index] else GOOD_COLOUR)
             side.set_linewidth(4)
     found = int(flipped[top].sum())
     figure.suptitle(
@@ -54,8 +52,8 @@ def draw_suspicious_digits(path: Path, outcome: Outcome) -> None:
     )
     figure.legend(
         handles=[
-            Patch(color=FLIPPED_COLOUR, label=f"the given label was flipped ({found})"),
-            Patch(color=CLEAN_COLOUR, label=f"the given label is original ({len(top) - found})"),
+            Patch(color=BAD_COLOUR, label=f"the given label was flipped ({found})"),
+            Patch(color=GOOD_COLOUR, label=f"the given label is original ({len(top) - found})"),
         ],
         loc="lower center",
         ncols=2,

@@ -39,7 +39,6 @@ def plot(monitor: Monitor) -> Figure:
     """
     with require("plot"):
         from matplotlib.figure import Figure
-    monitor.metrics()
     history = {name: np.array(values) for name, values in monitor.history.items()}
     if not history:
         raise GradStatsError("the monitor has measured no step yet: there is nothing to plot.")

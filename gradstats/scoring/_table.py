@@ -76,8 +76,8 @@ class SelfInfluence:
         self.predicted = each["predicted"][-1]
         label = values[:, :, FIELDS.index("label")]
         self.label = _whole(label[-1])
-        shown = bool(np.isnan(label).any())
-        self.reason = (reason or "the loss showed no classification") if shown else None
+        missing = bool(np.isnan(label).any())
+        self.reason = (reason or "the loss showed no classification") if missing else None
 
     @classmethod
     def load(cls, folder: str | Path) -> SelfInfluence:
