@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.oracle import to_float64
+
 BATCH = 3
 
 
@@ -45,20 +47,11 @@ class Case:
     def prepare(self) -> tuple[nn.Module, Any]:
         """Return model and batch in float64, the same ones on every call."""
         torch.manual_seed(0)
-        model, batch = self.build().double(), to_double(self.batch())
+        model, batch = self.build().double(), to_float64(self.batch())
         with torch.no_grad():
             # Some models finish building themselves in their first forward.
             self.loss_fn(model, batch)
         return model, batch
-
-
-def to_double(batch):
-    """Return a batch with its floating-point tensors in float64."""
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: to_double(item) for key, item in batch.items()}
-    return tuple(to_double(item) for item in batch)
 
 
 def tokens(positions: int = 5, vocabulary: int = 40):
