@@ -40,9 +40,12 @@ def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     overridden = _overrides_modes(model)
-    # A forward may assign others. Modules of TorchScript hold what they hold elsewhere.
+    # A forward may assign or register others. Modules of TorchScript hold what they hold elsewhere.
     ordinary = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
-    buffers = [(module, dict(module._buffers)) for module in ordinary]
+    buffers = [
+        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
+        for module in ordinary
+    ]
     attributes = [(module, _attributes(module)) for module in ordinary]
     # Copies: a module may hand out what it goes on to change.
     states = [
@@ -74,8 +77,12 @@ def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
             finally:
                 for tensor, own in zip(tensors, memory, strict=True):
                     tensor.data = own
-                for module, named in buffers:
+                for module, named, transient in buffers:
+                    for name in module._buffers.keys() - named.keys():
+                        del module._buffers[name]
                     module._buffers.update(named)
+                    module._non_persistent_buffers_set.clear()
+                    module._non_persistent_buffers_set.update(transient)
                 for module, kept in attributes:
                     for name in _attributes(module).keys() - kept.keys():
                         del vars(module)[name]

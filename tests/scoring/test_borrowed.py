@@ -161,6 +161,28 @@ def test_every_checkpoint_is_computed_with_its_own_weights(name, training):
     assert gs.verify(model, batch, loss_fn).ok
 
 
+class Registering(nn.Module):
+    """Registers a buffer in its first forward, computed from the weights that it has then."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "shift"):
+            self.register_buffer("shift", self.head.weight.detach().sum(1), persistent=False)
+        return self.head(x) + self.shift
+
+
+def test_a_buffer_that_a_forward_registers_goes_with_the_checkpoint():
+    model, batch = Registering(), (torch.randn(6, 4), torch.randint(3, (6,)))
+    checkpoints = gs.Checkpoints([disturbed(model.state_dict())], lr=1.0)
+    gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
+    assert not model._buffers and not model._non_persistent_buffers_set
+    model(batch[0])
+    torch.testing.assert_close(model.shift, model.head.weight.detach().sum(1))
+
+
 class EvalCache(nn.Module):
     """Keeps what it computes of a trained parameter in eval mode, until it is trained again."""
 
