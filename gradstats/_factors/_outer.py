@@ -75,5 +75,5 @@ class Outer:
         return one_group and self.shape[:1] == (self.left.shape[3],)
 
     def transposed(self) -> Outer:
-        """Return the factor of the transpose of a two-dimensional parameter."""
+        """Return the factor of the transpose of a matrix whose rows ``left`` spans."""
         return Outer(self.right, self.left, (self.shape[1], self.shape[0]))

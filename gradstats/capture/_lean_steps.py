@@ -122,8 +122,8 @@ def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if isinstance(factor, Experts):
         return factor.transposed() if order == (0, 2, 1) else None
     inner = factor.inner if isinstance(factor, Masked) else factor
-    if isinstance(inner, Outer) and (inner.permutation is not None or inner.left.shape[1] > 1):
-        return None
+    if isinstance(inner, Outer) and not inner.spans_rows:
+        return None  # one side may span both axes, or none
     if isinstance(factor, (Outer, Ragged, Masked)) and count == 2:
         return factor.transposed()
     return None

@@ -120,6 +120,36 @@ def test_transposed_autoencoder():
     check_operation(function, {"w": (3, WIDTH), "b": (3,)}, normal(BATCH, WIDTH))
 
 
+# How a product can meet a transposed matrix: both axes in its result, both summed, and one each.
+TRANSPOSED_PRODUCTS = {
+    "kept": "pq,bk->bpqk",
+    "summed": "pq,bqp->b",
+    "summed at positions": "pq,btqp->bt",
+    "one of each": "pq,btq->btp",
+    "the same in both": "pq,bqp->bpq",
+}
+
+
+@pytest.mark.parametrize("equation", TRANSPOSED_PRODUCTS.values(), ids=TRANSPOSED_PRODUCTS)
+@pytest.mark.parametrize(
+    "transposed",
+    [torch.t, lambda w: w.t() * torch.ones(2, 3).triu().double()],
+    ids=["as is", "masked"],
+)
+def test_a_transposed_matrix_in_any_product(equation, transposed):
+    sizes = {"b": BATCH, "t": POSITIONS, "p": 2, "q": 3, "k": WIDTH}
+    shape = [sizes[index] for index in equation.partition(",")[2].partition("->")[0]]
+
+    def function(m, x, rows):
+        product = torch.einsum(equation, transposed(m.w), x).reshape(BATCH, -1)
+        return torch.cat([product, rows @ m.w], 1)
+
+    check_operation(
+        lambda m, x: torch.einsum(equation, transposed(m.w), x), {"w": (3, 2)}, normal(*shape)
+    )
+    check_operation(function, {"w": (3, 2)}, normal(*shape), normal(BATCH, 3))
+
+
 @pytest.mark.parametrize("times", [2, 3])
 @pytest.mark.parametrize(
     "layer, shape",
