@@ -157,6 +157,18 @@ def test_operations_on_the_only_example(function, shape):
     check_operation(alone, {"w": (3, WIDTH, 4), "b": shape}, normal(1, POSITIONS, WIDTH))
 
 
+@pytest.mark.parametrize("equation", ["dbc,dc->b", "dbc,dce->be", "dbc,ed->bce"])
+def test_an_index_of_size_one_in_front_of_the_only_example(equation):
+    """Either axis of size 1 could be the examples'; both are the one example's."""
+    sizes = {"c": WIDTH}
+    shape = [sizes.get(index, 1) for index in equation.partition(",")[2].partition("->")[0]]
+
+    def function(m, x):
+        return torch.einsum(equation, x[None], m.w)
+
+    check_operation(function, {"w": shape}, normal(1, WIDTH))
+
+
 def test_steps_of_the_only_example():
     """A recurrent layer has its examples along another axis than data of one step by contract."""
 

@@ -230,6 +230,8 @@ def _factors_between(
     x = operands[data]
     whole = tracker.owned(x) if tracker.is_data(x) else None
     if isinstance(whole, Examples) and tracker.batch_size == 1:
+        whole = tracker.layout_of(x)  # which ``locate`` goes by
+        assert whole is not None
         # Rows of the only example may have parts of their own, and may be summed.
         letter = specs[data][whole.axis]
         sizes = dict(zip(specs[param], operands[param].shape, strict=True))
