@@ -24,6 +24,7 @@ from gradstats.errors import (
     CheckpointError,
     LoaderError,
     NonFiniteGradientError,
+    StoreError,
     UnsupportedOperationError,
 )
 from gradstats.scoring import _ranks
