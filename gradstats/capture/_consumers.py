@@ -21,7 +21,7 @@ from torch import Tensor
 from gradstats._complex import as_real
 from gradstats._factors import Factor, map_tensors, tensors_of
 from gradstats.capture._lineage import Pulled
-from gradstats.capture._memory import storage_of
+from gradstats.capture._memory import parts_of, storage_of
 from gradstats.contractions import direction_inner, fold, inner_diagonal, inner_pairs, total
 from gradstats.contractions._result import squared_norms
 
@@ -83,7 +83,7 @@ class Keep:
             device_bytes: bytes of factors that may stay on the device; None for all.
         """
         self.kept: dict[str, KeptParameter] = {}
-        storages = map(storage_of, borrowed)
+        storages = (storage_of(part) for each in borrowed for part in parts_of(each))
         self._borrowed = {storage.data_ptr() for storage in storages if storage is not None}
         self._bytes_left = device_bytes
         self._on_device: set[int] = set()  # the storages that stayed

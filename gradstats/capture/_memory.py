@@ -79,6 +79,19 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout == torch.strided else None
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors in whose memory a tensor's numbers lie: itself, unless it wraps others.
+
+    Quantised weights (torchao's) and others that PyTorch calls wrapper subclasses have a storage
+    without memory: reading its address fails, and copying it ends the process.
+    """
+    if tensor.layout != torch.strided or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    # A DTensor names its mesh there too.
+    return [part for each in held if isinstance(each, Tensor) for part in parts_of(each)]
+
+
 def _range_of(tensor: Tensor) -> tuple[int, int]:
     """Return the range of its storage's bytes between which the elements of a tensor lie."""
     tensor = unwrapped(tensor)

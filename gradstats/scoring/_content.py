@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradstats.capture._memory import parts_of
+
 # Their repr says everything that they hold.
 PLAIN = (
     str, bytes, bytearray, bool, int, float, complex, type(None), range, slice, enum.Enum,
@@ -44,6 +46,9 @@ class ContentHash:
         """Feed a value with everything that it holds."""
         if isinstance(value, Tensor) and value.is_nested:
             self.add(value.unbind())
+        elif isinstance(value, Tensor) and (parts := parts_of(value))[0] is not value:
+            self._say("wrapper", type(value).__name__, tuple(value.shape), value.dtype)
+            self.add(parts)
         elif isinstance(value, Tensor):
             self._say("tensor", tuple(value.shape), value.dtype)
             dense = value.detach() if value.layout == torch.strided else value.detach().to_dense()

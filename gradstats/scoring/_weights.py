@@ -14,6 +14,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats._comparison import same_bits
 from gradstats.capture._attributes import STANDARD_ATTRIBUTES, kept_by, tensors_kept
+from gradstats.capture._memory import parts_of
 from gradstats.capture._selection import clean_name, matching_names, wrapper_prefix
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoint_files import index_of
@@ -112,7 +113,7 @@ def _written(model: nn.Module) -> list[Tensor]:
         for module in model.modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     ]
-    return [*model.buffers(), *tables]
+    return [part for each in (*model.buffers(), *tables) for part in parts_of(each)]
 
 
 def _overrides_modes(model: nn.Module) -> bool:
@@ -134,7 +135,8 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
     """Raise where tensors are not what they were, each in its memory then."""
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    named = (*model.named_parameters(), *model.named_buffers())
+    names = [name for name, tensor in named for _ in parts_of(tensor)]
     pairs = zip(names, tensors, memory, strict=False)  # what shares their memory comes after them
     changed = [name for name, tensor, own in pairs if not same_bits(tensor.detach(), own)]
     if changed:
@@ -149,12 +151,26 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Give the borrowed model a checkpoint's weights; names, shapes and ties must agree."""
     state = model.state_dict()
     held = {**state, **fitted(model, checkpoint)}
-    if all(_place(held[name]) == _place(state[name]) for name in state):
+    # What stays the same stays where it is: below adapters that is nearly all, and what quantised
+    # layers hold beside their weights can often not be loaded.
+    changed = [name for name, value in held.items() if not _same(value, state[name])]
+    if not changed:
         return
+    # Modules load what they hold together, and of tied weights the last counts.
+    owners = {name.rpartition(".")[0] for name in changed}
+    places = {place for name in changed for place in _storages(state[name])}
+    new = {
+        name: value
+        for name, value in held.items()
+        if name.rpartition(".")[0] in owners or not places.isdisjoint(_storages(state[name]))
+    }
+    places = {place for name in new for place in _storages(state[name])}
     tensors = _tensors(model)
-    _move(tensors, {id(tensor) for tensor in tensors})
+    _move(tensors, {id(tensor) for tensor in tensors if _storage(tensor) in places})
     try:
-        model.load_state_dict(held)
+        lost = model.load_state_dict(new, strict=False).unexpected_keys
+        if lost:
+            raise RuntimeError(f"the model has no way to take {_some(lost)}")
     except RuntimeError as error:
         raise CheckpointError(
             f"{checkpoint.name} does not fit the model: {_misfit(model, held) or error}"
@@ -270,7 +286,7 @@ def _without_count(weights: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _tensors(model: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers, and the tensors in attributes that share their memory."""
-    own = [*model.parameters(), *model.buffers()]
+    own = [part for each in (*model.parameters(), *model.buffers()) for part in parts_of(each)]
     known = set(map(id, own))
     places = {_storage(tensor) for tensor in own}
     for module in model.modules():
@@ -282,6 +298,11 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return own
 
 
+def _storages(value: Any) -> set[int]:
+    """Return what memory an entry of a state dict lies in."""
+    return {_storage(part) for part in parts_of(value)} if isinstance(value, Tensor) else set()
+
+
 def _storage(tensor: Tensor) -> int:
     """Return what memory a tensor lies in; one that has none of its own stands for itself."""
     if tensor.layout != torch.strided:
@@ -291,10 +312,23 @@ def _storage(tensor: Tensor) -> int:
 
 def _place(value: Any) -> tuple:
     """Return which view of which memory a tensor is; what has no memory is a place of its own."""
-    if isinstance(value, Tensor) and value.layout == torch.strided:
-        if value.data_ptr() != 0:
-            return value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
-    return (id(value),)
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return (id(value),)
+    places = [
+        (part.data_ptr(), part.dtype, part.shape, part.stride(), part.device)
+        for part in parts_of(value)
+    ]
+    return (id(value),) if any(address == 0 for address, *_ in places) else tuple(places)
+
+
+def _same(value: Any, own: Any) -> bool:
+    """Whether what a checkpoint holds is known to be what the model holds already."""
+    if _place(value) == _place(own):
+        return True
+    if not (isinstance(value, Tensor) and isinstance(own, Tensor)) or value.device != own.device:
+        return False
+    plain = parts_of(value)[0] is value and parts_of(own)[0] is own
+    return plain and same_bits(value.detach(), own.detach())
 
 
 def _move(tensors: Sequence[Tensor], chosen: set[int]) -> None:
