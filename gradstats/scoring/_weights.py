@@ -151,26 +151,16 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Give the borrowed model a checkpoint's weights; names, shapes and ties must agree."""
     state = model.state_dict()
     held = {**state, **fitted(model, checkpoint)}
-    # What stays the same stays where it is: below adapters that is nearly all, and what quantised
-    # layers hold beside their weights can often not be loaded.
+    # What stays the same is not loaded: below adapters that is nearly all, and what quantised
+    # layers hold beside their weights can often not be.
     changed = [name for name, value in held.items() if not _same(value, state[name])]
     if not changed:
         return
-    # Modules load what they hold together, and of tied weights the last counts.
-    owners = {name.rpartition(".")[0] for name in changed}
-    places = {place for name in changed for place in _storages(state[name])}
-    new = {
-        name: value
-        for name, value in held.items()
-        if name.rpartition(".")[0] in owners or not places.isdisjoint(_storages(state[name]))
-    }
-    places = {place for name in new for place in _storages(state[name])}
-    tensors = _tensors(model)
-    _move(tensors, {id(tensor) for tensor in tensors if _storage(tensor) in places})
     try:
-        lost = model.load_state_dict(new, strict=False).unexpected_keys
-        if lost:
-            raise RuntimeError(f"the model has no way to take {_some(lost)}")
+        try:
+            _load(model, _with_neighbours(changed, held, state), state)
+        except (KeyError, RuntimeError):
+            _load(model, held, state)  # hooks of the model may look for other entries
     except RuntimeError as error:
         raise CheckpointError(
             f"{checkpoint.name} does not fit the model: {_misfit(model, held) or error}"
@@ -178,6 +168,50 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     _check_shared(model, held, checkpoint.name)
     if _overrides_modes(model):
         model.eval()  # what was computed from other weights may be dropped there
+
+
+def _with_neighbours(
+    changed: Sequence[str], held: Mapping[str, Any], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return entries of a state dict with those that have to be loaded together with them."""
+    owners = {name.rpartition(".")[0] for name in changed}
+    # Of tied weights the one that is loaded last counts.
+    places = {place for name in changed for place in _storages(state[name])}
+    return {
+        name: value
+        for name, value in held.items()
+        if name.rpartition(".")[0] in owners or not places.isdisjoint(_storages(state[name]))
+    }
+
+
+def _load(model: nn.Module, entries: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Load entries of a state dict into memory that is not the user's.
+
+    Args:
+        model: borrowed.
+        entries: what to load.
+        state: the model's own state dict.
+    """
+    tensors = _tensors(model)
+    known = {_storage(tensor) for tensor in tensors}
+    written = [_storages(state[name]) for name in entries]
+    # Where it is not known what else is written to, all of it may be.
+    alone = _loads_entries_alone(model) and all(each and each <= known for each in written)
+    places = set().union(*written) if alone else known
+    _move(tensors, {id(tensor) for tensor in tensors if _storage(tensor) in places})
+    lost = model.load_state_dict(entries, strict=False).unexpected_keys
+    if lost:
+        raise RuntimeError(f"the model has no way to take {_some(lost)}")
+
+
+def _loads_entries_alone(model: nn.Module) -> bool:
+    """Whether loading writes to the tensors that entries of a state dict show, and no others."""
+    return not any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        for module in model.modules()
+    )
 
 
 def _misfit(model: nn.Module, held: dict[str, Any]) -> str | None:

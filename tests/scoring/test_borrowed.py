@@ -107,6 +107,35 @@ class Scripted(nn.Module):
         return self.head(self.body(x).tanh())
 
 
+class Turned(nn.Linear):
+    """Saves its weight in another form than it holds it in."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].T.contiguous()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        turned = {**state_dict, f"{prefix}weight": state_dict[f"{prefix}weight"].T}
+        super()._load_from_state_dict(turned, prefix, *args)
+
+
+class Joined(nn.Module):
+    """Saves two layers that a hook may take from one entry, and looks for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)
+        self.register_load_state_dict_pre_hook(self._split)
+
+    @staticmethod
+    def _split(module, state_dict, prefix, *_):
+        if state_dict[f"{prefix}encoder.weight"].shape[0] == 7:
+            raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).tanh())
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "a view of a weight": Aliased,
     "a cache": Caching,
@@ -116,6 +145,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "made without gradients": Rotary,
     "a scripted part": Scripted,
     "a weight that hooks compute": lambda: weight_norm(nn.Linear(4, 3)),
+    "saved in another form": lambda: Turned(4, 3),
+    "a hook on loading": Joined,
 }
 
 
@@ -159,6 +190,24 @@ def test_every_checkpoint_is_computed_with_its_own_weights(name, training):
     for place in range(6):
         assert matrix[place, place] == pytest.approx(expected[place].item(), rel=1e-4)
     assert gs.verify(model, batch, loss_fn).ok
+
+
+@pytest.mark.parametrize("make", [Joined, lambda: nn.Sequential(nn.Linear(4, 4), Turned(4, 3))])
+def test_some_entries_of_a_checkpoint_are_others(make):
+    """A hook on loading may look for the rest."""
+    torch.manual_seed(0)
+    model, batch = make(), (torch.randn(6, 4), torch.randint(3, (6,)))
+    own, changed = model.state_dict(), disturbed(model.state_dict())
+    last = [name for name in own if name.startswith(("head", "1"))]
+    state = {**own, **{name: changed[name] for name in last}}
+    loaded = make()
+    loaded.load_state_dict(state)
+    before = snapshot(model)
+    checkpoints = gs.Checkpoints([state], lr=1.0)
+    found = gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
+    expected = gs.per_example_norms(loaded.eval(), batch, loss_fn)
+    torch.testing.assert_close(torch.tensor(found.grad_norm).float(), expected.norm)
+    assert_unchanged(model, before)
 
 
 class Registering(nn.Module):

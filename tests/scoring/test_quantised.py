@@ -99,6 +99,21 @@ def test_adapters_over_weights_that_stay(kind, tmp_path):
     torch.testing.assert_close(expected(model, batch), first, rtol=0, atol=0)
 
 
+def test_weights_that_stay_are_not_copied():
+    model, batch = make("plain"), (torch.randn(6, 4).double(), torch.arange(6) % 3)
+    own, used = model.state_dict(), set()
+
+    def losses(model, batch):
+        used.add((model[0].weight.data_ptr(), model[2].weight.data_ptr()))
+        return loss_fn(model, batch)
+
+    state = {**own, "2.weight": own["2.weight"] * 2}
+    checkpoints = gs.Checkpoints([own, state], lr=1.0)
+    gs.self_influence(model, [batch], losses, checkpoints, progress=False)
+    frozen, trained = zip(*used, strict=True)
+    assert {*frozen} == {own["0.weight"].data_ptr()} and len({*trained}) == 2
+
+
 def test_a_checkpoint_of_other_quantised_weights():
     model, batch = make("wrapped"), (torch.randn(6, 4).double(), torch.arange(6) % 3)
     before, own = expected(model, batch), model.state_dict()
