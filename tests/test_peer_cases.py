@@ -354,11 +354,16 @@ def _step_of_one_process(rank, folder):
         "alone": gs.per_example_norms(replicated, mine, classify).by_parameter,
         "gradients": [parameter.grad for parameter in model.parameters()],
         "refused": "",
+        "not verified": "",
     }
     sharded = copy.deepcopy(model)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.distributed.fsdp.fully_shard(sharded, mesh=mesh)
     result["sharded"] = gs.per_example_norms(sharded, mine, classify).by_parameter
+    try:
+        gs.verify(sharded, mine, classify)
+    except gs.TrackingError as error:
+        result["not verified"] = str(error)
     split = copy.deepcopy(model)
     plan = {"0": torch.distributed.tensor.parallel.ColwiseParallel()}
     torch.distributed.tensor.parallel.parallelize_module(split, mesh, plan)
@@ -389,6 +394,7 @@ def test_distributed(tmp_path):
         for got, want in zip(result["gradients"], model.parameters(), strict=True):
             torch.testing.assert_close(got, want.grad)
         assert re.search(r"'0.weight'.*DTensor", result["refused"])
+        assert "'0.weight' is spread over processes" in result["not verified"]
 
 
 def test_input_gradients():

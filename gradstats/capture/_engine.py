@@ -52,9 +52,9 @@ def run_backward(
             take an eighth less time: the interpreter need not be handed over for each of them.
     """
     alone = not in_threads and torch._C._is_multithreading_enabled()
-    if alone:
-        _allow_threads(False)
     try:
+        if alone:
+            _allow_threads(False)
         torch.autograd.Variable._execution_engine.run_backward(
             tensors,
             gradients,

@@ -56,7 +56,11 @@ class MonitorStep:
         self.measured = False
 
     def __enter__(self) -> MonitorStep:
-        self.open()
+        try:
+            self.open()
+        except BaseException:
+            self.abandon()
+            raise
         return self
 
     def __exit__(self, kind, value, traceback) -> None:

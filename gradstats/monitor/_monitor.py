@@ -237,6 +237,12 @@ class Monitor:
                 f"accumulation is {accumulation!r} where micro-batch {self._next} was expected: "
                 "the micro-batches of one optimizer step come in order."
             )
+        if index == 0 and self._next:
+            warn(
+                f"an optimizer step began when micro-batch {self._next} of the last one was "
+                "expected, which is then neither measured nor counted. If it was only shorter, as "
+                "at the end of an epoch, say so with accumulation=(k, K) for the K it has."
+            )
         return MonitorStep(
             self, batch_size, ids, weights, cu_seqlens,
             first=index == 0, last=index == count - 1, divisor=count,

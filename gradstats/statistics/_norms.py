@@ -185,7 +185,8 @@ class track:
         cu_seqlens: (B + 1,) bounds of packed examples; see per_example_norms.
         loss_reduction: how the scalar was formed if you run ``loss.backward()`` yourself. "mean"
             says scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a token mean over the batch, ℓ_i
-            is B/N times the sum of its token losses. "sum" says scalar = Σ ℓ_i. This is trusted;
+            is B/N times the sum of its token losses; where accelerate's ``backward`` divides by
+            the number of accumulated steps, so is ℓ_i. "sum" says scalar = Σ ℓ_i. This is trusted;
             a scalar that is no such sum is refused where operations on what was reduced over the
             examples show it.
         weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradstats._comparison import same_bits
 from gradstats._compiler import in_python
 from gradstats.capture._selection import select_parameters
+from gradstats.capture._sharded import is_sharded
 from gradstats.capture._survey import Survey, survey
 from gradstats.errors import GradStatsError, TrackingError
 from gradstats.statistics._arguments import (
@@ -96,6 +97,12 @@ def verify(
     bounds = None if segments is None else segments.offsets
     division = Division(batch_size, batch_dim, bounds)
     selected = select_parameters(model, parameters, exclude)
+    sharded = [name for name, parameter in selected.items() if is_sharded(parameter)]
+    if sharded:
+        raise TrackingError(
+            f"parameter {sharded[0]!r} is spread over processes, so that there is no plain "
+            "gradient to compare with. Expected a whole model: verify it before it is sharded."
+        )
     count = min(wanted, batch_size)
     chosen = sorted({round(k * (batch_size - 1) / max(1, count - 1)) for k in range(count)})
     options: dict[str, Any] = {
