@@ -329,7 +329,9 @@ class track:
                 self._weights = factors.double()
             else:
                 total = losses.mean()
-                self._weights = torch.tensor(1 / self._batch_size, dtype=losses.dtype).item()
+                self._weights = 1 / self._batch_size
+                if losses.dtype.itemsize < 4:
+                    self._weights = torch.tensor(self._weights, dtype=losses.dtype).item()
             self._losses = losses.detach()
         if self._scaler is not None:
             total = self._scaler.scale(total)
