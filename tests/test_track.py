@@ -54,6 +54,47 @@ def test_losses_of_low_precision(dtype, weighted):
     torch.testing.assert_close(tracker.stats.norm, stats.norm)
 
 
+class Picks(nn.Module):
+    """Takes rows of a table by numbers that stand in its forward, as many as there are examples."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self.table, self.meet = nn.Parameter(torch.randn(3, 4).double()), meet
+
+    def forward(self, x):
+        return self.meet(x, self.table[torch.tensor([2, 0, 1])])
+
+
+@pytest.mark.parametrize("opened", [gs.track, lambda m, batch_size: gs.Monitor(m, 1).step(3)])
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda x, rows: x * rows[0],
+        lambda x, rows: x * rows.mean(0),
+        lambda x, rows: x @ rows.T.cov(),
+    ],
+    ids=["one row", "their mean", "their covariance"],
+)
+def test_given_numbers_that_turn_out_to_belong_to_no_example(meet, opened):
+    """Of a loss that is a scalar already nothing else would show it."""
+    model, x = Picks(meet), torch.randn(3, 4).double()
+    with pytest.raises(
+        (gs.ExampleAxisError, gs.CoupledExamplesError),
+        match=r"tensor made a tensor of shape \(3,\)\. .* keep it in the model",
+    ):
+        with opened(model, batch_size=3):
+            model(x).square().mean().backward()
+    assert model.table.grad is None
+
+
+def test_given_numbers_of_the_examples():
+    model, x = Picks(lambda x, rows: x * rows), torch.randn(3, 4).double()
+    with gs.track(model, batch_size=3) as tracker:
+        model(x).square().sum(1).mean().backward()
+    rows = model.table.detach()[[2, 0, 1]]
+    torch.testing.assert_close(tracker.stats.norm, (2 * x.square() * rows).norm(dim=1))
+
+
 def test_a_batch_of_another_size_is_told_where_its_size_is_from(model, batch):
     """As the last, smaller batch under a batch_size= that is written down once."""
     tracked = gs.track(model, batch_size=B + 2)

@@ -253,16 +253,7 @@ class Data(Written):
         if isinstance(owned, Whole):
             owned = self.rows_of_one(losses, 0)
         if not isinstance(owned, Examples):
-            for node in nodes_behind(losses):
-                if self.how_met(node) is not None:
-                    raise self.refusal_of_meeting(node)
-            raise ExampleAxisError(
-                f"which loss belongs to which example was lost {self._lost_where(losses)}: the "
-                "losses, or what was combined with them, were moved or reduced along the example "
-                f"axis in a way that cannot be followed. {IF_A_CONSTANT} Expected losses in the "
-                "order of the batch, each of one example: reduce each example's own rows, or put "
-                "rows back by indexing; if you know whose loss each is, say so with gs.assign_rows."
-            )
+            raise self._refusal_of_lost(losses)
         owner = owned.owner(losses.device)
         if owner.numel() != self.batch_size or owner.unique().numel() != self.batch_size:
             raise ExampleAxisError(
@@ -272,6 +263,27 @@ class Data(Written):
             )
         return owner
 
-    def _lost_where(self, losses: Tensor) -> str:
+    def check_given(self, loss: Tensor) -> None:
+        """Raise where a scalar may rest on values that were taken for data by their size alone.
+
+        If the examples were lost on the way to it, they may have been lost for that. Of other
+        scalars it is trusted that they are sums of what the examples contribute.
+        """
+        if self.took_given and self.is_marked(loss) and not self.is_sum(loss):
+            if not isinstance(self.owned(loss), (Examples, Whole)):
+                raise self._refusal_of_lost(loss)
+
+    def _refusal_of_lost(self, losses: Tensor) -> ExampleAxisError | CoupledExamplesError:
+        """Return the error about losses of which it is not known to which examples they belong."""
+        for node in nodes_behind(losses):
+            if self.how_met(node) is not None:
+                return self.refusal_of_meeting(node)
         operation = self.lost_at(losses)
-        return f"at {operation}" if operation else "on the way"
+        where = f"at {operation}" if operation else "on the way"
+        return ExampleAxisError(
+            f"which loss belongs to which example was lost {where}: the losses, or what was "
+            "combined with them, were moved or reduced along the example axis in a way that cannot "
+            f"be followed. {IF_A_CONSTANT} Expected losses in the order of the batch, each of one "
+            "example: reduce each example's own rows, or put rows back by indexing; if you know "
+            "whose loss each is, say so with gs.assign_rows."
+        )

@@ -383,6 +383,8 @@ class Tracker(Threaded, Context):
             )
         if not nested:
             check_data(losses)
+            for loss in losses:
+                self.check_given(loss)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         reporting = check_coverage(self, nodes)
         self.backward_ran = True

@@ -66,8 +66,10 @@ class MonitorStep:
     def __exit__(self, kind, value, traceback) -> None:
         if kind is None:
             self.close(self._last)
-        else:
-            self.abandon()
+            return
+        if self._context is not None:
+            self._context.explain(value)
+        self.abandon()
 
     def open(self) -> None:
         """Start measuring, if this step is one of those measured."""
