@@ -81,9 +81,7 @@ LOSSES = ELEMENT_LOSSES | frozenset(
 )
 
 # Sums over the examples, and the largest of their values: which that is does not change.
-JOINS_EXAMPLES = LOSSES | frozenset(
-    variants("max", "min", "amax", "amin", "median", "nanmean", "nanmedian", "dot", "vdot")
-)
+JOINS_EXAMPLES = LOSSES | frozenset(variants("max", "min", "amax", "amin", "median", "nanmedian"))
 
 # Products: sums if one of their operands has a gradient.
 MULTIPLIES = (
@@ -132,8 +130,7 @@ def is_sum(
     known = [each for each in owned if isinstance(each, (Examples, Whole))]
     together = all(apart) and all(same_layout(known[0], each) for each in known)
     aligned = together and len({tensor.dim() for tensor in trained}) == 1
-    vectors = func in PRODUCTS and trained[0].dim() == 1
-    return aligned and (func in JOINS_EXAMPLES or vectors)
+    return aligned and func in JOINS_EXAMPLES
 
 
 def adds_sums(data: Following, values: Sequence[Any], target: Tensor, before: bool) -> bool:
