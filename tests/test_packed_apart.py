@@ -316,3 +316,27 @@ def test_losses_that_cannot_be_followed_may_be_assigned():
         model, rows, lambda m, b: gs.assign_rows(loss(m, b), torch.arange(2)), cu_seqlens=bounds
     )
     assert_sqnorms(got, oracle_sqnorms(model, rows, loss), 1e-9)
+
+
+# Inner products over all rows, which are sums over the examples.
+INNER = {
+    "dot": lambda h: torch.dot(h.flatten(), h.sin().flatten()),
+    "trace": lambda h: (h.T @ h.sin()).trace(),
+    "einsum": lambda h: torch.einsum("td,td->", h, h.sin()),
+}
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_inner_products_over_all_rows(inner):
+    model, rows = nn.Linear(WIDTH, 2).double(), torch.randn(5, WIDTH).double()
+    bounds = torch.tensor([0, 2, 5])
+    packed = {"batch_size": 2, "cu_seqlens": bounds, "loss_reduction": "sum"}
+    with gs.track(model, **packed) as tracker:
+        inner(model(rows)).backward()
+    for i, part in enumerate(rows.tensor_split(bounds[1:-1])):
+        gradients = torch.autograd.grad(inner(model(part)), [*model.parameters()])
+        expected = sum(gradient.square().sum() for gradient in gradients)
+        torch.testing.assert_close(tracker.stats.sqnorm[i], expected)
+    with pytest.raises(gs.CoupledExamplesError, match="more than a sum of the values of several"):
+        with gs.track(model, **packed):
+            inner(model(rows)).square().backward()

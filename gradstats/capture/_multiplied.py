@@ -166,8 +166,10 @@ def _summed(
         result: the product.
     """
     trained = [layout for tensor, layout in gone if tensor.requires_grad]
-    if not trained or marks.packed or marks.batch_size == 1:
+    if not trained or marks.batch_size == 1:
         return None
+    if marks.packed and len(trained) == 1:
+        return None  # the other may put the rows of each example together, as in pooling
     if meets:
         _couple_all(marks, result)
     elif not all(same_rows(trained[0], other) for other in trained[1:]):
