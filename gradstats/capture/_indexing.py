@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,11 @@ ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
 
 
 def items_of(source: Tensor, index) -> list:
-    """Return the items of source[index], with tensors for lists and slices for an ellipsis."""
+    """Return the items of source[index], with tensors for sequences and slices for an ellipsis."""
     items = list(index) if isinstance(index, tuple) else [index]
     items = [
         torch.as_tensor(item, dtype=None if len(item) else torch.long)
-        if isinstance(item, (list, range))
+        if is_sequence(item)
         else item
         for item in items
     ]
@@ -29,6 +31,13 @@ def items_of(source: Tensor, index) -> list:
         taken = sum(_axes_taken(item) for item in items if item is not ...)
         items[dots[0] : dots[0] + 1] = [slice(None)] * (source.dim() - taken)
     return items
+
+
+def is_sequence(item) -> bool:
+    """Whether PyTorch makes an index tensor of an item: of lists, tuples, ranges and arrays."""
+    if isinstance(item, Tensor):
+        return False
+    return isinstance(item, Sequence) or getattr(item, "ndim", 0) > 0
 
 
 def dims_at(source: Tensor, items: list) -> int:

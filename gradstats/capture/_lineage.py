@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from gradstats._complex import real_shape
 from gradstats._cost import pays_to_pull_apart, product, pulled_chunk
 from gradstats._factors import Factor, Outer, Path, Undivided, compute_dtype
 from gradstats.capture._derivation import Derived
+from gradstats.capture._indexing import is_sequence
 from gradstats.capture._lean_normalisations import Flattened
 from gradstats.capture._lean_steps import (
     ISOMETRIC_STEPS,
@@ -30,6 +32,7 @@ from gradstats.capture._lean_steps import (
     lean_step,
 )
 from gradstats.capture._memory import extent
+from gradstats.capture._nested import rebuild
 from gradstats.capture._nodes import Node, Root, same_storage
 from gradstats.capture._operations import variants
 from gradstats.capture._replay import FunctionReplay, Replay
@@ -287,7 +290,7 @@ def rearrangement(node: Node) -> Path | None:
         if not is_isometric(node):
             return None
         # The other arguments of a cast or a copy do not affect which elements it holds.
-        arguments = "" if is_cast(node) else repr((node.args[1:], node.kwargs))
+        arguments = "" if is_cast(node) else repr(rebuild((node.args[1:], node.kwargs), _form_of))
         steps.append((node.function, arguments, node.index))
         if view is None and same_storage(node.value, root.value):
             view = node.value
@@ -300,6 +303,12 @@ def rearrangement(node: Node) -> Path | None:
     return Path(tuple(reversed(steps)), int(first), int(first + (extent(view) + 1) * size - 1))
 
 
+def _form_of(argument: Any) -> Any:
+    """Return what an argument tells a rearrangement: of other tensors their shapes."""
+    value = argument.value if isinstance(argument, Node) else argument
+    return tuple(value.shape) if isinstance(value, Tensor) and value.dim() else value
+
+
 def is_isometric(node: Derived) -> bool:
     """Whether a tensor has some elements of its only operand, each once."""
     if node.function not in SAME_NUMBERS and (
@@ -310,7 +319,7 @@ def is_isometric(node: Derived) -> bool:
         return True
     # Basic indexing selects each element at most once; an index tensor may repeat some.
     items = index_items(node)
-    basic = not any(isinstance(i, list) or (isinstance(i, Tensor) and i.dim()) for i in items)
+    basic = not any(is_sequence(i) or (isinstance(i, Tensor) and i.dim()) for i in items)
     return node.function is Tensor.__getitem__ and basic
 
 

@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,6 +48,10 @@ MATRICES = {
     "narrow": ((WIDTH, 5), lambda w: w.narrow(1, 2, 2)),
     "index with repetition": ((3, 2), lambda w: w[torch.tensor([0, 2, 2, 1])]),
     "list with repetition": ((3, 2), lambda w: w[[0, 2, 2, 1]]),
+    "tuple with repetition": ((3, 2), lambda w: w[(0, 2, 2, 1), :]),
+    "array with repetition": ((3, 2), lambda w: w[np.array([0, 2, 2, 1])]),
+    "array of truth values": ((5, 2), lambda w: w[np.arange(5) != 2]),
+    "number of an array": ((3, WIDTH, 2), lambda w: w[np.arange(3)[1]]),
     "chunk": ((WIDTH, 6), lambda w: w.chunk(3, dim=1)[1]),
     "split": ((WIDTH, 5), lambda w: w.split([3, 2], 1)[1]),
     "unbind": ((WIDTH, 3, 2), lambda w: w.unbind(1)[2]),
@@ -599,6 +604,16 @@ def test_overlapping_parts_of_one_parameter():
         lambda m, x: functional.linear(x, m.w[:4]) * functional.linear(x, m.w[2:6]),
         {"w": (6, 4)},
         normal(3, 5, 4),
+    )
+
+
+def test_views_like_tensors_of_many_elements():
+    """Tensors of thousands of numbers are printed alike whatever their shapes."""
+    tall, wide = torch.zeros(40, 30).double(), torch.zeros(30, 40).double()
+    check_operation(
+        lambda m, x: (x @ m.w.view_as(wide).t()).sum(1) + (x @ m.w.view_as(tall)).sum(1),
+        {"w": (1200,)},
+        normal(BATCH, 40),
     )
 
 

@@ -3,6 +3,7 @@
 import inspect
 import operator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -262,6 +263,20 @@ def test_parameters_written_into_data(index):
         return hidden
 
     check_operation(function, {"w": (POSITIONS,)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "index", [[0, 2], (0, 2), range(2), np.array([0, 2]), torch.tensor([0, 2])], ids=repr
+)
+def test_parameters_written_where_numbers_say_are_refused(index):
+    """Numbers in whatever form select a copy, which what is written would be lost in."""
+
+    def function(m, x):
+        hidden = 2 * x
+        hidden[:, index] = m.w
+        return hidden
+
+    check_refused(function, {"w": (2,)}, normal(BATCH, POSITIONS), match="__setitem__.*'w'")
 
 
 def test_parameters_copied_into_data():

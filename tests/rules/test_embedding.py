@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -392,6 +393,14 @@ def test_parameter_indexed_along_axes_that_lie_apart(shape):
 
     parameters = {"w": (ROWS, 3, ROWS), "v": (ROWS, ROWS, ROWS, ROWS)}
     check_operation(function, parameters, integers(*shape), integers(*shape))
+
+
+@pytest.mark.parametrize("rows", [[0, 2], (0, 2), range(0, 4, 2), np.array([0, 2])], ids=repr)
+def test_parameter_indexed_by_numbers_beside_data(rows):
+    def function(m, ids):
+        return m.w[rows, ids] + m.w.t()[ids, rows]
+
+    check_operation(function, {"w": (ROWS, ROWS)}, integers(3, 1))
 
 
 def test_parameter_indexed_in_other_ways_is_refused():

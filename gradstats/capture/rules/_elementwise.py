@@ -19,6 +19,7 @@ from gradstats.capture._broadcast import broadcast_on_chip, on_chip
 from gradstats.capture._derived import derive
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._hooked import ADDED, MULTIPLIED, hooked
+from gradstats.capture._indexing import items_of
 from gradstats.capture._nested import argument_of, flatten, operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node
 from gradstats.capture._operations import (
@@ -264,7 +265,7 @@ def assign(tracker, func, input, index, value):
         refuse(func, node, "to a tensor that holds nothing of any example has no rule")
     if len(items) == 1 and isinstance(items[0], Tensor) and items[0].dtype == torch.bool:
         return _assign_where(tracker, func, node, input, items[0], value)
-    if any(isinstance(item, (Tensor, list)) for item in items):
+    if any(isinstance(item, Tensor) for item in items_of(input, index)):
         refuse(func, node, "to other than what slices, numbers or a mask select has no rule")
     axis = locate(tracker, func, node, input).axis
     # The examples must stay where they are, all of them, along the same axis.
