@@ -66,8 +66,11 @@ def negated(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def only_adds(node: Derived) -> bool:
-    """Whether a sum has no factor ``alpha``, which may also be given as a third argument."""
-    return "alpha" not in node.kwargs and len(node.args) <= 2
+    """Whether it is known which operand of a sum is which, and that neither is multiplied.
+
+    The factor ``alpha`` may also be given as a third argument, and operands by NumPy's names.
+    """
+    return len(node.args) <= 2 and node.kwargs.keys() <= {"input", "other"}
 
 
 def other_operand(node: Derived, parent: Node) -> Any:
@@ -155,7 +158,7 @@ def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     dtype = compute_dtype(node.value, factor.values)
     grad = cast(factor.values, dtype).reshape(factor.batch, -1, node.shape[-1])
     if parent is bias:
-        return Vector(grad.sum(1), tuple(parent.shape))
+        return _multiple(factor, 1, node, parent)  # it may broadcast, as any term
     node.check_step()
     # Autocast may have rounded it first.
     other = numbers_of(x if parent is weight else weight).to(node.value.dtype).to(dtype)

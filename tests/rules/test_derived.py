@@ -268,6 +268,8 @@ SEVERAL = {
     "magnitudes beside directions": lambda m: m.v[:, :1] * (m.w / m.w.norm(dim=1, keepdim=True)),
     "detached norms": lambda m: m.v[:1] * m.w / m.w.norm(dim=1, keepdim=True).detach(),
     "sum of products": lambda m: m.v + (m.w @ m.w.T @ m.v) / 3,
+    "difference, by NumPy's names": lambda m: torch.sub(x1=m.v, x2=m.w[:, :1]),
+    "difference, by other names": lambda m: torch.rsub(other=m.v, a=m.w[:, :1]),
     "quotient": lambda m: m.v / (3 + m.w),
     "choice": lambda m: torch.where(m.v > 0, m.v, m.w),
     "power": lambda m: (1 + m.v.square()) ** m.w,
@@ -614,6 +616,16 @@ def test_views_like_tensors_of_many_elements():
         lambda m, x: (x @ m.w.view_as(wide).t()).sum(1) + (x @ m.w.view_as(tall)).sum(1),
         {"w": (1200,)},
         normal(BATCH, 40),
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, WIDTH), (2, 1)], ids=str)
+def test_biases_that_broadcast_in_layers_of_parameters(shape):
+    """A linear layer takes a bias of any shape that broadcasts along its result."""
+    check_operation(
+        lambda m, x: x * functional.linear(m.v, m.w, m.b),
+        {"v": (2, 3), "w": (WIDTH, 3), "b": shape},
+        normal(BATCH, 2, 1),
     )
 
 
