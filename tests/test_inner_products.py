@@ -159,6 +159,40 @@ def test_parts_of_parameters_that_lie_elsewhere_in_memory():
     check_products(model, x, losses, other=(other, x))
 
 
+@pytest.mark.parametrize(
+    "part", [lambda w: w[2:3], lambda w: w[2:, 1:3], lambda w: w[:2, 3:], lambda w: w.chunk(4)[3]]
+)
+@pytest.mark.parametrize("form", ["row by row", "column by column", "of a wider one", "float32"])
+def test_a_part_of_parameters_whose_memory_has_another_form(part, form):
+    """Where a part lies in the memory of one model tells nothing of that of another."""
+
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 6).double())
+
+        def forward(self, x):
+            own = part(self.w)
+            return x[:, : own.shape[1]] @ own.t()
+
+    def losses(model, x):
+        return model(x.to(model.w.dtype)).double().sin().sum(1)
+
+    model, other, x = Sliced(), Sliced(), torch.randn(3, 6).double()
+    w = other.w.detach()
+    forms = {
+        "row by row": w,
+        "column by column": w.t().contiguous().t(),
+        "of a wider one": functional.pad(w, (0, 30))[:, :6],
+        "float32": w.float(),
+    }
+    other.w = nn.Parameter(forms[form])
+    expected = rows_of(model, x, losses) @ rows_of(other, x, losses).double().T
+    got = gs.inner_products(model, x, other, x, losses)
+    rtol = 1e-5 if form == "float32" else 1e-10
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
+
+
 def test_checkpointed_blocks():
     model = Checkpointed(reentrant=False, shared=True).double()
     check_products(model, token_batch(5, 4, 20), next_token)

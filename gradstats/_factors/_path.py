@@ -13,15 +13,19 @@ class Path(NamedTuple):
     Attributes:
         steps: (operation, its arguments, which of its results) for each step from the parameter.
         first, last: between these bytes of the parameter's memory lie all the elements.
+        memory: how the parameter lies there, its strides and the size of an element: in memory of
+            another form, as another model may have it, the same bytes hold other elements.
     """
 
     steps: tuple[tuple, ...]
     first: int
     last: int
+    memory: tuple = ()
 
     def is_disjoint(self, other: Path) -> bool:
         """Whether the two tensors share no element, as far as can be told."""
-        if self.last < other.first or other.last < self.first:
+        apart = self.last < other.first or other.last < self.first
+        if apart and self.memory == other.memory:
             return True
         for step, its in zip(self.steps, other.steps, strict=False):
             if step != its:
@@ -36,7 +40,7 @@ def in_a_row(paths: Collection[Any]) -> bool:
     Args:
         paths: also () for all of the parameter, and None for one that is made in another way.
     """
-    if not all(paths):
+    if not all(paths) or len({path.memory for path in paths}) > 1:
         return False
     ordered = sorted(paths, key=lambda path: path.first)
     return all(path.last < after.first for path, after in pairwise(ordered))

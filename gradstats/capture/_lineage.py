@@ -300,7 +300,9 @@ def rearrangement(node: Node) -> Path | None:
     # the parameter on, which may itself be a part of something larger.
     size = view.element_size()
     first = view.storage_offset() * size - root.value.storage_offset() * root.value.element_size()
-    return Path(tuple(reversed(steps)), int(first), int(first + (extent(view) + 1) * size - 1))
+    last = first + (extent(view) + 1) * size - 1
+    memory = (*root.value.stride(), root.value.element_size())
+    return Path(tuple(reversed(steps)), int(first), int(last), memory)
 
 
 def _form_of(argument: Any) -> Any:
