@@ -19,7 +19,8 @@ ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
 
 def items_of(source: Tensor, index) -> list:
     """Return the items of source[index], with tensors for sequences and slices for an ellipsis."""
-    items = list(index) if isinstance(index, tuple) else [index]
+    several = isinstance(index, list) and any(item is None or _is_slice(item) for item in index)
+    items = list(index) if isinstance(index, tuple) or several else [index]
     items = [
         torch.as_tensor(item, dtype=None if len(item) else torch.long)
         if is_sequence(item)
@@ -38,6 +39,10 @@ def is_sequence(item) -> bool:
     if isinstance(item, Tensor):
         return False
     return isinstance(item, Sequence) or getattr(item, "ndim", 0) > 0
+
+
+def _is_slice(item) -> bool:
+    return item is ... or isinstance(item, slice)
 
 
 def dims_at(source: Tensor, items: list) -> int:

@@ -266,6 +266,22 @@ def test_an_axis_added_by_a_truth_value(index):
     assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_an_index_in_a_list():
+    """PyTorch takes a list that holds slices for a tuple."""
+    model, x = nn.Linear(3, BATCH).double(), normal(BATCH, 3)
+
+    def losses(m, x):
+        return m(x)[[slice(None), slice(1, None)]].square().sum(1)
+
+    def of_columns(m, x):
+        return m(x)[:, 1:].square().sum(1)
+
+    assert_sqnorms(
+        gs.per_example_norms(model, x, losses), oracle_sqnorms(model, x, of_columns), 1e-12
+    )
+
+
 def test_a_container_of_the_model_that_holds_itself():
     """As trees do whose nodes know their parents; a forward may leave derived tensors in it."""
 
