@@ -366,7 +366,21 @@ NO_SUMS = {
     "centred in place": lambda h: h.clone().sub_(h.mean(0)).square().sum(),
     "beside the neighbour": lambda h: functional.mse_loss(h, h.roll(1, 0)),
     "moved first": lambda h: h.mT.contiguous().sum(1).square().sum(),
+    "root in place": lambda h: h.square().mean().sqrt_(),
+    "product of sums in place": lambda h: h.sum().mul_(h.square().sum()),
+    "ratio of what was halved in place": lambda h: h.sum().mul_(0.5) / h.square().sum(),
+    "root of what was stored": lambda h: stored(h.square().mean())[1].sqrt(),
+    "square of what was copied": lambda h: torch.zeros(WIDTH).double().copy_(h.mean(0)).square(),
+    "distance": lambda h: torch.dist(h, h.detach() + 1),
+    "squares of each and the mean": lambda h: torch.cat([h, h.mean(0)[None]]).square().sum(),
 }
+
+
+def stored(value):
+    """Return three numbers, the second of which is this one."""
+    numbers = torch.zeros(3).double()
+    numbers[1] = value
+    return numbers
 
 
 @pytest.mark.parametrize("scalar", NO_SUMS.values(), ids=NO_SUMS)
@@ -377,6 +391,8 @@ def test_scalars_that_are_no_sums_over_the_examples(scalar):
             scalar(model(batch())).sum().backward()
     assert model.weight.grad is None
 
+
+ONES, FIRST = torch.ones(BATCH, WIDTH).double(), torch.arange(BATCH) == 0
 
 # Scalars that are, with the part of example i, of its h (1, d) and what all are given.
 SUMS = {
@@ -416,6 +432,31 @@ SUMS = {
         lambda h: (h.softmax(1).mean(0) * (h > 0).double().mean(0)).sum(),
         lambda h, i, given: h.softmax(1) / BATCH * (given > 0).double().mean(0),
     ),
+    "each example beside the mean": (
+        lambda h: (h.square().sum(1) + 3 * h.exp().mean()).mean(),
+        lambda h, i, given: h.square() / BATCH + 3 * h.exp() / BATCH / WIDTH,
+    ),
+    "losses of classes, of which one has one example": (
+        lambda h: torch.stack([functional.mse_loss(h[k], ONES[k]) for k in (FIRST, ~FIRST)]).sum(),
+        lambda h, i, given: (h - 1).square() / WIDTH / (1 if i == 0 else BATCH - 1),
+    ),
+    "added in place": (
+        lambda h: h.exp().sum().add_(h[1].sum()).mul_(2),
+        lambda h, i, given: 2 * (h.exp() + (i == 1) * h),
+    ),
+    "absolute values": (
+        lambda h: functional.l1_loss(h.mean(0), ONES[0], reduction="sum"),
+        lambda h, i, given: h * (given.mean(0) - 1).sign() / BATCH,
+    ),
+    "norm of order 1": (lambda h: h.norm(p=1) / 3, lambda h, i, given: h.abs() / 3),
+    "the largest": (
+        lambda h: h.mean(0).topk(2).values.sum(),
+        lambda h, i, given: h[:, given.mean(0).topk(2).indices] / BATCH,
+    ),
+    "padded": (
+        lambda h: functional.pad(h.mean(0), (0, 2)).sum(),
+        lambda h, i, given: h / BATCH,
+    ),
     "in units of itself": (
         lambda h: h.square().sum() / h.square().sum().detach() * 2,
         lambda h, i, given: h.square() / given.square().sum() * 2,
@@ -449,6 +490,8 @@ KEPT = {
     "in place": lambda s: torch.zeros(()).double().add_(s).mul_(4).div_(4),
     "weighted": lambda s: torch.stack([s, s]) @ torch.tensor([0.25, 0.75]).double(),
     "its own size": lambda s: s / s.detach() * s.item(),
+    "leaks": lambda s: functional.leaky_relu(functional.hardtanh(s, -1e9, 1e9)),
+    "stored": lambda s: stored(s)[1:].sum(),
     "a layer": lambda s: functional.linear(s.view(1, 1), torch.ones(1, 1).double()).sum(),
 }
 

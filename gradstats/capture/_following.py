@@ -93,7 +93,7 @@ class Following(Marks):
             self.place(result, after, at if isinstance(after, Grid) else None)
         apart = isinstance(after, (Examples, Whole)) or not result.requires_grad
         if self.is_marked(result) and not apart:
-            sums = is_sum(self, func, args, data, result)
+            sums = is_sum(self, call)
             if sums:
                 self.mark_sum(result)
             elif sums is False and after is MIXED and result.grad_fn not in self.coupled:
@@ -108,13 +108,15 @@ class Following(Marks):
         terms stay apart.
         """
         node = result.grad_fn
-        if self.coupled.get(node) == MEETS and self.is_sum(result):
-            del self.coupled[node]
-            self.added.add(node)
+        if self.coupled.get(node) in (MEETS, BROUGHT_BACK) and self.is_sum(result):
+            self.added[node] = self.coupled.pop(node)
             return
-        if any(item.requires_grad and item.grad_fn in self.added for item in data):
+        # What was changed in place has a new node, behind which its former one stands.
+        behind = [] if node is None else [child for child, _ in node.next_functions]
+        behind += [item.grad_fn for item in data if item.requires_grad]
+        if any(each in self.added for each in behind):
             if self.is_sum(result):
-                self.added.add(node)
+                self.added[node] = MEETS
             elif node not in self.coupled:
                 self.couple(result, MEETS)
 

@@ -25,14 +25,15 @@ class Meetings:
         coupled: autograd nodes that combine several examples, each with a description of how; no
             loss may depend on them.
         added: autograd nodes that add values of several examples, or have computed a sum of such
-            sums; a loss of one example may not depend on them, but a loss of all may.
+            sums, each with a description too; a loss of one example may not depend on them, but a
+            loss of all may.
     """
 
     batch_size: int
 
     def __init__(self) -> None:
         self.coupled: dict[Any, str] = {}
-        self.added: set[Any] = set()
+        self.added: dict[Any, str] = {}
 
     def note_meeting(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
@@ -49,7 +50,7 @@ class Meetings:
 
     def how_met(self, node: GraphNode) -> str | None:
         """Return how an autograd node combines several examples; None if it is not known to."""
-        return self.coupled.get(node, MEETS if node in self.added else None)
+        return self.coupled.get(node, self.added.get(node))
 
     def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
         """Return the error about losses that depend on a node in which examples met."""

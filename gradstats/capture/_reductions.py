@@ -29,7 +29,7 @@ REDUCES: dict[Any, int] = {
     torch.linalg.vector_norm: 2,
     torch.special.logsumexp: 1,
     torch.frobenius_norm: 1,
-    **dict.fromkeys(variants("aminmax"), KEYWORD),
+    **dict.fromkeys(variants("aminmax", "dist"), KEYWORD),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._examples import MIXED
 from gradstats.capture._layout import (
     CHANGES,
     ON_NESTED,
@@ -42,7 +43,7 @@ from gradstats.capture._reductions import OVER_AXES, is_over_axes, runs_over
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._signatures import by_place, read_signatures
 from gradstats.capture._tensors import node_of
-from gradstats.capture._writes import CHANGES_IN_PLACE, WRITES, is_write
+from gradstats.capture._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES, is_write
 from gradstats.capture._written import Change
 
 if TYPE_CHECKING:
@@ -224,5 +225,7 @@ def _follow_write(tracker: Context, func, args, kwargs, data: list[Tensor], resu
         tracker.follow_move(target)
     elif func in CHANGES_IN_PLACE:
         tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data, target)
+    elif func in OUT_OF_PLACE and before and tracker.owned(target) is MIXED:
+        tracker.follow_change(OUT_OF_PLACE[func], args, kwargs, data, target)
     else:
         tracker.follow_write(Change(write, target, before, after))

@@ -7,13 +7,14 @@ of a mean, does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._call import Call
 from gradstats.capture._examples import MIXED, Examples, Whole, same_layout
 from gradstats.capture._graph import nodes_behind
 from gradstats.capture._operations import (
@@ -23,6 +24,7 @@ from gradstats.capture._operations import (
     JOINS,
     MOVES,
     OUTER_PRODUCTS,
+    PADS,
     PRODUCTS,
     RESHAPES,
     TENSOR_PRODUCTS,
@@ -45,16 +47,28 @@ BENT = frozenset(
         functional.relu,
         *variants(
             "relu", "abs", "absolute", "clamp", "clamp_min", "clamp_max", "clip", "nan_to_num",
-            "where", "maximum", "minimum", "max", "min", "amax", "amin",
+            "where", "maximum", "minimum", "max", "min", "amax", "amin", "aminmax", "fmax", "fmin",
+            "sort", "msort", "topk", "kthvalue", "median", "cummax", "cummin", "sign", "round",
+            "floor", "ceil", "trunc",
         ),
+        functional.relu6,
+        functional.leaky_relu,
+        functional.hardtanh,
+        functional.threshold,
+        functional.l1_loss,
     ]
 )  # fmt: skip
+
+# Norms, of which those of order 1 and infinity are made of straight pieces, with the name of the
+# order.
+NORMS = {**dict.fromkeys(variants("norm"), "p"), torch.linalg.vector_norm: "ord"}
 
 # Sums, and what takes or moves elements: of sums they return sums.
 KEEPS_SUMS = (
     (MOVES - {torch.einsum})
     | RESHAPES
     | JOINS.keys()
+    | PADS
     | frozenset(
         [
             *function_variants(
@@ -66,8 +80,11 @@ KEEPS_SUMS = (
                 "broadcast_to", "index_select", "diagonal", "diag", "diag_embed", "trace", "tril",
                 "triu", "flip", "roll", "repeat", "tile", "take", "gather", "masked_select",
                 "masked_fill", "cumsum", "diff", "sum_to_size", "real", "imag", "conj", "type",
-                "cpu", "cuda", "atleast_1d", "atleast_2d", "atleast_3d",
+                "cpu", "cuda", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors",
+                "dropout", "tensor_split", "hsplit", "vsplit", "dsplit", "unfold",
+                "take_along_dim", "block_diag", "complex", "view_as_real", "view_as_complex",
             ),
+            functional.dropout,
             Tensor.__getitem__,
         ]
     )
@@ -89,7 +106,14 @@ MULTIPLIES = (
     | ADDED_PRODUCTS.keys()
     | (TENSOR_PRODUCTS - OUTER_PRODUCTS)
     | CONVOLUTIONS.keys()
-    | frozenset([torch.einsum, functional.linear, *function_variants("mul", "multiply")])
+    | frozenset(
+        [
+            torch.einsum,
+            functional.linear,
+            torch.linalg.vecdot,
+            *function_variants("mul", "multiply"),
+        ]
+    )
 )
 
 # By their second operand.
@@ -98,28 +122,30 @@ DIVIDES = frozenset(
 )  # fmt: skip
 
 
-def is_sum(
-    data: Following, func, args: Sequence[Any], operands: Sequence[Tensor], result: Tensor
-) -> bool | None:
+def is_sum(data: Following, call: Call) -> bool | None:
     """Whether the result of an operation on several examples sums terms of one example each.
 
     Args:
         data: the context's.
-        func: the operation.
-        args: its arguments.
-        operands: those of data.
-        result: in which the examples are not apart.
+        call: the operation, in whose result the examples are not apart.
 
     Returns:
         None where that is not known of an operand.
     """
+    func, args, _, operands, result = call
     trained = [tensor for tensor in operands if tensor.requires_grad]
     owned = [data.owned(tensor) for tensor in trained]
     apart = [isinstance(each, (Examples, Whole)) for each in owned]
-    sums = [one or data.is_sum(tensor) for tensor, one in zip(trained, apart, strict=True)]
+    # What was changed in place is asked about as it was before.
+    sums = [
+        one or data.is_sum(tensor, writes=int(tensor is result))
+        for tensor, one in zip(trained, apart, strict=True)
+    ]
     if not trained or not all(sums):
         return None
     if func in KEEPS_SUMS or (func in BENT and all(each is MIXED for each in owned)):
+        return True
+    if func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
         return True
     if len(trained) == 1:
         multiplied = func in MULTIPLIES or (func in DIVIDES and trained[0] is args[0])
@@ -131,20 +157,6 @@ def is_sum(
     together = all(apart) and all(same_layout(known[0], each) for each in known)
     aligned = together and len({tensor.dim() for tensor in trained}) == 1
     return aligned and func in JOINS_EXAMPLES
-
-
-def adds_sums(data: Following, values: Sequence[Any], target: Tensor, before: bool) -> bool:
-    """Whether values just added to a tensor left it a sum of terms of one example each.
-
-    Args:
-        data: the context's.
-        values: what was added.
-        target: the tensor.
-        before: whether it held data already.
-    """
-    given = [item for item in values if data.is_trained(item)]
-    kept = not before or data.is_sum(target, writes=1) or isinstance(data.owned(target), Whole)
-    return kept and all(data.is_sum(item) or isinstance(data.owned(item), Whole) for item in given)
 
 
 def joins_examples(data: Following, output: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats.capture._examples import Examples, Whole, same_rows, sole_of
 from gradstats.capture._indexing import dims_at, items_of, read_at
@@ -32,7 +33,7 @@ class Write:
         index: where a number is written to some rows, which rows; where a mask is true, the mask.
         places: which places are written to, where these can be some of each example; where no data
             are written, they say to which examples it belongs.
-        adds: whether the values are added to the whole operand.
+        keeps_sums: whether places that held sums over the examples do so after such are written.
         is_part: tells whether the place is less than the whole operand; None where that is not
             known.
     """
@@ -42,7 +43,7 @@ class Write:
     dims: int
     index: Tensor | None = None
     places: Tensor | None = None
-    adds: bool = False
+    keeps_sums: bool = True
     is_part: Callable[[], bool] | None = None
 
     @property
@@ -82,11 +83,11 @@ class Write:
 
 
 def _everywhere(target: Tensor, *values, **named) -> Write:
-    return Write((*values, *named.values()), None, target.dim())
+    return Write((*values, *named.values()), None, target.dim(), keeps_sums=False)
 
 
-def _added(target: Tensor, *values, **named) -> Write:
-    return replace(_everywhere(target, *values, **named), adds=True)
+def _kept(target: Tensor, *values, **named) -> Write:
+    return replace(_everywhere(target, *values, **named), keeps_sums=True)
 
 
 def _put(target: Tensor, indices, values, accumulate=False) -> Write:
@@ -127,10 +128,12 @@ def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:
             return layout
         return layout.owned_by(layout.owner(index.device)[index.view(-1)], dim)
 
-    return Write((value,), read, target.dim(), _rows_of_number(target, value, index))
+    of_number = _rows_of_number(target, value, index)
+    reduces = len(values) > 1 or "reduce" in named
+    return Write((value,), read, target.dim(), of_number, keeps_sums=not reduces)
 
 
-def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *_, **others) -> Write:
+def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, **others) -> Write:
     value = others.get("src", others.get("value", value))
     dim %= target.dim()
 
@@ -143,7 +146,8 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *_, **others
             return None
         return layout.owned_by(layout.owner(index.device)[rows[:, 0]], dim)
 
-    return Write((value,), read, target.dim(), places=index)
+    reduces = bool(reduction) or "reduce" in others
+    return Write((value,), read, target.dim(), places=index, keeps_sums=not reduces)
 
 
 def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
@@ -169,7 +173,7 @@ def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
 # Operations that write into their first operand, or into a copy of it.
 WRITES: dict[Any, Callable[..., Write]] = {
     **dict.fromkeys(IN_PLACE, _everywhere),
-    **dict.fromkeys(ADDS_IN_PLACE, _added),
+    **dict.fromkeys(ADDS_IN_PLACE | {Tensor.copy_}, _kept),
     Tensor.__setitem__: _assigned,
     **{
         function: write
@@ -188,6 +192,20 @@ WRITES: dict[Any, Callable[..., Write]] = {
 def is_write(func) -> bool:
     return func in WRITES
 
+
+def _out_of_place(method: Any) -> Any:
+    name = method.__name__
+    name = f"__{name[3:]}" if name.startswith("__i") else name[:-1]
+    return getattr(Tensor, name, getattr(functional, name, None))
+
+
+# What in-place methods that change each element on its own do, in the form that returns a new
+# tensor.
+OUT_OF_PLACE = {
+    method: _out_of_place(method)
+    for method in IN_PLACE
+    if is_elementwise_in_place(method) and _out_of_place(method) is not None
+}
 
 # In-place methods that are followed like the form that returns a new tensor.
 CHANGES_IN_PLACE = {

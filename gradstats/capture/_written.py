@@ -23,7 +23,6 @@ from gradstats.capture._layout import is_followed
 from gradstats.capture._meetings import BROUGHT_BACK
 from gradstats.capture._names import function_name
 from gradstats.capture._operations import OPAQUE
-from gradstats.capture._separable import adds_sums
 from gradstats.capture._tensors import node_of
 from gradstats.capture._writes import Write
 
@@ -59,13 +58,24 @@ class Written(Following):
     def follow_write(self, change: Change) -> None:
         """Note where the examples lie in a tensor that data were written into."""
         write, target, before, after = change
-        adds = write.adds and target.requires_grad and adds_sums(self, write.values, target, before)
+        sums = write.keeps_sums and after.requires_grad and self._stays_sum(change)
         brings_back = before and self._is_brought_back(write, target)
         self._place_written(change)
         if brings_back:
             self.couple(after, BROUGHT_BACK)
-        if adds and self.is_marked(after) and not isinstance(self.owned(after), Examples):
+        if sums and self.is_marked(after) and not isinstance(self.owned(after), Examples):
             self.mark_sum(after)
+
+    def _stays_sum(self, change: Change) -> bool:
+        """Whether a tensor that sums were written into holds nothing else."""
+        write, target, before, _ = change
+        writes = int(change.in_place)
+        blank = not before or self.was_blank(target, writes)
+        kept = blank or self.is_sum(target, writes) or isinstance(self.owned(target), Whole)
+        given = [item for item in write.values if self.is_trained(item)]
+        return kept and all(
+            self.is_sum(item) or isinstance(self.owned(item), (Examples, Whole)) for item in given
+        )
 
     def _is_brought_back(self, write: Write, target: Tensor) -> bool:
         """Whether what was computed over all examples is written to each of them."""
