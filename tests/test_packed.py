@@ -504,6 +504,15 @@ def test_nested_tensors():
             gs.self_influence(model, [each], loss, checkpoints, progress=False)
         with pytest.raises(gs.ExampleAxisError, match=r"nested tensor.*cu_seqlens=x\.offsets"):
             gs.influence(model, [each], [each], loss, checkpoints, progress=False)
+
+    def strided(model, rows):
+        hidden = torch.nested.as_nested_tensor([*model(rows).tensor_split(bounds[1:-1])])
+        return torch.stack([part.sum() for part in hidden.unbind()])
+
+    with pytest.raises(
+        gs.UnsupportedOperationError, match=r"nested_tensor.* makes .* strided layout"
+    ):
+        gs.per_example_norms(model, rows, strided, cu_seqlens=bounds)
     with pytest.raises(gs.UnsupportedOperationError, match=r"linear of nested.*'weight'.*offsets"):
         with gs.track(model, batch_size=2):
             loss(model, nested)

@@ -54,8 +54,16 @@ class Meetings:
 
     def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
         """Return the error about losses that depend on a node in which examples met."""
+        how = self.how_met(node)
+        if how == NO_SUM:
+            return CoupledExamplesError(
+                f"{node.name()} {how}: what it gives belongs to no example, and neither does any "
+                "part of its gradient. Expected losses of one example each, or a sum, a mean or a "
+                "weighted sum of them: the mean squared error, not its root; x.square().sum(), not "
+                "x.norm() ** 2. Detach what they are divided or multiplied by."
+            )
         return CoupledExamplesError(
-            f"{node.name()} {self.how_met(node)}: each loss depends on several examples, and their "
+            f"{node.name()} {how}: each loss depends on several examples, and their "
             "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
             "losses that depend on one example each: detach what comes from the others, or combine "
             f"each example with its own values alone, as (x * y).sum(-1) does. {IF_A_CONSTANT}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from gradstats.capture._derivation import Derived
@@ -52,6 +53,16 @@ def check_nested(func, operands: Sequence[Tensor]) -> None:
     """Refuse an operation of nested tensors and parameters."""
     if any(item.is_nested for item in operands):
         refuse(func, first_node(*operands), "of nested tensors has no rule", PACK)
+
+
+def check_has_sizes(func, result: Tensor) -> None:
+    """Refuse a nested tensor of data that has no sizes, which say where examples lie."""
+    if result.layout == torch.strided:
+        raise UnsupportedOperationError(
+            f"{function_name(func)} makes a nested tensor of the strided layout, which has no "
+            "sizes, so that it is not known where its examples lie. Expected layout=torch.jagged. "
+            f"{PACK}"
+        )
 
 
 def refuse_change(func, node: Node) -> NoReturn:

@@ -40,6 +40,7 @@ from gradstats.capture._operations import (
     is_in_place,
 )
 from gradstats.capture._reductions import OVER_AXES, is_over_axes, runs_over
+from gradstats.capture._refusals import check_has_sizes
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._signatures import by_place, read_signatures
 from gradstats.capture._tensors import node_of
@@ -168,6 +169,9 @@ def _follow_data(
         results: the leaves of its result.
     """
     tensors = [item for item in results if isinstance(item, Tensor)]
+    for tensor in tensors:
+        if tensor.is_nested:
+            check_has_sizes(func, tensor)
     if any(tensor.is_nested for tensor in data) and func not in ON_NESTED:
         for tensor in tensors:
             tracker.place(tensor, None, function_name(func))

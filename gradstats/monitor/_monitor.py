@@ -61,7 +61,7 @@ class Monitor:
         norm_test/theta              √(Ŝ / (N Ḡ²))
         nonfinite/examples           examples whose norm is not finite
         nonfinite/steps              measured steps that had any, so far
-        batch_loss                   the step's loss
+        batch_loss                   the step's loss: the mean of its ℓ_i, weighted where they are
         spike                        1 if a norm stood out, else 0
         cabs                         learning rate · Ŝ / loss; with ``optimizer=``
         clip/frac                    share of examples with √n_i > ``clip``; with ``clip=``

@@ -333,7 +333,7 @@ def test_parameter_selected_along_an_axis():
     parameters = {"w": (ROWS, 3), "v": (3, ROWS), "u": (2, ROWS, 4)}
 
     def function(m, ids):
-        first = m.w.index_select(0, ids) + torch.index_select(m.w, 0, ids) ** 2
+        first = m.w.index_select(0, ids) + torch.index_select(m.w, axis=0, index=ids) ** 2
         second = m.v.index_select(1, ids).T + m.v[:, ids].T ** 2
         third = m.u.index_select(1, ids) + m.u[:, ids - ROWS] ** 2 + m.u[..., ids, :]
         return torch.cat([first, second, third.transpose(0, 1).flatten(1)], 1)
@@ -464,7 +464,7 @@ def test_elements_gathered_from_what_was_repeated(positions):
     def function(m, ids):
         rows = m.w.expand(3, -1).gather(1, ids)
         table = m.v.expand(3, -1, -1)
-        return rows + torch.gather(table, 1, ids[:, :, None].expand(-1, -1, 2)).sum(-1)
+        return rows + torch.gather(table, axis=1, index=ids[:, :, None].expand(-1, -1, 2)).sum(-1)
 
     check_operation(function, {"w": (ROWS,), "v": (1, ROWS, 2)}, integers(3, positions))
 
