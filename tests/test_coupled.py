@@ -371,6 +371,12 @@ NO_SUMS = {
     "ratio of what was halved in place": lambda h: h.sum().mul_(0.5) / h.square().sum(),
     "root of what was stored": lambda h: stored(h.square().mean())[1].sqrt(),
     "square of what was copied": lambda h: torch.zeros(WIDTH).double().copy_(h.mean(0)).square(),
+    "a norm that was squared beside": lambda h: [n := h.norm(), n**2][0],
+    "a norm beside its square": lambda h: [n := h.norm(), n**2][1] + n,
+    "a norm, and later its square": lambda h: [n := h.norm(), 3 * n][1] + n**2,
+    "fourth power of a norm": lambda h: (h.norm() ** 2) ** 2,
+    "power of two": lambda h: 2 ** h.norm(),
+    "square of a norm of sums": lambda h: h.mean(0).norm() ** 2,
     "distance": lambda h: torch.dist(h, h.detach() + 1),
     "squares of each and the mean": lambda h: torch.cat([h, h.mean(0)[None]]).square().sum(),
 }
@@ -452,6 +458,14 @@ SUMS = {
     "the largest": (
         lambda h: h.mean(0).topk(2).values.sum(),
         lambda h, i, given: h[:, given.mean(0).topk(2).indices] / BATCH,
+    ),
+    "square of a norm": (
+        lambda h: h.norm() ** 2 + torch.linalg.norm(h).square() + torch.norm(h, dim=0).pow(2).sum(),
+        lambda h, i, given: 3 * h.square(),
+    ),
+    "square of a root": (
+        lambda h: h.square().mean().sqrt().pow(2) / 2,
+        lambda h, i, given: h.square() / BATCH / WIDTH / 2,
     ),
     "padded": (
         lambda h: functional.pad(h.mean(0), (0, 2)).sum(),

@@ -50,7 +50,7 @@ from gradstats.capture._operations import (
 )
 from gradstats.capture._reductions import ATTENTION, REDUCES, is_over_axes, runs_over
 from gradstats.capture._reindexed import REINDEXES
-from gradstats.capture._separable import LOSSES, is_sum
+from gradstats.capture._separable import LOSSES, is_root, is_square, is_sum
 from gradstats.capture._tensors import node_of
 
 Layout = Examples | Whole | Mixed | Grid | None
@@ -96,8 +96,14 @@ class Following(Marks):
             sums = is_sum(self, call)
             if sums:
                 self.mark_sum(result)
-            elif sums is False and after is MIXED and result.grad_fn not in self.coupled:
-                self.couple(result, NO_SUM)
+            elif sums is False and after is MIXED:
+                if result.grad_fn not in self.coupled:
+                    self.couple(result, NO_SUM)
+                if is_root(self, call):
+                    self.roots_of_sums.add(result.grad_fn)
+            elif data[0].grad_fn in self.roots_of_sums and is_square(call):
+                self.mark_sum(result)
+                self.added[data[0].grad_fn] = self.coupled.pop(data[0].grad_fn, NO_SUM)
         if result.requires_grad and (self.coupled or self.added):
             self._note_added(data, result)
 

@@ -27,6 +27,8 @@ class Meetings:
         added: autograd nodes that add values of several examples, or have computed a sum of such
             sums, each with a description too; a loss of one example may not depend on them, but a
             loss of all may.
+        roots_of_sums: those that give the root of such a sum, whose square a loss of all may be,
+            but not they themselves.
     """
 
     batch_size: int
@@ -34,6 +36,7 @@ class Meetings:
     def __init__(self) -> None:
         self.coupled: dict[Any, str] = {}
         self.added: dict[Any, str] = {}
+        self.roots_of_sums: set[Any] = set()
 
     def note_meeting(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""

@@ -59,9 +59,14 @@ BENT = frozenset(
     ]
 )  # fmt: skip
 
-# Norms, of which those of order 1 and infinity are made of straight pieces, with the name of the
-# order.
-NORMS = {**dict.fromkeys(variants("norm"), "p"), torch.linalg.vector_norm: "ord"}
+# Norms, with the name of their order. Those of order 1 and infinity are made of straight pieces;
+# squares of those of order 2 are sums.
+NORMS = {
+    **dict.fromkeys(variants("norm"), "p"),
+    **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm), "ord"),
+}
+ROOTS, SQUARES = frozenset(variants("sqrt")), frozenset(variants("square"))
+POWERS = frozenset([*variants("pow"), Tensor.__pow__])
 
 # Sums, and what takes or moves elements: of sums they return sums.
 KEEPS_SUMS = (
@@ -157,6 +162,23 @@ def is_sum(data: Following, call: Call) -> bool | None:
     together = all(apart) and all(same_layout(known[0], each) for each in known)
     aligned = together and len({tensor.dim() for tensor in trained}) == 1
     return aligned and func in JOINS_EXAMPLES
+
+
+def is_root(data: Following, call: Call) -> bool:
+    """Whether an operation gives what is the root of a sum over examples, as of their squares."""
+    operand = call.data[0]
+    if call.func in ROOTS:
+        return data.is_sum(operand)
+    of_squares = call.func in NORMS and call.argument(1, NORMS[call.func]) in (None, 2, "fro")
+    return of_squares and isinstance(data.owned(operand), Examples)
+
+
+def is_square(call: Call) -> bool:
+    """Whether an operation squares its operand."""
+    if call.func not in POWERS:
+        return call.func in SQUARES
+    exponent = call.argument(1, "exponent")
+    return isinstance(exponent, (int, float)) and exponent == 2
 
 
 def joins_examples(data: Following, output: Any) -> bool:

@@ -386,6 +386,10 @@ class Tracker(Threaded, Context):
             for loss in losses:
                 self.check_given(loss)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+        for node in nodes:
+            # Inside a backward the start is what a later part of the model made of the sums.
+            if node in self.roots_of_sums or (nested and node in self.added):
+                raise self.refusal_of_meeting(node)
         reporting = check_coverage(self, nodes)
         self.backward_ran = True
         tasks = self._tasks
