@@ -23,6 +23,7 @@ from gradstats.capture._operations import (
     ELEMENT_LOSSES,
     JOINS,
     MOVES,
+    OPAQUE,
     OUTER_PRODUCTS,
     PADS,
     PRODUCTS,
@@ -121,6 +122,9 @@ MULTIPLIES = (
     )
 )
 
+# From one operand to the other, by a weight.
+BETWEEN = frozenset(variants("lerp"))
+
 # By their second operand.
 DIVIDES = frozenset(
     [*variants("div", "divide", "true_divide"), Tensor.__div__, Tensor.__truediv__]
@@ -135,9 +139,11 @@ def is_sum(data: Following, call: Call) -> bool | None:
         call: the operation, in whose result the examples are not apart.
 
     Returns:
-        None where that is not known of an operand.
+        None where that is not known of an operand, or of the operation.
     """
     func, args, _, operands, result = call
+    if type(func) in OPAQUE:
+        return None
     trained = [tensor for tensor in operands if tensor.requires_grad]
     owned = [data.owned(tensor) for tensor in trained]
     apart = [isinstance(each, (Examples, Whole)) for each in owned]
@@ -151,6 +157,8 @@ def is_sum(data: Following, call: Call) -> bool | None:
     if func in KEEPS_SUMS or (func in BENT and all(each is MIXED for each in owned)):
         return True
     if func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
+        return True
+    if func in BETWEEN and not any(each is call.argument(2, "weight") for each in trained):
         return True
     if len(trained) == 1:
         multiplied = func in MULTIPLIES or (func in DIVIDES and trained[0] is args[0])
