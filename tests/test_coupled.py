@@ -378,6 +378,7 @@ NO_SUMS = {
     "power of two": lambda h: 2 ** h.norm(),
     "between two sums, by a third": lambda h: torch.lerp(h.sum(), h.exp().sum(), h.sin().sum()),
     "square of a norm of sums": lambda h: h.mean(0).norm() ** 2,
+    "squared derivative by one scale": lambda h: by_scale(h.sin()).square(),
     "distance": lambda h: torch.dist(h, h.detach() + 1),
     "squares of each and the mean": lambda h: torch.cat([h, h.mean(0)[None]]).square().sum(),
 }
@@ -388,6 +389,13 @@ def stored(value):
     numbers = torch.zeros(3).double()
     numbers[1] = value
     return numbers
+
+
+def by_scale(values):
+    """Return the derivative of a mean by a factor of all values, as penalties of invariance do."""
+    scale = torch.ones((), requires_grad=True).double()
+    (derivative,) = torch.autograd.grad((scale * values).exp().mean(), scale, create_graph=True)
+    return derivative
 
 
 @pytest.mark.parametrize("scalar", NO_SUMS.values(), ids=NO_SUMS)
@@ -459,6 +467,10 @@ SUMS = {
     "the largest": (
         lambda h: h.mean(0).topk(2).values.sum(),
         lambda h, i, given: h[:, given.mean(0).topk(2).indices] / BATCH,
+    ),
+    "derivative by one scale": (
+        lambda h: by_scale(h.sin()),
+        lambda h, i, given: h.sin().exp() * h.sin() / BATCH / WIDTH,
     ),
     "square of a norm": (
         lambda h: h.norm() ** 2 + torch.linalg.norm(h).square() + torch.norm(h, dim=0).pow(2).sum(),

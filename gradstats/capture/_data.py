@@ -204,7 +204,10 @@ class Data(Written):
                 owned = self.owned(source)
                 if kwargs.get("is_grads_batched") and isinstance(owned, Examples):
                     owned = owned.along(owned.axis + 1)  # gradients along several vectors
-                self.place(result, owned)
+                shared = owned is None and not self.is_marked(source) and result.requires_grad
+                self.place(result, MIXED if shared else owned)
+                if shared and not joint:
+                    self.mark_sum(result)  # by what belongs to no example, over all of them
                 if joint and result.requires_grad and result.grad_fn is not None:
                     self.couple(
                         result,
