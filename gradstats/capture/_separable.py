@@ -96,6 +96,7 @@ KEEPS_SUMS = (
     )
 )  # fmt: skip
 
+# Which return one number for all examples unless they are told not to.
 LOSSES = ELEMENT_LOSSES | frozenset(
     [
         functional.cross_entropy,

@@ -156,11 +156,15 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     changed = [name for name, value in held.items() if not _same(value, state[name])]
     if not changed:
         return
+    some, alone = _with_neighbours(changed, held, state), _loads_entries_alone(model)
     try:
         try:
-            _load(model, _with_neighbours(changed, held, state), state)
-        except (KeyError, RuntimeError):
-            _load(model, held, state)  # hooks of the model may look for other entries
+            # Hooks may look for all entries, and write to more than these show.
+            _load(model, some if alone else held, state, alone)
+        except RuntimeError:
+            if alone:
+                raise
+            _load(model, some, state, alone)
     except RuntimeError as error:
         raise CheckpointError(
             f"{checkpoint.name} does not fit the model: {_misfit(model, held) or error}"
@@ -184,20 +188,23 @@ def _with_neighbours(
     }
 
 
-def _load(model: nn.Module, entries: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def _load(
+    model: nn.Module, entries: Mapping[str, Any], state: Mapping[str, Any], alone: bool
+) -> None:
     """Load entries of a state dict into memory that is not the user's.
 
     Args:
         model: borrowed.
         entries: what to load.
         state: the model's own state dict.
+        alone: whether nothing is written to but the tensors that the entries show.
     """
     tensors = _tensors(model)
     known = {_storage(tensor) for tensor in tensors}
     written = [_storages(state[name]) for name in entries]
-    # Where it is not known what else is written to, all of it may be.
-    alone = _loads_entries_alone(model) and all(each and each <= known for each in written)
-    places = set().union(*written) if alone else known
+    # An entry that shows none of the model's tensors was made of some of them.
+    shown = alone and all(each and each <= known for each in written)
+    places = set().union(*written) if shown else known
     _move(tensors, {id(tensor) for tensor in tensors if _storage(tensor) in places})
     lost = model.load_state_dict(entries, strict=False).unexpected_keys
     if lost:

@@ -60,6 +60,14 @@ class Described(Adapted):
         destination[f"{prefix}weight.state"] = torch.tensor([4, 2], dtype=torch.uint8)
 
 
+class Stubborn(nn.Linear):
+    """Loads nothing of what it saves, as layers of eight bits do on a CPU."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        if f"{prefix}weight" in state_dict:
+            raise RuntimeError("cannot be loaded")
+
+
 def make(kind) -> nn.Module:
     torch.manual_seed(0)
     layer = Described(False) if kind == "described" else Adapted(kind == "wrapped")
@@ -97,6 +105,24 @@ def test_adapters_over_weights_that_stay(kind, tmp_path):
     found = torch.tensor(table.self_influence).double()
     torch.testing.assert_close(found, products.diagonal(), rtol=1e-5, atol=0)
     torch.testing.assert_close(expected(model, batch), first, rtol=0, atol=0)
+
+
+def test_weights_that_cannot_be_loaded_and_stay():
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4).double(), torch.arange(6) % 3
+    model = nn.Sequential(Stubborn(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model[0].requires_grad_(False)
+    own, weight = model.state_dict(), model[2].weight.detach().clone()
+    checkpoints = gs.Checkpoints([{**own, "2.weight": 2 * weight}], lr=1.0)
+    table = gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
+    assert torch.equal(model[2].weight, weight)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    found = torch.tensor(table.self_influence).double()
+    torch.testing.assert_close(found, expected(model, batch).diagonal(), rtol=1e-5, atol=0)
+    with pytest.raises(gs.CheckpointError, match="cannot be loaded"):
+        state = {**own, "0.weight": own["0.weight"] * 2}
+        gs.self_influence(model, [batch], loss_fn, gs.Checkpoints([state], lr=1.0), progress=False)
 
 
 def test_weights_that_stay_are_not_copied():
