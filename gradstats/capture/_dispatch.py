@@ -19,7 +19,7 @@ from gradstats.capture._derived import change, change_any, derive, note_alias
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._memory import unwrapped
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import operands_of, rebuild, tensors_in
+from gradstats.capture._nested import operands_of, rebuild, tensors_in, with_dim
 from gradstats.capture._nodes import Node, unique_roots
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
@@ -79,6 +79,8 @@ def dispatch(
             if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
                 refuse(func, nodes[0], "of complex numbers has no rule")
         if rule is not None:
+            if "axis" in kwargs and not isinstance(rule, Grafted):
+                kwargs = with_dim(kwargs)
             return rule(tracker, func, *args, **kwargs)
         if not is_compiling():
             # A size that stands in the batch, as that of an image, belongs to no example.

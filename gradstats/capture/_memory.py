@@ -79,15 +79,20 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout == torch.strided else None
 
 
-def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors in whose memory a tensor's numbers lie: itself, unless it wraps others.
+def wraps_others(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers lie in other tensors, as those of torchao's quantised weights do.
 
-    Quantised weights (torchao's) and others that PyTorch calls wrapper subclasses have a storage
-    without memory: reading its address fails, and copying it ends the process.
+    What PyTorch calls wrapper subclasses have a storage without memory: reading its address fails,
+    and copying it ends the process.
     """
-    if tensor.layout != torch.strided or not hasattr(tensor, "__tensor_flatten__"):
+    return tensor.layout == torch.strided and hasattr(tensor, "__tensor_flatten__")
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors in whose memory a tensor's numbers lie: itself, unless it wraps others."""
+    if not wraps_others(tensor):
         return [tensor]
-    held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
     # A DTensor names its mesh there too.
     return [part for each in held if isinstance(each, Tensor) for part in parts_of(each)]
 

@@ -24,7 +24,7 @@ from gradstats.capture._layout import (
     stays,
 )
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, operands_of, tensors_in
+from gradstats.capture._nested import flatten, operands_of, tensors_in, with_dim
 from gradstats.capture._operations import (
     BLANKS,
     CALLERS_VALUES,
@@ -111,9 +111,8 @@ def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, A
     Returns:
         The function, positional and named arguments, and whether data are among those still named.
     """
-    if "axis" in kwargs:  # NumPy's name for dim
-        kwargs = {**kwargs, "dim": kwargs["axis"]}
-        del kwargs["axis"]
+    if "axis" in kwargs:
+        kwargs = with_dim(kwargs)
     named = False
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
         read_signatures()

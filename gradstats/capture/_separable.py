@@ -41,16 +41,18 @@ if TYPE_CHECKING:
 ADDED = ("add", "sub", "subtract")
 ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
 
+# What picks one value of several: which that is does not change.
+PICKS = frozenset(variants("max", "min", "amax", "amin", "median"))
+
 # Functions made of straight pieces: of what was summed over all examples they return such a sum, as
 # which piece it lies on does not change.
-BENT = frozenset(
+BENT = PICKS | frozenset(
     [
         functional.relu,
         *variants(
             "relu", "abs", "absolute", "clamp", "clamp_min", "clamp_max", "clip", "nan_to_num",
-            "where", "maximum", "minimum", "max", "min", "amax", "amin", "aminmax", "fmax", "fmin",
-            "sort", "msort", "topk", "kthvalue", "median", "cummax", "cummin", "sign", "round",
-            "floor", "ceil", "trunc",
+            "where", "maximum", "minimum", "aminmax", "fmax", "fmin", "sort", "msort", "topk",
+            "kthvalue", "cummax", "cummin", "sign", "round", "floor", "ceil", "trunc",
         ),
         functional.relu6,
         functional.leaky_relu,
@@ -104,8 +106,8 @@ LOSSES = ELEMENT_LOSSES | frozenset(
     ]
 )
 
-# Sums over the examples, and the largest of their values: which that is does not change.
-JOINS_EXAMPLES = LOSSES | frozenset(variants("max", "min", "amax", "amin", "median", "nanmedian"))
+# Sums over the examples, and one of their values.
+JOINS_EXAMPLES = LOSSES | PICKS | frozenset(variants("nanmedian"))
 
 # Products: sums if one of their operands has a gradient.
 MULTIPLIES = (

@@ -209,7 +209,7 @@ OUT_OF_PLACE = {
 
 # In-place methods that are followed like the form that returns a new tensor.
 CHANGES_IN_PLACE = {
-    method: getattr(Tensor, method.__name__[:-1], None)
+    method: _out_of_place(method)
     for method in IN_PLACE
     if WRITES[method] is _everywhere and not is_elementwise_in_place(method)
 }

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradstats.capture._memory import parts_of
+from gradstats.capture._memory import parts_of, wraps_others
 
 # Their repr says everything that they hold.
 PLAIN = (
@@ -46,9 +46,9 @@ class ContentHash:
         """Feed a value with everything that it holds."""
         if isinstance(value, Tensor) and value.is_nested:
             self.add(value.unbind())
-        elif isinstance(value, Tensor) and (parts := parts_of(value))[0] is not value:
+        elif isinstance(value, Tensor) and wraps_others(value):
             self._say("wrapper", type(value).__name__, tuple(value.shape), value.dtype)
-            self.add(parts)
+            self.add(parts_of(value))
         elif isinstance(value, Tensor):
             self._say("tensor", tuple(value.shape), value.dtype)
             dense = value.detach() if value.layout == torch.strided else value.detach().to_dense()

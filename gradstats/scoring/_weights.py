@@ -14,7 +14,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats._comparison import same_bits
 from gradstats.capture._attributes import STANDARD_ATTRIBUTES, kept_by, tensors_kept
-from gradstats.capture._memory import parts_of
+from gradstats.capture._memory import parts_of, wraps_others
 from gradstats.capture._selection import clean_name, matching_names, wrapper_prefix
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoint_files import index_of
@@ -368,8 +368,8 @@ def _same(value: Any, own: Any) -> bool:
         return True
     if not (isinstance(value, Tensor) and isinstance(own, Tensor)) or value.device != own.device:
         return False
-    plain = parts_of(value)[0] is value and parts_of(own)[0] is own
-    return plain and same_bits(value.detach(), own.detach())
+    wrapped = wraps_others(value) or wraps_others(own)
+    return not wrapped and same_bits(value.detach(), own.detach())
 
 
 def _move(tensors: Sequence[Tensor], chosen: set[int]) -> None:

@@ -226,12 +226,11 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     data = tracker.data_among(tensors)
     whole = tracker.sole_example(data) if tracker.batch_size > 1 else _whole(tracker, data)
     if whole is not None and any(_has_rows(tracker.owned(item)) for item in data):
-        axis = kwargs.pop("axis", dim)
         tensors = _widen(tracker, tensors, whole, max(tensor.dim() for tensor in tensors))
-        return join(tracker, func, tensors, axis + (axis >= 0), **kwargs).squeeze(0)
+        return join(tracker, func, tensors, dim + (dim >= 0), **kwargs).squeeze(0)
     dims = max(tensor.dim() for tensor in tensors)
     stacked = func is torch.stack
-    dim = kwargs.pop("axis", dim) % (dims + stacked)
+    dim %= dims + stacked
     layouts = [locate(tracker, func, nodes[0], tensor, folds=True) for tensor in data]
     examples = common_rows(func, nodes[0], layouts)
     if not stacked and dim == examples.axis:

@@ -317,9 +317,9 @@ def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
     return flat, segments.sorted(segments.owner)[row]
 
 
-def index_select(tracker, func, input, dim=None, index=None, axis=None):
-    """The same look-up with the axis given by number, as ``dim`` or by NumPy's name."""
-    node, dim = first_node(input, index), axis if dim is None else dim
+def index_select(tracker, func, input, dim, index):
+    """The same look-up with the axis given by number."""
+    node = first_node(input, index)
     if node_of(input) is None or node_of(index) is not None:
         refuse(func, node, "of data by tracked indices has no rule")
     dim %= input.dim()
@@ -330,9 +330,9 @@ def index_select(tracker, func, input, dim=None, index=None, axis=None):
     return tap(tracker, [first_node(table)], result, factors, index)
 
 
-def gather(tracker, func, input, dim=None, index=None, *, axis=None, **kwargs):
+def gather(tracker, func, input, dim, index, **kwargs):
     """Elements of a tracked tensor that was repeated for the batch, of each example's own."""
-    node, dim = first_node(input, index), axis if dim is None else dim
+    node = first_node(input, index)
     if node_of(input) is None or node_of(index) is not None or not tracker.is_data(index):
         refuse(func, node, "of data by tracked indices has no rule")
     examples = locate(tracker, func, node, index, folds=True)
