@@ -407,7 +407,63 @@ def test_scalars_that_are_no_sums_over_the_examples(scalar):
     assert model.weight.grad is None
 
 
+def pooled(h):
+    """Return what the examples of each of two groups add up to."""
+    return torch.zeros(2, WIDTH).double().index_add(0, torch.tensor([0, 1, 1]), h)
+
+
+# Scalars of which it is not known that they are sums, nor to whose values what they are made of.
+LOST = {
+    "squares of what was added by index": lambda h: pooled(h).square(),
+    "distances of what was added by index": lambda h: functional.pdist(pooled(h)),
+    "squares of what was scattered": lambda h: (
+        torch.zeros(2, WIDTH).double().scatter_add(0, (h > 0).long(), h).square()
+    ),
+    "squares of means by index": lambda h: (
+        torch.zeros(2, WIDTH)
+        .double()
+        .scatter_reduce(0, (h > 0).long(), h, "mean", include_self=False)
+        .square()
+    ),
+    "propagated along edges": lambda h: functional.cross_entropy(
+        torch.zeros_like(h).index_add(0, torch.tensor([1, 1, 2]), h), torch.arange(BATCH)
+    ),
+    "pooled in windows": lambda h: functional.avg_pool1d(h.mT[None], 2).square(),
+    "grown": lambda h: functional.interpolate(h.mT[None], scale_factor=2).square(),
+    "beside zeros": lambda h: torch.cat([torch.zeros(1, WIDTH).double(), h]).logsumexp(0),
+    "an outer product": lambda h: torch.kron(torch.ones(1, 2).double(), h).square(),
+    "segments": lambda h: torch.segment_reduce(h, "sum", lengths=torch.tensor([1, 2])).exp(),
+}
+
+
+@pytest.mark.parametrize("scalar", LOST.values(), ids=LOST)
+def test_scalars_that_are_not_known_to_be_sums(scalar):
+    model = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises(gs.ExampleAxisError, match="may be more than a sum over the examples"):
+        with gs.track(model, batch_size=BATCH):
+            scalar(model(batch())).sum().backward()
+    assert model.weight.grad is None
+
+
 ONES, FIRST = torch.ones(BATCH, WIDTH).double(), torch.arange(BATCH) == 0
+
+
+class Doubled(torch.autograd.Function):
+    """What is not seen, and trusted to leave the examples apart."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+@torch.jit.script
+def script_of_a_loss(h: torch.Tensor) -> torch.Tensor:
+    return torch.exp(h).mean()
+
 
 # Scalars that are, with the part of example i, of its h (1, d) and what all are given.
 SUMS = {
@@ -483,6 +539,31 @@ SUMS = {
     "padded": (
         lambda h: functional.pad(h.mean(0), (0, 2)).sum(),
         lambda h, i, given: h / BATCH,
+    ),
+    "added by index": (
+        lambda h: (pooled(h.exp()) * MATRIX[:2, :1]).sum() + pooled(h).amax(0).sum(),
+        lambda h, i, given: (
+            h.exp() * MATRIX[int(i > 0), 0] + h * (pooled(given).argmax(0) == int(i > 0))
+        ),
+    ),
+    "sorted, against what is given": (
+        lambda h: (h.sort(0).values - MATRIX[:, :1]).square().sum(),
+        lambda h, i, given: (h - MATRIX[given.argsort(0).argsort(0)[i], 0]).square(),
+    ),
+    "the largest two of each feature": (
+        lambda h: h.topk(2, dim=0).values.exp().sum(),
+        lambda h, i, given: h.exp() * (given.argsort(0).argsort(0)[i] > 0),
+    ),
+    "through what is not seen": (
+        lambda h: Doubled.apply(Doubled.apply(h).mean()) / 2 + script_of_a_loss(h),
+        lambda h, i, given: (2 * h + h.exp()) / BATCH / WIDTH,
+    ),
+    "plain powers, products and quotients": (
+        lambda h: (
+            torch.addcmul(ONES[0, 0], h.exp().sum() ** 1, ONES[0, 0], value=2)
+            + torch.addcdiv(ONES[0, 0], h.sum(), 4 * ONES[0, 0])
+        ),
+        lambda h, i, given: 2 * h.exp() + h / 4,
     ),
     "in units of itself": (
         lambda h: h.square().sum() / h.square().sum().detach() * 2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -162,6 +162,8 @@ class Data(Written):
         )
         if self._mixes(trained, tensor):
             self.place(tensor, MIXED)
+            if all(map(self.is_additive, trained)):
+                self.mark_sum(tensor)
             return
         if tensor.requires_grad and not same and self._has_others(trained):
             self._lose(tensor, trained, function_name(function))
@@ -176,6 +178,8 @@ class Data(Written):
         if any(map(self.is_marked, trained or data)):
             fits = same and not (isinstance(first, Examples) and not first.fits(tensor))
             self.place(tensor, first if fits else None, function_name(function))
+            if not fits and all(map(self.is_additive, trained)):
+                self.mark_sum(tensor)
 
     def _has_others(self, trained: list[Tensor]) -> bool:
         """Whether some operands belong to one example as a whole, or to nobody knows which.
@@ -236,6 +240,8 @@ class Data(Written):
             self.mark_constant(tensor)
         elif self.is_marked(source) or self.layout_of(source) != self.by_contract(tensor):
             self.place(tensor, self.owned(source))
+            if self.is_sum(source):
+                self.mark_sum(tensor)
 
     def order_of(self, losses: Tensor) -> Tensor | None:
         """Return the example of each loss, (B,); None where they stand in the batch's order."""
@@ -266,27 +272,34 @@ class Data(Written):
             )
         return owner
 
-    def check_given(self, loss: Tensor) -> None:
-        """Raise where a scalar may rest on values that were taken for data by their size alone.
-
-        If the examples were lost on the way to it, they may have been lost for that. Of other
-        scalars it is trusted that they are sums of what the examples contribute.
-        """
-        if self.took_given and self.is_marked(loss) and not self.is_sum(loss):
-            if not isinstance(self.owned(loss), (Examples, Whole)):
-                raise self._refusal_of_lost(loss)
+    def check_scalar(self, loss: Tensor) -> None:
+        """Raise unless a scalar is known to be a sum of what the examples contribute."""
+        if self.is_marked(loss) and not self.is_additive(loss):
+            raise self._meeting_behind(loss, self.coupled) or ExampleAxisError(
+                f"which values belong to which example was lost {self._where_lost(loss)}: they "
+                "were moved or combined along the example axis in a way that cannot be followed, "
+                "and the loss may be more than a sum over the examples, so that it has no gradient "
+                f"of one example. {IF_A_CONSTANT} Expected a sum, a mean or a weighted sum of "
+                "losses that depend on one example each: combine each example's own rows alone; if "
+                "you know whose values they are, say so with gs.assign_rows."
+            )
 
     def _refusal_of_lost(self, losses: Tensor) -> ExampleAxisError | CoupledExamplesError:
         """Return the error about losses of which it is not known to which examples they belong."""
-        for node in nodes_behind(losses):
-            if self.how_met(node) is not None:
-                return self.refusal_of_meeting(node)
-        operation = self.lost_at(losses)
-        where = f"at {operation}" if operation else "on the way"
-        return ExampleAxisError(
-            f"which loss belongs to which example was lost {where}: the losses, or what was "
-            "combined with them, were moved or reduced along the example axis in a way that cannot "
-            f"be followed. {IF_A_CONSTANT} Expected losses in the order of the batch, each of one "
-            "example: reduce each example's own rows, or put rows back by indexing; if you know "
-            "whose loss each is, say so with gs.assign_rows."
+        met = self.coupled | self.added
+        return self._meeting_behind(losses, met) or ExampleAxisError(
+            f"which loss belongs to which example was lost {self._where_lost(losses)}: the losses, "
+            "or what was combined with them, were moved or reduced along the example axis in a way "
+            f"that cannot be followed. {IF_A_CONSTANT} Expected losses in the order of the batch, "
+            "each of one example: reduce each example's own rows, or put rows back by indexing; if "
+            "you know whose loss each is, say so with gs.assign_rows."
         )
+
+    def _meeting_behind(self, losses: Tensor, met: Collection[Any]) -> CoupledExamplesError | None:
+        """Return the error about the last of the nodes where examples met that losses rest on."""
+        node = next((node for node in nodes_behind(losses) if node in met), None)
+        return None if node is None else self.refusal_of_meeting(node)
+
+    def _where_lost(self, losses: Tensor) -> str:
+        operation = self.lost_at(losses)
+        return f"at {operation}" if operation else "on the way"

@@ -236,6 +236,9 @@ class Mixed:
 
 MIXED = Mixed()
 
+# Layouts that say of each value to which one example it belongs.
+APART = (Examples, Whole, Grid)
+
 
 def spread(owner: Tensor, batch: int) -> Examples | Whole | Grid | None:
     """Return where the examples lie in a tensor, given the example of each of its elements.

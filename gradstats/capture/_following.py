@@ -9,6 +9,7 @@ from torch import Tensor
 from gradstats.capture._apart import after_scores
 from gradstats.capture._call import Call
 from gradstats.capture._examples import (
+    APART,
     MIXED,
     Examples,
     Grid,
@@ -91,8 +92,7 @@ class Following(Marks):
             self._lose(result, data, at)
         else:
             self.place(result, after, at if isinstance(after, Grid) else None)
-        apart = isinstance(after, (Examples, Whole)) or not result.requires_grad
-        if self.is_marked(result) and not apart:
+        if self.is_marked(result) and result.requires_grad and not isinstance(after, APART):
             sums = is_sum(self, call)
             if sums:
                 self.mark_sum(result)

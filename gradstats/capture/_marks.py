@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
-from gradstats.capture._examples import Examples, Grid, Mixed, Whole
+from gradstats.capture._examples import APART, Examples, Grid, Mixed, Whole
 from gradstats.capture._filled import Filling
 from gradstats.capture._meetings import Meetings
 from gradstats.capture._memory import RearrangedMemory, WrittenMemory
@@ -231,6 +231,10 @@ class Marks(Meetings):
         """Whether a tensor of several examples was such a sum before its last changes."""
         return self._held(tensor, "_gradstats_sum", writes)
 
+    def is_additive(self, tensor: Tensor, writes: int = 0) -> bool:
+        """Whether a tensor held values of one example each, or sums of them, before its changes."""
+        return isinstance(self.placed(tensor), APART) or self.is_sum(tensor, writes)
+
     def mark_given(self, tensor: Tensor) -> None:
         """Remember that a tensor was made of given values alone, and is data for its size."""
         if not tensor.is_inference():
@@ -325,10 +329,13 @@ class Marks(Meetings):
 
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return to which examples a tensor of data belongs; None where that is not known."""
+        found = self.placed(tensor)
+        return None if isinstance(found, Grid) else found  # lost to almost all operations
+
+    def placed(self, tensor: Tensor) -> Examples | Whole | Mixed | Grid | None:
+        """Return to which examples a tensor belongs, also where they lie along two axes."""
         mark = self._mark_of(tensor)
         found = self.layout_of(tensor) if mark is None else mark[0]
-        if isinstance(found, Grid):
-            return None  # to almost all operations such rows are lost
         return Whole(0) if found is None and self.batch_size == 1 else found
 
     def grid_of(self, tensor: Tensor) -> Grid | None:

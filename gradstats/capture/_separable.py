@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._call import Call
-from gradstats.capture._examples import MIXED, Examples, Whole, same_layout
+from gradstats.capture._examples import APART, MIXED, Examples, same_layout
 from gradstats.capture._graph import nodes_behind
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
@@ -121,6 +121,7 @@ MULTIPLIES = (
             functional.linear,
             torch.linalg.vecdot,
             *function_variants("mul", "multiply"),
+            *variants("addcmul"),
         ]
     )
 )
@@ -128,10 +129,14 @@ MULTIPLIES = (
 # From one operand to the other, by a weight.
 BETWEEN = frozenset(variants("lerp"))
 
-# By their second operand.
-DIVIDES = frozenset(
-    [*variants("div", "divide", "true_divide"), Tensor.__div__, Tensor.__truediv__]
-)  # fmt: skip
+# Quotients, with the place and the name of what they divide by.
+DIVIDES = {
+    **dict.fromkeys(
+        (*variants("div", "divide", "true_divide"), Tensor.__div__, Tensor.__truediv__),
+        (1, "other"),
+    ),
+    **dict.fromkeys(variants("addcdiv"), (2, "tensor2")),
+}
 
 
 def is_sum(data: Following, call: Call) -> bool | None:
@@ -144,32 +149,29 @@ def is_sum(data: Following, call: Call) -> bool | None:
     Returns:
         None where that is not known of an operand, or of the operation.
     """
-    func, args, _, operands, result = call
-    if type(func) in OPAQUE:
-        return None
+    func, _, _, operands, result = call
     trained = [tensor for tensor in operands if tensor.requires_grad]
-    owned = [data.owned(tensor) for tensor in trained]
-    apart = [isinstance(each, (Examples, Whole)) for each in owned]
+    placed = [data.placed(tensor) for tensor in trained]
+    apart = [isinstance(each, APART) for each in placed]
     # What was changed in place is asked about as it was before.
-    sums = [
-        one or data.is_sum(tensor, writes=int(tensor is result))
-        for tensor, one in zip(trained, apart, strict=True)
-    ]
-    if not trained or not all(sums):
+    additive = [data.is_additive(tensor, writes=int(tensor is result)) for tensor in trained]
+    if not trained or not all(additive):
         return None
-    if func in KEEPS_SUMS or (func in BENT and all(each is MIXED for each in owned)):
+    # What a script does is not seen, and trusted to leave the examples apart.
+    if func in KEEPS_SUMS or type(func) in OPAQUE or (func in BENT and not any(apart)):
         return True
     if func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
         return True
     if func in BETWEEN and not any(each is call.argument(2, "weight") for each in trained):
         return True
     if len(trained) == 1:
-        multiplied = func in MULTIPLIES or (func in DIVIDES and trained[0] is args[0])
+        divided = func in DIVIDES and trained[0] is not call.argument(*DIVIDES[func])
+        multiplied = func in MULTIPLIES or divided or exponent_of(call) == 1
         return multiplied or (func in JOINS_EXAMPLES and apart[0])
     if all(apart) and func in MULTIPLIES and data.owned(result) is MIXED:
         return not data.is_coupled(result)
     # Values of one example with others of the same, not with those of another.
-    known = [each for each in owned if isinstance(each, (Examples, Whole))]
+    known = [each for each in placed if isinstance(each, APART)]
     together = all(apart) and all(same_layout(known[0], each) for each in known)
     aligned = together and len({tensor.dim() for tensor in trained}) == 1
     return aligned and func in JOINS_EXAMPLES
@@ -186,10 +188,13 @@ def is_root(data: Following, call: Call) -> bool:
 
 def is_square(call: Call) -> bool:
     """Whether an operation squares its operand."""
-    if call.func not in POWERS:
-        return call.func in SQUARES
-    exponent = call.argument(1, "exponent")
-    return isinstance(exponent, (int, float)) and exponent == 2
+    return call.func in SQUARES or exponent_of(call) == 2
+
+
+def exponent_of(call: Call) -> float | None:
+    """Return the number to whose power an operation raises its operand; None if it does not."""
+    exponent = call.argument(1, "exponent") if call.func in POWERS else None
+    return exponent if isinstance(exponent, (int, float)) else None
 
 
 def joins_examples(data: Following, output: Any) -> bool:
@@ -200,5 +205,4 @@ def joins_examples(data: Following, output: Any) -> bool:
         return False
     if data.coupled and any(node in data.coupled for node in nodes_behind(output)):
         return True
-    apart = isinstance(data.owned(output), (Examples, Whole)) or not data.is_marked(output)
-    return not (apart or data.is_sum(output))
+    return data.is_marked(output) and not data.is_additive(output)

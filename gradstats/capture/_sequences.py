@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture._examples import Examples, same_rows
+from gradstats.capture._examples import Examples, Grid, Whole, same_rows, spread
 from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import variants
 from gradstats.capture._tensors import node_of
@@ -37,7 +37,7 @@ RECURRENT_LAYERS = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 RECURRENT_CELLS = torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell
 
 # The layout of each result; None where the operation says nothing of any.
-Layouts = list[Examples | None] | None
+Layouts = Sequence[Examples | Whole | Grid | None] | None
 
 
 def prescribed_layouts(
@@ -110,14 +110,23 @@ def _of_recurrent_layer(tracker: Context, args, kwargs, results) -> Layouts:
     return [_along(own, axis), *[_along(own, 1)] * (len(results) - 1)]
 
 
-def _of_sort(tracker: Context, args, kwargs, results) -> Layouts:
-    """To which examples the places of sorted rows belong, if each row is one number."""
-    source = args[0]
-    layout = _layout(tracker, source)
-    if layout is None or source.dim() != 1 or is_compiling():
-        return None
-    chosen = results[-1]  # the row that went to each place
-    return [layout.owned_by(layout.owner(source.device)[chosen], 0)] * len(results)
+def _of_sort(position: int) -> Callable[..., Layouts]:
+    """Return the rule of an operation that sorts elements along a ``dim``, its argument there."""
+
+    def rule(tracker: Context, args, kwargs, results) -> Layouts:
+        """To which examples the places belong, if elements of several were sorted."""
+        source = args[0]
+        layout = _layout(tracker, source)
+        if layout is None or is_compiling() or not source.numel():
+            return None
+        axis = argument_of(args, kwargs, position, "dim", -1) % source.dim()
+        if axis != layout.axis:
+            return None
+        chosen = results[-1]  # from where each place's element came
+        owner = layout.of_elements(source).gather(axis, chosen)
+        return [spread(owner, layout.batch)] * len(results)
+
+    return rule
 
 
 def starts_of_bags(offsets: Tensor, include_last_offset: bool) -> Tensor:
@@ -213,7 +222,8 @@ def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Exa
 PRESCRIBES: dict[Any, Callable[..., Layouts]] = {
     ATTENTION: _of_attention,
     torch.nn.functional.embedding_bag: _of_bags,
-    **dict.fromkeys(variants("sort", "argsort", "topk"), _of_sort),
+    **dict.fromkeys(variants("sort", "argsort"), _of_sort(1)),
+    **dict.fromkeys(variants("topk"), _of_sort(2)),
     **dict.fromkeys((torch.nn.functional.ctc_loss, torch.ctc_loss), _of_alignments),
     torch._VF._pack_padded_sequence: _of_packing,
     torch._VF._pad_packed_sequence: _of_padding,

@@ -384,7 +384,7 @@ class Tracker(Threaded, Context):
         if not nested:
             check_data(losses)
             for loss in losses:
-                self.check_given(loss)
+                self.check_scalar(loss)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         for node in nodes:
             # Inside a backward the start is what a later part of the model made of the sums.

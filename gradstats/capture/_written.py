@@ -73,9 +73,7 @@ class Written(Following):
         blank = not before or self.was_blank(target, writes)
         kept = blank or self.is_sum(target, writes) or isinstance(self.owned(target), Whole)
         given = [item for item in write.values if self.is_trained(item)]
-        return kept and all(
-            self.is_sum(item) or isinstance(self.owned(item), (Examples, Whole)) for item in given
-        )
+        return kept and all(map(self.is_additive, given))
 
     def _is_brought_back(self, write: Write, target: Tensor) -> bool:
         """Whether what was computed over all examples is written to each of them."""
