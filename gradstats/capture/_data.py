@@ -171,15 +171,28 @@ class Data(Written):
         if base is not None and any(item is base for item in given) and same_form(tensor, base):
             self.place_like(tensor, base)  # an operand that is returned as it is
             return
+        lost = tensor.requires_grad and self.placed(tensor) is None
         if not self.is_data(tensor):
             self.take_batch([tensor])  # made without data, and filled with them
-        elif seen:
+        elif seen and not lost:
             return
-        if any(map(self.is_marked, trained or data)):
+        if lost or any(map(self.is_marked, trained or data)):
             fits = same and not (isinstance(first, Examples) and not first.fits(tensor))
             self.place(tensor, first if fits else None, function_name(function))
             if not fits and all(map(self.is_additive, trained)):
                 self.mark_sum(tensor)
+
+    def follow_unchanged(self, operands: Sequence[Tensor], returned: Any) -> None:
+        """Note of results with the operands' shapes what is known of these.
+
+        So a wrapper around a model, as DistributedDataParallel, returns what the model returned.
+        """
+        results = [*tensors_in(returned)]
+        if [item.shape for item in results] == [item.shape for item in operands]:
+            with torch._C.DisableTorchFunction():
+                for result, operand in zip(results, operands, strict=True):
+                    if result is not operand and node_of(operand) is None:
+                        self.place_like(result, operand)
 
     def _has_others(self, trained: list[Tensor]) -> bool:
         """Whether some operands belong to one example as a whole, or to nobody knows which.

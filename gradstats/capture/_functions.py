@@ -90,7 +90,9 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if cls is CheckpointFunction:
         return run_checkpoint(inner, *args, **kwargs)
     if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
-        return inner(*args, **kwargs)
+        result = inner(*args, **kwargs)
+        tracker.follow_unchanged(operands, result)
+        return result
     data = tracker.data_among(operands)
     if data:
         return tracker.run_function(inner, args, kwargs, data)
