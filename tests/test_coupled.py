@@ -559,6 +559,13 @@ SUMS = {
             h.exp() * MATRIX[int(i > 0), 0] + h * (pooled(given).argmax(0) == int(i > 0))
         ),
     ),
+    "a number by index": (
+        lambda h: (
+            torch.zeros(()).double().index_add(0, torch.tensor([0]), h.sum())
+            + torch.zeros(()).double().scatter_add(0, torch.tensor(0), h.exp().sum())
+        ),
+        lambda h, i, given: h + h.exp(),
+    ),
     "sorted, against what is given": (
         lambda h: (h.sort(0).values - MATRIX[:, :1]).square().sum(),
         lambda h, i, given: (h - MATRIX[given.argsort(0).argsort(0)[i], 0]).square(),

@@ -121,7 +121,7 @@ def _is_number(value) -> bool:
 
 def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:
     value = values[0] if values else named.get("source", named.get("value"))
-    dim %= target.dim()
+    dim %= max(1, target.dim())  # as PyTorch has it, a number lies along one axis
 
     def read(target: Tensor, layout: Examples) -> Examples:
         if layout.axis != dim:
@@ -135,7 +135,7 @@ def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:
 
 def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, **others) -> Write:
     value = others.get("src", others.get("value", value))
-    dim %= target.dim()
+    dim %= max(1, target.dim())  # as PyTorch has it, a number lies along one axis
 
     def read(target: Tensor, layout: Examples) -> Examples | None:
         if layout.axis != dim:
