@@ -18,6 +18,8 @@ import gradstats as gs
 from benchmarks.ledger import MemoryLedger, peak_memory
 from benchmarks.workloads import Transformer, classification, next_token
 from gradstats import _cost
+from gradstats._factors import Outer
+from gradstats.contractions import _outer
 from gradstats.statistics._kept import keep
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
@@ -291,6 +293,81 @@ def test_long_texts_of_few_tied_characters_take_no_more_than_their_logits():
     ledger = peak_memory(lambda: gs.per_example_norms(gpt, batch, next_token))
     assert ledger.largest <= 4 * 512 * 16
     assert_sqnorms(gs.per_example_norms(gpt, batch, next_token), expected, 1e-4)
+
+
+def one_by_one(model, batch):
+    return torch.stack([model(example).square().mean() for example in batch])
+
+
+def mapped(model, batch):
+    return torch.vmap(lambda example: model(example).square().mean())(batch)
+
+
+def recurrent(model, batch):
+    hidden = batch.new_zeros(len(batch), 64)
+    for position in batch.unbind(1):
+        hidden = torch.tanh(model(position + hidden))
+    return hidden.square().mean(1)
+
+
+REPEATED = {
+    "one by one": (one_by_one, (48, 64), 1.0),
+    "vmap": (mapped, (48, 64), 1.0),
+    # Gradients of all uses of a weight are needed until the last of them.
+    "recurrent": (recurrent, (16, 40, 64), 1.2),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_of_many_uses_of_a_parameter_only_what_is_needed_is_held(kind):
+    """Gradients of a bias are added up as they come; operands of a weight's uses are not copied."""
+    loss_fn, shape, room = REPEATED[kind]
+    model, batch = nn.Linear(64, 64), torch.randn(shape)
+    alone = recurrent if loss_fn is recurrent else one_by_one
+    expected = oracle_sqnorms(copy.deepcopy(model).double(), batch.double(), alone)
+
+    def norms():
+        return gs.per_example_norms(model, batch, loss_fn, workspace=MIB // 16)
+
+    def plain():
+        loss_fn(model, batch).mean().backward()
+
+    assert_sqnorms(norms(), expected, 1e-4)
+    step = peak_memory(plain).peak
+    model.zero_grad()
+    reports = 64 * 8 * len(batch) * 2
+    assert peak_memory(norms).peak <= room * step + 2 * MIB // 16 + reports
+
+
+@pytest.mark.parametrize("with_sum", [False, True])
+def test_operands_that_are_cast_count_against_the_workspace(with_sum):
+    """Long examples of narrow layers: their gradients are small, they themselves are not."""
+    left, right = (torch.randn(64, 1, 512, 16).bfloat16() for _ in range(2))
+    factor = Outer(left, right, (16, 16))
+    expected = (left.double().mT @ right.double()).square().sum((1, 2, 3))
+    contract = _outer.direct_and_sum if with_sum else _outer.direct
+    found = []
+    ledger = peak_memory(lambda: found.append(contract(factor, MIB // 4)))
+    result = found[0][0] if with_sum else found[0]
+    torch.testing.assert_close(result.value, expected, rtol=1e-5, atol=0)
+    assert ledger.peak <= MIB // 4 + 64 * 1024
+
+
+def test_the_sum_over_pieces_of_patches_is_one_tensor():
+    """Patches that do not overlap, as of images for a transformer: a large weight, much cut up."""
+    model, images = nn.Conv2d(3, 256, 16, 16), torch.randn(8, 3, 128, 128)
+
+    def plain():
+        model(images).square().mean().backward()
+
+    def training():
+        with gs.track(model, batch_size=8, workspace=MIB) as tracker:
+            tracker.backward(model(images).square().mean((1, 2, 3)))
+
+    step = peak_memory(plain).peak
+    expected, model.weight.grad = model.weight.grad, None
+    assert peak_memory(training).peak <= step + model.weight.nbytes // 2
+    torch.testing.assert_close(model.weight.grad, expected)
 
 
 class Copies(TorchDispatchMode):

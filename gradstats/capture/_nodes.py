@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats._factors import Factor, Lookup
-from gradstats.contractions import Contraction, Fused, Projected
+from gradstats._factors import Factor, Lookup, Vector
+from gradstats.contractions import Contraction, Fused, Projected, add_vectors, adds_to
 from gradstats.errors import CoverageError, TrackingError
 
 if TYPE_CHECKING:
@@ -160,7 +160,12 @@ class Root(Node):
         kept: Factor | Fused | Projected = factor
         if parts == 1 and self.is_projection:
             kept = self.tracker.reports.shrink(self, factor)
-        self._delivered = (*self._delivered, kept)
+        before = self._delivered
+        last = before[-1] if before else None
+        if isinstance(kept, Vector) and isinstance(last, Vector) and adds_to(last, kept):
+            # A sum takes no more room than one of them: a bias may be used once for each example.
+            kept, before = add_vectors([last, kept]), before[:-1]
+        self._delivered = (*before, kept)
 
     def settle(self) -> None:
         """Note that a use has delivered; contract when it was the last one."""

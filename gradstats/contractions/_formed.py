@@ -91,6 +91,7 @@ def form_chunks(
             lengths.append(torch.linalg.vector_norm(tile, dim=-1))
             if with_sum:
                 sums.append(tile.sum(0))
+        del a, b, part  # which may be copies
         norms.append(_joined(lengths, 2))
         if with_sum:
             formed = _joined(sums, 1)

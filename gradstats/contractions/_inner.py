@@ -148,7 +148,8 @@ def fold(factors: Sequence[Factor]) -> list[Factor]:
         _tiles.gradients(factors, rows)
         for rows in _tiles.chunks(factors[0].batch, _tiles.GROUPED_EXAMPLES)
     ]
-    return [Vector(torch.cat(parts).reshape(-1, *shape), shape)]
+    formed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return [Vector(formed.reshape(-1, *shape), shape)]
 
 
 def _contract(first, second, workspace: int, sizes: Sizes, rules: dict, definition) -> Tensor:

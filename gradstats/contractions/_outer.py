@@ -8,6 +8,7 @@ direct            G_i formed tile by tile, squared at once
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,7 +16,14 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._compiler import is_compiling
-from gradstats._factors import ConvolutionGeometry, Outer, cast, compute_dtype, weight_gradient
+from gradstats._factors import (
+    ConvolutionGeometry,
+    Factor,
+    Outer,
+    cast,
+    compute_dtype,
+    weight_gradient,
+)
 from gradstats.contractions import _triton
 from gradstats.contractions._formed import form_at_once, form_chunks, form_each
 from gradstats.contractions._multiply import SCRATCH, multiply_groups, pays
@@ -236,12 +244,17 @@ def direct_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
 def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contraction, Tensor | None]:
     dtype = compute_dtype(factor.left, factor.right)
     left, right = factor.left, factor.right
-    (batch, groups, _, p), q = left.shape, right.shape[3]
+    (batch, groups, positions, p), q = left.shape, right.shape[3]
     turned, rows, chunk = _cost.direct_plan(
         batch, groups, p, q, dtype.itemsize, workspace, with_sum=with_sum
     )
     if turned:
         left, right, p, q = right, left, q, p
+    cast_widths = sum(side.shape[3] for side in (left, right) if side.dtype != dtype)
+    if cast_widths:
+        # Operands are cast for as many examples at once, which writes more where these are long.
+        size = groups * (rows * q + positions * cast_widths) * dtype.itemsize
+        chunk = min(chunk, _cost.examples_per_chunk(size, batch, workspace))
     alone = _forms_alone(factor)
     each = (alone or chunk == groups == 1) and rows >= p
     if each and batch and not is_compiling():
@@ -261,6 +274,27 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     if total is None:
         return result, None
     return result, _arrange(total.mT.contiguous() if turned else total, factor)
+
+
+def pieces(factors: Sequence[Factor], workspace: int) -> list[list[Outer]]:
+    """Return outer factors that can be merged, for a few examples at a time; none of other kinds.
+
+    Merging copies all operands, and whoever delivered them still holds them: for all examples at
+    once that would be as much again as all uses of a parameter activate.
+    """
+    if is_compiling() or not all(isinstance(factor, Outer) for factor in factors):
+        return []
+    uses: list[Outer] = list(factors)  # type: ignore[arg-type]
+    if len({use.layout for use in uses}) > 1:
+        return []
+    sides = [side for use in uses for side in (use.left, use.right)]
+    size, batch = sum(side.nbytes for side in sides), uses[0].batch
+    budget = workspace if sides[0].is_cuda else min(workspace, _cost.MERGED_BYTES)
+    chunk = max(1, batch * budget // max(1, size))
+    if chunk >= batch:
+        return []
+    rows = [slice(start, start + chunk) for start in range(0, batch, chunk)]
+    return [[use.select(own) for use in uses] for own in rows]
 
 
 def merge(factors: list[Outer]) -> Outer:

@@ -8,8 +8,7 @@ on patches written out for a chunk costs less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._multiply import pays
 from gradstats.contractions._result import (
     Contraction,
+    joined,
     product_roundoff,
     squared_norms,
     well_conditioned,
@@ -34,7 +34,7 @@ def sqnorm(factor: Patches, workspace: int) -> Contraction:
         return _by_kernels(factor)
     if _form(factor) == "direct" and not factor.cheap:
         return _direct(factor, workspace, with_sum=False)[0]
-    return _joined(
+    return joined(
         [
             _outer.sqnorm(factor.select(rows).unfolded(), workspace)
             for rows in _pieces(factor, workspace)
@@ -55,17 +55,17 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
         result, total = _direct(factor, workspace, with_sum=True)
         assert total is not None
         return result, total
-    results, totals = [], []
+    results, whole = [], None
     for rows in _pieces(factor, workspace):
         part = factor.select(rows).unfolded()
         if form == "direct":
             result, total = _outer.sqnorm_and_sum(part, workspace)
-            totals.append(total)
+            whole = total if whole is None else whole.add_(total)
         else:
             # The sum is the backend's own weight gradient, which needs no patches.
             result = _outer.sqnorm(part, workspace)
         results.append(result)
-    return _joined(results), reduce(torch.add, totals) if totals else _total(factor)
+    return joined(results), _total(factor) if whole is None else whole
 
 
 def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
@@ -81,12 +81,6 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
     if not factor.pointwise:
         chunk = _cost.examples_per_chunk(size, factor.batch, workspace)
     return chunks(factor.batch, chunk)
-
-
-def _joined(parts: Sequence[Contraction]) -> Contraction:
-    if len(parts) == 1:
-        return parts[0]
-    return Contraction(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
 
 
 def _by_kernels(factor: Patches) -> Contraction:

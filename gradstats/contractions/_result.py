@@ -298,6 +298,13 @@ def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
     return WellConditioned((), dtype, value)
 
 
+def joined(parts: Sequence[Contraction]) -> Contraction:
+    """Return the results of some examples after those of others as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return Contraction(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
+
+
 def sum_of_parts(
     parts: Sequence[Contraction], crosses: Sequence[Tensor], dtype: torch.dtype
 ) -> Contraction:

@@ -31,6 +31,12 @@ def sqnorm_of(values: Tensor) -> Contraction:
     return well_conditioned(squared_norms(values, dtype), dtype)
 
 
+def adds_to(factor: Vector, other: Vector) -> bool:
+    """Whether two factors of one parameter hold gradients of all its elements, laid out alike."""
+    whole = factor.axis is None and other.axis is None
+    return whole and factor.values.shape == other.values.shape
+
+
 def merge(factors: list[Vector]) -> Vector:
     """Return the sum of several uses as one."""
     first = factors[0]
