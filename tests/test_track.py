@@ -117,6 +117,20 @@ def test_the_scale_of_a_scalar_loss_is_divided_out(model, batch, reduction):
     assert tracker.stats.loss is None
 
 
+def test_a_scalar_beside_what_was_computed_outside_of_the_context(model, batch):
+    """Of which nothing is known but that no parameter was used in it there."""
+    x, y = batch
+    other = nn.Linear(x.shape[-1], 1).to(x)
+    outside = other(x).square().mean().sqrt()
+    with gs.track(model, batch_size=B) as tracker:
+        losses = functional.cross_entropy(model(x), y, reduction="none")
+        (losses[None].mean() * 2 + 3 * outside).backward()
+    expected = oracle_sqnorms(model, batch, lambda m, b: 2 * losses_of(m, b))
+    assert_sqnorms(tracker.stats, expected, 1e-4)
+    (slope,) = torch.autograd.grad(3 * other(x).square().mean().sqrt(), other.bias)
+    torch.testing.assert_close(other.bias.grad, slope)
+
+
 def test_weights(model, batch):
     expected = oracle_sqnorms(model, batch, losses_of)
     weights = torch.rand(B) + 0.5

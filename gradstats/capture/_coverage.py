@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -38,11 +38,11 @@ def check_data(losses: Iterable[Tensor]) -> None:
             )
 
 
-def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
+def check_coverage(tracker: Context, start: list, losses: Sequence[Tensor] = ()) -> list[GraphNode]:
     """Walk the graph from ``start`` and return the nodes that report uses.
 
-    Raise for a use that was not tracked, and where the losses depend on an operation in which
-    examples met.
+    Raise for a use that was not tracked, where the losses depend on an operation in which examples
+    met, and where they may be more than sums over the examples.
 
     A use that PyTorch does not show (in a custom autograd Function of data and a parameter) appears
     in the graph as an edge to the parameter that does not come from its alias, or as an edge to a
@@ -51,12 +51,14 @@ def check_coverage(tracker: Context, start: list) -> list[GraphNode]:
     # Tracked uses lead to aliases, where the walk can stop.
     seen = {*start, *tracker.alias_nodes()}
     try:
-        return _walk(tracker, start, seen)
+        return _walk(tracker, start, losses, seen)
     finally:
         free_in_order(seen)
 
 
-def _walk(tracker: Context, start: list, seen: set[GraphNode]) -> list[GraphNode]:
+def _walk(
+    tracker: Context, start: list, losses: Sequence[Tensor], seen: set[GraphNode]
+) -> list[GraphNode]:
     """Do what ``check_coverage`` does, adding the nodes to those that were seen."""
     stack = list(start)
     uses, hidden = [], False
@@ -119,6 +121,8 @@ def _walk(tracker: Context, start: list, seen: set[GraphNode]) -> list[GraphNode
                 raise _unseen(node, root)
             others.append(leaf)  # not tracked, or not by this context
     tracker.check_known(others)
+    for loss in losses:
+        tracker.check_sum(loss)
     shared = [root for report in reports for root in report.expect()]
     for use in uses:
         use.expect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -285,10 +285,10 @@ class Data(Written):
             )
         return owner
 
-    def check_scalar(self, loss: Tensor) -> None:
-        """Raise unless a scalar is known to be a sum of what the examples contribute."""
-        if self.is_marked(loss) and not self.is_additive(loss):
-            raise self._meeting_behind(loss, self.coupled) or ExampleAxisError(
+    def check_sum(self, loss: Tensor) -> None:
+        """Raise unless a loss is known to be a sum of what the examples contribute."""
+        if not self.is_additive(loss):
+            raise ExampleAxisError(
                 f"which values belong to which example was lost {self._where_lost(loss)}: they "
                 "were moved or combined along the example axis in a way that cannot be followed, "
                 "and the loss may be more than a sum over the examples, so that it has no gradient "
@@ -299,19 +299,16 @@ class Data(Written):
 
     def _refusal_of_lost(self, losses: Tensor) -> ExampleAxisError | CoupledExamplesError:
         """Return the error about losses of which it is not known to which examples they belong."""
-        met = self.coupled | self.added
-        return self._meeting_behind(losses, met) or ExampleAxisError(
+        for node in nodes_behind(losses):
+            if self.how_met(node) is not None:
+                return self.refusal_of_meeting(node)
+        return ExampleAxisError(
             f"which loss belongs to which example was lost {self._where_lost(losses)}: the losses, "
             "or what was combined with them, were moved or reduced along the example axis in a way "
             f"that cannot be followed. {IF_A_CONSTANT} Expected losses in the order of the batch, "
             "each of one example: reduce each example's own rows, or put rows back by indexing; if "
             "you know whose loss each is, say so with gs.assign_rows."
         )
-
-    def _meeting_behind(self, losses: Tensor, met: Collection[Any]) -> CoupledExamplesError | None:
-        """Return the error about the last of the nodes where examples met that losses rest on."""
-        node = next((node for node in nodes_behind(losses) if node in met), None)
-        return None if node is None else self.refusal_of_meeting(node)
 
     def _where_lost(self, losses: Tensor) -> str:
         operation = self.lost_at(losses)

@@ -232,8 +232,12 @@ class Marks(Meetings):
         return self._held(tensor, "_gradstats_sum", writes)
 
     def is_additive(self, tensor: Tensor, writes: int = 0) -> bool:
-        """Whether a tensor held values of one example each, or sums of them, before its changes."""
-        return isinstance(self.placed(tensor), APART) or self.is_sum(tensor, writes)
+        """Whether a tensor held values of one example each, or sums of them, before its changes.
+
+        What comes from outside the context is nothing else to the parameters that are used in it.
+        """
+        known = not self.is_marked(tensor) or isinstance(self.placed(tensor), APART)
+        return known or self.is_sum(tensor, writes)
 
     def mark_given(self, tensor: Tensor) -> None:
         """Remember that a tensor was made of given values alone, and is data for its size."""

@@ -205,4 +205,4 @@ def joins_examples(data: Following, output: Any) -> bool:
         return False
     if data.coupled and any(node in data.coupled for node in nodes_behind(output)):
         return True
-    return data.is_marked(output) and not data.is_additive(output)
+    return not data.is_additive(output)

@@ -383,14 +383,12 @@ class Tracker(Threaded, Context):
             )
         if not nested:
             check_data(losses)
-            for loss in losses:
-                self.check_scalar(loss)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         for node in nodes:
             # Inside a backward the start is what a later part of the model made of the sums.
             if node in self.roots_of_sums or (nested and node in self.added):
                 raise self.refusal_of_meeting(node)
-        reporting = check_coverage(self, nodes)
+        reporting = check_coverage(self, nodes, () if nested else losses)
         self.backward_ran = True
         tasks = self._tasks
 
