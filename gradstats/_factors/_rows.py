@@ -52,7 +52,7 @@ class Rows:
         ids: (N,) row of the parameter that each gradient row belongs to.
         grad: (N, width).
         example: (N,) example of each row, ascending.
-        examples: number of examples B.
+        batch: number of examples B.
         shape: shape of the parameter, (rows, ...) with width = product of the rest.
         longest: the largest number of rows of one example; None where only ``example`` tells.
         lookup: the look-up that this is the gradient of, where it was noted in the forward pass.
@@ -61,24 +61,20 @@ class Rows:
     ids: Tensor
     grad: Tensor
     example: Tensor
-    examples: int
+    batch: int
     shape: tuple[int, ...]
     longest: int | None = None
     lookup: Lookup | None = None
 
     @property
-    def batch(self) -> int:
-        return self.examples
-
-    @property
     def each(self) -> int | None:
         """Rows of every example; None where their numbers differ, or only ``example`` tells."""
         longest = self.longest
-        return longest if longest and self.examples * longest == self.ids.numel() else None
+        return longest if longest and self.batch * longest == self.ids.numel() else None
 
     def select(self, rows) -> Rows:
-        number = torch.full((self.examples,), -1, device=self.ids.device)
-        chosen = torch.arange(self.examples, device=self.ids.device)[rows]
+        number = torch.full((self.batch,), -1, device=self.ids.device)
+        chosen = torch.arange(self.batch, device=self.ids.device)[rows]
         number[chosen] = torch.arange(chosen.numel(), device=self.ids.device)
         keep = (number[self.example] >= 0).nonzero().squeeze(1)
         # Ascending order of examples survives: callers select ascending rows.
@@ -103,12 +99,10 @@ class Rows:
     def narrow(self, start: int, stop: int) -> Rows:
         keep = ((self.ids >= start) & (self.ids < stop)).nonzero().squeeze(1)
         shape = (stop - start, *self.shape[1:])
-        return Rows(
-            self.ids[keep] - start, self.grad[keep], self.example[keep], self.examples, shape
-        )
+        return Rows(self.ids[keep] - start, self.grad[keep], self.example[keep], self.batch, shape)
 
     def dense(self) -> Tensor:
         place = self.example * self.shape[0] + self.ids
         values = cast(self.grad, compute_dtype(self.grad))
-        gradient = added(values, place, self.examples * self.shape[0])
-        return gradient.view(self.examples, *self.shape)
+        gradient = added(values, place, self.batch * self.shape[0])
+        return gradient.view(self.batch, *self.shape)

@@ -34,7 +34,7 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
         return _triton_layers.rows_sqnorm(factor)
     dtype = compute_dtype(factor.grad)
     count, width = factor.grad.shape
-    value = factor.grad.new_zeros(factor.examples, dtype=torch.float64)
+    value = factor.grad.new_zeros(factor.batch, dtype=torch.float64)
     if count == 0:
         return Contraction(value, value.clone())
     keys = factor.example * factor.shape[0] + factor.ids
@@ -94,4 +94,4 @@ def merge(factors: list[Rows]) -> Rows:
     first = factors[0]
     lengths = [factor.longest for factor in factors if factor.longest is not None]
     longest = sum(lengths) if len(lengths) == len(factors) else None
-    return Rows(ids, grad, example, first.examples, first.shape, longest).in_order()
+    return Rows(ids, grad, example, first.batch, first.shape, longest).in_order()

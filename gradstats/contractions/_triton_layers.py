@@ -150,14 +150,14 @@ def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
 def _rows(factor: Rows) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
     """Return (ids, grad, bounds, longest): (B, T) where all examples have T rows, else packed."""
     if factor.each is not None:
-        shape = (factor.examples, factor.each)
+        shape = (factor.batch, factor.each)
         return factor.ids.view(shape), factor.grad.view(*shape, -1), None, None
     return factor.ids, factor.grad, *_bounds(factor)
 
 
 def _bounds(factor: Rows) -> tuple[Tensor, int]:
     """Return where each example's rows begin and end, and how many one has at most."""
-    numbers = torch.arange(factor.examples + 1, device=factor.example.device)
+    numbers = torch.arange(factor.batch + 1, device=factor.example.device)
     longest = factor.ids.numel() if factor.longest is None else factor.longest
     return torch.searchsorted(factor.example, numbers), longest
 

@@ -289,7 +289,7 @@ def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
     return replace(
         rows,
         example=owner[rows.example],
-        examples=examples.batch,
+        batch=examples.batch,
         longest=rows.longest * segments.most,
     )
 
