@@ -54,27 +54,21 @@ def _swapped_diagonal(rows: Rows, outer: Outer, workspace: int, sizes: Sizes) ->
     return _outer_pairs.diagonal_with_rows(outer, rows, workspace, sizes)
 
 
-PAIRS: dict[tuple[type, type], Rule] = {
-    (Outer, Outer): _outer_pairs.pairs,
-    (Outer, Rows): _outer_pairs.pairs_with_rows,
-    (Rows, Outer): _swapped_pairs,
-    (Rows, Rows): _row_pairs.pairs,
-    (Patches, Patches): _patch_pairs.pairs,
-    (Ragged, Ragged): _ragged_pairs.pairs,
-    (Experts, Experts): _experts.pairs,
-    (Vector, Vector): _vector_pairs.pairs,
+# By the types of two factors, what contracts them for all pairs of examples, and for each example.
+RULES: dict[tuple[type, type], tuple[Rule, Rule]] = {
+    (Outer, Outer): (_outer_pairs.pairs, _outer_pairs.diagonal),
+    (Outer, Rows): (_outer_pairs.pairs_with_rows, _outer_pairs.diagonal_with_rows),
+    (Rows, Outer): (_swapped_pairs, _swapped_diagonal),
+    (Rows, Rows): (_row_pairs.pairs, _row_pairs.diagonal),
+    (Patches, Patches): (_patch_pairs.pairs, _patch_pairs.diagonal),
+    (Ragged, Ragged): (_ragged_pairs.pairs, _ragged_pairs.diagonal),
+    (Experts, Experts): (_experts.pairs, _experts.diagonal),
+    (Vector, Vector): (_vector_pairs.pairs, _vector_pairs.diagonal),
 }
 
-DIAGONAL: dict[tuple[type, type], Rule] = {
-    (Outer, Outer): _outer_pairs.diagonal,
-    (Outer, Rows): _outer_pairs.diagonal_with_rows,
-    (Rows, Outer): _swapped_diagonal,
-    (Rows, Rows): _row_pairs.diagonal,
-    (Patches, Patches): _patch_pairs.diagonal,
-    (Ragged, Ragged): _ragged_pairs.diagonal,
-    (Experts, Experts): _experts.diagonal,
-    (Vector, Vector): _vector_pairs.diagonal,
-}
+# What contracts both sums where there is no rule, and which of the two is asked for.
+DEFINITIONS = _tiles.dense_pairs, _tiles.dense_diagonal
+PAIRS, DIAGONAL = range(2)
 
 # How much more memory than factors gradients may take where they are kept in their place.
 FOLDED = 2
@@ -98,14 +92,14 @@ def inner_pairs(
     Returns:
         (B, B') float64.
     """
-    result = _contract(first, second, workspace, sizes, PAIRS, _tiles.dense_pairs)
+    result = _contract(first, second, workspace, sizes, PAIRS)
     rows, columns = (_extreme(*side) for side in zip((first, second), sizes, strict=True))
     if rows.numel():
         again, norms = _wide(first, rows), (sizes[0][rows], sizes[1])
-        result[rows] = _contract(again, second, workspace, norms, PAIRS, _tiles.dense_pairs)
+        result[rows] = _contract(again, second, workspace, norms, PAIRS)
     if columns.numel():
         again, norms = _wide(second, columns), (sizes[0], sizes[1][columns])
-        result[:, columns] = _contract(first, again, workspace, norms, PAIRS, _tiles.dense_pairs)
+        result[:, columns] = _contract(first, again, workspace, norms, PAIRS)
     return result
 
 
@@ -117,13 +111,13 @@ def inner_diagonal(
 
     Args: as for ``inner_pairs``.
     """
-    result = _contract(first, second, workspace, sizes, DIAGONAL, _tiles.dense_diagonal)
+    result = _contract(first, second, workspace, sizes, DIAGONAL)
     rows = torch.cat([_extreme(*side) for side in zip((first, second), sizes, strict=True)])
     rows = rows.unique()
     if rows.numel():
         one, two = _wide(first, rows), _wide(second, rows)
         norms = (sizes[0][rows], sizes[1][rows])
-        result[rows] = _contract(one, two, workspace, norms, DIAGONAL, _tiles.dense_diagonal)
+        result[rows] = _contract(one, two, workspace, norms, DIAGONAL)
     return result
 
 
@@ -152,7 +146,7 @@ def fold(factors: Sequence[Factor]) -> list[Factor]:
     return [Vector(formed.reshape(-1, *shape), shape)]
 
 
-def _contract(first, second, workspace: int, sizes: Sizes, rules: dict, definition) -> Tensor:
+def _contract(first, second, workspace: int, sizes: Sizes, which: int) -> Tensor:
     same = first is second
     groups = by_path(first)
     partners = groups if same else by_path(second)
@@ -166,21 +160,21 @@ def _contract(first, second, workspace: int, sizes: Sizes, rules: dict, definiti
             if other not in partners or (path and other and path.is_disjoint(other)):
                 continue
             same_part = path is not None and path == other
-            found = _rules(left, partners[other], rules) if same_part else None
+            found = _rules(left, partners[other], which) if same_part else None
             if found is None:
-                return definition(first, second, workspace)
+                return DEFINITIONS[which](first, second, workspace)
             terms += found
     total = None
     for rule, one, two in terms:
         value = rule(one, two, workspace, sizes)
         total = value if total is None else total + value
     if total is None:  # they share no element
-        batches = (first[0].batch, second[0].batch) if rules is PAIRS else (first[0].batch,)
+        batches = (first[0].batch, second[0].batch) if which == PAIRS else (first[0].batch,)
         return _tiles.zeros(first, *batches)
     return total
 
 
-def _rules(first: list[Factor], second: list[Factor], rules: dict):
+def _rules(first: list[Factor], second: list[Factor], which: int):
     """Return a rule for every pair of the factors, None if there is one without."""
     several = len(first) + len(second) > 2
     terms = []
@@ -190,7 +184,7 @@ def _rules(first: list[Factor], second: list[Factor], rules: dict):
                 return None  # the sum is formed once; term by term it would be formed repeatedly
             if not _fit(one, two):
                 return None
-            terms.append((rules[type(one), type(two)], one, two))
+            terms.append((RULES[type(one), type(two)][which], one, two))
     return terms
 
 
@@ -204,7 +198,7 @@ def _fit(one: Factor, two: Factor) -> bool:
         return isinstance(two, Outer) and one.layout == two.layout
     if isinstance(one, Vector):
         return isinstance(two, Vector) and one.axis == two.axis
-    return type(one) is type(two) and (type(one), type(two)) in PAIRS
+    return type(one) is type(two) and (type(one), type(two)) in RULES
 
 
 def by_path(factors: Sequence[Factor]) -> dict[Any, list[Factor]]:
