@@ -215,9 +215,7 @@ class Marks(Meetings):
 
     def mark_blank(self, tensor: Tensor) -> None:
         """Remember that a tensor with the form of data holds no example's values yet."""
-        if not tensor.is_inference():
-            tensor._gradstats_blank = (self.serial, tensor._version)  # type: ignore[attr-defined]
-            self._marked.append(ref(tensor))
+        self._stamp(tensor, "_gradstats_blank")
 
     def was_blank(self, tensor: Tensor, writes: int) -> bool:
         """Whether a tensor held no example's values before its last ``writes`` changes."""
@@ -225,7 +223,7 @@ class Marks(Meetings):
 
     def mark_sum(self, tensor: Tensor) -> None:
         """Remember that a marked tensor of several examples sums terms of one example each."""
-        tensor._gradstats_sum = (self.serial, tensor._version)  # type: ignore[attr-defined]
+        self._stamp(tensor, "_gradstats_sum")
 
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor of several examples was such a sum before its last changes."""
@@ -241,9 +239,7 @@ class Marks(Meetings):
 
     def mark_given(self, tensor: Tensor) -> None:
         """Remember that a tensor was made of given values alone, and is data for its size."""
-        if not tensor.is_inference():
-            tensor._gradstats_given = (self.serial, tensor._version)  # type: ignore[attr-defined]
-            self._marked.append(ref(tensor))
+        self._stamp(tensor, "_gradstats_given")
 
     def is_given(self, tensor: Tensor) -> bool:
         """Whether a tensor counts as data for the size of values alone that it was made of."""
@@ -261,10 +257,7 @@ class Marks(Meetings):
 
     def mark_filling(self, tensor: Tensor, filling: Filling) -> None:
         """Remember what has been written into a tensor that was blank."""
-        if not tensor.is_inference():
-            mark = self.serial, tensor._version, filling
-            tensor._gradstats_filling = mark  # type: ignore[attr-defined]
-            self._marked.append(ref(tensor))
+        self._stamp(tensor, "_gradstats_filling", filling)
 
     def filling_of(self, tensor: Tensor, writes: int) -> Filling | None:
         """Return what had been written into a blank tensor before its last ``writes`` changes."""
@@ -277,6 +270,12 @@ class Marks(Meetings):
             if self._held(tensor, name, writes=1):
                 _, _, *more = getattr(tensor, name)
                 setattr(tensor, name, (self.serial, tensor._version, *more))
+
+    def _stamp(self, tensor: Tensor, name: str, *more: Any) -> None:
+        """Note on a tensor what holds of its values until they change."""
+        if not tensor.is_inference():
+            setattr(tensor, name, (self.serial, tensor._version, *more))
+            self._marked.append(ref(tensor))
 
     def _held(self, tensor: Tensor, name: str, writes: int) -> bool:
         # Absent marks first: tensors of inference mode have no version.
