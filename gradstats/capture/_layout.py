@@ -74,13 +74,13 @@ def follow(
         return reshaped(source, layout, result)
     if func in REINDEXES:
         return REINDEXES[func](func, args, kwargs, source, layout, result)
-    if is_over_axes(func) and (func in QUANTILES or result.dim() < source.dim()):
-        return reduced(func, args, kwargs, source, layout, result)
-    if is_over_axes(func) and result.dim() > source.dim():
-        return None  # it was broadcast against other operands
-    if is_over_axes(func) and result.dim() == source.dim():
-        # The axes that were reduced may be kept with size 1.
-        return layout if result.shape[layout.axis] == source.shape[layout.axis] else None
+    if is_over_axes(func):
+        if func in QUANTILES or result.dim() < source.dim():
+            return reduced(func, args, kwargs, source, layout, result)
+        # It may have more axes where it was broadcast against other operands, and the axes that
+        # were reduced may be kept with size 1.
+        kept = result.shape[layout.axis] == source.shape[layout.axis]
+        return layout if kept and result.dim() == source.dim() else None
     if result.dim() <= layout.axis:
         return None
     lead = layout.axis + 1
