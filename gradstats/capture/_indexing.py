@@ -64,13 +64,13 @@ def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole |
     for position, item in enumerate(items):
         span = _axes_taken(item)
         if position in advanced:
+            if position != advanced[0]:
+                continue  # the first stands for all
             touched = [items[i] for i in advanced]
-            first_axis, span = axis, sum(_axes_taken(item) for item in touched)
-            dims = torch.broadcast_shapes(*(_selected_shape(item) for item in touched))
-            if first_axis <= layout.axis < first_axis + span:
-                return _selected(touched, first_axis, dims, after, layout, source)
-            if position != advanced[-1]:
-                continue
+            span = sum(map(_axes_taken, touched))
+            dims = torch.broadcast_shapes(*map(_selected_shape, touched))
+            if axis <= layout.axis < axis + span:
+                return _selected(touched, axis, dims, after, layout, source)
             axis, after = axis + span, after + len(dims)
             continue
         if axis == layout.axis and span:
