@@ -25,7 +25,7 @@ from gradstats.capture._tensors import node_of
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-ATTENTION = torch.nn.functional.multi_head_attention_forward
+MULTI_HEAD_ATTENTION = torch.nn.functional.multi_head_attention_forward
 
 # Operands of attention with a row for each example, and with one for each of its heads, by name and
 # by position.
@@ -71,7 +71,7 @@ def _of_attention(tracker: Context, args, kwargs, results) -> Layouts:
     own = _common_along(tracker, args[:3], 1)
     if not _lie_beside(tracker, own, args, kwargs):
         return [None] * len(results)
-    return [own, own and own.along(0)][: len(results)]
+    return [own, _along(own, 0)][: len(results)]
 
 
 def _of_packing(tracker: Context, args, kwargs, results) -> Layouts:
@@ -220,7 +220,7 @@ def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Exa
 
 # Called with the context, the operation's arguments, and its results.
 PRESCRIBES: dict[Any, Callable[..., Layouts]] = {
-    ATTENTION: _of_attention,
+    MULTI_HEAD_ATTENTION: _of_attention,
     torch.nn.functional.embedding_bag: _of_bags,
     **dict.fromkeys(variants("sort", "argsort"), _of_sort(1)),
     **dict.fromkeys(variants("topk"), _of_sort(2)),
