@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError
 
@@ -12,7 +10,7 @@ def check_statistics(
     mode, input, running_mean, running_var, weight=None, bias=None, training=False, *_, **__
 ) -> None:
     """Check a batch normalisation of data before it runs."""
-    if not _is_data(mode, input):
+    if not mode.tracker.is_of_data(input):
         return
     try:
         check_batch_norm(running_mean, weight, bias, training)
@@ -25,12 +23,8 @@ def check_native_statistics(
     mode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
     """The same for ``torch.batch_norm``, which all others end in."""
-    if _is_data(mode, input):
+    if mode.tracker.is_of_data(input):
         check_batch_norm(running_mean, weight, bias, training)
-
-
-def _is_data(mode, tensor: Tensor) -> bool:
-    return node_of(tensor) is None and mode.tracker.is_data(tensor)
 
 
 def check_batch_norm(running_mean, weight, bias, training: bool) -> None:

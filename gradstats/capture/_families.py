@@ -35,7 +35,6 @@ from gradstats.capture._operations import (
     solves_vector,
 )
 from gradstats.capture._reductions import ATTENTION
-from gradstats.capture._tensors import node_of
 
 if TYPE_CHECKING:
     from gradstats.capture._following import Following, Layout, Unchanged
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
 def _of_linear(marks: Following, call: Call) -> Layout | Unchanged:
     """All examples share a layer's weight, unless it was computed from parameters and data."""
     first = call.args[0]
-    of_data = node_of(first) is None and marks.is_data(first)
-    layout = marks.layout_of(first) if of_data else None
+    layout = marks.layout_of(first) if marks.is_of_data(first) else None
     sums = layout is not None and layout.axis == first.dim() - 1
     if not sums and not any(map(marks.is_trained, call.args[1:])):
         return marks.by_first(call)

@@ -310,7 +310,7 @@ class Following(Marks):
             # has no gradient may be counted, for instance, through all of them.
             return False
         for item in operands:
-            if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item):
+            if self.is_of_data(item):
                 layout = self.layout_of(item)
                 if layout is not None and runs_over(func, (item, *args[1:]), kwargs, layout.axis):
                     return True

@@ -12,7 +12,6 @@ from gradstats.capture._examples import Examples, Mixed, Whole, joined, sole_of
 from gradstats.capture._marks import Marks
 from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import JOINS, PAD_SEQUENCE
-from gradstats.capture._tensors import node_of
 
 # Whose each of several tensors is; None for one that holds nothing of any example.
 Owners = list[Examples | Whole | Mixed | None]
@@ -54,11 +53,7 @@ def joined_layout(
 
 
 def _owners(marks: Marks, tensors: Sequence[Tensor]) -> Owners:
-    return [marks.owned(tensor) if _is_data(marks, tensor) else None for tensor in tensors]
-
-
-def _is_data(marks: Marks, tensor: Tensor) -> bool:
-    return node_of(tensor) is None and marks.is_data(tensor)
+    return [marks.owned(tensor) if marks.is_of_data(tensor) else None for tensor in tensors]
 
 
 def _in_line(
@@ -71,7 +66,7 @@ def _in_line(
     stacked: bool,
 ) -> Examples | None:
     """Return the layout of joined tensors each of which has rows of all its examples."""
-    trained = [tensor for tensor in tensors if tensor.requires_grad and _is_data(marks, tensor)]
+    trained = [tensor for tensor in tensors if tensor.requires_grad and marks.is_of_data(tensor)]
     if any(map(marks.is_lost, trained)):
         return None
     known = [owned for owned in owners if isinstance(owned, Examples)]

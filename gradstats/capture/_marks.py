@@ -19,6 +19,7 @@ from gradstats.capture._meetings import Meetings
 from gradstats.capture._memory import RearrangedMemory, WrittenMemory
 from gradstats.capture._names import function_name
 from gradstats.capture._operations import GIVEN_VALUES
+from gradstats.capture._tensors import node_of
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 
 SERIALS = itertools.count()
@@ -148,6 +149,10 @@ class Marks(Meetings):
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return False  # a parameter created in the forward holds no examples either
         return id(tensor) not in CONSTANTS
+
+    def is_of_data(self, item: Any) -> bool:
+        """Whether an operand is a tensor that may carry examples, and not a tracked one."""
+        return isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
 
     def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
         """Return whether values given or drawn in the forward count as data for their size.

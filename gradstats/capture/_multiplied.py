@@ -10,7 +10,6 @@ from torch import Tensor
 from gradstats.capture._apart import scores, weights_keep_apart, without_columns
 from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, same_layout, same_rows
 from gradstats.capture._marks import Marks
-from gradstats.capture._tensors import node_of
 
 
 def multiplied(
@@ -27,7 +26,7 @@ def multiplied(
     kept: list[tuple[Tensor, Examples]] = []
     gone: list[tuple[Tensor, Examples]] = []
     for place, tensor in enumerate(operands[:2]):
-        if node_of(tensor) is not None or not marks.is_data(tensor):
+        if not marks.is_of_data(tensor):
             continue
         layout = marks.layout_of(tensor)
         if layout is None:
@@ -76,7 +75,7 @@ def contraction(
     """
     kept, gone = [], []
     for place, tensor in enumerate(operands):
-        if node_of(tensor) is not None or not marks.is_data(tensor):
+        if not marks.is_of_data(tensor):
             continue
         layout = marks.layout_of(tensor)
         after = None if layout is None else lies(place, layout)

@@ -33,7 +33,6 @@ from gradstats.capture._operations import (
     in_place_variants,
     variants,
 )
-from gradstats.capture._tensors import node_of
 
 if TYPE_CHECKING:
     from gradstats.capture._following import Following
@@ -199,9 +198,7 @@ def exponent_of(call: Call) -> float | None:
 
 def joins_examples(data: Following, output: Any) -> bool:
     """Whether derivatives of a tensor may depend on values of several examples."""
-    if not isinstance(output, Tensor) or node_of(output) is not None or data.batch_size == 1:
-        return False
-    if not (data.is_data(output) and output.requires_grad):
+    if data.batch_size == 1 or not data.is_trained(output):
         return False
     if data.coupled and any(node in data.coupled for node in nodes_behind(output)):
         return True

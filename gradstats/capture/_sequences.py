@@ -20,7 +20,6 @@ from gradstats._compiler import is_compiling
 from gradstats.capture._examples import Examples, Grid, Whole, same_rows, spread
 from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import variants
-from gradstats.capture._tensors import node_of
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -199,9 +198,7 @@ def _along(layout: Examples | None, axis: int) -> Examples | None:
 
 
 def _layout(tracker: Context, tensor: Tensor) -> Examples | None:
-    return (
-        tracker.layout_of(tensor) if node_of(tensor) is None and tracker.is_data(tensor) else None
-    )
+    return tracker.layout_of(tensor) if tracker.is_of_data(tensor) else None
 
 
 def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Examples | None:

@@ -30,7 +30,7 @@ def added_product(tracker, func, *args, **kwargs):
 def _addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
     """β·input + α·mat1 mat2; with β = α = 1 and a vector of full width it is a linear layer."""
     layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
-    layer = layer and node_of(mat1) is None and tracker.is_data(mat1)
+    layer = layer and tracker.is_of_data(mat1)
     # A matrix that was computed from other examples is no layer's weight.
     if layer and (not tracker.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
         return linear_layer(tracker, func, mat1, mat2, input, inputs_first=True)

@@ -75,7 +75,7 @@ def transposed_convolution(
 
 def _convolution(tracker, func, dims, input, weight, bias, call):
     nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
-    if node_of(input) is not None or not tracker.is_data(input):
+    if not tracker.is_of_data(input):
         kernels = input.dim() == dims + 2 and len(input) == 1 and node_of(weight) is None
         if kernels and tracker.is_data(weight) and call[-1] % tracker.batch_size == 0:
             return _in_groups(tracker, func, input, weight, bias, call)

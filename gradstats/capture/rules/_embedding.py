@@ -333,7 +333,7 @@ def index_select(tracker, func, input, dim, index):
 def gather(tracker, func, input, dim, index, **kwargs):
     """Elements of a tracked tensor that was repeated for the batch, of each example's own."""
     node = first_node(input, index)
-    if node_of(input) is None or node_of(index) is not None or not tracker.is_data(index):
+    if node_of(input) is None or not tracker.is_of_data(index):
         refuse(func, node, "of data by tracked indices has no rule")
     examples = locate(tracker, func, node, index, folds=True)
     if dim % input.dim() == examples.axis:

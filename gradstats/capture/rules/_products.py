@@ -134,7 +134,7 @@ def own_slices(tracker, *operands: Tensor) -> list[Tensor]:
     for position, operand in enumerate(operands):
         data = operands[1 - position]
         node = node_of(operand)
-        if not isinstance(node, Derived) or node_of(data) is not None or not tracker.is_data(data):
+        if not isinstance(node, Derived) or not tracker.is_of_data(data):
             continue
         layout = tracker.layout_of(data)
         if layout is None or not layout.plain:
