@@ -1,7 +1,8 @@
 """Scores of whole data sets: self-influence and influence over a run's checkpoints.
 
 _checkpoint_files, _rates, _checkpoints    reading checkpoints, and their learning rates
-_weights        lending the user's model to other weights; _renewal what it keeps of them
+_borrowed       lending the user's model to other weights; _renewal what it keeps of them
+_weights        checkpoints fitted to the model, and loaded
 _content, _loaders, _batches    data that are read several times, and recognised
 _layout         where the examples of their batches lie
 _work           a model with its loss, and the options of a call

@@ -12,13 +12,13 @@ from gradstats._compiler import in_python
 from gradstats.errors import ScoreError
 from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source
+from gradstats.scoring._borrowed import borrowed
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._passes import Pairs, Passes
 from gradstats.scoring._rankings import check_k
 from gradstats.scoring._scores import InfluenceScores, check_normalize
 from gradstats.scoring._top import TopScores
-from gradstats.scoring._weights import borrowed
 from gradstats.scoring._work import Work, check_checkpoints, folder_path, read_data
 from gradstats.statistics._arguments import LossFunction, check_flags, integer
 from gradstats.statistics._state import random_numbers_kept

@@ -14,6 +14,7 @@ from torch import nn
 from gradstats._compiler import in_python
 from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source, to_device
+from gradstats.scoring._borrowed import borrowed
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
 from gradstats.scoring._confidence import (
     CrossEntropyWatch,
@@ -29,7 +30,7 @@ from gradstats.scoring._rates import Rates
 from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._table import FIELDS, SQNORM, SelfInfluence
 from gradstats.scoring._tiles import Array
-from gradstats.scoring._weights import borrowed, load_weights
+from gradstats.scoring._weights import load_weights
 from gradstats.scoring._work import (
     Work,
     amount,

@@ -1,0 +1,185 @@
+"""Lending the user's model to a computation: other memory for a while, then as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from gradstats._comparison import same_bits
+from gradstats.capture._attributes import STANDARD_ATTRIBUTES, kept_by, tensors_kept
+from gradstats.capture._memory import parts_of
+from gradstats.errors import CheckpointError
+from gradstats.scoring._renewal import Renewal
+
+
+@contextmanager
+def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
+    """Put the model into eval mode, and give it back with its weights, state, attributes and mode.
+
+    The user's tensors keep their memory, and nothing is written to it: the model is given other
+    memory in the meantime. So a state dict of the model as it was still says what it said. What
+    modules keep in plain attributes may be computed from a checkpoint's weights: it goes with them.
+
+    Args:
+        model: the user's.
+        renewal: is told of the model.
+
+    Raises:
+        CheckpointError: if eval mode changes weights, as layers do that merge their adapters then:
+            a checkpoint's weights would not be computed with as they were.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    overridden = overrides_modes(model)
+    # A forward may assign or register others. Modules of TorchScript hold what they hold elsewhere.
+    ordinary = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
+    buffers = [
+        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
+        for module in ordinary
+    ]
+    attributes = [(module, _attributes(module)) for module in ordinary]
+    # Copies: a module may hand out what it goes on to change.
+    states = [
+        (module, copy.deepcopy(module.get_extra_state()))
+        for module in model.modules()
+        if _has_extra_state(module)
+    ]
+    _replace_sparse(ordinary)
+    tensors = model_tensors(model)
+    memory = [tensor.data for tensor in tensors]
+    # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    with _unsafe_preserve_version_counter(counted):
+        try:
+            # Code of the user's that changes the mode may write to all; else parameters move when
+            # a checkpoint is loaded.
+            move(tensors, set(map(id, tensors if overridden else _written(model))))
+            model.eval()
+            if overridden:
+                _check_unchanged(model, tensors, memory)
+                renewal.try_out(model, zip(tensors, memory, strict=True))
+            yield
+        finally:
+            try:
+                # From the outside in: what a module sets for its parts, they set anew.
+                for module, training in modes:
+                    if module.training != training:
+                        module.train(training)
+            finally:
+                for tensor, own in zip(tensors, memory, strict=True):
+                    tensor.data = own
+                for module, named, transient in buffers:
+                    for name in module._buffers.keys() - named.keys():
+                        del module._buffers[name]
+                    module._buffers.update(named)
+                    module._non_persistent_buffers_set.clear()
+                    module._non_persistent_buffers_set.update(transient)
+                for module, kept in attributes:
+                    for name in _attributes(module).keys() - kept.keys():
+                        del vars(module)[name]
+                    vars(module).update(kept)
+                # Last, since a forward may have changed what an attribute holds.
+                for module, state in states:
+                    module.set_extra_state(state)
+
+
+def _replace_sparse(modules: Sequence[nn.Module]) -> None:
+    """Give modules copies of their sparse buffers, which cannot be given other memory."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout != torch.strided:
+                module._buffers[name] = buffer.clone()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module: no parameters, buffers, modules, modes or hooks."""
+    return {name: value for name, value in vars(module).items() if name not in STANDARD_ATTRIBUTES}
+
+
+def _written(model: nn.Module) -> list[Tensor]:
+    """Return what a forward writes to: buffers, and tables whose rows it shortens to max_norm."""
+    tables = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
+    return [part for each in (*model.buffers(), *tables) for part in parts_of(each)]
+
+
+def overrides_modes(model: nn.Module) -> bool:
+    """Whether code of the user's runs where the mode is set: it may write to anything."""
+    kinds = {type(module) for module in model.modules()}
+    return any(
+        kind.train is not nn.Module.train or kind.eval is not nn.Module.eval for kind in kinds
+    )
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    """Whether a state dict holds of a module what is no parameter and no buffer."""
+    kind, plain = type(module), nn.Module
+    return (
+        kind.get_extra_state is not plain.get_extra_state
+        and kind.set_extra_state is not plain.set_extra_state
+    )
+
+
+def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
+    """Raise where tensors are not what they were, each in its memory then."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    names = [name for name, tensor in named for _ in parts_of(tensor)]
+    pairs = zip(names, tensors, memory, strict=False)  # what shares their memory comes after them
+    changed = [name for name, tensor, own in pairs if not same_bits(tensor.detach(), own)]
+    if changed:
+        raise CheckpointError(
+            f"model.eval() changes {quoted(changed)}, so that a checkpoint's weights would not be "
+            "computed with as they were. Expected weights that do not depend on the mode: have "
+            "adapters not merged into them (loralib: merge_weights=False)."
+        )
+
+
+def model_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers, and the tensors in attributes that share their memory."""
+    own = [part for each in (*model.parameters(), *model.buffers()) for part in parts_of(each)]
+    known = set(map(id, own))
+    places = {memory_of(tensor) for tensor in own}
+    for module in model.modules():
+        for name in kept_by(module):
+            for tensor in tensors_kept(vars(module)[name]):
+                if id(tensor) not in known and memory_of(tensor) in places:
+                    known.add(id(tensor))
+                    own.append(tensor)
+    return own
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return what memory a tensor lies in; one that has none of its own stands for itself."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage()._cdata
+
+
+def move(tensors: Sequence[Tensor], chosen: set[int]) -> None:
+    """Copy the memory of the chosen tensors; tensors that share memory still do afterwards.
+
+    Sparse ones stay where they are: see ``_replace_sparse``.
+    """
+    sharing: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        sharing.setdefault(memory_of(tensor), []).append(tensor)
+    for group in sharing.values():
+        if chosen.isdisjoint(map(id, group)) or group[0].layout != torch.strided:
+            continue
+        places = [(each.size(), each.stride(), each.storage_offset()) for each in group]
+        whole = torch.empty(0, dtype=torch.uint8, device=group[0].device)
+        memory = whole.set_(group[0].untyped_storage()).clone().untyped_storage()
+        for tensor, (size, stride, offset) in zip(group, places, strict=True):
+            tensor.data = tensor.new_empty(0).set_(memory, offset, size, stride)
+
+
+def quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
