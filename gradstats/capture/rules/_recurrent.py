@@ -10,6 +10,7 @@ step, and so on. Packed sequences are rows already, of which later steps have fe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -212,10 +213,9 @@ def _padded(
     data = as_data(tracker, func, node, input, examples.along(axis))
     form = "examples" if batch_first else "steps"
     sizes = (examples.rows,) * data.shape[1 - axis]
-    drops = dropout if training else 0.0
     return _stack(
-        tracker, func, data, (), states, weights, bias, count, drops, training, bidirectional, form,
-        sizes, examples,
+        tracker, func, data, (), states, weights, bias, count, dropout, training, bidirectional,
+        form, sizes, examples,
     )  # fmt: skip
 
 
@@ -234,9 +234,8 @@ def _packed(
             "parameter out by name with exclude=.",
             list(dict.fromkeys(root.name for own in tracked for root in own.roots)),
         )
-    drops = dropout if training else 0.0
     return _stack(
-        tracker, func, data, (batch_sizes,), states, weights, bias, count, drops, training,
+        tracker, func, data, (batch_sizes,), states, weights, bias, count, dropout, training,
         bidirectional, "rows", tuple(batch_sizes.tolist()), examples,
     )  # fmt: skip
 
@@ -260,15 +259,13 @@ def _stack(
 
     def call(trains, data, states, weights):
         options = (bias, 1, 0.0, trains, bidirectional, *layout)
-        if count == 1 or not data.is_cuda:
-            return func(data, *rows, as_given(states), weights, *options)
-        with weights_apart():
-            # These lie between those of the other layers.
+        # On a GPU PyTorch warns of weights that lie between those of other layers.
+        with weights_apart() if count > 1 and data.is_cuda else nullcontext():
             return func(data, *rows, as_given(states), weights, *options)
 
     finals = []
     for number in range(count):
-        if number > 0 and dropout > 0:
+        if number > 0 and training and dropout > 0:
             data = functional.dropout(data, dropout)
         own = slice(number * directions, (number + 1) * directions)
         its_weights = weights[number * each : (number + 1) * each]
