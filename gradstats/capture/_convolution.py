@@ -164,12 +164,10 @@ class ConvolutionUse(torch.autograd.Function):
                 factors.append(patches)
         if layer.bias:
             bias = channel_factor(layer.examples, grad)
-            reported, total = bias_report(
+            reported, grad_bias = bias_report(
                 use, settings, bias, len(factors), ctx.bias_dtype if want_bias else None
             )
             factors.append(reported)
-            if total is not None:
-                grad_bias = total.to(ctx.bias_dtype)
         elif want_bias:
             grad_bias = _channel_sum(grad).to(ctx.bias_dtype)
         use.deliver(factors)

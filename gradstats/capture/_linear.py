@@ -163,12 +163,10 @@ class LinearUse(torch.autograd.Function):
             grad_weight = cast(layer.weight_gradient(grad, x, weight), weight_dtype)
         if layer.bias:
             bias = bias_factor(layer.examples, grad)
-            reported, total = bias_report(
+            reported, grad_bias = bias_report(
                 use, settings, bias, len(factors), bias_dtype if want_bias else None
             )
             factors.append(reported)
-            if total is not None:
-                grad_bias = cast(total, bias_dtype)
         elif want_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         use.deliver(factors)
@@ -278,17 +276,16 @@ def bias_report(
         use, settings: of the operation and its context.
         factor: the factor of the bias.
         place: the bias's place among the use's nodes.
-        wanted: the dtype in which the bias's gradient is wanted, though it may come in another;
-            None where it is not wanted.
+        wanted: the dtype of the bias's gradient; None where it is not wanted.
     """
     sole = settings.consumer is None and use.is_sole(place)
     if sole and isinstance(factor, Elementwise):
         fused = fuse(factor, settings, wanted is not None, wanted)
-        return fused, fused.total
+        return fused, None if fused.total is None else fused.total.to(wanted)
     if wanted is None:
         return factor, None
     vector = summed(factor) if isinstance(factor, Elementwise) else factor
-    return vector, vector.values.sum(0)
+    return vector, cast(vector.values.sum(0), wanted)
 
 
 def outer_factor(
