@@ -253,8 +253,8 @@ def sqnorms_together(
         workspace: bytes of scratch.
     """
     replay = replay_of(node, roots)
-    itemsize = compute_dtype(node.value).itemsize
-    size = itemsize * (node.widest + sum(root.parameter.numel() for root in roots))
+    dtype = compute_dtype(node.value)
+    size = dtype.itemsize * (node.widest + sum(root.parameter.numel() for root in roots))
     chunk = pulled_chunk(size, factor.batch, workspace, launched=node.value.is_cuda)
     if node.has_function:
         # Its backward is checked once for each chunk, which takes as long as two examples.
@@ -264,7 +264,6 @@ def sqnorms_together(
         inner = factor.select(slice(start, start + chunk))
         for found, pulled in zip(norms, replay.pull_each(inner), strict=True):
             found.append(rows_squared_norms(pulled))
-    dtype = compute_dtype(node.value)
     return [well_conditioned(torch.cat(found), dtype) for found in norms]
 
 
