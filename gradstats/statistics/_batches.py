@@ -177,18 +177,6 @@ def _is_size(item: Any) -> bool:
     return type(item) is tuple and all(isinstance(each, numbers.Number) for each in item)
 
 
-def leaves_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch in the order in which ``map_tensors`` changes them."""
-    tensors: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_tensors(batch, note)
-    return tensors
-
-
 @dataclasses.dataclass(frozen=True)
 class Division:
     """How a batch divides into examples.

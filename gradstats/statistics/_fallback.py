@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradstats._complex import any_double
 from gradstats.capture._engine import without_hooks
 from gradstats.capture._formats import SettledFormats
+from gradstats.capture._nested import tensors_in
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
 from gradstats.errors import (
@@ -28,7 +29,7 @@ from gradstats.errors import (
 )
 from gradstats.statistics._arguments import LossFunction, excluding
 from gradstats.statistics._backward import NothingUsedError
-from gradstats.statistics._batches import Division, leaves_of, map_tensors
+from gradstats.statistics._batches import Division, map_tensors
 from gradstats.statistics._differentiable import differentiable
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
@@ -274,7 +275,7 @@ def _in_chunks(model, batch, loss_fn, names, division, *, workspace, state) -> G
     # A chunk's gradients, the same in the accumulation dtype, and their squares may exist at once.
     numbers = 3 * sum(parameter.numel() for parameter in parameters.values())
     chunk = max(1, min(division.batch_size, workspace // (8 * numbers)))
-    tensors = leaves_of(batch)
+    tensors = [*tensors_in(batch)]  # in the order of ``map_tensors``
     dims = tuple(map(division.axis, tensors))
     keys = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
 
