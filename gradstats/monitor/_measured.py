@@ -158,7 +158,7 @@ class Pending:
             if self._groups is not None:
                 rates = reader.take(len(self._groups))
             batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
-        self._check(headers, held, batches)
+        self._check(held, batches)
         gradient: np.ndarray | None = None
         if headers[0][H_MEASURED]:
             gradient = sum(gradients[1:], gradients[0])
@@ -178,9 +178,7 @@ class Pending:
             sqnorm=reader.take(parameters, size),
         )
 
-    def _check(
-        self, headers: Sequence[np.ndarray], held: np.ndarray, batches: Sequence[Batch]
-    ) -> None:
+    def _check(self, held: np.ndarray, batches: Sequence[Batch]) -> None:
         stale = [name for name, square in zip(self._names, held, strict=True) if square != 0]
         if stale:
             raise TrackingError(
