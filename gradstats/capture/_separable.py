@@ -41,7 +41,7 @@ ADDED = ("add", "sub", "subtract")
 ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
 
 # What picks one value of several: which that is does not change.
-PICKS = frozenset(variants("max", "min", "amax", "amin", "aminmax", "median"))
+PICKS = frozenset(variants("max", "min", "amax", "amin", "median"))
 
 # Functions made of straight pieces: of what was summed over all examples they return such a sum, as
 # which piece it lies on does not change.
@@ -50,7 +50,7 @@ BENT = PICKS | frozenset(
         functional.relu,
         *variants(
             "relu", "abs", "absolute", "clamp", "clamp_min", "clamp_max", "clip", "nan_to_num",
-            "where", "maximum", "minimum", "fmax", "fmin", "sort", "msort", "topk",
+            "where", "maximum", "minimum", "aminmax", "fmax", "fmin", "sort", "msort", "topk",
             "kthvalue", "cummax", "cummin", "sign", "round", "floor", "ceil", "trunc",
         ),
         functional.relu6,
