@@ -381,6 +381,25 @@ NO_SUMS = {
     "squared derivative by one scale": lambda h: by_scale(h.sin()).square(),
     "distance": lambda h: torch.dist(h, h.detach() + 1),
     "squares of each and the mean": lambda h: torch.cat([h, h.mean(0)[None]]).square().sum(),
+    "a root by an operator of torch.ops": lambda h: torch.ops.aten.sqrt(h.square().mean()),
+    "absolute value of complex sums": lambda h: torch.complex(h.mean(), h.exp().mean()).abs(),
+    "norm of order 1 of complex sums": lambda h: torch.linalg.vector_norm(
+        torch.complex(h.mean(0), h.exp().mean(0)), ord=1
+    ),
+    "sums over two indices": lambda h: torch.einsum("bd,cd->", h, h.exp()),
+    "sums over two indices of three": lambda h: torch.einsum("bd,ij,cd->d", h, MATRIX, h),
+    "axes crossed": lambda h: torch.tensordot(
+        h[:, :BATCH], h.exp()[:, :BATCH], dims=([0, 1], [1, 0])
+    ),
+    "windows of the examples": lambda h: functional.conv1d(h.mT[None], h.mT[None], padding=1),
+    "logits of one row": lambda h: functional.cross_entropy(h[:, 0], torch.tensor(1)),
+    "margins in one row": lambda h: functional.multi_margin_loss(h[:, 0].exp(), torch.tensor(1)),
+    "steps of a sequence": lambda h: functional.ctc_loss(
+        h[:, None].log_softmax(2), torch.tensor([[1]]), torch.tensor([BATCH]), torch.tensor([1])
+    ),
+    "steps of one sequence": lambda h: functional.ctc_loss(
+        h.log_softmax(1), torch.tensor([1]), torch.tensor(BATCH), torch.tensor(1)
+    ),
 }
 
 
@@ -431,6 +450,20 @@ LOST = {
     "pooled in windows": lambda h: functional.avg_pool1d(h.mT[None], 2).square(),
     "grown": lambda h: functional.interpolate(h.mT[None], scale_factor=2).square(),
     "beside zeros": lambda h: torch.cat([torch.zeros(1, WIDTH).double(), h]).logsumexp(0),
+    "attention without an axis for examples": lambda h: functional.multi_head_attention_forward(
+        *[h.mT] * 3,
+        BATCH,
+        1,
+        torch.ones(3 * BATCH, BATCH).double(),
+        None,
+        None,
+        None,
+        False,
+        0.0,
+        torch.eye(BATCH).double(),
+        None,
+    )[0],
+    "operators of torch.ops": lambda h: torch.ops.aten.logsumexp(h, [0]),
     "an outer product": lambda h: torch.kron(torch.ones(1, 2).double(), h).square(),
     "segments": lambda h: torch.segment_reduce(h, "sum", lengths=torch.tensor([1, 2])).exp(),
 }

@@ -15,11 +15,14 @@ from gradstats.capture._call import Call
 from gradstats.capture._examples import same_layout
 from gradstats.capture._layout import (
     contracted,
+    contracted_over,
     convolved,
+    convolved_over,
     in_front,
     is_one,
     summed_against,
     tensordot,
+    tensordot_over,
 )
 from gradstats.capture._multiplied import contraction, multiplied
 from gradstats.capture._nested import argument_of, operands_of
@@ -94,8 +97,8 @@ def _of_solution(marks: Following, call: Call) -> Layout:
 
 def _of_einsum(marks: Following, call: Call) -> Layout:
     operands, lies = operands_of(call.args[1:], {}), partial(contracted, call.args)
-    against = partial(summed_against, call.args)
-    return contraction(marks, operands, lies, call.result, against)
+    over, against = partial(contracted_over, call.args), partial(summed_against, call.args)
+    return contraction(marks, operands, lies, call.result, over, against)
 
 
 def _of_convolution(marks: Following, call: Call) -> Layout | Unchanged:
@@ -104,12 +107,14 @@ def _of_convolution(marks: Following, call: Call) -> Layout | Unchanged:
         return marks.by_first(call)
     named = [kwargs[name] for name in ("weight", "bias") if name in kwargs]
     lies = partial(convolved, func, args, kwargs, result)
-    return contraction(marks, operands_of((*args, *named), {}), lies, result)
+    operands = operands_of((*args, *named), {})
+    return contraction(marks, operands, lies, result, partial(convolved_over, func))
 
 
 def _of_tensor_product(marks: Following, call: Call) -> Layout:
     func, args, kwargs, _, result = call
-    return contraction(marks, args[:2], partial(tensordot, func, args, kwargs), result)
+    lies, over = partial(tensordot, func, args, kwargs), partial(tensordot_over, func, args, kwargs)
+    return contraction(marks, args[:2], lies, result, over)
 
 
 def _of_row_pairs(marks: Following, call: Call) -> Layout | Unchanged:

@@ -171,14 +171,24 @@ def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:
     return first.dim() == second.dim() > axis + 2 and second.shape[axis] != 1
 
 
-def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples | None:
-    """Return where an equation puts the examples of the operand at ``place``."""
+def _indices(args: tuple[Any, ...]) -> tuple[list[list[str]], list[str]]:
+    """Return the indices of an equation's operands and of its result."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
-    inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
+    return parse_equation(equation, [operand.dim() for operand in operands])
+
+
+def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples | None:
+    """Return where an equation puts the examples of the operand at ``place``."""
+    inputs, out = _indices(args)
     letter = inputs[place][layout.axis]
     return layout.along(out.index(letter)) if letter in out else None
+
+
+def contracted_over(args: tuple[Any, ...], place: int, layout: Examples) -> str:
+    """Return the index by which an equation knows the examples of the operand at ``place``."""
+    return _indices(args)[0][place][layout.axis]
 
 
 def summed_against(args: tuple[Any, ...], layout: Examples) -> int | None:
@@ -198,19 +208,32 @@ def in_front(result: Tensor, place: int, layout: Examples) -> Examples | None:
 
 def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> Examples | None:
     """The result has the first operand's remaining axes, then those of the second."""
-    first, second = args[:2]
-    if func is torch.tensordot:
-        dims = argument_of(args, kwargs, 2, "dims", 2)
-    else:
-        dims = ([], []) if func in OUTER_PRODUCTS else ([-1], [-1])
-    summed = summed_axes(dims, first.dim())
+    summed = _summed_by_tensordot(func, args, kwargs)
     left = [
-        [axis for axis in range(tensor.dim()) if axis not in {a % tensor.dim() for a in axes}]
-        for tensor, axes in zip((first, second), summed, strict=True)
+        [axis for axis in range(tensor.dim()) if axis not in axes]
+        for tensor, axes in zip(args[:2], summed, strict=True)
     ]
     if layout.axis not in left[place]:
         return None
     return layout.along(left[place].index(layout.axis) + (len(left[0]) if place else 0))
+
+
+def tensordot_over(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> int:
+    """Return which pair of axes that are summed the examples of an operand lie along."""
+    return _summed_by_tensordot(func, args, kwargs)[place].index(layout.axis)
+
+
+def _summed_by_tensordot(func, args: tuple[Any, ...], kwargs) -> list[list[int]]:
+    """Return over which axes of both operands is summed, counted from the first."""
+    if func is torch.tensordot:
+        dims = argument_of(args, kwargs, 2, "dims", 2)
+    else:
+        dims = ([], []) if func in OUTER_PRODUCTS else ([-1], [-1])
+    summed = summed_axes(dims, args[0].dim())
+    return [
+        [axis % tensor.dim() for axis in axes]
+        for tensor, axes in zip(args[:2], summed, strict=True)
+    ]
 
 
 def summed_axes(dims: Any, count: int) -> list[Sequence[int]]:
@@ -240,6 +263,12 @@ def convolved(
             return None  # examples are summed
         owner = owners[:, 0].repeat_interleave(result.shape[1] // groups)
     return layout.owned_by(owner, 1)
+
+
+def convolved_over(func, place: int, layout: Examples) -> tuple[int, int] | str:
+    """Return over what a convolution sums the examples of an operand: its channels, or places."""
+    channels = 0 if place == 1 and func in TRANSPOSED_CONVOLUTIONS else 1
+    return "channels" if layout.axis == channels else (place, layout.axis)
 
 
 # Operations that may give data another layout than the contract's.

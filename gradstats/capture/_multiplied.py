@@ -60,6 +60,7 @@ def contraction(
     operands: Sequence[Tensor],
     lies: Callable[[int, Examples], Examples | None],
     result: Tensor,
+    over: Callable[[int, Examples], Any] | None = None,
     against: Callable[[Examples], int | None] | None = None,
 ) -> Examples | Mixed | None:
     """Return the layout of a contraction.
@@ -70,10 +71,13 @@ def contraction(
         lies: called with the position and the layout of an operand, returns where its examples lie
             in the result; None where they are summed.
         result: of the contraction.
+        over: called likewise for an operand whose examples are summed, returns the index over which
+            they are; None if all such indices are one.
         against: called with the layout of the second operand, whose examples are summed, returns
             the axis of the first along which they meet it.
     """
     kept, gone = [], []
+    indices = set()
     for place, tensor in enumerate(operands):
         if not marks.is_of_data(tensor):
             continue
@@ -86,8 +90,13 @@ def contraction(
                 return None
         elif layout is not None:
             gone.append((tensor, layout))
+            if over is not None and tensor.requires_grad:
+                indices.add(over(place, layout))
         elif marks.is_marked(tensor):
             return None
+    if len(indices) > 1 and marks.batch_size > 1:
+        _couple_all(marks, result)
+        return MIXED
     return _product(marks, kept, gone, result)
 
 

@@ -238,6 +238,13 @@ SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
 # Types of operations of which nothing is known: custom operators, and TorchScript's.
 OPAQUE = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket, *SCRIPTS})
 
+
+def is_own_operator(func) -> bool:
+    """Whether an operator of ``torch.ops`` is one of PyTorch's own, and no custom one."""
+    name = getattr(func, "_qualified_op_name", None) or getattr(func, "_name", "")
+    return str(name).startswith(("aten::", "prims::"))
+
+
 # Layers that keep the rows of their first operand apart along all but the last axes, whose sizes
 # they change.
 LAYERS = frozenset(

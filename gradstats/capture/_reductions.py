@@ -128,12 +128,14 @@ OVER_LAST = frozenset(
     }
 )  # fmt: skip
 
-# Losses of rows, with the axis along which a row lies.
-ROW_LOSSES = {
+# Losses of rows, with the axis along which a row lies; of sequences, with the axes of steps and of
+# classes.
+ROW_LOSSES: dict[Any, int | tuple[int, ...]] = {
     getattr(owner, name): axis
     for axis, names in (
         (1, ("cross_entropy", "nll_loss", "multi_margin_loss", "multilabel_margin_loss")),
         (-1, ("multilabel_soft_margin_loss", "cosine_embedding_loss", "triplet_margin_loss")),
+        ((0, -1), ("ctc_loss",)),
     )
     for name in names
     for owner in (torch, functional)
@@ -185,7 +187,7 @@ def runs_over(func, args, kwargs, axis: int) -> bool:
     dim = argument_of(args, kwargs, position, "dim", default)
     if dim is None and func in IMPLICIT:
         return axis == (0 if dims in (0, 1, 3) else 1)
-    if dim is None or dim == ():
-        return True
+    if dim is None or dim == () or (func in ROW_LOSSES and dims == 1):
+        return True  # which is one row
     over = dim if isinstance(dim, (tuple, list)) else (dim,)
     return axis in over or axis - dims in over

@@ -31,6 +31,7 @@ from gradstats.capture._operations import (
     TENSOR_PRODUCTS,
     function_variants,
     in_place_variants,
+    is_own_operator,
     variants,
 )
 
@@ -44,7 +45,7 @@ ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
 PICKS = frozenset(variants("max", "min", "amax", "amin", "median"))
 
 # Functions made of straight pieces: of what was summed over all examples they return such a sum, as
-# which piece it lies on does not change.
+# which piece it lies on does not change. Absolute values of complex numbers are roots.
 BENT = PICKS | frozenset(
     [
         functional.relu,
@@ -61,8 +62,8 @@ BENT = PICKS | frozenset(
     ]
 )  # fmt: skip
 
-# Norms, with the name of their order. Those of order 1 and infinity are made of straight pieces;
-# squares of those of order 2 are sums.
+# Norms, with the name of their order. Those of order 1 and infinity of real numbers are made of
+# straight pieces; squares of those of order 2 are sums.
 NORMS = {
     **dict.fromkeys(variants("norm"), "p"),
     **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm), "ord"),
@@ -157,9 +158,12 @@ def is_sum(data: Following, call: Call) -> bool | None:
     if not trained or not all(additive):
         return None
     # What a script does is not seen, and trusted to leave the examples apart.
-    if func in KEEPS_SUMS or type(func) in OPAQUE or (func in BENT and not any(apart)):
+    if func in KEEPS_SUMS or (type(func) in OPAQUE and not is_own_operator(func)):
         return True
-    if func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
+    straight = not any(tensor.is_complex() for tensor in trained)
+    if straight and func in BENT and not any(apart):
+        return True
+    if straight and func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
         return True
     if func in BETWEEN and not any(each is call.argument(2, "weight") for each in trained):
         return True

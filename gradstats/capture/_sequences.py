@@ -67,7 +67,8 @@ def _of_alignments(tracker: Context, args, kwargs, results) -> Layouts:
 
 
 def _of_attention(tracker: Context, args, kwargs, results) -> Layouts:
-    own = _common_along(tracker, args[:3], 1)
+    # Without an axis for examples there are only positions, and features.
+    own = _common_along(tracker, args[:3], 1) if args[0].dim() == 3 else None
     if not _lie_beside(tracker, own, args, kwargs):
         return [None] * len(results)
     return [own, _along(own, 0)][: len(results)]
