@@ -478,6 +478,7 @@ def test_scalars_that_are_not_known_to_be_sums(scalar):
     assert model.weight.grad is None
 
 
+FORM = torch.linspace(-1, 1, WIDTH * WIDTH).view(1, WIDTH, WIDTH).double()
 ONES, FIRST = torch.ones(BATCH, WIDTH).double(), torch.arange(BATCH) == 0
 
 
@@ -612,6 +613,21 @@ SUMS = {
             Doubled.apply(Doubled.apply(h).mean()) / 2 + script_of_a_loss(h) + 2 * Added.apply(h.mT)
         ),
         lambda h, i, given: (2 * h + h.exp()) / BATCH / WIDTH + h.square(),
+    ),
+    "means of groups, as PyTorch has them": (
+        lambda h: (
+            torch.segment_reduce(h.exp(), "mean", lengths=torch.tensor([1, 2])).sum()
+            + torch.nn.utils.rnn.pad_sequence(h.split([1, 2])).sum(0).sum()
+        ),
+        lambda h, i, given: h.exp() / (1 if i == 0 else 2) + h,
+    ),
+    "repeated, and the real part": (
+        lambda h: h.mean(0).repeat_interleave(2).sum() + torch.complex(h.sum(), h.sum()).real,
+        lambda h, i, given: 2 * h / BATCH + h,
+    ),
+    "a form that all examples share": (
+        lambda h: functional.bilinear(h, h, FORM).sum(),
+        lambda h, i, given: h @ FORM[0] * h,
     ),
     "plain powers, products and quotients": (
         lambda h: (

@@ -211,7 +211,8 @@ class Following(Marks):
             changes = lost = True
         source, layout = self._deciding(data)
         beside = data if has_roles(func) else operands_of(args, kwargs)
-        dims = max(item.dim() for item in beside if node_of(item) is None)
+        beside = [item for item in beside if not is_shared(func, args, kwargs, item)]
+        dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
             changes = lost = True  # it may be broadcast: then axes count from the right
         if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:

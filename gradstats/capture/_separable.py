@@ -25,10 +25,12 @@ from gradstats.capture._operations import (
     MOVES,
     OPAQUE,
     OUTER_PRODUCTS,
+    PAD_SEQUENCE,
     PADS,
     PRODUCTS,
     RESHAPES,
     TENSOR_PRODUCTS,
+    VIEW_GETTERS,
     function_variants,
     in_place_variants,
     is_own_operator,
@@ -91,8 +93,11 @@ KEEPS_SUMS = (
                 "cpu", "cuda", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors",
                 "dropout", "tensor_split", "hsplit", "vsplit", "dsplit", "unfold",
                 "take_along_dim", "block_diag", "complex", "view_as_real", "view_as_complex",
+                "cfloat", "cdouble", "resolve_conj", "resolve_neg", "repeat_interleave",
             ),
+            *VIEW_GETTERS,
             functional.dropout,
+            PAD_SEQUENCE,
             Tensor.__getitem__,
         ]
     )
@@ -159,6 +164,8 @@ def is_sum(data: Following, call: Call) -> bool | None:
         return None
     # What a script does is not seen, and trusted to leave the examples apart.
     if func in KEEPS_SUMS or (type(func) in OPAQUE and not is_own_operator(func)):
+        return True
+    if func is torch.segment_reduce and call.argument(1, "reduce") in ("sum", "mean"):
         return True
     straight = not any(tensor.is_complex() for tensor in trained)
     if straight and func in BENT and not any(apart):
