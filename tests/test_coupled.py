@@ -478,6 +478,46 @@ def test_scalars_that_are_not_known_to_be_sums(scalar):
     assert model.weight.grad is None
 
 
+# Pairs of rows of three examples, of two rows, one and three.
+OTHERS = torch.block_diag(torch.ones(2, 2), torch.ones(1, 1), torch.ones(3, 3)) == 0
+OF_SCORES = {
+    "their sum": lambda scores, rows: scores.sum(),
+    "their mean, as of powers": lambda scores, rows: scores.exp().mean(),
+    "a contrastive loss": lambda scores, rows: functional.cross_entropy(scores, rows),
+    "sums of rows": lambda scores, rows: scores.sum(1).sum(),
+}
+
+
+@pytest.mark.parametrize("scalar", OF_SCORES.values(), ids=OF_SCORES)
+def test_scalars_of_scores_between_packed_examples(scalar):
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(6, WIDTH).double()
+    options = {"batch_size": 3, "cu_seqlens": torch.tensor([0, 2, 3, 6]), "loss_reduction": "sum"}
+    with pytest.raises(gs.CoupledExamplesError):
+        with gs.track(model, **options):
+            h = model(x)
+            scalar(h @ h.mT, torch.arange(6)).backward()
+
+
+@pytest.mark.parametrize("fill", [0.0, float("-inf")])
+def test_scalars_of_scores_of_packed_examples_under_a_mask(fill):
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(6, WIDTH).double()
+    bounds = torch.tensor([0, 2, 3, 6])
+
+    def loss(h, others):
+        scores = (h @ h.mT).masked_fill(others, fill)
+        if fill:
+            return functional.cross_entropy(scores, torch.arange(len(h)), reduction="sum")
+        return scores.square().sum()
+
+    with gs.track(model, batch_size=3, cu_seqlens=bounds, loss_reduction="sum") as tracker:
+        loss(model(x), OTHERS).backward()
+    for i, (first, end) in enumerate(bounds.unfold(0, 2, 1)):
+        model.zero_grad()
+        loss(model(x[first:end]), OTHERS[first:end, first:end]).backward()
+        expected = sum(p.grad.square().sum() for p in model.parameters())
+        torch.testing.assert_close(tracker.stats.sqnorm[i], expected, rtol=1e-9, atol=0)
+
+
 FORM = torch.linspace(-1, 1, WIDTH * WIDTH).view(1, WIDTH, WIDTH).double()
 ONES, FIRST = torch.ones(BATCH, WIDTH).double(), torch.arange(BATCH) == 0
 

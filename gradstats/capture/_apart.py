@@ -17,6 +17,7 @@ from gradstats.capture._operations import BROADCASTS, MOVES, POINTWISE, RESHAPES
 # Operations over scores of which zeros, in the result or before, say that no other example counted.
 SOFTMAX = frozenset([*variants("softmax"), functional.softmax, torch.special.softmax])
 SUMS = frozenset(variants("sum"))
+ADDS_UP = SUMS | frozenset(variants("mean"))
 
 # Added to a score, this or less leaves no weight.
 FORBIDS = -1e4
@@ -102,6 +103,21 @@ def after_scores(marks: Marks, call: Call, after: Examples) -> Examples | None:
     weights = result if func in SOFTMAX else item if func in SUMS else None
     apart = weights is not None and weights_keep_apart(weights, own, own.columns)
     return rows if apart else None
+
+
+def sums_own(func, item: Tensor, own: Scores) -> bool:
+    """Whether a number that is made of scores is a sum over the examples.
+
+    Args:
+        func: the operation.
+        item: its only trained operand.
+        own: the layout of that.
+    """
+    if func in ADDS_UP:
+        return weights_keep_apart(item, own, own.columns)
+    if func is functional.cross_entropy and item.dim() == 2:
+        return weights_keep_apart(item.detach().softmax(-1), own, own.columns)
+    return False
 
 
 def _others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:

@@ -236,7 +236,7 @@ class Mixed:
 
 MIXED = Mixed()
 
-# Layouts that say of each value to which one example it belongs.
+# Layouts that say of each value to which one example it belongs; of scores, whose row it is in.
 APART = (Examples, Whole, Grid)
 
 

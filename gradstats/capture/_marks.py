@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
-from gradstats.capture._examples import APART, Examples, Grid, Mixed, Whole
+from gradstats.capture._examples import APART, Examples, Grid, Mixed, Scores, Whole
 from gradstats.capture._filled import Filling
 from gradstats.capture._meetings import Meetings
 from gradstats.capture._memory import RearrangedMemory, WrittenMemory
@@ -239,8 +239,9 @@ class Marks(Meetings):
 
         What comes from outside the context is nothing else to the parameters that are used in it.
         """
-        known = not self.is_marked(tensor) or isinstance(self.placed(tensor), APART)
-        return known or self.is_sum(tensor, writes)
+        found = self.placed(tensor)
+        apart = isinstance(found, APART) and not isinstance(found, Scores)
+        return apart or not self.is_marked(tensor) or self.is_sum(tensor, writes)
 
     def mark_given(self, tensor: Tensor) -> None:
         """Remember that a tensor was made of given values alone, and is data for its size."""

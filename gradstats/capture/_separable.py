@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._apart import sums_own
 from gradstats.capture._call import Call
-from gradstats.capture._examples import APART, MIXED, Examples, same_layout
+from gradstats.capture._examples import APART, MIXED, Examples, Scores, same_layout
 from gradstats.capture._graph import nodes_behind
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
@@ -158,6 +159,9 @@ def is_sum(data: Following, call: Call) -> bool | None:
     trained = [tensor for tensor in operands if tensor.requires_grad]
     placed = [data.placed(tensor) for tensor in trained]
     apart = [isinstance(each, APART) for each in placed]
+    of_scores = [each for each in placed if isinstance(each, Scores)]
+    if of_scores:
+        return len(trained) == 1 and sums_own(func, trained[0], of_scores[0])
     # What was changed in place is asked about as it was before.
     additive = [data.is_additive(tensor, writes=int(tensor is result)) for tensor in trained]
     if not trained or not all(additive):
