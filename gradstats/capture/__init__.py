@@ -51,7 +51,8 @@ What is not tracked: constants, and data with the examples in them
     _examples    whose the rows of a tensor are
     _assigned    rows that the caller says it of
     _enclosed    tensors that functions take from where they were written
-    _operations  operations by what they do to their operands; _names, under which users know them
+    _operations  operations by what they do to their operands; _names, under which users know them;
+    _operators   those of ``torch.ops``, made the functions that users call
     _rowwise     which functions keep rows apart; of others nobody knows what they do
     _formats     memory formats that strides leave open
     _nested      nested tuples, lists and dicts

@@ -37,6 +37,7 @@ from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture._operations import OPAQUE, QUESTIONS
+from gradstats.capture._operators import OPERATORS, as_function
 from gradstats.capture._refusals import BACKWARD_OF_ONES_OWN, check_nested, refuse_on_derived
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._results import follow_results
@@ -105,6 +106,8 @@ class ConstantTracking(ContextMode):
         if self.tracker.closed or self.tracker.fetching:
             # Another thread closed the context, or a loader is making data.
             return func(*args, **kwargs)
+        if type(func) in OPERATORS and torch.is_grad_enabled():
+            func, args, kwargs = as_function(func, args, kwargs)
         tracked = not TRACKED_TYPES.isdisjoint(types)
         if func in OUT_OF_THE_ORDINARY:
             if func in QUESTIONS and not tracked:

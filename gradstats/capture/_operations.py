@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._nested import tensors_in
+from gradstats.capture._operators import OPERATORS
 from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
 
 
@@ -236,14 +237,7 @@ BATCH_FIRST = frozenset(
 SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
 
 # Types of operations of which nothing is known: custom operators, and TorchScript's.
-OPAQUE = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket, *SCRIPTS})
-
-
-def is_own_operator(func) -> bool:
-    """Whether an operator of ``torch.ops`` is one of PyTorch's own, and no custom one."""
-    name = getattr(func, "_qualified_op_name", None) or getattr(func, "_name", "")
-    return str(name).startswith(("aten::", "prims::"))
-
+OPAQUE = OPERATORS | frozenset(SCRIPTS)
 
 # Layers that keep the rows of their first operand apart along all but the last axes, whose sizes
 # they change.

@@ -34,9 +34,9 @@ from gradstats.capture._operations import (
     VIEW_GETTERS,
     function_variants,
     in_place_variants,
-    is_own_operator,
     variants,
 )
+from gradstats.capture._operators import is_own_operator
 
 if TYPE_CHECKING:
     from gradstats.capture._following import Following

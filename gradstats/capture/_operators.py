@@ -1,0 +1,110 @@
+"""PyTorch's own operators, which exported programs call, as the functions that users call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# Types of the operators of ``torch.ops``.
+OPERATORS = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket})
+
+# Where functions that were made from the same definitions are found.
+OWNERS = (
+    torch,
+    *(getattr(torch._C, name) for name in ("_nn", "_linalg", "_fft", "_special")),
+    Tensor,
+)
+
+# Functions in Python that take the arguments of the operators of their names.
+ALIKE = {
+    name: getattr(owner, name)
+    for owner, names in (
+        (torch, ("einsum", "split")),
+        (
+            functional,
+            (
+                "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "glu",
+                "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu6", "silu",
+            ),
+        ),
+    )
+    for name in names
+}  # fmt: skip
+
+
+def is_own_operator(func) -> bool:
+    """Whether an operator of ``torch.ops`` is one of PyTorch's own, and no custom one."""
+    name = getattr(func, "_qualified_op_name", None) or getattr(func, "_name", "")
+    return str(name).startswith(("aten::", "prims::"))
+
+
+def as_function(func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return a call of an operator as that of a function that is known; as it is where none is."""
+    name = _name(func)
+    if name in OTHERWISE and not kwargs:
+        return (*OTHERWISE[name](*args), {})
+    return _function(name) or func, args, kwargs
+
+
+@cache
+def _name(operator) -> str:
+    """Return the name of one of PyTorch's own operators, without an overload's; "" for others."""
+    return operator.__name__.partition(".")[0] if is_own_operator(operator) else ""
+
+
+@cache
+def _function(name: str) -> Any:
+    if name in OTHERWISE or name in ALIKE:
+        return ALIKE.get(name)
+    found = (getattr(owner, name, None) for owner in OWNERS)
+    kinds = BuiltinFunctionType, MethodDescriptorType
+    return next((each for each in found if isinstance(each, kinds)), None)
+
+
+def _embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    padding = padding_idx if padding_idx >= 0 else None
+    return functional.embedding, (indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
+
+
+def _batch_norm(x, weight, bias, mean, variance, training, momentum, eps, cudnn):
+    return functional.batch_norm, (x, mean, variance, weight, bias, training, momentum, eps)
+
+
+def _instance_norm(x, weight, bias, mean, variance, of_input, momentum, eps, cudnn):
+    return functional.instance_norm, (x, mean, variance, weight, bias, of_input, momentum, eps)
+
+
+def _slice(x, dim=0, start=None, end=None, step=1):
+    before = (slice(None),) * (dim % x.dim())
+    return Tensor.__getitem__, (x, (*before, slice(start, end, step)))
+
+
+def _index(x, indices):
+    places = (slice(None) if index is None else index for index in indices)
+    return Tensor.__getitem__, (x, tuple(places))
+
+
+def _turned(x):
+    return torch.transpose, (x, -2, -1)
+
+
+def _to(x, *form):
+    return Tensor.to, (x, *form)
+
+
+# Operators that users call otherwise: what returns the function and its arguments.
+OTHERWISE: dict[str, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
+    "embedding": _embedding,
+    "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
+    "slice": _slice,
+    "index": _index,
+    "mT": _turned,
+    "to": _to,
+}

@@ -1,0 +1,130 @@
+"""Exported programs, which call PyTorch's own operators, and these operators called by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+
+from .losses import losses_of
+from .oracle import assert_sqnorms, oracle_sqnorms
+
+B, T, WIDTH, CLASSES = 5, 6, 8, 3
+ATEN = torch.ops.aten
+
+
+class Language(nn.Module):
+    """Tied tables, positions, attention, slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(20, WIDTH), nn.Embedding(T, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids):
+        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        hidden = self.norm(self.layer(hidden))[:, 1:]
+        return functional.linear(hidden, self.tokens.weight).mT.amax(-1)
+
+
+class Images(nn.Module):
+    """Convolutions, norms of all kinds, pools, indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, WIDTH, 3), nn.Conv2d(WIDTH, WIDTH, 3, groups=2)
+        self.group, self.instance = nn.GroupNorm(2, WIDTH), nn.InstanceNorm2d(WIDTH, affine=True)
+        self.batch, self.head = nn.BatchNorm2d(WIDTH).eval(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images):
+        hidden = functional.silu(self.group(self.first(images)))
+        hidden = self.instance(self.batch(functional.max_pool2d(hidden, 2)))
+        hidden = functional.adaptive_avg_pool2d(self.second(hidden), 1)[:, :, 0, 0]
+        order = torch.arange(WIDTH).flip(0)
+        return self.head(hidden[:, order] + torch.einsum("bi,bi->b", hidden, hidden)[:, None])
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = nn.LSTM(4, WIDTH, batch_first=True), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, series):
+        first, last = self.cells(series)[0].split(T // 2, 1)
+        return self.head((first * last).to(torch.float64).mean(1))
+
+
+MODELS = {
+    "language": (Language, lambda: torch.randint(20, (B, T))),
+    "images": (Images, lambda: torch.randn(B, 3, 10, 10).double()),
+    "recurrent": (Recurrent, lambda: torch.randn(B, T, 4).double()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")  # of recurrent layers
+@pytest.mark.parametrize("kind", MODELS)
+def test_exported_programs(kind):
+    torch.manual_seed(0)
+    made, inputs = MODELS[kind]
+    model, data = made().double(), inputs()
+    batch = data, torch.randint(CLASSES, (B,))
+    program = torch.export.export(model, (data,)).module()
+    expected = oracle_sqnorms(model, batch, losses_of)
+    assert_sqnorms(gs.per_example_norms(program, batch, losses_of), expected, 1e-10)
+    with gs.track(program, batch_size=B) as tracker:
+        losses_of(program, batch).mean().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-10)
+
+
+ORDER = torch.tensor([1, 0, 3, 4, 2])
+
+# What moves the examples (B, CLASSES), whose losses are then each of one of them.
+MOVES = {
+    "flip": lambda h: ATEN.flip(h, [0]),
+    "an overload": lambda h: ATEN.roll.default(h, [1], [0]),
+    "index": lambda h: ATEN.index(h, [ORDER]),
+    "index_select": lambda h: ATEN.index_select(h, 0, ORDER),
+    "gather": lambda h: ATEN.gather(h, 0, ORDER[:, None].expand(B, CLASSES)),
+    "scatter": lambda h: ATEN.scatter(torch.zeros_like(h), 0, ORDER[:, None].expand_as(h), h),
+    "cat": lambda h: ATEN.cat([ATEN.slice(h, 0, 2), ATEN.slice(h, 0, 0, 2)]),
+    "columns": lambda h: ATEN.t(ATEN.flip(ATEN.t(h), [1])),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_operators_that_move_the_examples(move):
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, CLASSES).double(), torch.randn(B, 4).double()
+
+    def losses(model, x):
+        return move(model(x)).exp().sum(1)
+
+    parameters = dict(model.named_parameters())
+    rows = [torch.autograd.grad(losses(model, x)[i], [*parameters.values()]) for i in range(B)]
+    expected = {
+        name: torch.stack([part.square().sum() for part in parts])
+        for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)
+    }
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-10)
+
+
+MIXES = {
+    "softmax": lambda h: ATEN.softmax.int(h, 0),
+    "what has no function": lambda h: ATEN._softmax(h, 0, False),
+    "cumsum": lambda h: ATEN.cumsum(h, 0),
+    "sort": lambda h: ATEN.sort(h, 0)[0],
+    "norm over all": lambda h: ATEN.layer_norm(h, h.shape),
+    "statistics of the batch": lambda h: ATEN.native_batch_norm(h, *[None] * 4, True, 0.1, 1e-5)[0],
+    "product": lambda h: ATEN.mm(torch.ones(B, B).double(), h),
+    "centred": lambda h: ATEN.sub(h, ATEN.mean.dim(h, [0], True)),
+    "transformed": lambda h: ATEN.fft_fft(h, None, 0).abs(),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_operators_that_mix_the_examples(mix):
+    model, x = nn.Linear(4, CLASSES).double(), torch.randn(B, 4).double()
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+        gs.per_example_norms(model, x, lambda model, x: mix(model(x)).exp().sum(1))
