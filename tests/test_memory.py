@@ -19,7 +19,7 @@ from benchmarks.ledger import MemoryLedger, peak_memory
 from benchmarks.workloads import Transformer, classification, next_token
 from gradstats import _cost
 from gradstats._factors import Outer
-from gradstats.contractions import _outer
+from gradstats.contractions import _outer, _rows
 from gradstats.statistics._kept import keep
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
@@ -293,6 +293,41 @@ def test_long_texts_of_few_tied_characters_take_no_more_than_their_logits():
     ledger = peak_memory(lambda: gs.per_example_norms(gpt, batch, next_token))
     assert ledger.largest <= 4 * 512 * 16
     assert_sqnorms(gs.per_example_norms(gpt, batch, next_token), expected, 1e-4)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_of_tables_are_added_up_for_a_few_examples_at_a_time(layer, monkeypatch):
+    """Examples of many lengths, one of them empty but for padding, the others of equal ids too."""
+    monkeypatch.setattr(_rows, "BLOCK", MIB // 16)
+    model = layer(4000, 64, padding_idx=0)
+    ids = torch.randint(1, 4000, (64, 128))
+    ids[1:, 100:] = 7
+    ids[3:9, 40:] = 0
+    ids[5] = 0
+
+    def losses(model, ids):
+        return model(ids).flatten(1).square().sum(1)
+
+    def plain():
+        losses(model, ids).mean().backward()
+
+    def norms():
+        return gs.per_example_norms(model, ids, losses)
+
+    def training():
+        with gs.track(model, batch_size=len(ids)) as tracker:
+            tracker.backward(losses(model, ids))
+
+    expected = oracle_sqnorms(
+        layer(4000, 64, padding_idx=0, _weight=model.weight.detach().double()), ids, losses
+    )
+    assert_sqnorms(norms(), expected, 1e-5)
+    peaks = []
+    for run in (plain, norms, training):
+        model.zero_grad()
+        peaks.append(peak_memory(run).peak)
+    rows = ids.numel() * (64 * 4 if layer is nn.EmbeddingBag else 0)  # one for each of a bag's
+    assert max(peaks) <= peaks[0] + rows + 8 * 8 * ids.numel() + 2 * MIB // 16
 
 
 def one_by_one(model, batch):

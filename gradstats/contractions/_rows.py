@@ -19,16 +19,19 @@ from gradstats.contractions._result import (
 FEW = 32
 # Bytes of scratch for comparing.
 SCRATCH = 8 * 1024 * 1024
+# Bytes of rows whose sums are formed at once.
+BLOCK = 512 * 1024
 
 
 def sqnorm(factor: Rows, workspace: int) -> Contraction:
     """Return Σ_v ‖Σ_{n: ids[n] = v} grad[n]‖² over the rows of each example.
 
     Rows are sorted by (example, id); runs of equal keys are summed, squared and added to their
-    example. Nothing of the size of the parameter appears; all shapes are known beforehand.
+    example, a few examples at a time. Nothing of the size of the parameter appears; in a graph all
+    shapes are known beforehand.
 
-    Cost: a sort of N keys and two passes over (N, width); scratch of (N, width) within the
-    workspace.
+    Cost: a sort of N keys and two passes over (N, width); scratch of the rows of a few examples,
+    within the workspace.
     """
     if _triton.runs(factor.grad):
         return _triton_layers.rows_sqnorm(factor)
@@ -42,18 +45,39 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
         # Each row is a run of its own, as where positions are looked up.
         add_at(value, factor.example, squared_norms(factor.grad, dtype))
         return well_conditioned(value, dtype)
-    order = torch.argsort(keys, stable=True)
-    ids, example = factor.ids[order], factor.example[order]
-    starts = torch.ones_like(ids)
-    starts[1:] = (ids[1:] != ids[:-1]) | (example[1:] != example[:-1])
-    run = starts.cumsum(0) - 1  # (N,) index of each row's run
-    run_example = torch.zeros_like(run).scatter(0, run, example)
-    # The width is cut, not the rows, so that no run is split between two chunks.
-    columns = max(1, min(width, workspace // (2 * count * dtype.itemsize)))
-    for start in range(0, width, columns):
-        part = factor.grad[:, start : start + columns].to(dtype)[order]
-        add_at(value, run_example, squared_norms(added(part, run, count), dtype))
+    run, run_example, place = _runs(keys, factor.example)
+    del keys
+    bounds, runs = [0, count], [0, count]
+    if not is_compiling():
+        # Whole examples, and no more rows than a cache holds unless one example has them.
+        rows = max(1, BLOCK // (width * dtype.itemsize))
+        cuts = torch.searchsorted(factor.example, factor.example[::rows].contiguous()).unique()
+        bounds = [*cuts.tolist(), count]
+        runs = [*run[cuts].tolist(), int(run[-1]) + 1]
+    for begin, end, low, high in zip(bounds, bounds[1:], runs, runs[1:], strict=False):
+        columns = max(1, min(width, workspace // (2 * (end - begin) * dtype.itemsize)))
+        for start in range(0, width, columns):
+            part = cast(factor.grad[begin:end, start : start + columns], dtype)
+            sums = added(part, place[begin:end] - low, high - low)
+            add_at(value, run_example[low:high], squared_norms(sums, dtype))
     return well_conditioned(value, dtype)
+
+
+def _runs(keys: Tensor, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which run of equal keys each row is in, in order of keys, and as the rows come.
+
+    Args:
+        keys, example: (N,) of each row.
+
+    Returns:
+        The numbers of the runs in order; the example of each run; the numbers of the runs as the
+        rows come; each (N,).
+    """
+    keys, order = torch.sort(keys, stable=True)
+    run = torch.cat([keys.new_zeros(1), (keys[1:] != keys[:-1]).cumsum(0)])
+    # Rows come in order of their examples, and so do their keys.
+    run_example = torch.zeros_like(run).scatter(0, run, example)
+    return run, run_example, torch.zeros_like(run).scatter(0, order, run)
 
 
 def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._compiler import is_compiling
-from gradstats._factors import Lookup, Rows, compute_dtype
+from gradstats._factors import Lookup, Rows, cast, compute_dtype
 from gradstats.capture._derived import derive
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import LOOKED_UP, hooked
@@ -166,7 +166,7 @@ class BagFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, ids: Tensor, bag: Tensor, share: Tensor) -> list:
-        rows = grad[bag] * share.unsqueeze(1)
+        rows = cast(grad, compute_dtype(grad, share))[bag].mul_(share.unsqueeze(1))
         owner = bag if self.examples.plain else self.examples.owner(bag.device)[bag]
         factor = Rows(ids.long(), rows, owner, self.examples.batch, self.shape)
         return [factor if self.examples.order is None else factor.in_order()]
