@@ -231,6 +231,26 @@ def test_gradients_that_are_pulled_back_through_larger_tensors_stay_within_the_w
         assert 4 * peak_memory(run).largest <= MIB
 
 
+def test_matrix_exponentials_are_pulled_back_for_so_few_examples_as_the_workspace_holds():
+    model = nn.utils.parametrizations.orthogonal(nn.Linear(64, 64, bias=False))
+    batch = torch.randn(32, 16, 64)
+
+    def losses(model, batch):
+        return model(batch).cos().sum((1, 2))
+
+    def plain():
+        losses(model, batch).mean().backward()
+
+    def norms():
+        return gs.per_example_norms(model, batch, losses, workspace=MIB)
+
+    exact = copy.deepcopy(model).double()
+    assert_sqnorms(norms(), oracle_sqnorms(exact, batch.double(), losses), 1e-4)
+    step = peak_memory(plain).peak
+    # PyTorch holds some powers of what it exponentiates beside it.
+    assert peak_memory(norms).peak <= step + 3 * MIB // 2
+
+
 def influence_peak(model, inputs) -> int:
     """Return the bytes that scores of 32 training and 16 query examples take."""
     labels = torch.randint(10, (32,))

@@ -17,6 +17,7 @@ from gradstats.capture._drawn import Draw
 from gradstats.capture._names import function_class_of, function_name
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node, Root, same_storage, unique_roots
+from gradstats.capture._operations import variants
 from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 UPDATES = frozenset(
     {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
 )
+
+
+# The backward of a matrix exponential takes the exponential of a matrix with twice as many rows and
+# columns: so many elements for each of its result.
+EXPONENTIALS = {*variants("matrix_exp"), torch.linalg.matrix_exp}
+ELEMENTS_OF_EXPONENTIAL = 8
 
 
 class Derived(Node):
@@ -42,7 +49,7 @@ class Derived(Node):
         version: version counter of the shown tensor, where that has memory of its own: if it moves
             on, the tensor was changed unseen.
         widest: elements of the largest of this and the tensors between the roots and this, each of
-            which has a gradient when one is pulled back.
+            which has a gradient when one is pulled back; or what the backward of one takes.
         has_function: whether it was computed with the help of a custom autograd Function.
         depth: the most operations in a row between a parameter and this, this one included.
     """
@@ -83,7 +90,8 @@ class Derived(Node):
         self.roots = tuple(self.paths)
         passed = operands if differentiates else self.parents
         between = [node for node in passed if isinstance(node, Derived)]
-        self.widest: int = max([value.numel(), *(node.widest for node in between)])
+        own_elements = value.numel() * (ELEMENTS_OF_EXPONENTIAL if function in EXPONENTIALS else 1)
+        self.widest: int = max([own_elements, *(node.widest for node in between)])
         own = function_class_of(function) is not None
         self.has_function: bool = own or any(node.has_function for node in between)
         self.depth: int = 1 + max([0, *(node.depth for node in between)])

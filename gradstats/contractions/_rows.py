@@ -27,8 +27,8 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
     """Return Σ_v ‖Σ_{n: ids[n] = v} grad[n]‖² over the rows of each example.
 
     Rows are sorted by (example, id); runs of equal keys are summed, squared and added to their
-    example, a few examples at a time. Nothing of the size of the parameter appears; in a graph all
-    shapes are known beforehand.
+    example, on a CPU a few examples at a time. Nothing of the size of the parameter appears; on
+    other devices and in graphs all shapes are known beforehand.
 
     Cost: a sort of N keys and two passes over (N, width); scratch of the rows of a few examples,
     within the workspace.
@@ -48,9 +48,9 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
     run, run_example, place = _runs(keys, factor.example)
     del keys
     bounds, runs = [0, count], [0, count]
-    if not is_compiling():
+    if factor.grad.device.type == "cpu" and not is_compiling():
         # Whole examples, and no more rows than a cache holds unless one example has them.
-        rows = max(1, BLOCK // (width * dtype.itemsize))
+        rows = max(1, BLOCK // max(1, width * dtype.itemsize))
         cuts = torch.searchsorted(factor.example, factor.example[::rows].contiguous()).unique()
         bounds = [*cuts.tolist(), count]
         runs = [*run[cuts].tolist(), int(run[-1]) + 1]
