@@ -128,3 +128,21 @@ def test_operators_that_mix_the_examples(mix):
     model, x = nn.Linear(4, CLASSES).double(), torch.randn(B, 4).double()
     with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
         gs.per_example_norms(model, x, lambda model, x: mix(model(x)).exp().sum(1))
+
+
+def test_an_operator_for_which_a_rule_is_registered():
+    torch.manual_seed(0)
+    weight, data, called = nn.Parameter(torch.randn(WIDTH).double()), torch.randn(B, WIDTH), []
+    model = nn.ParameterDict({"weight": weight})
+
+    def product(x, w):
+        called.append(x.shape)
+        return x * w
+
+    def losses(model, x):
+        return ATEN.mul.Tensor(x, model["weight"]).square().sum(1)
+
+    expected = oracle_sqnorms(model, data.double(), losses)
+    with gs.register_rule(ATEN.mul.Tensor, product):
+        assert_sqnorms(gs.per_example_norms(model, data.double(), losses), expected, 1e-10)
+    assert called

@@ -106,7 +106,7 @@ class ConstantTracking(ContextMode):
         if self.tracker.closed or self.tracker.fetching:
             # Another thread closed the context, or a loader is making data.
             return func(*args, **kwargs)
-        if type(func) in OPERATORS and torch.is_grad_enabled():
+        if type(func) in OPERATORS and torch.is_grad_enabled() and not is_registered(func):
             func, args, kwargs = as_function(func, args, kwargs)
         tracked = not TRACKED_TYPES.isdisjoint(types)
         if func in OUT_OF_THE_ORDINARY:
