@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.statistics import _reference, _verify
-from tests.functions import Kernel, recomputing
+from tests.functions import Kernel, linear_without_rule, recomputing
 from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
 from tests.test_fallback import Doubled
 from tests.test_models import gpt2, sequence_losses, token_batch
@@ -251,7 +251,7 @@ class Hidden(nn.Module):
         self.idle = nn.Parameter(torch.rand(2))
 
     def forward(self, x):
-        return Doubled.apply(torch.ops.aten.linear(self.body(x), self.centres), self.scale)
+        return Doubled.apply(linear_without_rule(self.body(x), self.centres), self.scale)
 
 
 def test_coverage(batch):
@@ -267,9 +267,9 @@ def test_coverage(batch):
     assert not report.ok and failed(report) == ["coverage"]
     detail = report.check("coverage").detail
     assert "1 counted, 1 unused, 1 excluded" in detail
-    assert "aten.linear" in detail and "DoubledBackward" in detail
+    assert "gradstats_tests.linear" in detail and "DoubledBackward" in detail
     rows = {row.name: row for row in report.rows}
-    assert rows["centres"].operations == ("torch.ops.aten.linear",)
+    assert rows["centres"].operations == ("torch.ops.gradstats_tests.linear",)
     assert rows["body.weight"].error < 1e-12 and rows["scale"].error is None
     report = gs.verify(Hidden(), batch, classify, fallback="vmap")
     assert report.ok

@@ -346,8 +346,7 @@ def test_a_constant_that_parameters_were_written_into_is_thinned_out():
 UNSEEN = {
     "lists": lambda tensor, other: torch._foreach_add_([tensor], [other]),
     "lists and a number": lambda tensor, other: torch._foreach_mul_([tensor], 2.0),
-    "an operator": lambda tensor, other: torch.ops.aten.add_(tensor, other),
-    "an overload": lambda tensor, other: torch.ops.aten.add_.Tensor(tensor, other),
+    "an operator of lists": lambda tensor, other: torch.ops.aten._foreach_add_([tensor], [other]),
     "an overload of lists": lambda tensor, other: torch.ops.aten._foreach_add_.List(
         [tensor], [other]
     ),
@@ -386,6 +385,16 @@ def test_parameters_are_not_written_unseen(name):
     for function in (into_a_constant, into_data):
         data = normal(BATCH, POSITIONS, WIDTH)
         check_refused(function, {"w": (WIDTH, WIDTH)}, data, match="'w'")
+
+
+@pytest.mark.parametrize("add", [torch.ops.aten.add_, torch.ops.aten.add_.Tensor])
+def test_operators_that_change_what_was_made_of_parameters(add):
+    def function(m, x):
+        tensor = m.w * 2
+        add(tensor, m.v)
+        return x * tensor.exp()
+
+    check_operation(function, {"w": (WIDTH,), "v": (WIDTH,)}, normal(BATCH, POSITIONS, WIDTH))
 
 
 def test_positions_scaled_in_place():
