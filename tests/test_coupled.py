@@ -522,6 +522,36 @@ FORM = torch.linspace(-1, 1, WIDTH * WIDTH).view(1, WIDTH, WIDTH).double()
 ONES, FIRST = torch.ones(BATCH, WIDTH).double(), torch.arange(BATCH) == 0
 
 
+class Squared(torch.autograd.Function):
+    """What is not seen, of sums."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+@torch.jit.script
+def script_of_sums(h: torch.Tensor) -> torch.Tensor:
+    return torch.exp(h)
+
+
+UNSEEN = {"a Function": Squared.apply, "a script": script_of_sums}
+
+
+@pytest.mark.parametrize("function", UNSEEN.values(), ids=UNSEEN)
+def test_what_is_not_seen_of_sums(function):
+    model = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        with gs.track(model, batch_size=BATCH):
+            function(model(batch()).mean(0)).sum().backward()
+    assert model.weight.grad is None
+
+
 class Doubled(torch.autograd.Function):
     """What is not seen, and trusted to leave the examples apart."""
 

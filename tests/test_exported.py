@@ -78,6 +78,44 @@ def test_exported_programs(kind):
     assert_sqnorms(tracker.stats, expected, 1e-10)
 
 
+class Trained(nn.Module):
+    """A model with its losses, as it is exported to be trained."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.head, self.reduction = nn.Linear(WIDTH, CLASSES), reduction
+
+    def forward(self, x, classes):
+        logits = self.head(x)
+        how = {"reduction": self.reduction}
+        wrong = functional.cross_entropy(logits, classes, label_smoothing=0.1, **how)
+        wrong = wrong + functional.nll_loss(logits.log_softmax(1), classes, **how)
+        far = functional.mse_loss(logits, torch.ones_like(logits), **how)
+        if self.reduction == "none":
+            return wrong + far.mean(1)
+        return wrong + (far / CLASSES if self.reduction == "sum" else far)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_exported_losses(reduction):
+    torch.manual_seed(0)
+    model = Trained(reduction).double()
+    batch = torch.randn(B, WIDTH).double(), torch.randint(CLASSES, (B,))
+    program = torch.export.export(model, batch).module()
+
+    def loss(model, batch):
+        return model(*batch)
+
+    model.reduction = "none"
+    expected = oracle_sqnorms(model, batch, loss)
+    if reduction == "none":
+        assert_sqnorms(gs.per_example_norms(program, batch, loss), expected, 1e-10)
+        return
+    with gs.track(program, batch_size=B, loss_reduction=reduction) as tracker:
+        loss(program, batch).backward()
+    assert_sqnorms(tracker.stats, expected, 1e-10)
+
+
 ORDER = torch.tensor([1, 0, 3, 4, 2])
 
 # What moves the examples (B, CLASSES), whose losses are then each of one of them.

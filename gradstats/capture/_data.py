@@ -162,7 +162,8 @@ class Data(Written):
         )
         if self._mixes(trained, tensor):
             self.place(tensor, MIXED)
-            if all(map(self.is_additive, trained)):
+            # Of a loss it is trusted to be handed on, as wrappers of models do.
+            if not tensor.dim() and all(map(self.is_additive, trained)):
                 self.mark_sum(tensor)
             return
         if tensor.requires_grad and not same and self._has_others(trained):

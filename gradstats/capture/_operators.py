@@ -98,8 +98,30 @@ def _to(x, *form):
     return Tensor.to, (x, *form)
 
 
+REDUCTIONS = "none", "mean", "sum"
+
+
+def _cross_entropy(x, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0):
+    how = REDUCTIONS[reduction]
+    args = (x, target, weight, None, ignore_index, None, how, label_smoothing)
+    return functional.cross_entropy, args
+
+
+def _nll_loss(x, target, weight=None, reduction=1, ignore_index=-100):
+    how = REDUCTIONS[reduction]
+    return functional.nll_loss, (x, target, weight, None, ignore_index, None, how)
+
+
+def _mse_loss(x, target, reduction=1):
+    return functional.mse_loss, (x, target, None, None, REDUCTIONS[reduction])
+
+
 # Operators that users call otherwise: what returns the function and its arguments.
 OTHERWISE: dict[str, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
+    "cross_entropy_loss": _cross_entropy,
+    "nll_loss": _nll_loss,
+    "nll_loss_nd": _nll_loss,
+    "mse_loss": _mse_loss,
     "embedding": _embedding,
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,

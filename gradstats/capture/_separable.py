@@ -166,8 +166,10 @@ def is_sum(data: Following, call: Call) -> bool | None:
     additive = [data.is_additive(tensor, writes=int(tensor is result)) for tensor in trained]
     if not trained or not all(additive):
         return None
-    # What a script does is not seen, and trusted to leave the examples apart.
-    if func in KEEPS_SUMS or (type(func) in OPAQUE and not is_own_operator(func)):
+    if func in KEEPS_SUMS:
+        return True
+    # What a script does is not seen, and trusted to leave the examples apart, and a loss a sum.
+    if type(func) in OPAQUE and not is_own_operator(func) and (all(apart) or not result.dim()):
         return True
     if func is torch.segment_reduce and call.argument(1, "reduce") in ("sum", "mean"):
         return True

@@ -187,8 +187,8 @@ class track:
             says scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a token mean over the batch, ℓ_i
             is B/N times the sum of its token losses; where accelerate's ``backward`` divides by
             the number of accumulated steps, so is ℓ_i. "sum" says scalar = Σ ℓ_i. This is trusted;
-            a scalar that is not known to be a sum over the examples is refused. Custom Functions
-            and scripts are taken to keep sums.
+            a scalar that is not known to be a sum over the examples is refused. What a custom
+            Function or a script makes of a loss is taken for one.
         weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i.
         scaler: the torch.amp.GradScaler of the step, whose scale is divided out.
             ``tracker.backward`` multiplies by it, so that it takes the losses as they are; if you
