@@ -47,9 +47,9 @@ from gradstats.capture._operations import (
     RESHAPES,
     SUM_LAST,
     UNFOLLOWED,
+    is_trusted,
     takes_batch_first,
 )
-from gradstats.capture._operators import is_own_operator
 from gradstats.capture._reductions import ATTENTION, REDUCES, is_over_axes, runs_over
 from gradstats.capture._reindexed import REINDEXES
 from gradstats.capture._separable import LOSSES, is_root, is_square, is_sum
@@ -228,7 +228,7 @@ class Following(Marks):
             after = looked_up(func, args, kwargs, source, layout)
         else:
             after = follow(func, args, kwargs, source, layout, result)
-        decides = func in MOVES or (type(func) in OPAQUE and not is_own_operator(func))
+        decides = func in MOVES or is_trusted(func)
         if after is None and layout is not None and decides:
             # Shape can decide after all where no other axis has the batch's size.
             alone = self.is_distinct(source) and self.is_distinct(result)

@@ -24,7 +24,6 @@ from gradstats.capture._operations import (
     ELEMENT_LOSSES,
     JOINS,
     MOVES,
-    OPAQUE,
     OUTER_PRODUCTS,
     PAD_SEQUENCE,
     PADS,
@@ -34,9 +33,9 @@ from gradstats.capture._operations import (
     VIEW_GETTERS,
     function_variants,
     in_place_variants,
+    is_trusted,
     variants,
 )
-from gradstats.capture._operators import is_own_operator
 
 if TYPE_CHECKING:
     from gradstats.capture._following import Following
@@ -168,8 +167,8 @@ def is_sum(data: Following, call: Call) -> bool | None:
         return None
     if func in KEEPS_SUMS:
         return True
-    # What a script does is not seen, and trusted to leave the examples apart, and a loss a sum.
-    if type(func) in OPAQUE and not is_own_operator(func) and (all(apart) or not result.dim()):
+    # What that makes of values that are apart is a sum of such; what it makes of a loss is one.
+    if is_trusted(func) and (all(apart) or not result.dim()):
         return True
     if func is torch.segment_reduce and call.argument(1, "reduce") in ("sum", "mean"):
         return True

@@ -36,6 +36,7 @@ from gradstats.contractions._result import (
     well_conditioned,
 )
 from gradstats.contractions._tensor_cores import cut_off_of
+from gradstats.contractions._tiles import chunks
 
 # Up to so many squares may be summed in the accumulation dtype: the sum loses no more digits than
 # its terms have lost already.
@@ -293,8 +294,7 @@ def pieces(factors: Sequence[Factor], workspace: int) -> list[list[Outer]]:
     chunk = max(1, batch * budget // max(1, size))
     if chunk >= batch:
         return []
-    rows = [slice(start, start + chunk) for start in range(0, batch, chunk)]
-    return [[use.select(own) for use in uses] for own in rows]
+    return [[use.select(rows) for use in uses] for rows in chunks(batch, chunk)]
 
 
 def merge(factors: list[Outer]) -> Outer:
