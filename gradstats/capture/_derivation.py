@@ -77,6 +77,7 @@ class Derived(Node):
         self._versions = _versions_of(leaves)
         operands = [node for node in leaves if isinstance(node, Node)]
         self.operands = tuple(dict.fromkeys(operands))
+        self._parameter_versions = self._versions_of_parameters()
         # A derivative is computed from what its operands were computed from.
         differentiates = function is torch.autograd.grad
         # Operands may give no more than a dtype or a shape, or belong to another of the results.
@@ -219,6 +220,8 @@ class Derived(Node):
             again = self.replay(known, copies)
             seen = as_real(again)
         self.check_same(again)
+        for node in self._behind():
+            node._check_operands()
         return leaves, seen
 
     def check_step(self) -> None:
@@ -242,8 +245,21 @@ class Derived(Node):
             known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
             again = self.replay({**known})
         self.check_same(again)
+        self._check_operands()
         self._checked = True
         return again, known
+
+    def _versions_of_parameters(self) -> list[int]:
+        return [node.parameter._version for node in self.operands if isinstance(node, Root)]
+
+    def _check_operands(self) -> None:
+        """Raise where a parameter or constant that this was computed with was written into since.
+
+        The same numbers may come of others, as of a product with zeros, and their derivatives not.
+        """
+        written = self.function not in UPDATES and self._is_written()
+        if written or self._parameter_versions != self._versions_of_parameters():
+            raise self._differs()
 
     def _is_written(self) -> bool:
         """Whether a constant that this was computed with has been written into since."""

@@ -510,6 +510,29 @@ def test_a_constant_that_changed_since_it_met_a_parameter_is_refused(operation):
     )
 
 
+@pytest.mark.parametrize("trained", [False, True], ids=["constant", "parameter"])
+@pytest.mark.parametrize("added", [False, True], ids=["product", "weight"])
+def test_what_changed_since_its_product_with_zeros_is_refused(added, trained):
+    """As low-rank updates start: the product is the same as before."""
+
+    def function(m, x):
+        down = m.down if trained else torch.ones(2, 5).double()
+        weight = m.up @ down
+        if added:
+            weight = torch.eye(5).double() + weight
+        with torch.no_grad():
+            down.mul_(2)
+        return x @ weight
+
+    up = nn.Parameter(torch.zeros(5, 2).double())
+    check_refused(
+        function,
+        {"up": up, "down": (2, 5)} if trained else {"up": up},
+        normal(BATCH, 5),
+        match="'up'.*cannot be computed again with the same result",
+    )
+
+
 @pytest.mark.parametrize("look_up", [functional.embedding, lambda ids, w: w[ids]])
 def test_ids_that_changed_since_they_were_looked_up_are_refused(look_up):
     """As a counter of positions that the model keeps may."""
