@@ -64,6 +64,7 @@ def steps() -> list[Step]:
     tiny = [*steps, "small", "--rounds", "1", "--out", "{out}", "--providers", "plain", "norms"]
     recorded = [*gpt, "--providers", "plain", "--recorded", "--out", "{out}"]
     reduced = ["--providers", "norms", "training", "--reduced", "--out", "{out}"]
+    row = [*gpt, *reduced, "--in-a-row", "8"]
     small = [*steps, "mlp", "cnn", "gpt", "--device", "cuda", "--rounds", "15", *reduced]
     times = ["-m", "benchmarks.kernel_times"]
     compared = ["plain", "norms", "training", "plain-reduced", "norms-reduced", "training-reduced"]
@@ -74,6 +75,7 @@ def steps() -> list[Step]:
         Step("training", [*gpt, "--peers", "--out", "{out}"], 120, None, tiny),
         Step("recorded", recorded, 60, None, [*steps, "--help"]),
         Step("reduced", [*gpt, *reduced], 240, None, [*steps, "--help"]),
+        Step("row", row, 120, None, [*steps, "--help"]),
         Step("small", small, 150, None, [*steps, "--help"]),
         Step("times", profiled, 120, None, [*times, "small", "--out", "{out}"]),
         Step(

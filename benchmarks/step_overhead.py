@@ -2,13 +2,16 @@
 
     python -m benchmarks.step_overhead [mlp cnn gpt ...] [--peers] [--compiled] [--rounds 31]
         [--providers norms vmap ...] [--device cuda] [--reduced] [--recorded] [--dtype bfloat16]
-        [--tf32] [--trim] [--no-csv]
+        [--in-a-row 8] [--tf32] [--trim] [--no-csv]
 
 The reference is a plain forward and backward of the same model in the same precision, interleaved
 with ours, with ours compiled or recorded, and with each other library; each of these is written
 when it is done. What is wrong or cannot run a model has that in its row, and no time. On a CPU each
 library takes its turns in a process of its own. Memory is the peak of what a step allocates: live
 tensors on a CPU, the allocator's on a GPU.
+
+Each step is waited for, unless several run in a row, as in training: the host then prepares the
+next one while a GPU still runs the last.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import gc
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -63,6 +66,7 @@ class Conditions:
         dtype: of ``DTYPES``.
         limit: bytes of per-example gradients that a provider may hold.
         keep_memory: see ``take_turns``.
+        in_a_row: steps that a GPU is given before one waits for it.
     """
 
     rounds: int
@@ -70,6 +74,7 @@ class Conditions:
     dtype: str = "float32"
     limit: float = 4 * GIBIBYTE
     keep_memory: bool = True
+    in_a_row: int = 1
 
 
 def measure(
@@ -139,12 +144,23 @@ def timed_together(
 
     def run(names: list[str], rounds: int) -> dict[str, Timing]:
         if device == "cuda":
-            chosen = {name: calls[name] for name in names}
-            return interleave(chosen, "plain", rounds, min(3, rounds), device)
+            steps = conditions.in_a_row
+            chosen = {name: partial(in_a_row, calls[name], steps) for name in names}
+            found = interleave(chosen, "plain", rounds, min(3, rounds), device)
+            return {
+                name: replace(timing, milliseconds=timing.milliseconds / steps)
+                for name, timing in found.items()
+            }
         makers = {name: partial(ready, make, name) for name in names}
         return against("plain", take_turns(makers, rounds, keep_memory=conditions.keep_memory))
 
     return timed(calls, conditions.rounds, device, run)
+
+
+def in_a_row(call: Call, steps: int) -> None:
+    """Do so many steps, of which only what they ask of a GPU themselves is waited for."""
+    for _ in range(steps):
+        call()
 
 
 def row_of(
@@ -292,15 +308,24 @@ def report(name: str, options: argparse.Namespace) -> None:
     print(f"\n{work.name}{bars}", flush=True)
     choose_float32_products(options.tf32)
     conditions = Conditions(
-        options.rounds, options.device, options.dtype, limit * GIBIBYTE, not options.trim
+        options.rounds,
+        options.device,
+        options.dtype,
+        limit * GIBIBYTE,
+        not options.trim,
+        options.in_a_row,
     )
+    # The reports' tables compare steps that are waited for.
+    waited_for = options.in_a_row == 1
+    table = "step_overhead" if waited_for else "steps_in_a_row"
+    more: dict[str, object] = {} if waited_for else {"in_a_row": options.in_a_row}
     plain: object = ""
     for number, rows in enumerate(measure_in_groups(make, names, conditions)):
         plain = rows[0]["peak_bytes"] if number == 0 else plain
         show(rows, plain)
         # Group by group: a run that is cut short keeps what it has.
         if not (options.no_csv or options.trim):
-            write_csv("step_overhead", rows, options.device, options.out)
+            write_csv(table, ({**row, **more} for row in rows), options.device, options.out)
 
 
 def main() -> None:
@@ -325,6 +350,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument(
+        "--in-a-row", type=int, default=1, metavar="STEPS",
+        help="steps that a GPU is given before one waits for it, in a table of their own",
+    )  # fmt: skip
+    parser.add_argument(
         "--limit", type=float, default=None, metavar="GIB",
         help="per-example gradients that a library may hold; 4 on a CPU, 48 on a GPU",
     )  # fmt: skip
@@ -337,6 +366,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.tf32 and options.device != "cuda":
         parser.error("--tf32 is a GPU's: give --device cuda with it")
+    if options.in_a_row > 1 and options.device != "cuda":
+        parser.error("--in-a-row is a GPU's: give --device cuda with it")
     for name in ("reduced", "recorded"):
         if getattr(options, name) and options.device != "cuda":
             parser.error(f"--{name} is a GPU's: give --device cuda with it")

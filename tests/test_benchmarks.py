@@ -355,6 +355,32 @@ def test_groups_are_written_as_they_come(monkeypatch):
     assert all(row["ratio"] == "1.000" for row in (*first, *rest[1]))
 
 
+def test_steps_in_a_row_are_timed_together_and_one_is_reported(monkeypatch):
+    calls = {"plain": 0, "norms": 0}
+
+    def interleave(variants, reference, rounds, warmup, device):
+        assert (reference, rounds, device) == ("plain", 5, "cuda")
+        for name, call in variants.items():
+            calls[name] = 0
+            call()
+        return {
+            "plain": harness.Timing(40.0, 1.0, 1.0, 1.0),
+            "norms": harness.Timing(50.0, 1.25, 1.2, 1.3),
+        }
+
+    def call(name):
+        calls[name] += 1
+
+    monkeypatch.setattr(step_overhead, "interleave", interleave)
+    monkeypatch.setattr(step_overhead, "duration", lambda call, device: 1.0)
+    conditions = step_overhead.Conditions(rounds=5, device="cuda", in_a_row=4)
+    steps = {name: partial(call, name) for name in calls}
+    found = step_overhead.timed_together(layers, steps, conditions)
+    assert calls == {"plain": 4, "norms": 4}
+    assert found["plain"] == (harness.Timing(10.0, 1.0, 1.0, 1.0), 5)
+    assert found["norms"] == (harness.Timing(12.5, 1.25, 1.2, 1.3), 5)
+
+
 def test_calls_are_warm_before_they_are_called_slow():
     counts = {"plain": 0, "compiled twice": 0}
 
