@@ -19,7 +19,7 @@ from gradstats.kernels._patches import (
 )
 from gradstats.kernels._tile import dot, triangle
 from gradstats.kernels.convolution import choose_tiles, convolution_gradient, in_one_group
-from gradstats.kernels.gram import gram_tile, own_gram_tile, row_sizes
+from gradstats.kernels.gram import gram_tile, own_gram_tile, row_sizes, unless_zero
 from gradstats.kernels.guard import first_square, is_suspect
 
 
@@ -118,7 +118,11 @@ def convolution_gram_kernel(
         terms = products * g_products
         total = tl.sum(terms)
         magnitude = tl.sum(tl.abs(terms))
-        size += row_sizes(products, g_products, rows, columns)
+        sizes, doubtful = row_sizes(products, g_products, rows, columns)
+        doubtful = unless_zero(
+            doubtful, g_base, rows, stride_gt, stride_gc, positions, outputs, BLOCK, INNER
+        )
+        size += tl.sum(sizes) + tl.sum(doubtful)
     else:
         products = patch_products(
             x_base, rows, positions, stride_xc, stride_xd, stride_xh, stride_xw,

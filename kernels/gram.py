@@ -83,18 +83,48 @@ def own_gram_tile(
 
 @triton.jit
 def row_sizes(a_products, g_products, rows, columns):
-    """The sum over positions t of a tile of |a_t| |g_t|, for a bound of rounding errors.
+    """|a_t| |g_t| of positions t of a tile, [BLOCK], for a bound of rounding errors; of some apart.
 
     Of rows so small that products of theirs leave the range of normal numbers, so much that the
-    bound holds what is lost. Rows that are zero lose nothing, and count for nothing but beside rows
-    so large that much would be lost if they were none.
+    bound holds what is lost. Rows that are zero lose nothing and count for nothing. Those whose
+    squares are zero stand in a second tensor where they meet rows so large that much would be lost
+    if they were not zero.
     """
     diagonal = rows[:, None] == columns[None, :]
     a_squares = tl.sum(tl.where(diagonal, a_products, 0.0), axis=1)
     g_squares = tl.sum(tl.where(diagonal, g_products, 0.0), axis=1)
     sizes = tl.sqrt((a_squares + LEAST_SQUARE) * (g_squares + LEAST_SQUARE) + LEAST_PRODUCT)
+    vanished = a_squares * g_squares == 0.0
     large = tl.maximum(a_squares, g_squares) > MOST_BESIDE_ZERO
-    return tl.sum(tl.where((a_squares * g_squares != 0.0) | large, sizes, 0.0))
+    return tl.where(vanished, 0.0, sizes), tl.where(vanished & large, sizes, 0.0)
+
+
+@triton.jit
+def unless_zero(
+    sizes,
+    base,  # pointer to the first row of one example
+    rows,
+    row_stride,
+    feature_stride,
+    length,
+    features,
+    BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """Sizes [BLOCK], with 0 for rows of zeros; rows are read only where there is a size.
+
+    Whole examples are without gradient where training masks them, and forming them to be certain
+    takes as long as all others.
+    """
+    if tl.max(sizes, axis=0) > 0.0:
+        inner = tl.arange(0, INNER)
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for feature in range(0, features, INNER):
+            channel = feature + inner
+            tile = load_tile(base, rows, row_stride, length, channel, feature_stride, features)
+            largest = tl.maximum(largest, tl.max(tl.abs(tile), axis=1).to(tl.float32))
+        sizes = tl.where(largest == 0.0, 0.0, sizes)
+    return sizes
 
 
 @triton.jit(do_not_specialize=["batch", "positions", "total_rows", "pairs"])
@@ -155,7 +185,11 @@ def gram_kernel(
             terms = a_products * g_products
             total += tl.sum(terms)
             magnitude += tl.sum(tl.abs(terms))
-            size += row_sizes(a_products, g_products, rows, columns)
+            sizes, doubtful = row_sizes(a_products, g_products, rows, columns)
+            doubtful = unless_zero(
+                doubtful, g_base, rows, stride_gt, stride_gd, length, d_out, BLOCK, INNER
+            )
+            size += tl.sum(sizes) + tl.sum(doubtful)
         else:
             a_products = gram_tile(
                 a_base, a_base, rows, columns, stride_at, stride_ad, stride_at, stride_ad,

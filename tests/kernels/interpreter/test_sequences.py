@@ -119,6 +119,9 @@ def test_the_bound_holds_what_leaves_the_range_of_normal_numbers():
         value, bound = guarded(*operands, NOBODY_SUSPECT)
         error = (value - exact).abs()
         assert bool((error <= bound + 1e-6 * exact).all())
+        assert value[0] == 0
+        if operands[1] is g:
+            assert bound[0] == 0  # known to be without gradient, so that none is formed
         suspect = guarded(*operands, GUARD_TOLERANCE)[1] != bound
         assert suspect[6:10].all() and not suspect[1:4].any()
 
