@@ -13,7 +13,7 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
         (80, "tf32", False): "128x128x16w8s3 64x64x32w4s2 32x32x32w4s3 16x16x32w2s3",
         (80, "tf32", True): "128x128x32w8s3 64x64x32w4s2 32x32x32w4s3 16x16x32w2s3",
         (80, "tf32x3", False): "64x64x16w4s3 32x32x32w4s3 16x16x32w2s3",
-        (80, "tf32x3", True): "128x128x16w8s2 64x64x32w4s3 32x32x32w4s3 16x16x64w2s3",
+        (80, "tf32x3", True): "64x64x32w4s3 32x32x32w4s3 16x16x64w2s3",
         (90, "half", False): "128x128x32w8s3 64x64x32w4s3 32x32x64w4s3 16x16x128w2s3",
         (90, "half", True): "128x128x64w8s4 64x64x64w4s3 32x32x64w4s3 16x16x64w2s3",
         (90, "ieee", False): "64x64x16w4s3 32x32x32w4s2 16x16x32w2s3",
@@ -28,7 +28,7 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
         (100, "ieee", True): "128x128x16w8s3 64x64x16w4s3 32x32x32w4s3 16x16x64w2s3",
         (100, "tf32", False): "128x128x16w8s3 64x64x32w8s3 32x32x32w4s3 16x16x64w2s2",
         (100, "tf32", True): "128x128x32w8s3 64x64x32w4s3 32x32x32w4s3 16x16x32w2s3",
-        (100, "tf32x3", False): "128x128x16w8s3 64x64x32w4s3 32x32x32w4s3 16x16x64w2s3",
+        (100, "tf32x3", False): "128x128x16w8s3 64x64x32w4s3 32x32x32w4s3 16x16x32w2s3",
         (100, "tf32x3", True): "128x128x32w8s3 64x64x32w4s3 32x32x32w4s3 16x16x64w2s3",
     },
     "direct": {

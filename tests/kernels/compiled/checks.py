@@ -21,6 +21,7 @@ ALLOWED_SPILLS = {
     # Once per program, around the loop over positions or features. A tile of this size that spills
     # nowhere halves the length of every step.
     ("direction", 90, "64x128x32w8s2"): Local(once=100),
+    ("gram", 90, "64x64x32w4s3"): Local(once=76),
     # The same, of kernels that take the tile of another that it suits.
     ("tied", 80, "64x64x32w4s3"): Local(once=120),
     ("tied", 100, "64x64x32w4s3"): Local(once=120),
@@ -33,9 +34,6 @@ ALLOWED_SPILLS = {
     # Five words read again in a step of sixty-four positions, on one compiler; the tile of this
     # size that spills nowhere halves the step.
     ("convolution", 90, "128x128x64w8s3"): Local(once=20, inner=20),
-    # Eight accesses in a step of sixteen features: two accumulators of this tile and the parts of
-    # its operands are the whole register file. Other tiles of its size spill more.
-    ("gram", 80, "128x128x16w8s2"): Local(once=32, inner=32),
 }
 
 # Of kernels that have work for suspects of Gram forms alone, with tiles of those that always have:
