@@ -137,9 +137,12 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         self._abandon()
-        if not self._last or self._number % self.every:
-            return
         assert self.monitor is not None
+        if not self._last:
+            return
+        self.monitor.steps = trainer.global_step  # it counts those alone that it measures
+        if self._number % self.every:
+            return
         metrics = self.monitor.metrics()
         if not metrics:
             return

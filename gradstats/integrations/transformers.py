@@ -210,9 +210,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._unfinished = False
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
+        assert self.monitor is not None and self._handler is not None
+        self.monitor.steps = state.global_step  # it counts those alone that it measures
         if not self._measures:
             return
-        assert self.monitor is not None and self._handler is not None
         self._measures = False
         logs = self.monitor.metrics()
         if not logs:

@@ -72,6 +72,7 @@ def test_token_counts_and_accumulation_against_the_oracle(tmp_path):
         assert metrics["epoch"] == own[number + 1]["epoch"]
         rate = own[number + 1]["learning_rate"]
         np.add.at(expected, batch[3].numpy() - 500, rate * (rows**2).sum(1))
+    assert callback.monitor.steps == 6  # of which the last was not measured
     table = callback.monitor.self_influence
     assert table.ids.tolist() == (np.flatnonzero(expected) + 500).tolist()
     np.testing.assert_allclose(table.values, expected[expected > 0], rtol=RTOL)
