@@ -78,6 +78,18 @@ def test_the_table():
     assert all(len(line) == len(line.rstrip()) for line in lines)
 
 
+def test_what_was_found_is_broken_into_lines_under_its_column(batch):
+    report = gs.verify(network(nn.BatchNorm1d(8)), batch, classify)
+    checks = str(report).split("\n\n")[1].splitlines()
+    assert max(map(len, checks)) <= 100 < len(report.check("coupling").detail)
+    start = checks[0].index("found")
+    texts = {}
+    for line in checks[1:]:
+        name = line[:start].split(" ")[0] or name  # noqa: F821
+        texts[name] = f"{texts.get(name, '')} {line[start:]}".strip()
+    assert texts == {each.name: " ".join(each.detail.split()) for each in report.checks}
+
+
 def test_nothing_of_the_users_is_changed(batch):
     model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8))
     model = nn.Sequential(model, nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)).train()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from gradstats.errors import GradStatsError
 
 MARKS = {True: "ok", False: "FAILED", None: "-"}
+# What a check found may be a paragraph; columns in a terminal.
+WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,11 @@ class VerifyReport:
             f"gradstats.verify: {MARKS[self.ok]}",
             f"compared with plain autograd: examples {listed}; {self.reference}",
             "",
-            *_table(
-                ("check", "", "found"),
-                [(check.name, MARKS[check.ok], check.detail) for check in self.checks],
+            *_wrapped(
+                _table(
+                    ("check", "", "found"),
+                    [(check.name, MARKS[check.ok], check.detail) for check in self.checks],
+                )
             ),
             "",
             *_table(
@@ -131,6 +136,18 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (header, *rows)
+    ]
+
+
+def _wrapped(table: list[str]) -> list[str]:
+    """Return a table's lines, the long ones broken below the beginning of its last column."""
+    indent = " " * table[0].index("found")
+    return [
+        part
+        for line in table
+        for part in textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
     ]
 
 
