@@ -157,15 +157,27 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
             f'fallback="vmap", or leave the parameter out by name with exclude={names!r}.',
             names,
         )
+    function = getattr(node, "_forward_cls", None)  # of what Python classes define
+    if function is not None and not function.__module__.startswith("torch."):
+        name = function.__name__
+        remedy = (
+            f"{name} is a custom autograd Function: where it takes data beside a parameter, say "
+            f"what it computes with gs.register_rule({name}, ...), or write it with PyTorch's own "
+            "operations. Was it called before the context was opened, or its apply kept in a "
+            f"variable before the first context? Call {name}.apply inside, where it is used."
+        )
+    else:
+        remedy = (
+            "Was something of the losses computed before the context was opened, or by a "
+            "TorchScript module? Compute all of them inside the context, with the model as it was "
+            "before torch.jit. Is it a custom operation? Add a rule with gs.register_rule or write "
+            "it with PyTorch's own operations."
+        )
     return UnsupportedOperationError(
         f"{node.name()} uses {used.describe()} without passing through a PyTorch operation that "
-        "can be tracked, so its per-example gradient is not known. Was something of the losses "
-        "computed before the context was opened, or by a TorchScript module? Compute all of them "
-        "inside the context, with the model as it was before torch.jit. Is it a custom autograd "
-        "Function of data, or one whose apply was kept in a variable before the first context? Add "
-        "a rule with gs.register_rule or write it with PyTorch's own operations, and call it as "
-        "Function.apply where it is used. Or have per_example_norms compute one example at a time "
-        f'with fallback="vmap", or leave the parameter out by name with exclude={names!r}.',
+        f"can be tracked, so its per-example gradient is not known. {remedy} Or have "
+        'per_example_norms compute one example at a time with fallback="vmap", or leave the '
+        f"parameter out by name with exclude={names!r}.",
         names,
     )
 

@@ -685,6 +685,14 @@ def test_a_derived_tensor_used_out_of_sight_is_refused(use):
     )
 
 
+def test_a_function_of_data_and_a_parameter_is_told_how_to_register_it():
+    check_refused(
+        lambda m, x: Product.apply(x, m.w), {"w": (WIDTH, 2)}, normal(BATCH, POSITIONS, WIDTH),
+        error=gs.UnsupportedOperationError,
+        match=r"'w'.* Product is a custom autograd Function.* gs\.register_rule\(Product, \.\.\.\)",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_derived_tensor_made_in_a_checkpoint(reentrant):
     def with_exponential(run):

@@ -241,7 +241,7 @@ def test_an_apply_that_was_kept_from_before_all_contexts():
     if seen:
         check_operation(function, shapes, data)
     else:
-        match = r"RoundedBackward uses parameter 'w'.*apply was kept.*where it is used"
+        match = r"RoundedBackward uses parameter 'w'.*apply kept in.*where it is used"
         check_refused(function, shapes, data, match=match)
 
 
