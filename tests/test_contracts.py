@@ -516,6 +516,9 @@ def test_arguments_that_are_none(call, model, batch):
 def test_the_second_model_is_looked_at(model, batch):
     with pytest.raises(gs.TrackingError, match="model_b is NoneType"):
         gs.inner_products(model, batch, None, batch, per_example_cross_entropy)
+    for checkpoint in ("epoch-0.pt", model.state_dict()):
+        with pytest.raises(gs.TrackingError, match=r"model_b is .*other\.load_state_dict"):
+            gs.inner_products(model, batch, checkpoint, batch, per_example_cross_entropy)
     with pytest.raises(gs.ExampleAxisError, match=r"cu_seqlens has 3 entries.* pair"):
         gs.inner_products(
             model, batch, model, batch, per_example_cross_entropy, cu_seqlens=(None, None, None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
@@ -54,7 +55,14 @@ def check_call(model: Any, loss_fn: Any) -> None:
 def check_model(model: Any, name: str = "model") -> None:
     """Raise unless it is a module."""
     if not isinstance(model, nn.Module):
-        raise TrackingError(f"{name} is {type(model).__name__}, expected a torch.nn.Module.")
+        got = type(model).__name__
+        if not isinstance(model, (str, Path, Mapping)):
+            raise TrackingError(f"{name} is {got}, expected a torch.nn.Module.")
+        raise TrackingError(
+            f"{name} is {got}, expected a torch.nn.Module. Of a checkpoint pass a copy of the "
+            "model that holds it: other = copy.deepcopy(model), "
+            "other.load_state_dict(torch.load(...))."
+        )
 
 
 def check_loss_function(loss_fn: Any) -> None:
