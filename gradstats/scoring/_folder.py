@@ -147,7 +147,9 @@ class Folder:
 
     def _check(self, description: dict[str, Any], resume: bool) -> None:
         held = {key: value for key, value in self.manifest.items() if key != "checkpoints"}
-        self._refuse(_differences(held, description), "this call")
+        # Of results of another kind all else differs too.
+        of_kind = _differences(held.get("kind"), description.get("kind"), "kind")
+        self._refuse(of_kind or _differences(held, description), "this call")
         if not resume:
             raise StoreError(
                 f"{self.path} holds results of this call already, and resume=False. Pass "

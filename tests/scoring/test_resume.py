@@ -311,7 +311,7 @@ def test_another_call_is_refused_with_the_difference(tmp_path):
         ({"loss": None_called_other}, r"settings\.loss: on disk 'loss_fn', now 'None_called_o"),
         ({"lr": [0.1, 0.2]}, r"do not belong to state dict 1:\n  rates: on disk 0\.3, now 0\.2"),
         ({"resume": False}, r"resume=False. Pass resume=True"),
-        ({"top_k": 2}, r"kind: on disk 'influence', now 'strongest influence'"),
+        ({"top_k": 2}, r"call:\n  kind: on disk 'influence', now 'strongest influence'\nNothing"),
     ]
     for changes, message in cases:
         with pytest.raises(gs.StoreError, match=message):
