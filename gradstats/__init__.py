@@ -1,6 +1,23 @@
 """Exact per-example gradient norms and inner products for unmodified PyTorch models.
 
-Neither ever holds a (batch, d) gradient.
+Neither ever holds a (batch, d) gradient. With ``import gradstats as gs``, ``help`` of each of these
+has formula, arguments, cost and source:
+
+    gs.per_example_norms    the gradient norm of every example of a batch
+    gs.track                the same inside a training step of your own
+    gs.inner_products       of the gradients of examples, batches and checkpoints
+    gs.alignment            with the mean gradient or a given direction
+    gs.Checkpoints          of a training run, with their learning rates
+    gs.self_influence       of every training example, beside its loss, margin and EL2N
+    gs.influence            of every training example on every query
+    gs.Monitor              norms, noise scale and alignment while training; gs.monitor.plot
+    gs.verify               whether all that holds for your model
+    gs.register_rule        for operations of your own
+    gs.assign_rows          for data whose rows are sorted into examples by an index
+    gs.errors               what is raised, and when
+
+Callbacks for trainers are in ``gradstats.integrations.lightning`` and
+``gradstats.integrations.transformers``.
 """
 
 from gradstats import monitor as monitor

@@ -4,7 +4,10 @@ import ast
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+
+import gradstats as gs
 
 
 def run(code: str) -> str:
@@ -50,6 +53,14 @@ def test_what_is_imported():
     assert "gradstats.statistics._norms" in imported
     for package in ("triton", "matplotlib", "sklearn", "transformers", "torch._inductor"):
         assert not any(name.split(".")[0] == package or name == package for name in imported)
+
+
+def test_help_lists_every_function():
+    listed = re.findall(r"^    gs\.(\w+)", gs.__doc__, re.MULTILINE)
+    results = {"GradientNorms", "InfluenceScores", "SelfInfluence", "TopScores", "VerifyReport"}
+    here = {name for name in dir(gs) if getattr(gs, name).__class__ in (type, types.FunctionType)}
+    errors = {name for name in here if name in dir(gs.errors)}
+    assert sorted(listed) == sorted({*(here - errors - results), "errors"})
 
 
 def test_every_package_is_installed():
