@@ -14,7 +14,7 @@ gpu                tests and kernels' speed on a GPU, of these:
   kernel_times     where the device's time goes in a step
 matrix_products    which of PyTorch's libraries multiplies matrices faster on a CPU
 tune_linear_kernels    the tiles that kernels are shipped with
-report             the tables of the READMEs, and with plots its pictures, from ``results/*.csv``
+report             the documentation's tables, and with plots its pictures, from ``results/*.csv``
 
 What they share: workloads (models and batches), providers (ways to per-example norms), checking
 (which of these are right), harness (timing and results), kernel_harness (the same for kernels),

@@ -1,11 +1,11 @@
-"""Every benchmark of one machine, and the READMEs' tables from them.
+"""Every benchmark of one machine, and the documentation's tables from them.
 
     python -m benchmarks.all [--device cuda] [--only NAME ...] [--seconds 270] [--out FOLDER]
 
 Each part is a command of its own, printed before it runs; one that fails or is out of time does not
 stop the others, and keeps what it has measured. The quick ones come first: what is cut short has
-lost the least. With a folder the results are appended there, the READMEs are left as they are, and
-their tables come from the rows once they are added to benchmarks/results.
+lost the least. With a folder the results are appended there, the documentation is left as it is,
+and its tables come from the rows once they are added to benchmarks/results.
 """
 
 from __future__ import annotations

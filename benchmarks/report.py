@@ -1,4 +1,4 @@
-"""Write the tables of the READMEs, and the plots, from ``benchmarks/results/*.csv``.
+"""Write the tables of the documentation, and the plots, from ``benchmarks/results/*.csv``.
 
     python -m benchmarks.report
 
@@ -17,7 +17,8 @@ from benchmarks import plots
 from benchmarks.harness import read_csv
 from benchmarks.providers import PROVIDERS, RECORDED, REDUCED_LAUNCHES
 
-PAGES = (Path(__file__).parents[1] / "README.md", Path(__file__).parent / "README.md")
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md")
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, str]
@@ -125,7 +126,10 @@ def memory(row: Row, plain: Row) -> str:
 
 
 def step_table() -> str:
-    """Return what norms cost, alone and beside training, for the workloads that have bars."""
+    """Return what norms cost, alone and beside training, and the fastest of all other ways to them.
+
+    For the workloads that have bars.
+    """
 
     def make(rows: list[Row]) -> str:
         body = []
@@ -135,12 +139,18 @@ def step_table() -> str:
             for variant in (NORMS, TRAINING):
                 row = named.get(variant, {})
                 cells += [ratio(row), memory(row, named["plain"])]
+            others = [row for row in group if row["variant"] not in variants and row["ratio"]]
+            best = min(others, key=lambda row: float(row["ratio"]), default=None)
+            if best is None:
+                cells += ["–", "–"]
+            else:
+                cells += [f"{TITLES[best['variant']]}: {ratio(best)}", memory(best, named["plain"])]
             body.append(cells)
         header = ["model", "norms alone", "memory", "norms beside training", "memory"]
-        return table(header, body)
+        return table([*header, "fastest other way", "memory"], body)
 
     variants = ("plain", NORMS, TRAINING)
-    rows = [row for row in steps() if row["variant"] in variants]
+    rows = [row for row in steps() if row["variant"] not in OTHER_FORMS]
     return by_machine([row for row in rows if row["workload"].startswith(FIRST)], make)
 
 

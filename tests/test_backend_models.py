@@ -6,8 +6,6 @@ On a GPU where there is one, else on the CPU implementations of the same operato
 from __future__ import annotations
 
 import os
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +26,7 @@ from tests.oracle import (
     oracle_sqnorms,
     perturbed,
 )
+from tests.pages import GUIDE, blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -322,9 +321,8 @@ def test_a_step_recorded_in_a_cuda_graph_computes_what_an_eager_one_does(case):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
-def test_the_readmes_recipe_for_cuda_graphs():
-    text = Path(__file__).parents[1].joinpath("README.md").read_text()
-    (recipe,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+def test_the_documented_recipe_for_cuda_graphs():
+    (recipe,) = [block for page in GUIDE for block in blocks(page, "py")]
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(DEVICE)
 
     def loss_fn(model, batch):
@@ -337,7 +335,7 @@ def test_the_readmes_recipe_for_cuda_graphs():
         "torch": torch, "gs": gs, "model": model, "loss_fn": loss_fn, "optimizer": optimizer,
         "loader": loader,
     }  # fmt: skip
-    exec(compile(recipe, "README", "exec"), names)
+    exec(compile(recipe, "the recipe", "exec"), names)
     last = tuple(part.to(DEVICE) for part in loader[-1])
     want = sum(oracle_sqnorms(model, last, loss_fn).values())
     torch.testing.assert_close(names["sqnorm"].double(), want, rtol=1e-4, atol=0)

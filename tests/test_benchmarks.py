@@ -256,7 +256,7 @@ def test_results_of_other_columns_keep(tmp_path, monkeypatch):
     assert harness.read_csv("none") == []
 
 
-def test_the_readmes_say_what_the_results_say():
+def test_the_pages_say_what_the_results_say():
     texts = [page.read_text() for page in report.PAGES]
     assert [report.filled(text) for text in texts] == texts
     shown = [match[2] for text in texts for match in report.REGION.finditer(text)]
@@ -293,12 +293,14 @@ def test_tables_show_the_last_run_and_the_reasons(tmp_path, monkeypatch):
         step_row("TorchJD Gramian", "", "", "not run: would hold 8 GiB"),
     ]  # fmt: skip
     fill(tmp_path, "step_overhead", rows)
-    caption = "M, 2 threads; float32; PyTorch 2.13.0; 5 rounds; 2026-01-02:"
+    caption = "M, 2 threads; float32; PyTorch 2.13.0, opacus 9; 5 rounds; 2026-01-02:"
     assert report.step_table().splitlines() == [
         caption, "",
-        "| model | norms alone | memory | norms beside training | memory |",
-        "| --- | --- | --- | --- | --- |",
-        "| CNN of the tutorial, B=64 | 0.90 [0.90, 0.90] | 0.50 | 1.10 [1.10, 1.10] | 1.00 |",
+        "| model | norms alone | memory | norms beside training | memory "
+        "| fastest other way | memory |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| CNN of the tutorial, B=64 | 0.90 [0.90, 0.90] | 0.50 | 1.10 [1.10, 1.10] | 1.00 "
+        "| vmap(grad): 2.00 [2.00, 2.00] | 9.00 |",
     ]  # fmt: skip
     assert report.peer_table().splitlines()[2:] == [
         "| model | gradstats, norms | gradstats, norms and gradients | loop | vmap(grad) "

@@ -1,13 +1,12 @@
 """The cases in which other libraries are wrong, fail or form (batch, d) gradients, one test each.
 
-The README compares libraries row by row; the column of gradstats names these tests.
+The documentation compares libraries row by row; the column of gradstats names these tests.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,10 +23,10 @@ from tests.oracle import (
     oracle_gradients,
     oracle_sqnorms,
 )
+from tests.pages import page_with
 from tests.rules.operation import check_operation, normal, uneven_loss
 
 B, T, WIDTH = 4, 5, 6
-README = Path(__file__).parents[1] / "README.md"
 
 
 def classify(model, batch):
@@ -524,8 +523,9 @@ def test_cancellation():
 
 
 def test_the_table_names_its_tests():
-    """Every row of the README's table names tests of this file, and every test is named there."""
-    table = README.read_text().partition("## Where other libraries stand")[2].partition("\n## ")[0]
+    """Every row of the comparison names tests of this file, and every test is named there."""
+    text = page_with("`test_norm_vector`").read_text()
+    table = text.partition("## Where other libraries stand")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
     assert all(re.search("`test_|`tests/", row.split("|")[2]) for row in rows)

@@ -1,28 +1,17 @@
-"""The README's Python, run from its beginning to its end in one session."""
+"""The Python of the README and of ``docs/``, run as a reader would, and the links of all pages."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import gradstats as gs
+from tests.pages import GUIDE, PAGES, README, blocks
 
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "benchmarks" / "README.md",
-    ROOT / "tests" / "zoo" / "README.md",
-]
-BLOCKS = re.findall(
-    r"^```python\n(.*?)^```",
-    PAGES[0].read_text(),
-    re.DOTALL | re.MULTILINE,
-)
 # A trainer of the reader's own stands there: its tests run whole trainings.
 TRAINERS = "gradstats.integrations"
 
@@ -63,39 +52,70 @@ def check_packed_language_model_loss(loss_fn, bounds):
         torch.testing.assert_close(norm, torch.cat([each.flatten() for each in gradients]).norm())
 
 
-def test_the_readme_runs_from_beginning_to_end(tmp_path, monkeypatch):
+def run(page, names: dict) -> None:
+    """Run a page's code in one session, and check what its functions compute."""
+    for number, block in enumerate(blocks(page)):
+        code = compile(block, f"{page.name}, block {number}", "exec")
+        if TRAINERS not in block:
+            exec(code, names)
+        if importlib.util.find_spec("transformers"):
+            if "def language_model_loss" in block:
+                check_language_model_loss(names["language_model_loss"])
+            if "def packed_language_model_loss" in block:
+                check_packed_language_model_loss(
+                    names["packed_language_model_loss"], names["bounds"]
+                )
+
+
+@pytest.fixture
+def after_the_readme(tmp_path, monkeypatch):
+    """What the README's code leaves: its names, and its files in the working directory."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names: dict = {}
-    for number, block in enumerate(BLOCKS):
-        code = compile(block, f"README block {number}", "exec")
-        if TRAINERS not in block:
-            exec(code, names)
-        if "gs.Monitor" in block:
-            model, monitor = names["model"], names["monitor"]
-            assert [record.id for record in monitor.examples(8)] != []
-            assert (tmp_path / "run.png").stat().st_size > 0
-            assert len(monitor.self_influence) == 16 and monitor.steps == 2
-        if "def language_model_loss" in block and importlib.util.find_spec("transformers"):
-            check_language_model_loss(names["language_model_loss"])
-        if "def packed_language_model_loss" in block and importlib.util.find_spec("transformers"):
-            check_packed_language_model_loss(names["packed_language_model_loss"], names["bounds"])
-    assert sum(TRAINERS in block for block in BLOCKS) == 1
+    run(README, names)
+    return names
+
+
+def test_the_readme_runs_from_beginning_to_end(after_the_readme, tmp_path):
+    names = after_the_readme
+    model, monitor = names["model"], names["monitor"]
+    assert [record.id for record in monitor.examples(8)] != []
+    assert (tmp_path / "run.png").stat().st_size > 0
+    assert len(monitor.self_influence) == 16 and monitor.steps == 2
+    assert sum(TRAINERS in block for block in blocks(README)) == 1
+    assert monitor.model is model
     # The last statistics leave out the activation, which the ones before them measured.
-    assert names["model"] is model
     assert list(names["stats"].by_parameter) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert np.isfinite(names["stats"].norm.numpy()).all()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", [p for p in GUIDE[1:] if blocks(p)], ids=lambda page: page.stem)
+def test_a_page_goes_on_from_the_readme(page, after_the_readme):
+    assert "The code on this page goes on from that of the [README](../README.md)" in (
+        " ".join(page.read_text().split())
+    )
+    run(page, after_the_readme)
+
+
+def links_of(page) -> list[tuple[str, str]]:
+    """Return the file, from the page, and the heading that each link within the project names."""
+    return re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: "/".join(page.parts[-2:]))
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
-    for place, heading in links:
+    for place, heading in links_of(page):
         target = page.parent / place if place else page
         assert target.exists(), place
         if heading:
-            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            text = re.sub(r"^```.*?^```", "", target.read_text(), flags=re.DOTALL | re.MULTILINE)
+            titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             names = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-            assert heading in names, heading
-    assert links or page is PAGES[2]
+            assert names.count(heading) == 1, heading
+
+
+def test_the_readme_leads_to_every_page():
+    linked = {(README.parent / place).resolve() for place, _ in links_of(README) if place}
+    assert {page.resolve() for page in PAGES[1:]} <= linked
