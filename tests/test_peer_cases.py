@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.oracle import (
     oracle_gradients,
     oracle_sqnorms,
 )
-from tests.pages import page_with
+from tests.pages import README, page_with
 from tests.rules.operation import check_operation, normal, uneven_loss
 
 B, T, WIDTH = 4, 5, 6
@@ -522,13 +523,27 @@ def test_cancellation():
     assert relative.max() < 1e-3
 
 
+def comparison(page: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a page's table of libraries."""
+    table = page.read_text().partition("## Where other libraries stand")[2].partition("\n## ")[0]
+    lines = [line.strip("|") for line in table.splitlines() if line.startswith("| ")]
+    header, *rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return header, rows
+
+
 def test_the_table_names_its_tests():
     """Every row of the comparison names tests of this file, and every test is named there."""
-    text = page_with("`test_norm_vector`").read_text()
-    table = text.partition("## Where other libraries stand")[2].partition("\n## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
-    assert all(re.search("`test_|`tests/", row.split("|")[2]) for row in rows)
+    _, rows = comparison(page_with("`test_norm_vector`"))
+    named = {name for row in rows for cell in row for name in re.findall(r"`(test_\w+)`", cell)}
+    assert all(re.search("`test_|`tests/", row[1]) for row in rows)
     here = {name for name in globals() if name.startswith("test_")}
     assert len(rows) >= 30
-    assert named == here - {"test_the_table_names_its_tests"}
+    assert named == here - {"test_the_table_names_its_tests", "test_the_readme_counts_its_rows"}
+
+
+def test_the_readme_counts_its_rows():
+    """How often each library is silently wrong or partial."""
+    header, rows = comparison(page_with("`test_norm_vector`"))
+    wrong = [str(sum("**S**" in cell for cell in column)) for column in zip(*rows, strict=True)]
+    assert comparison(README) == (header[1:], [wrong[1:]])
+    assert f" has {len(rows)} rows" in README.read_text()

@@ -93,9 +93,8 @@ def test_the_readme_runs_from_beginning_to_end(after_the_readme, tmp_path):
 
 @pytest.mark.parametrize("page", [p for p in GUIDE[1:] if blocks(p)], ids=lambda page: page.stem)
 def test_a_page_goes_on_from_the_readme(page, after_the_readme):
-    assert "The code on this page goes on from that of the [README](../README.md)" in (
-        " ".join(page.read_text().split())
-    )
+    said = "The code on this page goes on from that of the [README](../README.md"
+    assert said in " ".join(page.read_text().split())
     run(page, after_the_readme)
 
 
