@@ -362,6 +362,24 @@ def test_a_decomposition_with_other_values_is_refused(batch):
     assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
 
 
+@pytest.mark.parametrize("derived", [False, True])
+def test_a_decomposition_that_does_not_use_a_parameter_is_refused(batch, derived):
+    """Its values are right, and the parameter's per-example gradients would be zero."""
+    model = Model(lambda x, w: ScaledSiLU.apply(x, w.exp() if derived else w)).double()
+
+    def detached(x, w):
+        return functional.silu(x) * w.detach()
+
+    with (
+        gs.register_rule(ScaledSiLU, detached),
+        pytest.raises(
+            gs.UnsupportedOperationError,
+            match=r"ScaledSiLU.*'weight'.*: detached returned nothing that depends on it",
+        ),
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+
 class Floor(torch.autograd.Function):
     """Writes over its data, which a second run would leave as they are."""
 

@@ -81,9 +81,7 @@ class Derived(Node):
         # A derivative is computed from what its operands were computed from.
         differentiates = function is torch.autograd.grad
         # Operands may give no more than a dtype or a shape, or belong to another of the results.
-        self.parents = tuple(
-            _reached(value, unique_roots(operands) if differentiates else operands)
-        )
+        self.parents = tuple(reached(value, unique_roots(operands) if differentiates else operands))
         self.paths = {}
         for node in self.parents:
             for root, count in node.paths.items():
@@ -336,7 +334,7 @@ def _versions_of(leaves: Sequence[Any]) -> list[int]:
     return [0 if item.is_inference() else item._version for item in tensors]
 
 
-def _reached(value: Tensor, parents: Sequence[Node]) -> list[Node]:
+def reached(value: Tensor, parents: Sequence[Node]) -> list[Node]:
     """Return those operands of an operation on which one of its results depends."""
 
     def edge_of(tensor: Tensor) -> tuple[Any, int]:

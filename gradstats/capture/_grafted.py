@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstats._complex import as_real
-from gradstats.capture._derivation import Derived
+from gradstats.capture._derivation import Derived, reached
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of, rebuild
 from gradstats.capture._nodes import Node
@@ -24,10 +24,16 @@ OTHER_TOLERANCE = 5e-2
 
 
 class Grafted:
-    """The rule of a registered operation."""
+    """The rule of an operation that runs as it is, with a decomposition beside it.
 
-    def __init__(self, decomposition: Callable[..., Any]):
+    Attributes:
+        decomposition: returns what the operation returns.
+        uses_all: whether its results have to depend on every tracked operand.
+    """
+
+    def __init__(self, decomposition: Callable[..., Any], uses_all: bool = False):
         self.decomposition = decomposition
+        self.uses_all = uses_all
 
     def __call__(self, tracker, func, *args, **kwargs):
         trains = tracker.settings.weight_gradients
@@ -40,9 +46,14 @@ class Grafted:
 
         def seen(item):
             node = node_of(item)
-            return _beside(tracker, item) if node is None else _without_gradient(node)
+            if node is None:
+                return _beside(tracker, item)
+            if id(item) not in stand_ins:
+                stand_ins[id(item)] = _without_gradient(node)
+            return stand_ins[id(item)]
 
         operands = operands_of(args, kwargs)
+        stand_ins: dict[int, Tensor] = {}
         shown = _readable(tracker, operands)
         before = [item._version for item in shown]
         result = func(*rebuild(args, own), **rebuild(kwargs, own))
@@ -59,6 +70,8 @@ class Grafted:
         if [item._version for item in shown] != before:
             raise self._wrong(func, node, "changed an operand in place, expected no side effects")
         self._check(func, node, results, shadows)
+        if self.uses_all and torch.is_grad_enabled():
+            self._check_use(func, list(stand_ins.values()), shadows)
         for number, (first, second) in enumerate(zip(results, shadows, strict=True)):
             if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
                 results[number] = _graft(node, value_of(second), first)
@@ -100,6 +113,20 @@ class Grafted:
                 "operation's"
             )
         raise self._wrong(func, node, problem)
+
+    def _check_use(self, func, operands: Sequence[Tensor], shadows: list) -> None:
+        """Raise where no result of the decomposition depends on a parameter: it would get zeros."""
+        values = [value_of(item) for item in shadows if isinstance(item, Tensor)]
+        nodes = [node for node in map(node_of, operands) if node is not None]
+        used = {node for value in values for node in reached(value, nodes)}
+        for node in nodes:
+            if node not in used:
+                raise self._wrong(
+                    func,
+                    node,
+                    "returned nothing that depends on it, expected a use of it. (Where the "
+                    "operation has no gradient for it, detach it in the model)",
+                )
 
     def _wrong(self, func, node: Node, problem: str) -> UnsupportedOperationError:
         name = getattr(self.decomposition, "__name__", "the decomposition")

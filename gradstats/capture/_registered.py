@@ -78,8 +78,8 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
 
     Raises:
         TrackingError: if ``function`` has a rule already, or its calls cannot be seen.
-        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values, or
-            it or the operation changed an operand.
+        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values or
+            none that depend on a parameter it was given, or it or the operation changed an operand.
 
     Cost:
         The decomposition's forward and backward beside the operation's.
@@ -105,7 +105,7 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
                 f"{function_name(key)} has a rule already. Expected an operation without one; if "
                 "you registered that rule, remove it first with its handle's remove()."
             )
-    rule = Grafted(decomposition)
+    rule = Grafted(decomposition, uses_all=True)
     for key in keys:
         RULES[key] = rule
         undo.append(partial(RULES.pop, key))
