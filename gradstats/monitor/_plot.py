@@ -39,18 +39,21 @@ def plot(monitor: Monitor) -> Figure:
     """
     with require("plot"):
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter, MaxNLocator
     history = {name: np.array(values) for name, values in monitor.history.items()}
     if not history:
         raise GradStatsError("the monitor has measured no step yet: there is nothing to plot.")
     figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
     norms, noise = figure.subplots(2, 1, sharex=True)
     steps = history["step"]
+    alone = {"marker": "."} if len(steps) == 1 else {}  # a line through one point shows nothing
 
     low, high = history["example_grad_norm/p05"], history["example_grad_norm/p95"]
     norms.fill_between(steps, low, high, color=BLUE, alpha=0.25, label="5 % to 95 % of examples")
-    norms.plot(steps, history["example_grad_norm/p50"], color=BLUE, label="median example")
-    norms.plot(steps, history["example_grad_norm/max"], color=BLUE, lw=0.8, ls=":", label="largest")
-    norms.plot(steps, history["grad_norm"], color=BLACK, label="training gradient")
+    norms.plot(steps, history["example_grad_norm/p50"], color=BLUE, label="median example", **alone)
+    largest = history["example_grad_norm/max"]
+    norms.plot(steps, largest, color=BLUE, lw=0.8, ls=":", label="largest", **alone)
+    norms.plot(steps, history["grad_norm"], color=BLACK, label="training gradient", **alone)
     labelled: set[int] = set()
     for spike in monitor.spikes:
         if spike.step in labelled or not np.isfinite(spike.value):
@@ -66,6 +69,9 @@ def plot(monitor: Monitor) -> Figure:
     if labelled:
         norms.plot([], [], marker="v", color=ORANGE, ls="none", label="spike, largest examples")
     norms.set_yscale("log")
+    # Of less than a decade the ticks between powers of ten are labelled: 2, not 2 × 10⁰.
+    norms.yaxis.set_major_formatter(LogFormatter())
+    norms.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     norms.set_ylabel("gradient norm")
     norms.legend(fontsize=8, ncols=2)
 
@@ -91,6 +97,7 @@ def plot(monitor: Monitor) -> Figure:
         )
     noise.set_ylabel("number of examples")
     noise.set_xlabel("optimizer step")
+    noise.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     noise.legend(fontsize=8)
     for axes in (norms, noise):
         axes.grid(color="#E4E4E4", linewidth=0.8)

@@ -56,6 +56,27 @@ def test_the_figure_shows_what_was_measured(monitor, tmp_path):
     assert (tmp_path / "run.png").stat().st_size > 10_000
 
 
+def test_one_measured_step_is_seen(monitor):
+    history = {name: values[:1] for name, values in monitor.history.items()}
+    figure = plot(SimpleNamespace(history=history, spikes=[], metrics=dict))
+    lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
+    assert len(lines) == 3 and all(line.get_marker() == "." for line in lines)
+    figure.canvas.draw()
+    ticks = [tick.get_text() for tick in figure.axes[1].get_xticklabels()]
+    assert "0" in ticks and not any("." in tick for tick in ticks)  # steps have whole numbers
+    assert all(line.get_marker() == "None" for line in plot(monitor).axes[0].get_lines()[:3])
+
+
+def test_norms_of_one_magnitude_have_plain_labels(monitor):
+    norms = np.linspace(2.0, 4.5, len(monitor.history["step"])).tolist()
+    names = [name for name in monitor.history if "grad_norm" in name]
+    history = {**monitor.history, **dict.fromkeys(names, norms)}
+    figure = plot(SimpleNamespace(history=history, spikes=[], metrics=dict))
+    figure.canvas.draw()
+    labels = {tick.get_text() for tick in figure.axes[0].get_yticklabels(minor=True)}
+    assert {"2", "3", "4"} <= labels
+
+
 def test_the_noise_scale_can_be_read_where_its_errors_are_large(monitor):
     """As on runs of few steps, where errors are a hundred times the estimates."""
     history = monitor.history
