@@ -106,6 +106,23 @@ def test_convolutions_and_norms():
     check_products(model, labelled(B, 4, 8, 8), classification, workspace=1)
 
 
+def cut_one_by_one(model, batch):
+    """Images of two sizes, in two uses each."""
+    losses = []
+    for number, (image, label) in enumerate(zip(*batch, strict=True)):
+        sizes = image[None, :, number % 2 :], image[None, :, :, : 7 + number % 2]
+        losses.append(classification(model, (sizes[0], label[None])))
+        losses[-1] = losses[-1] + classification(model, (sizes[1], label[None]))
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize("workspace", [1, 2**20])
+def test_convolutions_of_one_example_at_a_time(workspace):
+    model = convolutions().double()
+    other = perturbed(model), labelled(B, 4, 8, 8)
+    check_products(model, labelled(B, 4, 8, 8), cut_one_by_one, other=other, workspace=workspace)
+
+
 class Derived(nn.Module):
     """Weights that are computed from parameters, or shared, before they meet data."""
 

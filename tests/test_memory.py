@@ -394,6 +394,70 @@ def test_of_many_uses_of_a_parameter_only_what_is_needed_is_held(kind):
     assert peak_memory(norms).peak <= room * step + 2 * MIB // 16 + reports
 
 
+def images_one_by_one(model, batch):
+    return torch.stack([model(image[None]).square().mean() for image in batch])
+
+
+def images_cut_one_by_one(model, batch):
+    """Images of different sizes, which no batch holds."""
+    return torch.stack(
+        [
+            model(image[None, :, : 12 + number % 3, : 14 + number % 2]).square().mean()
+            for number, image in enumerate(batch)
+        ]
+    )
+
+
+def frames_one_by_one(model, batch):
+    """Example after example has one image or several; each is used again, in two sizes."""
+    losses = []
+    for number, image in enumerate(batch):
+        frames = torch.stack([image, image.flip(1), image.roll(3, 2)][: 1 + number % 3])
+        halves = frames[:, :, ::2]
+        losses.append(model(frames).square().mean() + model(halves).square().mean())
+    return torch.stack(losses)
+
+
+IMAGES = {
+    "2d": (lambda: nn.Conv2d(8, 8, 3, padding=1), (24, 8, 16, 16)),
+    "depthwise": (lambda: nn.Conv2d(8, 8, 3, padding=1, groups=8), (24, 8, 16, 16)),
+    "strided": (lambda: nn.Conv2d(8, 8, 3, stride=2, dilation=2), (24, 8, 16, 16)),
+    "pointwise": (lambda: nn.Conv2d(8, 8, 1), (24, 8, 16, 16)),
+    "transposed": (lambda: nn.ConvTranspose2d(8, 8, 4, 2, 1), (24, 8, 16, 16)),
+    "3d": (lambda: nn.Conv3d(8, 8, 3, padding=1), (12, 8, 14, 14, 4)),
+}
+IMAGE_LOSSES = [images_one_by_one, images_cut_one_by_one, frames_one_by_one]
+
+
+@pytest.mark.parametrize("loss_fn", IMAGE_LOSSES, ids=lambda loss_fn: loss_fn.__name__)
+@pytest.mark.parametrize("kind", IMAGES)
+def test_convolutions_of_one_example_at_a_time_write_out_no_patches(kind, loss_fn):
+    """Input and output gradient of every use are held until the last; the step holds as much."""
+    layer, shape = IMAGES[kind]
+    model = nn.Sequential(layer(), nn.Tanh(), nn.Tanh())
+    batch = torch.randn(shape)
+    expected = oracle_sqnorms(model, batch, loss_fn)
+
+    def norms():
+        return gs.per_example_norms(model, batch, loss_fn, workspace=MIB // 16)
+
+    def plain():
+        loss_fn(model, batch).mean().backward()
+
+    def training():
+        with gs.track(model, batch_size=len(batch), workspace=MIB // 16) as tracker:
+            tracker.backward(loss_fn(model, batch))
+        return tracker.stats
+
+    assert_sqnorms(norms(), expected, 1e-4)
+    assert_sqnorms(training(), expected, 1e-4)
+    model.zero_grad()
+    step = peak_memory(plain).peak
+    for run in (norms, training):
+        model.zero_grad()
+        assert peak_memory(run).peak <= 1.05 * step + 2 * MIB // 16, run.__name__
+
+
 @pytest.mark.parametrize("with_sum", [False, True])
 def test_operands_that_are_cast_count_against_the_workspace(with_sum):
     """Long examples of narrow layers: their gradients are small, they themselves are not."""

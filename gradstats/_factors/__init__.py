@@ -6,7 +6,7 @@ the training step has anyway; it never holds a (B, d) gradient.
 
 _factor     what every factor offers
 _outer      linear layers and matrix products; _ragged those of packed examples and of experts
-_patches    convolutions
+_patches    convolutions; _images those of examples whose images differ in number or size
 _rows       embeddings and integer indexing
 _vector     biases, scales and everything else that broadcasts
 _masked     weights whose elements were multiplied by constants
@@ -24,10 +24,12 @@ from gradstats._factors._factor import compute_dtype as compute_dtype
 from gradstats._factors._factor import elements_of as elements_of
 from gradstats._factors._factor import map_tensors as map_tensors
 from gradstats._factors._factor import tensors_of as tensors_of
+from gradstats._factors._images import Images as Images
 from gradstats._factors._masked import Masked as Masked
 from gradstats._factors._outer import Outer as Outer
 from gradstats._factors._patches import ConvolutionGeometry as ConvolutionGeometry
 from gradstats._factors._patches import Patches as Patches
+from gradstats._factors._patches import convolved as convolved
 from gradstats._factors._patches import weight_gradient as weight_gradient
 from gradstats._factors._path import Path as Path
 from gradstats._factors._path import in_a_row as in_a_row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,19 +62,22 @@ def elements_of(factor: Factor) -> int:
 def tensors_of(factor) -> list[Tensor]:
     """Return the tensors that a factor holds."""
     values = [getattr(factor, field.name) for field in fields(factor)]
+    values += [item for value in values if isinstance(value, tuple) for item in value]
     nested = [tensor for value in values if is_dataclass(value) for tensor in tensors_of(value)]
     return [value for value in values if isinstance(value, Tensor)] + nested
 
 
 def map_tensors(factor, change: Callable[[Tensor], Tensor]):
     """Return a factor with every tensor that it holds replaced by ``change(tensor)``."""
-    changed = {}
+    changed: dict[str, Any] = {}
     for field in fields(factor):
         value = getattr(factor, field.name)
         if isinstance(value, Tensor):
             changed[field.name] = change(value)
         elif is_dataclass(value):
             changed[field.name] = map_tensors(value, change)
+        elif isinstance(value, tuple) and any(map(is_dataclass, value)):
+            changed[field.name] = tuple(map_tensors(item, change) for item in value)
     return replace(factor, **changed)
 
 

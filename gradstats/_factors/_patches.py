@@ -47,6 +47,15 @@ class Patches:
         return self.input.shape[0]
 
     @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        return self.input, self.grad
+
+    @property
+    def form(self) -> tuple:
+        """What the images of two must share to be convolved together."""
+        return self.input.shape[1:], self.grad.shape[1:], self.geometry
+
+    @property
     def positions(self) -> int:
         return product(self.grad.shape[2:])
 
@@ -125,6 +134,34 @@ class Patches:
         right = windows.permute(0, 1, *order).reshape(examples, groups, *map(product, shape))
         left = self.grad.reshape(examples, groups, self.shape[0] // groups, product(positions)).mT
         return Outer(left, right.mT if rows_last else right, self.shape)
+
+
+def convolved(
+    x: Tensor, grad: Tensor, shape: tuple[int, ...], geometry: ConvolutionGeometry
+) -> Outer | Patches:
+    """Return the factor of a convolution's weight; 1×1 convolutions are plain products.
+
+    Args:
+        x: (B, C, *spatial), or (B, images, C, *spatial) where an example has several, of which
+            none may be a volume: these side by side would need a convolution over four axes.
+        grad: the gradient of the output, likewise.
+        shape: of the weight.
+        geometry: how patches are cut.
+    """
+    if x.dim() > len(shape) and x.shape[1] == 1:
+        x, grad = x.squeeze(1), grad.squeeze(1)
+    elif x.dim() > len(shape):
+        # An example's frames are one more axis, along which the kernel has size 1.
+        x, grad = x.transpose(1, 2), grad.transpose(1, 2)
+        stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
+        geometry = ConvolutionGeometry((1, *stride), (0, *padding), (1, *dilation), geometry.groups)
+    patches = Patches(x, grad, shape, geometry)
+    if not patches.pointwise:
+        return patches
+    groups = geometry.groups
+    left = grad.flatten(2).unflatten(1, (groups, -1)).mT  # (B, K, T, O / K)
+    right = x.flatten(2).unflatten(1, (groups, -1)).mT
+    return Outer(left, right, shape)
 
 
 def weight_gradient(

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats._cost import product
 from gradstats._factors import (
     ConvolutionGeometry,
     Elementwise,
     Factor,
-    Outer,
+    Images,
     Patches,
+    Segments,
     Vector,
     compute_dtype,
+    convolved,
 )
 from gradstats.capture._examples import Examples
-from gradstats.capture._linear import bias_factor, bias_report, outer_factor
+from gradstats.capture._linear import bias_factor, bias_report
 from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, Use, attach, derived, fuse, unseen
 from gradstats.contractions import Fused, _triton, on_chip
@@ -154,6 +155,7 @@ class ConvolutionUse(torch.autograd.Function):
         if layer.weight:
             patches = convolution_factor(layer.examples, grad, x, layer.shape, layer.call)
             here = use.is_sole(0) and (on_chip(patches) or not is_compiling())
+            here = here and not isinstance(patches, Images)  # whose sum is a product apart
             if here and want_weight and settings.fused:
                 fused = fuse(patches, settings, want_sum=True)
                 assert fused.total is not None
@@ -194,7 +196,7 @@ def channel_factor(examples: Examples, grad: Tensor) -> Vector | Elementwise:
 def convolution_factor(
     examples: Examples, grad: Tensor, x: Tensor, shape: tuple[int, ...], call
 ) -> Factor:
-    """Return the factor of a convolution's weight; 1×1 convolutions are plain products."""
+    """Return the factor of a convolution's weight."""
     stride, padding, dilation, transposed, output_padding, groups = call
     if transposed:
         x, grad = grad, x
@@ -204,37 +206,12 @@ def convolution_factor(
             x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
             padding = (0,) * len(padding)
     geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
-    if examples.segments is not None and groups == 1:
-        filled = examples.batch * examples.most * x[:1].numel()
-        if filled > len(x) * product((*grad.shape[2:], *shape[1:])):
-            # Writing the patches out takes less memory than filling every example up with zeros.
-            rows = Patches(x, grad, shape, geometry).unfolded()
-            return outer_factor(examples, rows.left.squeeze(1), rows.right.squeeze(1), shape)
-    x, grad = (examples.first(side) for side in (x, grad))
-    if x.dim() > len(shape) and x.shape[1] == 1:
-        x, grad = x.squeeze(1), grad.squeeze(1)
-    elif x.dim() > len(shape) and len(stride) == 3:
-        # Volumes side by side would need a convolution over four axes: write out their patches.
-        return _of_volumes(x, grad, shape, geometry)
-    elif x.dim() > len(shape):
-        # An example's frames are one more axis, along which the kernel has size 1.
-        x, grad = x.transpose(1, 2), grad.transpose(1, 2)
-        geometry = ConvolutionGeometry((1, *stride), (0, *padding), (1, *dilation), groups)
-    patches = Patches(x, grad, shape, geometry)
-    if not patches.pointwise:
-        return patches
-    left = grad.flatten(2).unflatten(1, (groups, -1)).mT  # (B, K, T, O / K)
-    right = x.flatten(2).unflatten(1, (groups, -1)).mT
-    return Outer(left, right, shape)
-
-
-def _of_volumes(
-    x: Tensor, grad: Tensor, shape: tuple[int, ...], geometry: ConvolutionGeometry
-) -> Outer:
-    """Return the factor of examples with several volumes each, (B, volumes, channels, *)."""
-    each = Patches(x.flatten(0, 1), grad.flatten(0, 1), shape, geometry).unfolded()
-    left, right = (
-        side.unflatten(0, x.shape[:2]).transpose(1, 2).flatten(2, 3)
-        for side in (each.left, each.right)
-    )
-    return Outer(left, right, shape)
+    segments = examples.segments
+    if segments is None and examples.fold > 1 and len(stride) == 3:
+        segments = Segments(examples.owner(x.device), examples.batch)
+    if segments is None:
+        return convolved(examples.first(x), examples.first(grad), shape, geometry)
+    rows = Patches(segments.sorted(x), segments.sorted(grad), shape, geometry)
+    owners = segments.counts.nonzero().squeeze(1).tolist() or [0]
+    pieces = (rows.select(slice(*segments.offsets[owner : owner + 2])) for owner in owners)
+    return Images(tuple(pieces), tuple(owners), examples.batch)

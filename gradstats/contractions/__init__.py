@@ -5,8 +5,8 @@ contracted by the definition: the per-example gradients of a few examples at a t
 workspace, multiplied and summed.
 
 Squared norms, and sums from the same pass
-    _outer, _patches, _rows, _vector, _elementwise, _ragged, _experts, _masked, _tangent, _distances
-                 of one factor
+    _outer, _patches, _images, _rows, _vector, _elementwise, _ragged, _experts, _masked, _tangent,
+    _distances   of one factor
     _merge       several uses of one parameter as fewer factors
     _tied        a projection and the look-ups tied to it
     _dense       the definition
@@ -38,6 +38,7 @@ from gradstats._factors import (
     Elementwise,
     Experts,
     Factor,
+    Images,
     Masked,
     Outer,
     Patches,
@@ -54,6 +55,7 @@ from gradstats.contractions import (
     _distances,
     _elementwise,
     _experts,
+    _images,
     _masked,
     _outer,
     _patches,
@@ -96,6 +98,7 @@ from gradstats.contractions._vector import merge as add_vectors  # noqa: F401
 SELF: dict[type, Callable[..., Contraction]] = {
     Outer: _outer.sqnorm,
     Patches: _patches.sqnorm,
+    Images: _images.sqnorm,
     Ragged: _ragged.sqnorm,
     Experts: _experts.sqnorm,
     Rows: _rows.sqnorm,

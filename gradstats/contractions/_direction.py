@@ -20,6 +20,7 @@ from gradstats._factors import (
     Elementwise,
     Experts,
     Factor,
+    Images,
     Masked,
     Outer,
     Patches,
@@ -36,6 +37,7 @@ from gradstats._factors import (
 from gradstats.contractions import (
     _distances,
     _experts,
+    _images,
     _outer,
     _patches,
     _tiles,
@@ -198,6 +200,13 @@ def row_sums(factor: Outer | Patches) -> Tensor:
     return (left.mT @ sums.unsqueeze(-1)).flatten(1)
 
 
+def _images_direction(factor: Images, direction: Tensor, workspace: int) -> Tensor:
+    result = _tiles.zeros([factor], factor.batch)
+    for examples, parts in _images.alike(factor, workspace):
+        result[examples] = direction_inner(parts, direction, workspace)
+    return result
+
+
 def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tensor:
     direction = direction.reshape(factor.left.shape[1], factor.right.shape[1])
     if _triton.serves(factor):
@@ -291,6 +300,11 @@ def _patches_total(factor: Patches) -> Tensor:
     return _patches.summed(factor, compute_dtype(factor.input, factor.grad))
 
 
+def _images_total(factor: Images) -> Tensor:
+    parts = (total(parts) for _, parts in _images.alike(factor, _cost.MERGED_BYTES))
+    return reduce(torch.add, parts, factor.select(slice(0)).dense().sum(0))
+
+
 def _ragged_total(factor: Ragged) -> Tensor:
     dtype = compute_dtype(factor.left, factor.right)
     return multiply(factor.left.to(dtype).t(), factor.right.to(dtype)).reshape(factor.shape)
@@ -339,6 +353,7 @@ def _masked_total(factor: Masked) -> Tensor:
 DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
     Outer: _outer_direction,
     Patches: _patches_direction,
+    Images: _images_direction,
     Ragged: _ragged_direction,
     Experts: _experts_direction,
     Rows: _rows_direction,
@@ -352,6 +367,7 @@ DIRECTION: dict[type, Callable[[Any, Tensor, int], Tensor]] = {
 TOTAL: dict[type, Callable[[Any], Tensor]] = {
     Outer: _outer_total,
     Patches: _patches_total,
+    Images: _images_total,
     Ragged: _ragged_total,
     Experts: _experts.total,
     Rows: _rows_total,

@@ -162,7 +162,8 @@ def _contract(first, second, workspace: int, sizes: Sizes, which: int) -> Tensor
             same_part = path is not None and path == other
             found = _rules(left, partners[other], which) if same_part else None
             if found is None:
-                return DEFINITIONS[which](first, second, workspace)
+                first = merge(first)
+                return DEFINITIONS[which](first, first if same else merge(second), workspace)
             terms += found
     total = None
     for rule, one, two in terms:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gradstats._factors import Factor, Masked, Outer, Ragged, Rows, Vector
-from gradstats.contractions import _masked, _outer, _ragged, _rows, _vector
+from gradstats._factors import Factor, Images, Masked, Outer, Ragged, Rows, Vector
+from gradstats.contractions import _images, _masked, _outer, _ragged, _rows, _vector
 from gradstats.contractions._elementwise import lean
 
 # Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
 MERGE: dict[type, Callable[..., Factor]] = {
     Outer: _outer.merge,
+    Images: _images.merge,
     Ragged: _ragged.merge,
     Rows: _rows.merge,
     Vector: _vector.merge,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Factor, Patches, compute_dtype, elements_of, tensors_of
+from gradstats._factors import Factor, Images, Patches, compute_dtype, elements_of, tensors_of
 from gradstats.contractions._multiply import multiply
 
 # Elements of one example's tile: a longer float32 sum would lose digits.
@@ -77,10 +77,9 @@ def gradients(factors: Sequence[Factor], examples: slice) -> Tensor:
     total: Tensor | None = None
     for factor in factors:
         chosen = factor.select(examples)
-        if isinstance(chosen, Patches) and chosen.batch > GROUPED_EXAMPLES:
-            elements = _cost.product(chosen.shape)
-            dtype = compute_dtype(chosen.input, chosen.grad)
-            formed = chosen.input.new_empty(chosen.batch, elements, dtype=dtype)
+        if isinstance(chosen, (Patches, Images)) and chosen.batch > GROUPED_EXAMPLES:
+            elements, sides = _cost.product(chosen.shape), tensors_of(chosen)
+            formed = sides[0].new_empty(chosen.batch, elements, dtype=compute_dtype(*sides))
             for rows in chunks(chosen.batch, GROUPED_EXAMPLES):
                 formed[rows] = chosen.select(rows).dense().flatten(1)
         else:
