@@ -458,6 +458,49 @@ def test_convolutions_of_one_example_at_a_time_write_out_no_patches(kind, loss_f
         assert peak_memory(run).peak <= 1.05 * step + 2 * MIB // 16, run.__name__
 
 
+class Recurrent(nn.Module):
+    """Two recurrent layers and the loss of the last step."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layers = kind(32, 64, num_layers=2, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.layers(x)[0][:, -1].square().mean(1)
+
+
+# Of a plain step's memory: norms, beside training, and where PyTorch's own backward runs as well.
+RECURRENT = {nn.LSTM: (0.6, 0.6, 1.45), nn.GRU: (0.9, 0.9, 1.6), nn.RNN: (1.35, 1.35, 1.8)}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_gates_of_recurrent_layers_are_overwritten(kind):
+    model, batch = Recurrent(kind), torch.randn(8, 64, 32)
+    loss_fn = nn.Module.__call__
+    expected = oracle_sqnorms(model, batch, loss_fn)
+
+    def norms():
+        return gs.per_example_norms(model, batch, loss_fn, workspace=MIB // 16)
+
+    def plain():
+        loss_fn(model, batch).mean().backward()
+
+    def training(fused=True):
+        options = {"workspace": MIB // 16, "fused": fused}
+        with gs.track(model, batch_size=len(batch), **options) as tracker:
+            tracker.backward(loss_fn(model, batch))
+        return tracker.stats
+
+    step = peak_memory(plain).peak
+    found = []
+    for run in (norms, training, lambda: training(fused=False)):
+        model.zero_grad()
+        assert_sqnorms(run(), expected, 1e-4)
+        model.zero_grad()
+        found.append(peak_memory(run).peak / step)
+    assert all(own <= most for own, most in zip(found, RECURRENT[kind], strict=True)), found
+
+
 @pytest.mark.parametrize("with_sum", [False, True])
 def test_operands_that_are_cast_count_against_the_workspace(with_sum):
     """Long examples of narrow layers: their gradients are small, they themselves are not."""

@@ -84,6 +84,9 @@ class Steps:
 
     def before(self, rows: Tensor, start: Tensor) -> Tensor:
         """Return, in place of each row, that of the step read before it."""
+        if self.even:
+            size = self.sizes[0]
+            return torch.cat([rows[size:], start] if self.reverse else [start, rows[:-size]])
         after, found = self.split(rows), [rows] * len(self.sizes)
 
         def note(step: int, states: States) -> States:
@@ -116,14 +119,14 @@ class Cell(Protocol):
 
         Args:
             steps: the order of the rows.
-            inner, outer: (rows, gates · H).
+            inner, outer: (rows, gates · H), which are overwritten.
             before: hidden states before each step, (rows, width).
             starts: the initial states.
         """
 
     @staticmethod
     def forward(inner: Tensor, outer: Tensor, states: States) -> States:
-        """Return the states after one step."""
+        """Return the states after one step; what the gates were given may be overwritten."""
 
     def back(self, step: int, grad: Tensor, others: States) -> tuple[Tensor, Tensor | None, States]:
         """Pass one step's gradients back.
@@ -147,18 +150,18 @@ class Elman:
 
     def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
         [self.hidden] = self.forward(inner, outer, [])
-        self.inner = self.outer = self._slope()
-        self._outer = steps.split(self.outer)
+        self.inner = self.outer = self._slope(outer)
+        self._outer = steps.split(outer)
 
     @staticmethod
     def forward(inner: Tensor, outer: Tensor, states: States) -> States:
-        return [(inner + outer).tanh_()]
+        return [inner.add_(outer).tanh_()]
 
     def back(self, step, grad, others):
         return self._outer[step].mul_(grad), None, []
 
-    def _slope(self) -> Tensor:
-        return 1 - self.hidden.square()
+    def _slope(self, outer: Tensor) -> Tensor:
+        return outer.fill_(1).addcmul_(self.hidden, self.hidden, value=-1)
 
 
 class Rectified(Elman):
@@ -168,10 +171,10 @@ class Rectified(Elman):
 
     @staticmethod
     def forward(inner: Tensor, outer: Tensor, states: States) -> States:
-        return [(inner + outer).relu_()]
+        return [inner.add_(outer).relu_()]
 
-    def _slope(self) -> Tensor:
-        return (self.hidden > 0).to(self.hidden.dtype)
+    def _slope(self, outer: Tensor) -> Tensor:
+        return outer.copy_(self.hidden > 0)
 
 
 class Lstm:
@@ -181,9 +184,9 @@ class Lstm:
     resets = False
 
     def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
-        gates = inner + outer
-        g = gates.chunk(4, 1)[2].tanh()
-        i, f, _, o = gates.sigmoid_().chunk(4, 1)
+        i, f, g, o = inner.add_(outer).chunk(4, 1)
+        g = g.tanh()
+        inner.sigmoid_()
         written, keeps = steps.split(i * g), steps.split(f)
         memory = torch.empty_like(g)
         memories = steps.split(memory)
@@ -195,17 +198,13 @@ class Lstm:
         shown = memory.tanh()
         self.hidden = o * shown
         # Times the gradient of c' for the first three gates, of h' for the last.
-        slopes = torch.stack(
-            [
-                sigmoid_backward(g, i),
-                sigmoid_backward(steps.before(memory, starts[1]), f),
-                tanh_backward(i, g),
-                sigmoid_backward(shown, o),
-            ],
-            1,
-        )
-        self.inner = self.outer = slopes.flatten(1)
-        self._outer = steps.split(self.outer)
+        slopes = outer.unflatten(1, (4, -1))
+        slopes[:, 0] = sigmoid_backward(g, i)
+        slopes[:, 1] = sigmoid_backward(steps.before(memory, starts[1]), f)
+        slopes[:, 2] = tanh_backward(i, g)
+        slopes[:, 3] = sigmoid_backward(shown, o)
+        self.inner = self.outer = outer
+        self._outer = steps.split(outer)
         self._written, self._shown = steps.split(slopes[:, :3]), steps.split(slopes[:, 3])
         self._keeps = keeps
         self._reads = steps.split(tanh_backward(o, shown))  # ∂h'/∂c'
@@ -231,27 +230,24 @@ class Gru:
 
     def __init__(self, steps: Steps, inner: Tensor, outer: Tensor, before: Tensor, starts: States):
         (r, z, n), (r_h, z_h, n_h) = inner.chunk(3, 1), outer.chunk(3, 1)
-        r, z = (r + r_h).sigmoid_(), (z + z_h).sigmoid_()
-        n = torch.addcmul(n, r, n_h).tanh_()
-        difference = before - n
-        self.hidden = torch.addcmul(n, z, difference)
-        candidate = tanh_backward(1 - z, n)  # ∂h'/∂n_x
-        slopes = torch.stack(
-            [
-                sigmoid_backward(candidate * n_h, r),
-                sigmoid_backward(difference, z),
-                candidate * r,
-            ],
-            1,
-        )
-        self.outer = slopes.flatten(1)
-        self._outer, self._slopes = steps.split(self.outer), steps.split(slopes)
-        self._keeps, self._candidate = steps.split(z), candidate
-        self._candidates = steps.split(candidate)
+        r, z = r.add_(r_h).sigmoid_(), z.add_(z_h).sigmoid_()
+        candidate = torch.addcmul(n, r, n_h).tanh_()
+        difference = before - candidate
+        self.hidden = torch.addcmul(candidate, z, difference)
+        n.copy_(tanh_backward(1 - z, candidate))  # ∂h'/∂n_x
+        slopes = outer.unflatten(1, (3, -1))
+        slopes[:, 0] = sigmoid_backward(n * n_h, r)
+        slopes[:, 1] = sigmoid_backward(difference, z)
+        slopes[:, 2] = n * r
+        self.outer, self._inner = outer, inner
+        self._outer, self._slopes = steps.split(outer), steps.split(slopes)
+        self._keeps, self._candidates = steps.split(z), steps.split(n)
 
     @property
     def inner(self) -> Tensor:
-        return torch.cat([self.outer[:, : -self.hidden.shape[1]], self._candidate], 1)
+        gates = slice(2 * self.hidden.shape[1])
+        self._inner[:, gates] = self.outer[:, gates]
+        return self._inner
 
     @staticmethod
     def forward(inner: Tensor, outer: Tensor, states: States) -> States:
