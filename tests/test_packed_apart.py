@@ -155,6 +155,8 @@ MEET = {
     ),
     "a window": lambda q, k, v: functional.avg_pool1d(v.T, 3, 1, 1).T,
     "moved": lambda q, k, v: v + q.roll(1, 0),
+    "normalised as channels": lambda q, k, v: functional.group_norm(v[None], 1)[0] + q * k,
+    "shuffled as channels": lambda q, k, v: functional.channel_shuffle(v[None], 2)[0] + q * k,
 }
 
 

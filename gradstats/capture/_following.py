@@ -262,7 +262,8 @@ class Following(Marks):
             return True
         if is_over_axes(func) and not leaves(func, data[0], self.batch_dim, result):
             return True
-        return takes_batch_first(func) and self.batch_dim != 0
+        layout = self.layout_of(data[0])
+        return takes_batch_first(func) and layout is not None and layout.axis != 0
 
     def _agree(self, call: Call) -> bool:
         """Whether trained operands have the same examples in the same places; note where not."""
