@@ -83,6 +83,9 @@ APART = {
     ),
     "boolean mask": sdpa(attn_mask=~OTHERS),
     "added mask": sdpa(attn_mask=NEGATIVE.clamp(min=torch.finfo(torch.float32).min)[None, None]),
+    "constant keys": lambda q, k, v: (
+        functional.scaled_dot_product_attention(q, EDGES[:, :WIDTH], EDGES[:, WIDTH:]) + k * v
+    ),
     "edges": lambda q, k, v: EDGES @ v + q * k,
     "edges for all heads": by_heads(lambda q, k, v: EDGES @ v + q * k),
     "edges and a vector": lambda q, k, v: (EDGES @ v[:, 0])[:, None] * q + k,
@@ -140,6 +143,15 @@ MEET = {
     "causal attention": sdpa(is_causal=True),
     "attention with a faint mask": sdpa(attn_mask=-10.0 * OTHERS),
     "attention with a leak": sdpa(attn_mask=~LEAK),
+    "attention among features": lambda q, k, v: (
+        functional.scaled_dot_product_attention(q.T, k.T, v.T).T
+    ),
+    "attention to values of all rows": lambda q, k, v: (
+        functional.scaled_dot_product_attention(q.detach(), k.detach(), v)
+    ),
+    "attention of constants to all rows": lambda q, k, v: (
+        functional.scaled_dot_product_attention(EDGES[:, :WIDTH], k, v) + q
+    ),
     "an edge between examples": lambda q, k, v: WHOLE @ v + q * k,
     "an edge between examples for all heads": by_heads(lambda q, k, v: WHOLE @ v + q * k),
     "a sparse edge between examples": lambda q, k, v: WHOLE.to_sparse() @ v + q * k,

@@ -41,20 +41,32 @@ def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bo
 
 
 def attention_keeps_apart(marks: Marks, call: Call) -> bool:
-    """Whether ``scaled_dot_product_attention`` keeps packed examples along its rows apart."""
-    layouts = []
-    for place, name in enumerate(("query", "key")):
-        item = call.argument(place, name)
-        layout = marks.layout_of(item) if any(item is tensor for tensor in call.data) else None
-        if layout is None or layout.axis != item.dim() - 2:
-            return True
-        layouts.append(layout)
-    rows, columns = layouts
+    """Whether ``scaled_dot_product_attention`` keeps packed examples along its last axes apart."""
+    query, *rest = (_along_last_axes(marks, call, place) for place in range(3))
+    keys = [layout for layout in rest if layout is not None]
+    if not keys:
+        return query is None or query.axis == -2
+    if query is None and (own := marks.by_contract(call.result)) is not None:
+        # What is no data has its rows where the result has them.
+        query = own.along(own.axis - call.result.dim())
     mask = call.argument(3, "attn_mask")
-    if mask is None:
-        return False
+    if query is None or mask is None or any(each.axis != -2 for each in (query, *keys)):
+        return False  # of features, all are summed
     allowed = mask.detach() if mask.dtype == torch.bool else mask.detach() > FORBIDS
-    return not bool((allowed & _others(rows, columns, mask.device)).any())
+    others = [_others(query, each, mask.device) for each in keys]
+    return not any(bool((allowed & each).any()) for each in others)
+
+
+def _along_last_axes(marks: Marks, call: Call, place: int) -> Examples | None:
+    """Return where examples lie in an operand of attention, if along its last two axes.
+
+    These are counted from the right.
+    """
+    item = call.argument(place, ("query", "key", "value")[place])
+    layout = marks.layout_of(item) if any(item is tensor for tensor in call.data) else None
+    if layout is None or layout.axis < item.dim() - 2:
+        return None
+    return layout.along(layout.axis - item.dim())
 
 
 def scores(rows: Examples, columns: Examples, result: Tensor) -> Scores | None:
