@@ -121,6 +121,12 @@ MEET = {
     "a mask after a sum": lambda q, k, v: (
         (q @ k.T).masked_fill(OTHERS, 0) / (q @ k.T).exp().sum(-1, keepdim=True) @ v
     ),
+    "one row of scores for each": lambda q, k, v: (
+        v * torch.stack([row.sum() for row in (q @ k.T).exp()])[:, None]
+    ),
+    "scores of one example's rows": lambda q, k, v: (
+        v * torch.cat([(part @ k.T).amax(1, keepdim=True) for part in q.split(LENGTHS)])
+    ),
     "the largest score": lambda q, k, v: (q @ k.T).amax(-1, keepdim=True) * v,
     "transposed scores": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, -torch.inf).softmax(0).T @ v,
     "heads": by_heads(lambda q, k, v: (q @ k.mT).softmax(-1) @ v),

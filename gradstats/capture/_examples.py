@@ -319,6 +319,8 @@ def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed 
     """Return whose a tensor is: a ``Whole`` where all of its rows belong to one example."""
     if isinstance(owned, Examples) and owned.segments is not None:
         sole = owned.segments.sole
+        if isinstance(owned, Scores) and sole_of(owned.columns) != Whole(sole):
+            return owned
         return owned if sole is None else Whole(sole)
     return owned
 

@@ -132,7 +132,7 @@ class Following(Marks):
         known = self.by_contract(call.result) if isinstance(after, Unchanged) else after
         if not isinstance(known, Examples):
             of_scores = any(isinstance(self.owned(item), Scores) for item in call.data)
-            return None if isinstance(known, Grid) and of_scores else after
+            return None if isinstance(known, (Grid, Whole)) and of_scores else after
         apart = after_scores(self, call, known)
         if apart is None:
             self.note_meeting(call.result)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture._examples import Examples, Grid, Whole, same_rows, spread
+from gradstats.capture._examples import Examples, Grid, Scores, Whole, same_rows, spread
 from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import variants
 
@@ -199,7 +199,8 @@ def _along(layout: Examples | None, axis: int) -> Examples | None:
 
 
 def _layout(tracker: Context, tensor: Tensor) -> Examples | None:
-    return tracker.layout_of(tensor) if tracker.is_of_data(tensor) else None
+    layout = tracker.layout_of(tensor) if tracker.is_of_data(tensor) else None
+    return None if isinstance(layout, Scores) else layout  # which rest on other examples too
 
 
 def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Examples | None:
@@ -207,10 +208,10 @@ def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Exa
     data = tracker.data_among(tensors)
     if not data:
         return None
-    first = tracker.layout_of(data[0])
+    first = _layout(tracker, data[0])
     # Data without a gradient may be of other examples: only trained values are attributed.
     for tensor in (data[0], *(tensor for tensor in data[1:] if tensor.requires_grad)):
-        layout = tracker.layout_of(tensor)
+        layout = _layout(tracker, tensor)
         if first is None or layout is None or layout.axis != axis or not same_rows(first, layout):
             return None
     return first
