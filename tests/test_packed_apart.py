@@ -72,6 +72,15 @@ APART = {
     ),
     "columns first": lambda q, k, v: torch.einsum("kq,kd->qd", EDGES.T * q.detach()[:, 0], v) + k,
     "without softmax": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, 0) @ v,
+    "an einsum without softmax": lambda q, k, v: torch.einsum(
+        "qk,kd->qd", (q @ k.T).masked_fill(OTHERS, 0), v
+    ),
+    "a factor that all share": lambda q, k, v: (
+        ((q @ k.T).masked_fill(OTHERS, 0) * q[:, :1] * 0.5).exp().masked_fill(OTHERS, 0) @ v
+    ),
+    "masked scores times a constant": lambda q, k, v: (
+        (q @ k.T).masked_fill(OTHERS, 0) @ torch.eye(ROWS, WIDTH).double() * v
+    ),
     "normalised by hand": lambda q, k, v: (
         (w := (q @ k.T).exp() * ~OTHERS) / w.sum(-1, keepdim=True) @ v
     ),
@@ -121,6 +130,13 @@ MEET = {
     "a mask after a sum": lambda q, k, v: (
         (q @ k.T).masked_fill(OTHERS, 0) / (q @ k.T).exp().sum(-1, keepdim=True) @ v
     ),
+    "scores times a constant": lambda q, k, v: (q @ k.T) @ torch.eye(ROWS, WIDTH).double() * v,
+    "scores times a constant in an einsum": lambda q, k, v: (
+        torch.einsum("qk,kd->qd", q @ k.T, torch.eye(ROWS, WIDTH).double()) * v
+    ),
+    "masked scores times scores": lambda q, k, v: (
+        ((q @ k.T).masked_fill(OTHERS, 0) @ (k @ v.T)).sum(1, keepdim=True) * v
+    ),
     "one row of scores for each": lambda q, k, v: (
         v * torch.stack([row.sum() for row in (q @ k.T).exp()])[:, None]
     ),
@@ -152,8 +168,8 @@ MEET = {
     "attention among features": lambda q, k, v: (
         functional.scaled_dot_product_attention(q.T, k.T, v.T).T
     ),
-    "attention to values of all rows": lambda q, k, v: (
-        functional.scaled_dot_product_attention(q.detach(), k.detach(), v)
+    "attention to values of all rows": lambda q, k, v: functional.scaled_dot_product_attention(
+        q.detach(), k.detach(), v
     ),
     "attention of constants to all rows": lambda q, k, v: (
         functional.scaled_dot_product_attention(EDGES[:, :WIDTH], k, v) + q
@@ -187,6 +203,26 @@ def test_rows_that_meet_are_refused(name, last):
         model.layers[-1] = nn.Identity()
     with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
         gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
+
+
+ZERO_AT_FIRST = {
+    "products": lambda q, k, v: (q @ k.T) @ v,
+    "products in an einsum": lambda q, k, v: torch.einsum("qk,kd->qd", q @ k.T, v),
+    "sums": lambda q, k, v: (q @ k.T).sum(1, keepdim=True) * v,
+    "gates": lambda q, k, v: ((v @ k.T) * q[:, :1]) @ v,
+}
+
+
+@pytest.mark.parametrize("attend", ZERO_AT_FIRST.values(), ids=ZERO_AT_FIRST)
+def test_zeros_of_weights_that_begin_with_zero_are_no_mask(attend):
+    model, rows = Attends(attend).double(), torch.randn(ROWS, WIDTH).double()
+    for parameter in model.layers[0].parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
+    model.attend = APART["without softmax"]
+    got = gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss_fn), 1e-9)
 
 
 @pytest.mark.usefixtures("graphs_run_on_cpus")

@@ -12,6 +12,7 @@ from torch.nn import functional
 from gradstats.capture._call import Call
 from gradstats.capture._examples import Examples, Scores
 from gradstats.capture._marks import Marks
+from gradstats.capture._nested import operands_of
 from gradstats.capture._operations import BROADCASTS, MOVES, POINTWISE, RESHAPES, variants
 
 # Operations over scores of which zeros, in the result or before, say that no other example counted.
@@ -21,6 +22,9 @@ ADDS_UP = SUMS | frozenset(variants("mean"))
 
 # Added to a score, this or less leaves no weight.
 FORBIDS = -1e4
+
+# By how much trained values are moved to see whether they count.
+MOVED_BY = 0.7390851
 
 
 def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bool:
@@ -76,10 +80,14 @@ def scores(rows: Examples, columns: Examples, result: Tensor) -> Scores | None:
         rows, columns: where the examples of either lie in the result.
         result: the products.
     """
-    known = not (isinstance(rows, Scores) or isinstance(columns, Scores))
-    if not known or columns.axis != result.dim() - 1:
+    if columns.axis != result.dim() - 1:
         return None
-    return Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns)
+    fixed = not bool(_others(rows, columns, result.device).any())
+    return _scores(rows, columns, fixed)
+
+
+def _scores(rows: Examples, columns: Examples, fixed: bool) -> Scores:
+    return Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns, fixed=fixed)
 
 
 def without_columns(layout: Examples) -> Examples:
@@ -108,13 +116,50 @@ def after_scores(marks: Marks, call: Call, after: Examples) -> Examples | None:
     if func in MOVES or func in RESHAPES:
         keeps = after.axis == result.dim() - 2 and result.shape[-1] == own.columns.rows
     if keeps:
-        return scores(rows, own.columns.along(result.dim() - 1), result)
+        columns = own.columns.along(result.dim() - 1)
+        return _scores(rows, columns, _are_fixed(marks, call, rows, columns))
     over = call.argument(1, "dim")
     if item is not call.args[0] or not isinstance(over, int) or over not in (-1, last):
         return None
-    weights = result if func in SOFTMAX else item if func in SUMS else None
-    apart = weights is not None and weights_keep_apart(weights, own, own.columns)
+    if func in SOFTMAX:
+        apart = weights_keep_apart(result, own, own.columns)
+    else:
+        apart = func in SUMS and scores_keep_apart(item, own)
     return rows if apart else None
+
+
+def scores_keep_apart(item: Tensor, own: Scores) -> bool:
+    """Whether those between rows of different examples are zero, whatever is trained."""
+    return own.fixed and weights_keep_apart(item, own, own.columns)
+
+
+def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> bool:
+    """Whether nothing trained counts in those elements of scores that are of different examples.
+
+    As under a mask: the operation is repeated with other trained values. That they are zero says
+    less, as where a layer starts with weights of zero.
+
+    Args:
+        marks: the context's.
+        call: an operation on them, element by element.
+        rows, columns: where the examples lie in its result.
+    """
+    moved = {}
+    for item in operands_of(call.args, call.kwargs):
+        own = marks.owned(item) if marks.is_of_data(item) else None
+        if item.requires_grad and not (isinstance(own, Scores) and own.fixed):
+            moved[id(item)] = item.detach() + MOVED_BY
+    if not moved:
+        return True
+    if call.func not in BROADCASTS or "out" in call.kwargs:
+        return False
+    with torch.no_grad():
+        again = call.func(
+            *(moved.get(id(item), item) for item in call.args),
+            **{name: moved.get(id(item), item) for name, item in call.kwargs.items()},
+        )
+    counts = again.ne(call.result.detach()).movedim(rows.axis, -2)
+    return not bool((counts & _others(rows, columns, counts.device)).any())
 
 
 def sums_own(func, item: Tensor, own: Scores) -> bool:
@@ -126,7 +171,7 @@ def sums_own(func, item: Tensor, own: Scores) -> bool:
         own: the layout of that.
     """
     if func in ADDS_UP:
-        return weights_keep_apart(item, own, own.columns)
+        return scores_keep_apart(item, own)
     if func is functional.cross_entropy and item.dim() == 2:
         return weights_keep_apart(item.detach().softmax(-1), own, own.columns)
     return False

@@ -183,9 +183,11 @@ class Scores(Examples):
 
     Attributes:
         columns: where those of the other rows lie, along the last axis.
+        fixed: whether nothing trained counts any more in those between different examples.
     """
 
     columns: Examples = field(kw_only=True)
+    fixed: bool = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -319,9 +321,9 @@ def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed 
     """Return whose a tensor is: a ``Whole`` where all of its rows belong to one example."""
     if isinstance(owned, Examples) and owned.segments is not None:
         sole = owned.segments.sole
-        if isinstance(owned, Scores) and sole_of(owned.columns) != Whole(sole):
+        if sole is None or (isinstance(owned, Scores) and sole_of(owned.columns) != Whole(sole)):
             return owned
-        return owned if sole is None else Whole(sole)
+        return Whole(sole)
     return owned
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradstats.capture._apart import after_scores
@@ -77,7 +78,7 @@ class Following(Marks):
             self.mark_constant(result)  # such as the sum over an example that has no rows
             return
         after = self._layout_after(call)
-        if self.packed and result.requires_grad and func not in PRODUCTS:
+        if self.packed and result.requires_grad and func not in CONTRACTS:
             after = self._kept_apart(call, after)
         if isinstance(after, Unchanged):
             return
@@ -389,6 +390,9 @@ class Following(Marks):
             return None
         return next((layout for layout in deciding if layout.plain), None)
 
+
+# Products, which see to the scores among their operands.
+CONTRACTS = PRODUCTS | {torch.einsum}
 
 # Operations that do not broadcast their operands: these are weights, indices, or give a form alone.
 ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST

@@ -7,8 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from gradstats.capture._apart import scores, weights_keep_apart, without_columns
-from gradstats.capture._examples import MIXED, Examples, Mixed, Whole, same_layout, same_rows
+from gradstats.capture._apart import scores, scores_keep_apart, weights_keep_apart, without_columns
+from gradstats.capture._examples import (
+    MIXED,
+    Examples,
+    Mixed,
+    Scores,
+    Whole,
+    same_layout,
+    same_rows,
+)
 from gradstats.capture._marks import Marks
 
 
@@ -28,7 +36,7 @@ def multiplied(
     for place, tensor in enumerate(operands[:2]):
         if not marks.is_of_data(tensor):
             continue
-        layout = marks.layout_of(tensor)
+        layout = _layout(marks, tensor, result)
         if layout is None:
             if not marks.is_marked(tensor):
                 continue
@@ -81,7 +89,7 @@ def contraction(
     for place, tensor in enumerate(operands):
         if not marks.is_of_data(tensor):
             continue
-        layout = marks.layout_of(tensor)
+        layout = _layout(marks, tensor, result)
         after = None if layout is None else lies(place, layout)
         if after is not None:
             kept.append((tensor, after))
@@ -98,6 +106,15 @@ def contraction(
         _couple_all(marks, result)
         return MIXED
     return _product(marks, kept, gone, result)
+
+
+def _layout(marks: Marks, tensor: Tensor, result: Tensor) -> Examples | None:
+    """Return the layout of an operand; note where scores of different examples meet there."""
+    layout = marks.layout_of(tensor)
+    if not isinstance(layout, Scores) or scores_keep_apart(tensor, layout):
+        return layout and without_columns(layout)
+    marks.note_meeting(result)
+    return None
 
 
 def _sums_own_rows(
@@ -159,7 +176,7 @@ def _product(
     elif any(not same_layout(trained[0], other) for other in trained[1:]):
         marks.note_meeting(result)
         return None
-    return without_columns(found[0])
+    return found[0]
 
 
 def _summed(
