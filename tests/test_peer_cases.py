@@ -340,6 +340,30 @@ def test_compile(fullgraph):
         assert_sqnorms(gs.per_example_norms(compiled, batch, classify), expected, 1e-5)
 
 
+ABOUT_EXAMPLES = "ExampleAxisError", "CoupledExamplesError"
+
+# Activations that processes exchange, in which rows of the others' examples are.
+GATHERS = [
+    lambda rows: torch.distributed.nn.functional.all_reduce(rows) / 2,
+    lambda rows: sum(torch.distributed.nn.functional.all_gather(rows)),
+    lambda rows: torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional_autograd.all_to_all_single(
+            rows, [1, 1], [1, 1], torch.distributed.group.WORLD.group_name
+        )
+    ),
+]
+
+
+def _refusal_of(gather, model, batch):
+    try:
+        with gs.track(model, batch_size=2) as tracker:
+            losses = classify(lambda x: model[2](gather(model[:2](x))), batch)
+            tracker.backward(losses)
+    except gs.GradStatsError as error:
+        return type(error).__name__
+    return ""
+
+
 def _step_of_one_process(rank, folder):
     address = f"file://{folder}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
@@ -372,6 +396,11 @@ def _step_of_one_process(rank, folder):
         gs.per_example_norms(split, mine, classify)
     except gs.UnsupportedOperationError as error:
         result["refused"] = str(error)
+    other = copy.deepcopy(model)
+    result["exchanged"] = [_refusal_of(gather, other, mine) for gather in GATHERS]
+    with gs.track(other, batch_size=2) as tracker:
+        (torch.distributed.nn.functional.all_reduce(classify(other, mine).sum()) / B).backward()
+    result["summed"] = tracker.stats.by_parameter
     torch.save(result, f"{folder}/{rank}.pt")
     # Whoever leaves first would break what the other is still receiving.
     torch.distributed.barrier()
@@ -389,11 +418,12 @@ def test_distributed(tmp_path):
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for rank, result in enumerate(results):
         for name, value in expected.items():
-            for kind in ("sqnorms", "alone", "sharded"):
+            for kind in ("sqnorms", "alone", "sharded", "summed"):
                 got = result[kind][name]
                 torch.testing.assert_close(got, value[2 * rank : 2 * rank + 2], rtol=1e-10, atol=0)
         for got, want in zip(result["gradients"], model.parameters(), strict=True):
             torch.testing.assert_close(got, want.grad)
+        assert all(name in ABOUT_EXAMPLES for name in result["exchanged"])
         assert re.search(r"'0.weight'.*DTensor", result["refused"])
         assert "'0.weight' is spread over processes" in result["not verified"]
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._enclosed import Surroundings, of_layers
-from gradstats.capture._examples import IF_A_CONSTANT, MIXED, Examples, Whole, same_layout
+from gradstats.capture._examples import APART, IF_A_CONSTANT, MIXED, Examples, Whole, same_layout
 from gradstats.capture._graph import nodes_behind
+from gradstats.capture._meetings import EXCHANGED
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import argument_of, flatten, operands_of, tensors_in
 from gradstats.capture._nodes import same_form
@@ -194,6 +195,20 @@ class Data(Written):
                 for result, operand in zip(results, operands, strict=True):
                     if result is not operand and node_of(operand) is None:
                         self.place_like(result, operand)
+
+    def note_exchanged(self, operands: Sequence[Tensor], returned: Any) -> None:
+        """Note of what processes exchanged that examples of others are in it.
+
+        Of a sum over the examples it is trusted to be a sum again, of those of all processes.
+        """
+        with torch._C.DisableTorchFunction():
+            trained = filter(self.is_trained, operands)
+            apart = any(isinstance(self.placed(item), APART) for item in trained)
+            if not apart or torch.distributed.get_world_size() == 1:
+                return
+            for result in tensors_in(returned):
+                if result.requires_grad:
+                    self.couple(result, EXCHANGED)
 
     def _has_others(self, trained: list[Tensor]) -> bool:
         """Whether some operands belong to one example as a whole, or to nobody knows which.

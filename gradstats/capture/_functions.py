@@ -44,6 +44,9 @@ HOST = Function if vars(Function)["apply"] is INNERMOST else SHARED_APPLY
 # Those of gradstats report themselves what they do with a parameter.
 OWN, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
 
+# Where those of PyTorch are that hand tensors of data to other processes.
+COLLECTIVES = "torch.distributed.nn.functional"
+
 # Where the Functions are defined as which compiled graphs run.
 COMPILED = "torch._functorch._aot_autograd.runtime_wrappers"
 
@@ -92,6 +95,8 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
         result = inner(*args, **kwargs)
         tracker.follow_unchanged(operands, result)
+        if cls.__module__ == COLLECTIVES:
+            tracker.note_exchanged(operands, result)
         return result
     data = tracker.data_among(operands)
     if data:

@@ -17,6 +17,8 @@ BROUGHT_BACK = (
     "each of them"
 )
 
+EXCHANGED = "gives each process what was computed from the examples of others"
+
 
 class Meetings:
     """What a context notes of operations in which examples met.

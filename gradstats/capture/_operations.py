@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._nested import tensors_in
-from gradstats.capture._operators import OPERATORS, is_own_operator
+from gradstats.capture._operators import OPERATORS, exchanges, is_own_operator
 from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
 
 
@@ -244,9 +244,9 @@ def is_trusted(func) -> bool:
     """Whether an operation is one of the user's own that nobody sees into.
 
     It is taken to leave the examples where they are, and apart. PyTorch's own operators are not:
-    some move or mix them.
+    some move or mix them, or hand them to other processes.
     """
-    return type(func) in OPAQUE and not is_own_operator(func)
+    return type(func) in OPAQUE and not (is_own_operator(func) or exchanges(func))
 
 
 # Layers that keep the rows of their first operand apart along all but the last axes, whose sizes

@@ -40,8 +40,16 @@ ALIKE = {
 
 def is_own_operator(func) -> bool:
     """Whether an operator of ``torch.ops`` is one of PyTorch's own, and no custom one."""
-    name = getattr(func, "_qualified_op_name", None) or getattr(func, "_name", "")
-    return str(name).startswith(("aten::", "prims::"))
+    return _full_name(func).startswith(("aten::", "prims::"))
+
+
+def exchanges(func) -> bool:
+    """Whether an operator of ``torch.ops`` hands tensors to other processes."""
+    return _full_name(func).startswith(("c10d::", "_c10d_functional"))
+
+
+def _full_name(func) -> str:
+    return str(getattr(func, "_qualified_op_name", None) or getattr(func, "_name", ""))
 
 
 def as_function(func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
