@@ -90,6 +90,9 @@ APART = {
     "a derivative of a sum": lambda q, k, v: (
         torch.autograd.grad((v.sin() * k).sum(), v, create_graph=True)[0] + q
     ),
+    "pools of features": lambda q, k, v: (
+        functional.max_pool1d(q[None], 3, 1, 1)[0] + functional.avg_pool1d(k, 3, 1, 1) * v
+    ),
     "boolean mask": sdpa(attn_mask=~OTHERS),
     "added mask": sdpa(attn_mask=NEGATIVE.clamp(min=torch.finfo(torch.float32).min)[None, None]),
     "constant keys": lambda q, k, v: (
@@ -190,6 +193,9 @@ MEET = {
     "a window": lambda q, k, v: functional.avg_pool1d(v.T, 3, 1, 1).T,
     "moved": lambda q, k, v: v + q.roll(1, 0),
     "normalised as channels": lambda q, k, v: functional.group_norm(v[None], 1)[0] + q * k,
+    "pooled as pixels": lambda q, k, v: (
+        functional.max_pool2d(v[None], (3, 1), 1, (1, 0))[0] + q * k
+    ),
     "shuffled as channels": lambda q, k, v: functional.channel_shuffle(v[None], 2)[0] + q * k,
 }
 

@@ -32,6 +32,7 @@ from gradstats.capture._layout import (
     is_shared,
     leaves,
     may_move,
+    takes_for_channels,
 )
 from gradstats.capture._marks import Marks
 from gradstats.capture._meetings import BROUGHT_BACK, MEETS, NO_SUM
@@ -49,7 +50,6 @@ from gradstats.capture._operations import (
     SUM_LAST,
     UNFOLLOWED,
     is_trusted,
-    takes_batch_first,
 )
 from gradstats.capture._reductions import ATTENTION, REDUCES, is_over_axes, runs_over
 from gradstats.capture._reindexed import REINDEXES
@@ -264,7 +264,7 @@ class Following(Marks):
         if is_over_axes(func) and not leaves(func, data[0], self.batch_dim, result):
             return True
         layout = self.layout_of(data[0])
-        return takes_batch_first(func) and layout is not None and layout.axis != 0
+        return layout is not None and takes_for_channels(func, data[0], layout)
 
     def _agree(self, call: Call) -> bool:
         """Whether trained operands have the same examples in the same places; note where not."""

@@ -27,6 +27,7 @@ from gradstats.capture._operations import (
     MOVES,
     OUTER_PRODUCTS,
     POINTWISE,
+    POOLS,
     PRODUCTS,
     RESHAPES,
     ROW_PRODUCTS,
@@ -66,7 +67,7 @@ def follow(
     Returns:
         The layout; None if the operation may have lost it.
     """
-    if func in SCRAMBLES or (takes_batch_first(func) and layout.axis != 0) or is_one(func, source):
+    if func in SCRAMBLES or takes_for_channels(func, source, layout) or is_one(func, source):
         return None
     if func in MOVES:
         return moved(source, layout, result)
@@ -105,6 +106,12 @@ def stays(func, source: Tensor, layout: Examples, result: Tensor) -> bool:
 def is_one(func, source: Tensor) -> bool:
     """Whether a convolution takes its operand for one example."""
     return func in CONVOLUTIONS and source.dim() == CONVOLUTIONS[func] + 1
+
+
+def takes_for_channels(func, source: Tensor, layout: Examples) -> bool:
+    """Whether an operation on images takes the examples for channels, or places, that it mixes."""
+    apart = source.dim() - POOLS[func] if func in POOLS else 1
+    return takes_batch_first(func) and layout.axis >= apart
 
 
 def aligned(func, args: Sequence[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -232,6 +233,14 @@ BATCH_FIRST = frozenset(
                 "channel_shuffle", "native_channel_shuffle")
     or (owner is functional and name in ("unfold", "fold"))
 )  # fmt: skip
+
+# Those of them that keep channels apart too, with the number of axes they run over.
+POOLS = {
+    getattr(owner, name): int(found[1])
+    for owner in (functional, torch)
+    for name in dir(owner)
+    if (found := re.search(r"_pool([123])d", name)) and getattr(owner, name) in BATCH_FIRST
+}
 
 # Types of the functions and methods that TorchScript compiles.
 SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
