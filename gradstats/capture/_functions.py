@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import Function
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -95,7 +96,7 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
         result = inner(*args, **kwargs)
         tracker.follow_unchanged(operands, result)
-        if cls.__module__ == COLLECTIVES:
+        if cls.__module__ == COLLECTIVES or cls is SyncBatchNorm:
             tracker.note_exchanged(operands, result)
         return result
     data = tracker.data_among(operands)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
@@ -837,3 +838,25 @@ def test_functions_under_modes_of_others():
     )
     expected = sum(oracle_sqnorms(model, batch, losses).values())
     torch.testing.assert_close(torch.tensor(table.self_influence), expected)
+
+
+def test_batch_normalisation_over_processes_is_refused(monkeypatch):
+    """On a CPU by a stand-in: PyTorch's own takes a GPU and a second process."""
+
+    def forward(ctx, x, *settings):
+        return x - x.mean(0)
+
+    def backward(ctx, grad):
+        return grad - grad.mean(0), *[None] * 7
+
+    monkeypatch.setattr(SyncBatchNorm, "forward", staticmethod(forward))
+    monkeypatch.setattr(SyncBatchNorm, "backward", staticmethod(backward))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    settings = None, None, None, None, 1e-5, None, 2
+    check_refused(
+        lambda m, x: torch.tanh(SyncBatchNorm.apply(x @ m.w, *settings)),
+        {"w": (3, 4)},
+        normal(BATCH, 3),
+        error=gs.CoupledExamplesError,
+        match="examples of others",
+    )
