@@ -12,7 +12,7 @@ from torch import Tensor
 from gradstats._complex import as_real
 from gradstats.capture._derivation import Derived, reached
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, operands_of, rebuild
+from gradstats.capture._nested import flatten, operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node
 from gradstats.capture._tensors import node_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
@@ -116,7 +116,7 @@ class Grafted:
 
     def _check_use(self, func, operands: Sequence[Tensor], shadows: list) -> None:
         """Raise where no result of the decomposition depends on a parameter: it would get zeros."""
-        values = [value_of(item) for item in shadows if isinstance(item, Tensor)]
+        values = [each for each in map(value_of, tensors_in(shadows)) if each.requires_grad]
         nodes = [node for node in map(node_of, operands) if node is not None]
         used = {node for value in values for node in reached(value, nodes)}
         for node in nodes:
