@@ -17,7 +17,13 @@ from gradstats.capture._drawn import Draw
 from gradstats.capture._names import function_class_of, function_name
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node, Root, same_storage, unique_roots
-from gradstats.capture._operations import variants
+from gradstats.capture._operations import (
+    ADDED_PRODUCTS,
+    PRODUCTS,
+    TENSOR_PRODUCTS,
+    function_variants,
+    variants,
+)
 from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -33,6 +39,16 @@ UPDATES = frozenset(
 # columns: so many elements for each of its result.
 EXPONENTIALS = {*variants("matrix_exp"), torch.linalg.matrix_exp}
 ELEMENTS_OF_EXPONENTIAL = 8
+
+
+# What multiplies its operands: where one is zero, the result says nothing of the others, and its
+# derivative is made of them.
+MULTIPLIES = frozenset(
+    {
+        *PRODUCTS, *ADDED_PRODUCTS, *TENSOR_PRODUCTS, functional.linear, torch.einsum,
+        *function_variants("mul", "multiply", "kron"),
+    }
+)  # fmt: skip
 
 
 class Derived(Node):
@@ -251,12 +267,14 @@ class Derived(Node):
         return [node.parameter._version for node in self.operands if isinstance(node, Root)]
 
     def _check_operands(self) -> None:
-        """Raise where a parameter or constant that this was computed with was written into since.
+        """Raise where a factor of a product was written into since, as autograd would.
 
-        The same numbers may come of others, as of a product with zeros, and their derivatives not.
+        Of what is no product, or of numbers that do not count, computing it again says enough.
         """
-        written = self.function not in UPDATES and self._is_written()
-        if written or self._parameter_versions != self._versions_of_parameters():
+        if self.function not in MULTIPLIES:
+            return
+        moved = self._parameter_versions != self._versions_of_parameters()
+        if self._is_written() or (moved and len(self.operands) > 1):
             raise self._differs()
 
     def _is_written(self) -> bool:

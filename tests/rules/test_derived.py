@@ -533,6 +533,20 @@ def test_what_changed_since_its_product_with_zeros_is_refused(added, trained):
     )
 
 
+def test_what_was_written_anew_with_the_same_numbers_is_served():
+    """As observers of quantised training write scales, whose weights are used once more."""
+
+    def function(m, x):
+        scale, zero = torch.ones(()), torch.zeros((), dtype=torch.int32)
+        first = torch.fake_quantize_per_tensor_affine(m.w, scale, zero, -8, 7)
+        with torch.no_grad():
+            scale.fill_(1)
+            zero.fill_(0)
+        return x @ first.double()
+
+    check_operation(function, {"w": nn.Parameter(torch.randn(5, 4))}, normal(BATCH, 5))
+
+
 @pytest.mark.parametrize("look_up", [functional.embedding, lambda ids, w: w[ids]])
 def test_ids_that_changed_since_they_were_looked_up_are_refused(look_up):
     """As a counter of positions that the model keeps may."""
