@@ -53,7 +53,7 @@ def check_packed_language_model_loss(loss_fn, bounds):
 
 
 def run(page, names: dict) -> None:
-    """Run a page's code in one session, and check what its functions compute."""
+    """Run a page's code from top to bottom, and check what its functions compute."""
     for number, block in enumerate(blocks(page)):
         code = compile(block, f"{page.name}, block {number}", "exec")
         if TRAINERS not in block:
