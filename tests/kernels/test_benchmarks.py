@@ -41,8 +41,8 @@ def test_the_one_command_runs_to_its_end(tmp_path, capsys):
     first, *printed = capsys.readouterr().out.splitlines()
     assert first == gpu.versions() and "setuptools " in first
     assert [line.partition(",")[0] for line in printed] == [
-        "quick: ok", "training: ok", "recorded: ok", "reduced: ok", "small: ok", "times: ok",
-        "kernels: ok", "layers: ok", "tests: ok",
+        "quick: ok", "training: ok", "recorded: ok", "reduced: ok", "row: ok", "small: ok",
+        "times: ok", "kernels: ok", "layers: ok", "tests: ok",
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "kernel_times.csv", "kernels.csv", "layers.csv", "log.txt", "step_overhead.csv"
