@@ -18,7 +18,8 @@ from benchmarks.harness import read_csv
 from benchmarks.providers import PROVIDERS, RECORDED, REDUCED_LAUNCHES
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md")
+DOCS = ROOT / "gradstats" / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, str]

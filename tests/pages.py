@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 # What one who uses the library reads, the README first.
-GUIDE = [README, *sorted((ROOT / "docs").glob("*.md"))]
+GUIDE = [README, *sorted((ROOT / "gradstats/docs").glob("*.md"))]
 PAGES = [*GUIDE, ROOT / "benchmarks" / "README.md", ROOT / "tests" / "zoo" / "README.md"]
 
 

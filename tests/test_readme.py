@@ -1,4 +1,4 @@
-"""The Python of the README and of ``docs/``, run as a reader would, and the links of all pages."""
+"""The Python of the README and of ``gradstats/docs/``, run as a reader would; links of all."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_readme_runs_from_beginning_to_end(after_the_readme, tmp_path):
 
 @pytest.mark.parametrize("page", [p for p in GUIDE[1:] if blocks(p)], ids=lambda page: page.stem)
 def test_a_page_goes_on_from_the_readme(page, after_the_readme):
-    said = "The code on this page goes on from that of the [README](../README.md"
+    said = "The code on this page goes on from that of the [README](../../README.md"
     assert said in " ".join(page.read_text().split())
     run(page, after_the_readme)
 
