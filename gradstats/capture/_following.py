@@ -78,7 +78,8 @@ class Following(Marks):
             self.mark_constant(result)  # such as the sum over an example that has no rows
             return
         after = self._layout_after(call)
-        if self.packed and result.requires_grad and func not in CONTRACTS:
+        # Products see to the scores among their operands themselves.
+        if self.packed and result.requires_grad and not (func in PRODUCTS or func is torch.einsum):
             after = self._kept_apart(call, after)
         if isinstance(after, Unchanged):
             return
@@ -390,9 +391,6 @@ class Following(Marks):
             return None
         return next((layout for layout in deciding if layout.plain), None)
 
-
-# Products, which see to the scores among their operands.
-CONTRACTS = PRODUCTS | {torch.einsum}
 
 # Operations that do not broadcast their operands: these are weights, indices, or give a form alone.
 ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
