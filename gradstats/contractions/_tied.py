@@ -118,13 +118,22 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
     for start in range(0, factor.batch, chunk):
         own = slice(start, min(start + chunk, factor.batch))
         if few:
-            whole = left[own].to(dtype).mT @ right[own].to(dtype)  # (b, vocabulary, width)
+            whole = _products(left[own], right[own], dtype)  # (b, vocabulary, width)
             gathered = whole.gather(1, ids[own, :, None].expand(-1, -1, whole.shape[2]))
         else:
             index = ids[own, None].expand(-1, positions, -1)
-            chosen = left[own].gather(2, index).to(dtype)  # (b, T, n)
-            gathered = chosen.mT @ right[own].to(dtype)
+            chosen = left[own].gather(2, index)  # (b, T, n)
+            gathered = _products(chosen, right[own], dtype)
         yield slice(own.start * count, own.stop * count), gathered.flatten(0, 1)
+
+
+def _products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return leftᵀ right in `dtype`, for (b, T, n) and (b, T, width)."""
+    half = left.dtype == right.dtype and left.dtype in _triton.HALF
+    if left.is_cuda and half and dtype == torch.float32:
+        # tensor cores multiply half precision exactly and add in single precision
+        return torch.bmm(left.mT, right, out_dtype=dtype)
+    return left.to(dtype).mT @ right.to(dtype)
 
 
 def _by_example(products: Tensor, rows: Rows) -> Tensor:
