@@ -10,8 +10,9 @@ On an NVIDIA H100 it takes 1.3 to 1.4 times as long as cuBLAS takes for the sum 
 neighbours share what they read. A pipeline that runs ahead across examples was 11 to 14 % faster
 there, at about 10 TB/s, no faster for 768 x 768 features, and a fifth slower for 4096 x 4096, where
 programs drift apart. Tiles of 128 x 192, as two products in each step, fit without spills and took,
-examples split at best, 1.04 to 1.4 times as long. Rows that start at no multiple of 16 bytes have no descriptors: a box must
-start at one within a row too, or the device finds an illegal instruction.
+examples split at best, 1.04 to 1.4 times as long. Rows that start at no multiple of 16 bytes have
+no descriptors: a box must start at one within a row too, or the device finds an illegal
+instruction.
 """
 
 from __future__ import annotations
