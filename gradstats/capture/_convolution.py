@@ -206,11 +206,11 @@ def convolution_factor(
             x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
             padding = (0,) * len(padding)
     geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
-    segments = examples.segments
-    if segments is None and examples.fold > 1 and len(stride) == 3:
-        segments = Segments(examples.owner(x.device), examples.batch)
-    if segments is None:
+    if examples.even and (len(stride) < 3 or examples.most == 1):
         return convolved(examples.first(x), examples.first(grad), shape, geometry)
+    segments = examples.segments
+    if segments is None:
+        segments = Segments(examples.owner(x.device), examples.batch)
     rows = Patches(segments.sorted(x), segments.sorted(grad), shape, geometry)
     owners = segments.counts.nonzero().squeeze(1).tolist() or [0]
     pieces = (rows.select(slice(*segments.offsets[owner : owner + 2])) for owner in owners)

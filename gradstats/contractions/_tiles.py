@@ -86,7 +86,7 @@ def gradients(factors: Sequence[Factor], examples: slice) -> Tensor:
             formed = chosen.dense().reshape(chosen.batch, -1)
         total = formed if total is None else total + formed
     assert total is not None
-    return total.to(_dtype(factors))
+    return total.to(compute_dtype(total))
 
 
 def zeros(factors: Sequence[Factor], *sizes: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats._factors import Images
 from tests.rules.operation import check_operation, check_refused, normal
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -330,15 +331,35 @@ def test_parts_of_the_batch(part, dims):
     )
 
 
-@pytest.mark.parametrize("dims", [1, 2])
-def test_examples_with_images_of_their_own_number(dims):
-    owner = torch.tensor([2, 0, 0, 2, 2])
+def check_images(owner: list[int], dims: int) -> None:
+    """Check a convolution of images that belong to three examples."""
+    rows = torch.tensor(owner)
 
     def function(m, x):
-        out = m.layer(x[owner])
-        return torch.zeros(3, *out.shape[1:], dtype=x.dtype).index_add(0, owner, out.square())
+        out = m.layer(x[rows])
+        return torch.zeros(3, *out.shape[1:], dtype=x.dtype).index_add(0, rows, out.square())
 
-    check_operation(function, {"layer": CONVOLUTIONS[dims](2, 4, 2)}, normal(3, 2, *(4, 3)[:dims]))
+    check_operation(
+        function, {"layer": CONVOLUTIONS[dims](2, 4, 2)}, normal(3, 2, *(4, 3, 2)[:dims])
+    )
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_examples_with_images_of_their_own_number(dims):
+    check_images([2, 0, 0, 2, 2], dims)
+
+
+@pytest.mark.parametrize("owner", [[0, 0, 1, 1, 2, 2], [2, 0, 1, 1, 0, 2]], ids=str)
+@pytest.mark.parametrize("dims", [1, 2])
+def test_as_many_images_for_each_example_are_not_told_apart(dims, owner, monkeypatch):
+    """Piece by piece they would take several times as long."""
+    monkeypatch.delattr(Images, "alike")
+    check_images(owner, dims)
+
+
+@pytest.mark.parametrize("owner", [[0, 0, 1, 1, 2, 2], [2, 0, 1]], ids=str)
+def test_as_many_volumes_for_each_example(owner):
+    check_images(owner, 3)
 
 
 @pytest.mark.parametrize(
