@@ -86,7 +86,7 @@ def test_rows_that_are_not_examples(model, batch):
     state = snapshot(model)
     with pytest.raises(
         gs.ExampleAxisError,
-        match=r"parameter '0.weight'.*module '0'.*\(4, 4\).*5 examples.*batch_dim",
+        match=r"(?s)parameter '0.weight'.*module '0'.*\(4, 4\).*5 examples.*batch_dim",
     ):
         gs.per_example_norms(model, batch, invents_rows)
     assert_unchanged(model, state)

@@ -259,7 +259,9 @@ def test_a_layer_behind_attention_between_examples():
         h = m(x)
         return m((h @ h.mT).softmax(-1) @ h).sum(1)
 
-    with pytest.raises(gs.ExampleAxisError, match="multiplies every example with every other"):
+    with pytest.raises(
+        gs.ExampleAxisError, match=r"axis 0\n  - Before it .* multiplies every example with every"
+    ):
         gs.per_example_norms(model, batch(), loss_fn)
 
 

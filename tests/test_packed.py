@@ -160,7 +160,7 @@ def test_data_with_other_rows_are_told_what_is_expected():
     x, others = torch.randn(9, 4), torch.randn(3, 4)
     with pytest.raises(
         gs.ExampleAxisError,
-        match=r"shape \(3, 4\), expected the 9 rows of 3 packed examples along axis 0",
+        match=r"shape \(3, 4\)\n +expected: the 9 rows of 3 packed examples along axis 0",
     ):
         gs.per_example_norms(
             nn.Linear(4, 1), x, lambda model, _: model(others)[:, 0], cu_seqlens=[0, 3, 4, 9]

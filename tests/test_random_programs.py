@@ -21,6 +21,10 @@ PROGRAMS = 300
 COMPILED = 40
 
 
+# It has no derivative before.
+AMINMAX = [lambda t, axis: torch.aminmax(t, dim=axis).max] if torch.__version__ >= "2.13" else []
+
+
 def changed(tensor: Tensor, change: Callable[[Tensor], object]) -> Tensor:
     """Return a copy of a tensor that was changed in place."""
     copy = tensor.clone()
@@ -78,7 +82,7 @@ ALONG: tuple[Callable[[Tensor, int], Tensor], ...] = (
     lambda t, axis: t.var(axis, correction=0, keepdim=True),
     lambda t, axis: t.median(axis).values,
     lambda t, axis: t.cummax(axis).values,
-    lambda t, axis: torch.aminmax(t, dim=axis).max,
+    *AMINMAX,
     lambda t, axis: torch.cat([t, t.mean(axis, keepdim=True)], axis),
     lambda t, axis: t.tensor_split([1], axis)[1],
     lambda t, axis: torch.stack(t.unbind(axis)[::-1], axis),

@@ -98,7 +98,9 @@ def test_given_numbers_of_the_examples():
 def test_a_batch_of_another_size_is_told_where_its_size_is_from(model, batch):
     """As the last, smaller batch under a batch_size= that is written down once."""
     tracked = gs.track(model, batch_size=B + 2)
-    with pytest.raises(gs.ExampleAxisError, match=r"expected 8 .* it is batch_size= of a context"):
+    with pytest.raises(
+        gs.ExampleAxisError, match=r"(?s)expected: 8 .* it is batch_size= of a context"
+    ):
         with tracked as tracker:
             tracker.backward(losses_of(model, batch))
     pieces = [torch.randn(size, 1, 8, 8, dtype=torch.float64) for size in (2, 3)]
@@ -654,3 +656,15 @@ def test_products_with_a_sum_that_is_kept_in_half_precision():
     along = (gradients * gradients.mean(0)).sum((1, 2))
     expected = along / gradients.flatten(1).norm(dim=1) / gradients.mean(0).norm()
     torch.testing.assert_close(tracker.stats.cosine.double(), expected, rtol=0, atol=1e-6)
+
+
+def test_a_batch_size_that_does_not_fit_is_said_line_by_line():
+    """What was got and expected stand on lines of their own, each remedy on one of its own."""
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with pytest.raises(gs.ExampleAxisError) as raised, gs.track(model, batch_size=6) as tracker:
+        tracker.backward(model(x).sum(1))
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("torch.nn.functional.linear on parameter 'weight'")
+    assert lines[1:3] == ["  got:      data of shape (5, 4)", "  expected: 6 examples along axis 0"]
+    assert lines[3].startswith("  - If the number of examples is wrong: it is batch_size=")
+    assert all(line.startswith("  - ") for line in lines[3:]) and len(lines) == 9

@@ -143,7 +143,7 @@ def where_examples_met(tracker: Context, tensor: Tensor) -> str:
     for node in nodes_behind(tensor):
         how = tracker.how_met(node)
         if how is not None:
-            return f" Before it {node.name()} {how}."
+            return f"Before it {node.name()} {how}."
     return ""
 
 

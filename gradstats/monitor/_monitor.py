@@ -252,7 +252,7 @@ class Monitor:
     def self_influence(self) -> RunningSelfInfluence:
         """Running self-influence by id, of the measured steps that were given ids.
 
-        Empty without ``optimizer=``, whose learning rates weigh it.
+        Empty without ``optimizer=``, whose learning rates weigh it; its ``top`` then says so.
         """
         self._settle()
         return self._run.self_influence

@@ -76,6 +76,7 @@ class RunningSelfInfluence:
         self._place: dict[int, int] = {}
         self._values = np.zeros(0)
         self._visits = np.zeros(0, dtype=np.int64)
+        self._lacked: str | None = None
 
     def __len__(self) -> int:
         return len(self._place)
@@ -83,8 +84,21 @@ class RunningSelfInfluence:
     def __repr__(self) -> str:
         return f"RunningSelfInfluence(examples={len(self)})"
 
-    def add(self, ids: np.ndarray, contributions: np.ndarray) -> None:
-        """Add η ‖g‖² for each id; contributions that are not finite are left out."""
+    def add(self, ids: np.ndarray | None, contributions: np.ndarray | None) -> None:
+        """Add η ‖g‖² for each id; contributions that are not finite are left out.
+
+        Args:
+            ids: (N,) integers; None where the step was given none.
+            contributions: (N,) of the examples; None where there is no optimizer.
+        """
+        if contributions is None:
+            self._lacked = "the optimizer, whose learning rates weigh it: Monitor(optimizer=...)"
+        elif ids is None:
+            self._lacked = "the examples' ids: monitor.step(..., ids=...)"
+        elif not np.isfinite(contributions).any():
+            self._lacked = "a learning rate or gradients that are finite"
+        if ids is None or contributions is None:
+            return
         finite = np.isfinite(contributions)
         ids, contributions = ids[finite], contributions[finite]
         places = np.array([self._place.setdefault(int(i), len(self._place)) for i in ids], int)
@@ -125,10 +139,16 @@ class RunningSelfInfluence:
             (id, S_i) of each, in falling order.
 
         Raises:
-            TrackingError: k is not a number of examples.
+            TrackingError: k is not a number of examples; steps were measured, and none could count.
         """
         if not is_count(k):
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
+        if self._lacked and not self._place:
+            raise TrackingError(
+                f"no example has a self-influence yet: the last measured step lacked "
+                f"{self._lacked}. Expected steps that have ids and an optimizer with learning "
+                "rates; the callbacks of trainers take ids= too."
+            )
         return sorted(self.items(), key=lambda item: -item[1])[:k]
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -50,8 +50,7 @@ class Run:
         """Take in a measured optimizer step, and return its metrics."""
         self.measured = measured
         step = measured.step
-        if measured.ids is not None and measured.influence is not None:
-            self.self_influence.add(measured.ids, measured.influence)
+        self.self_influence.add(measured.ids, measured.influence)
         wrong = np.flatnonzero(~np.isfinite(step.sqnorm))
         self._nonfinite_steps += bool(len(wrong))
         names = wrong if measured.ids is None else measured.ids[wrong]

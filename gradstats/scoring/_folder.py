@@ -208,7 +208,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
             if not isinstance(entry["name"], str):
                 raise ValueError(f"a checkpoint is called {entry['name']!r}, expected a string")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise StoreError(f"{path} holds no {MANIFEST}, so it is no folder of scores.") from error
+        found = f"holds no {MANIFEST}" if path.exists() else "does not exist"
+        raise StoreError(
+            f"{path} {found}. Expected the folder that gs.influence or gs.self_influence was given "
+            "as out=."
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
             f"{path / MANIFEST} is damaged ({error}). Nothing was changed. Restore it, or name "

@@ -30,7 +30,8 @@ def check_losses(losses, batch_size: int) -> Tensor:
         raise LossShapeError(
             f"the loss is a scalar, expected shape ({batch_size},): one unreduced loss for each "
             'example. Pass reduction="none" to the loss function; for losses of several positions, '
-            "sum or average them over the positions of each example."
+            "sum or average them over the positions of each example. Where a model returns its own "
+            "mean, as those of Hugging Face do, compute the losses from its logits."
         )
     if tuple(losses.shape) != (batch_size,):
         raise LossShapeError(

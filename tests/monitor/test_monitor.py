@@ -680,6 +680,28 @@ def test_bad_arguments(model, call, message):
         call(model)
 
 
+@pytest.mark.parametrize(
+    "given, ids, lacked",
+    [
+        (False, range(B), r"lacked the optimizer.*Monitor\(optimizer="),
+        (True, None, r"lacked the examples' ids: monitor\.step\(.*ids="),
+        (None, range(B), "lacked a learning rate"),
+    ],
+    ids=["no optimizer", "no ids", "no learning rate"],
+)
+def test_self_influence_that_no_step_could_give_is_said(model, given, ids, lacked):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if given is None:
+        optimizer.param_groups[0]["lr"] = None
+    monitor = gs.Monitor(model, every=1, optimizer=None if given is False else optimizer)
+    assert monitor.self_influence.top(3) == []  # nothing was measured yet
+    with monitor.step(B, ids=ids):
+        losses_of(model, batch_of()).mean().backward()
+    assert len(monitor.self_influence) == 0
+    with pytest.raises(gs.TrackingError, match=lacked):
+        monitor.self_influence.top(3)
+
+
 def test_the_monitor_in_a_shell(model):
     """Looking at it asks the device nothing: a measured step stays there."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -85,40 +85,53 @@ def locate(
             [root.name for root in node.roots],
         )
     if layout is None or not (layout.plain or folds):
-        expected = tracker.batch_dim if axis is None else axis
-        lost = tracker.lost_at(data)
-        if lost is None:
-            advice = (
-                f"{WHERE_THE_NUMBER_IS_FROM} If these are no data of the batch, but weights or a "
-                "mask that is the same for all examples, keep them in the model (an attribute will "
-                "do). If the examples lie along another axis, pass batch_dim=; if"
-            )
-        else:
-            advice = (
-                f"Which example each row belongs to was lost at {lost}, or rows of several "
-                f"examples meet there. {IF_A_CONSTANT} If"
-            )
-        raise ExampleAxisError(
-            f"{function_name(func)} on {node.describe()}: its data have shape {tuple(data.shape)}, "
-            f"expected {tracker.expected_along(expected)}, and rows are not "
-            f"assigned to examples by guessing.{where_examples_met(tracker, data)} {advice} they "
-            "are folded together with positions or moved to another axis, keep the example axis as "
-            "it is up to this operation; if single examples are taken out, take them as "
-            "x[i : i + 1]; if you know which example each row of these data belongs to (features "
-            "of a graph's edges), say so with gs.assign_rows; otherwise have per_example_norms "
-            'compute the parameter one example at a time with fallback="vmap", or leave it out by '
-            "name with exclude=.",
-            [root.name for root in node.roots],
-        )
+        raise _refusal(tracker, func, node, data, tracker.batch_dim if axis is None else axis)
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} reduces over the last {trailing} axes of "
             f"data of shape {tuple(data.shape)}, expected the examples along another axis than "
-            f"{layout.axis}: otherwise it mixes them. Give each example a row of its own, or pass "
-            "batch_dim=.",
+            f"{layout.axis}: otherwise it mixes them. Give each example a row of its own (a single "
+            "example as x[None]), or pass batch_dim=.",
             [root.name for root in node.roots],
         )
     return layout
+
+
+def _refusal(tracker, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
+    """Return the error about data whose rows cannot be told apart by example."""
+    lost, met = tracker.lost_at(data), where_examples_met(tracker, data)
+    if lost is not None:
+        met += (
+            f" Which example each row belongs to was lost at {lost}, or rows of several meet there."
+        )
+    if met:
+        reasons = [
+            f"{met.strip()} Combine each example with its own values alone, or detach what comes "
+            "from the others.",
+            IF_A_CONSTANT,
+        ]
+    else:
+        reasons = [
+            WHERE_THE_NUMBER_IS_FROM,
+            "If the examples lie along another axis, pass batch_dim=.",
+            "If these are no data of the batch, but weights or a mask that is the same for all "
+            "examples, keep them in the model (an attribute will do).",
+        ]
+    reasons += [
+        "If examples are folded together with positions or moved to another axis, keep the example "
+        "axis as it is up to this operation; if they are taken out one by one, take x[i : i + 1].",
+        "If you know whose each row is, as features of a graph's edges, say so: gs.assign_rows.",
+        'Otherwise per_example_norms(..., fallback="vmap") computes this parameter one example at '
+        "a time, and exclude= leaves it out.",
+    ]
+    listed = "".join(f"\n  - {reason}" for reason in reasons)
+    return ExampleAxisError(
+        f"{function_name(func)} on {node.describe()}: which example each row of its data belongs "
+        "to is not known, and is not guessed.\n"
+        f"  got:      data of shape {tuple(data.shape)}\n"
+        f"  expected: {tracker.expected_along(axis)}{listed}",
+        [root.name for root in node.roots],
+    )
 
 
 def _of_the_only(layout: Examples, data: Tensor, axis: int | None, trailing: int) -> Examples:
