@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gradstats._factors import Factor, cast
-from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Use, free_of_views, unseen
 from gradstats.contractions import Fused
-from gradstats.contractions._triton_layers import NormGradients, Wanted
+from gradstats.contractions._triton_layers import NormGradients
 
-
-class OnChip(Protocol):
-    """A normalisation layer that the kernels differentiate.
-
-    Attributes:
-        scale, shift: which of the two are tracked.
-    """
-
-    scale: bool
-    shift: bool
-
-    def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
-        """Return the factors of the tracked parameters."""
-
-    def backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        wanted: Wanted,
-        *statistics: Tensor,
-    ) -> NormGradients:
-        """Return the wanted gradients of input and parameters, and the squared norms."""
-
-    def input_gradient(
-        self,
-        nodes: Sequence[Node],
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        *statistics: Tensor,
-    ) -> Tensor:
-        """Return the input's gradient, computed by tracked operations."""
+if TYPE_CHECKING:
+    from gradstats.capture.rules._affine import AffineFactors
 
 
 def _normalisation_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor):
@@ -101,7 +69,7 @@ class NormalisationUse(torch.autograd.Function):
 
 def _factors(
     use: Use,
-    layer: OnChip,
+    layer: AffineFactors,
     result: NormGradients,
     totals: list[Tensor | None],
     grad: Tensor,
