@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from gradstats.capture._nodes import Node
 from gradstats.capture._uses import Settings, Use, free_of_views
 from gradstats.contractions import Fused, sqnorm_and_sum
 from gradstats.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture.rules._recurrent import Recurrence
 
 
 @dataclass(frozen=True)
@@ -41,32 +44,6 @@ class Site:
     def total(self) -> Tensor:
         """Return the gradient summed over all rows."""
         return self.left.sum(0) if self.right is None else self.left.t() @ self.right
-
-
-class Operation(Protocol):
-    """An operation on tensors that can be computed as a whole and taken apart."""
-
-    def native(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return PyTorch's own results."""
-
-    def differentiate(
-        self,
-        grads: Sequence[Tensor | None],
-        output: Tensor | None,
-        tensors: Sequence[Tensor],
-        wanted: Sequence[bool],
-    ) -> tuple[list[Tensor | None], list[Site]]:
-        """Return the gradients of the tensors of data that are wanted, and every operand's site.
-
-        Args:
-            grads: of the results.
-            output: the first result; None where it was not kept.
-            tensors: the operation's operands.
-            wanted: for each of them, whether its gradient is wanted.
-        """
-
-    def factor(self, site: Site) -> Factor:
-        """Return the factor of the operand at a site."""
 
 
 class Kept:
@@ -162,7 +139,7 @@ def recomputed(
     nodes: Sequence[Node],
     tracked: tuple[int, ...],
     data: tuple[int, ...],
-    operation: Operation,
+    operation: Recurrence,
     *tensors: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return an operation's results with the factors of ``nodes`` attached.

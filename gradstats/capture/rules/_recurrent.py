@@ -90,6 +90,7 @@ class Recurrence:
     dtype: torch.dtype
 
     def native(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return PyTorch's own results."""
         first = 1 + self.states
         return self.call(tensors[0], list(tensors[1:first]), list(tensors[first:]))
 
@@ -100,6 +101,14 @@ class Recurrence:
         tensors: Sequence[Tensor],
         wanted: Sequence[bool],
     ) -> tuple[list[Tensor | None], list[Site]]:
+        """Return the gradients of the tensors of data that are wanted, and every weight's site.
+
+        Args:
+            grads: of the results.
+            output: the first result; None where it was not kept.
+            tensors: the operands.
+            wanted: for each of them, whether its gradient is wanted.
+        """
         rows, states = self._rows(tensors[0]), tensors[1 : 1 + self.states]
         of_output, *of_states = (None, *grads) if self.form == "cell" else grads
         from_output = None if of_output is None else self._rows(of_output)
@@ -130,6 +139,7 @@ class Recurrence:
         return gradients, sites
 
     def factor(self, site: Site) -> Factor:
+        """Return the factor of the weight at a site."""
         left = self._by_place(site.left)
         width = left.shape[-1]
         if site.right is None:
