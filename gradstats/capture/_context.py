@@ -61,6 +61,7 @@ class Context(Repeated):
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
     ):
         """Run an operation on at least one tensor of this context; ``operands`` are all tensors."""
+        self.check_thread(func)
         return dispatch(self, RULES, func, args, kwargs, operands)
 
     def alias_nodes(self) -> list[GraphNode | None]:

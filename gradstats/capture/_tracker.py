@@ -284,13 +284,6 @@ class Tracker(Threaded, Context):
         """Return the mode that follows constants, for code that runs while it is set aside."""
         return self._mode
 
-    def dispatch(
-        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
-    ):
-        """Run an operation on at least one tensor of this context; ``operands`` are all tensors."""
-        self.check_thread(func)
-        return super().dispatch(func, args, kwargs, operands)
-
     def check_leaf(self, leaf: Tensor) -> None:
         """Raise for a leaf of the graph whose gradient nobody would measure."""
         self.sharded.check_known(leaf)
