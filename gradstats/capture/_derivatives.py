@@ -18,7 +18,7 @@ from gradstats.capture._derived import derive
 from gradstats.capture._engine import run_backward
 from gradstats.capture._nodes import Root, unique_roots
 from gradstats.capture._results import follow_results
-from gradstats.capture._tensors import node_of, value_of
+from gradstats.capture._tensors import node_of, nodes_of, value_of
 from gradstats.capture._transforms import transform_level
 from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
 
@@ -130,7 +130,7 @@ def _is_of_no_example(
         return node_of(item) is None and tracker.is_data(item)
 
     free = [item for item in inputs if not is_data(item)]
-    derived = [node for node in map(node_of, outputs) if node is not None]
+    derived = nodes_of(outputs)
     if not free or not (derived or tracker.derived_from_leaves):
         return False
     given = [item for item in vectors if isinstance(item, Tensor)]

@@ -20,7 +20,7 @@ from gradstats.capture._nested import operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node, same_form, same_storage
 from gradstats.capture._operations import MOVES_IN_PLACE, is_about_object
 from gradstats.capture._refusals import refuse, refuse_change
-from gradstats.capture._tensors import DerivedTensor, node_of, show, value_of, wrap
+from gradstats.capture._tensors import DerivedTensor, first_node, node_of, show, value_of, wrap
 
 
 def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -32,14 +32,12 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         node = node_of(item)
         return item if node is None else node
 
-    def as_value(item):
-        return item.value if isinstance(item, Node) else item
-
     def seen(value: Tensor, index: int | None) -> Tensor:
         """Return what user code sees for a result."""
         if value.layout is not torch.strided or value.is_nested:
-            (owner, *_) = [node for node in map(node_of, operands) if node is not None]
-            refuse(func, owner, "makes a sparse or nested tensor, which has no rule")
+            refuse(
+                func, first_node(*operands), "makes a sparse or nested tensor, which has no rule"
+            )
         node = Derived(tracker, value, again, node_args, node_kwargs, index)
         if node.parents:
             return wrap(node)
@@ -53,7 +51,7 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
     draws = func in DRAWS or (isinstance(func, Changed) and func.function in DRAWS)
     again = Draw(func, operands[0].device) if draws else func
-    result = func(*rebuild(node_args, as_value), **rebuild(node_kwargs, as_value))
+    result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
     if isinstance(result, Tensor):
         if not result.requires_grad:
             return note_alias(result, args, kwargs)

@@ -27,7 +27,7 @@ from gradstats.capture._modes import innermost_mode, run_shown, run_unseen
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node
-from gradstats.capture._tensors import node_of
+from gradstats.capture._tensors import nodes_of
 from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return inner(*args, **kwargs)
     tracker: Context = mode.tracker
     operands = operands_of(args, kwargs)
-    nodes = [node for node in map(node_of, operands) if node is not None]
+    nodes = nodes_of(operands)
     tracked = nodes and torch.is_grad_enabled() and not nodes[0].tracker.closed
     if tracked and nodes[0].tracker.registered(cls.apply) is not None:
         # A rule is registered, but the caller kept an ``apply`` from before the registration.

@@ -14,7 +14,7 @@ from gradstats.capture._derivation import Derived, reached
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import flatten, operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node
-from gradstats.capture._tensors import node_of, value_of, wrap
+from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
 
 # How much a decomposition's result may differ from the operation's, relative to its norm. The
@@ -57,7 +57,7 @@ class Grafted:
         shown = _readable(tracker, operands)
         before = [item._version for item in shown]
         result = func(*rebuild(args, own), **rebuild(kwargs, own))
-        node = next(n for n in map(node_of, operands) if n is not None)
+        node = first_node(*operands)
         if [item._version for item in shown] != before:
             _refuse_change(func, node)
         # Modes and subclasses are off while an operation is handled: turn them on again, so that
@@ -117,7 +117,7 @@ class Grafted:
     def _check_use(self, func, operands: Sequence[Tensor], shadows: list) -> None:
         """Raise where no result of the decomposition depends on a parameter: it would get zeros."""
         values = [each for each in map(value_of, tensors_in(shadows)) if each.requires_grad]
-        nodes = [node for node in map(node_of, operands) if node is not None]
+        nodes = nodes_of(operands)
         used = {node for value in values for node in reached(value, nodes)}
         for node in nodes:
             if node not in used:
@@ -139,10 +139,9 @@ class Grafted:
 
 def _readable(tracker, operands: Sequence[Tensor]) -> list[Tensor]:
     """Return the operands whose values a decomposition may read; not what waits to be filled."""
-    nodes = [node.value for node in map(node_of, operands) if node is not None]
     plain = [item for item in operands if node_of(item) is None and not item.is_inference()]
     data = [item for item in plain if tracker.is_data(item) and not tracker.was_blank(item, 0)]
-    return nodes + data
+    return [node.value for node in nodes_of(operands)] + data
 
 
 def _refuse_change(func, node: Node) -> NoReturn:

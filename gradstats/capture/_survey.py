@@ -15,7 +15,7 @@ from gradstats.capture._marks import ABOUT_EXAMPLES
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import rebuild, tensors_in
 from gradstats.capture._selection import check_trackable
-from gradstats.capture._tensors import node_of, value_of
+from gradstats.capture._tensors import nodes_of, value_of
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
 from gradstats.capture._transforms import HiddenError
 from gradstats.capture._uses import Settings
@@ -65,8 +65,8 @@ class Survey(Tracker):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
         if any(item.requires_grad for item in tensors_in(result)):
-            for node in map(node_of, operands):
-                for root in node.roots if node is not None else ():
+            for node in nodes_of(operands):
+                for root in node.roots:
                     names = self.operations[root.name]
                     if function_name(func) not in names:
                         names.append(function_name(func))

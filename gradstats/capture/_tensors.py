@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from types import FunctionType
 from typing import Any
@@ -147,13 +147,14 @@ def node_of(item) -> Node | None:
     return getattr(item, "_gradstats", None) if type(item) in TRACKED_TYPES else None
 
 
+def nodes_of(items: Iterable[Any]) -> list[Node]:
+    """Return the nodes of the tracked tensors among several items, in order."""
+    return [node for node in map(node_of, items) if node is not None]
+
+
 def first_node(*items) -> Node:
     """Return the node of the first tracked tensor among several; at least one is tracked."""
-    for item in items:
-        node = node_of(item)
-        if node is not None:
-            return node
-    raise AssertionError("none of the operands is tracked")
+    return nodes_of(items)[0]
 
 
 def wrap(node: Derived) -> torch.Tensor:

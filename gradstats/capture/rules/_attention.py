@@ -16,7 +16,7 @@ from gradstats.capture._derived import derive
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import Examples, as_data, plain, rows_along, run
@@ -58,7 +58,7 @@ def multi_head_attention(
         query, key, value, in_proj_weight, in_proj_bias, bias_k, bias_v, out_proj_weight,
         out_proj_bias, attn_mask, q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v,
     )  # fmt: skip
-    node = next(node for node in map(node_of, operands) if node is not None)
+    node = first_node(*operands)
     for item, name in ((static_k, "static_k"), (static_v, "static_v")):
         if item is not None and node_of(item) is not None:
             refuse(func, node, f"with a tracked {name} has no rule")
@@ -251,7 +251,7 @@ def scaled_dot_product(tracker, func, query, key, value, *args, **kwargs):
     dims = max(item.dim() for item in operands)
     examples = rows_along(tracker, func, node, operands, 0)
     query, key, value = (_for_each(tracker, func, node, item, dims, examples) for item in operands)
-    mask = next((item for item in map(node_of, (*args, *kwargs.values())) if item), None)
+    mask = next(iter(nodes_of((*args, *kwargs.values()))), None)
     if mask is None:
         return func(query, key, value, *args, **kwargs)
     dropout = argument_of(args, kwargs, 1, "dropout_p", 0.0)

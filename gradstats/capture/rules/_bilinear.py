@@ -10,14 +10,14 @@ from torch.nn import functional
 
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, common_rows, locate, plain
 
 
 def bilinear(tracker, func, input1, input2, weight, bias=None):
     """Outer(g, x₁⊗x₂) for the weight, with the smaller pair written out; Vector(Σ_t g) for b."""
-    nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
+    nodes = nodes_of((weight, bias))
     if node_of(input1) is not None or node_of(input2) is not None:
         refuse(func, first_node(input1, input2), "with a tracked input has no rule")
     if tracker.is_trained(weight):

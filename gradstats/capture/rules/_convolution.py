@@ -14,7 +14,7 @@ from gradstats.capture._derived import derive
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import CONVOLVED, hooked
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of
 from gradstats.capture._together import is_small
 from gradstats.capture._uses import Use, attach, tap
 from gradstats.capture.rules._common import (
@@ -74,7 +74,7 @@ def transposed_convolution(
 
 
 def _convolution(tracker, func, dims, input, weight, bias, call):
-    nodes = [node for node in (node_of(weight), node_of(bias)) if node is not None]
+    nodes = nodes_of((weight, bias))
     if not tracker.is_of_data(input):
         kernels = input.dim() == dims + 2 and len(input) == 1 and node_of(weight) is None
         if kernels and tracker.is_data(weight) and call[-1] % tracker.batch_size == 0:

@@ -30,7 +30,7 @@ from gradstats.capture._operations import (
     function_variants,
 )
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
@@ -52,7 +52,7 @@ from gradstats.capture.rules._summed import BroadcastFactors
 def broadcast(tracker, func, *args, **kwargs):
     """Elementwise operations of data and tracked tensors."""
     operands = operands_of(args, kwargs)
-    nodes = [node for node in map(node_of, operands) if node is not None]
+    nodes = nodes_of(operands)
     if func in ELEMENTWISE_IN_PLACE and node_of(args[0]) is not None:
         return write_data(tracker, func, args, kwargs)
     data = tracker.data_among(operands)
@@ -222,7 +222,7 @@ def _check_reduction(func, args, kwargs) -> None:
 def join(tracker, func, tensors, dim=0, **kwargs):
     """cat and stack: tracked tensors that hold one slice for each example, beside data."""
     tensors = list(tensors)
-    nodes = [node for node in map(node_of, tensors) if node is not None]
+    nodes = nodes_of(tensors)
     data = tracker.data_among(tensors)
     whole = tracker.sole_example(data) if tracker.batch_size > 1 else _whole(tracker, data)
     if whole is not None and any(_has_rows(tracker.owned(item)) for item in data):

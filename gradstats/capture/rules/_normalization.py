@@ -15,7 +15,7 @@ from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of
 from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.capture.rules._common import locate, plain
@@ -45,7 +45,7 @@ def _attach(
         axes = () if channel_axis is None else (1,) * (input.dim() - 2)
         return result + bias.view(*bias.shape, *axes)
     if not own and factors.one_pass(tracker.settings, input):
-        use = Use(_nodes(weight, bias))
+        use = Use(nodes_of((weight, bias)))
         result = attach(
             NormalisationUse, use, tracker.settings, factors, run, input,
             plain(weight), plain(bias), *statistics,
@@ -58,11 +58,7 @@ def _attach(
         if found is not None:
             return found
     result = free_of_views(run(input, plain(weight), plain(bias)))
-    return tap(tracker, _nodes(weight, bias), result, factors, input, *statistics)
-
-
-def _nodes(*parameters: Tensor | None) -> list[Node]:
-    return [node for node in map(node_of, parameters) if node is not None]
+    return tap(tracker, nodes_of((weight, bias)), result, factors, input, *statistics)
 
 
 def _node_of(func, input, *parameters: Tensor | None) -> Node:

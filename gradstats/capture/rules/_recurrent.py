@@ -38,7 +38,7 @@ from gradstats.capture._recurrence import (
 )
 from gradstats.capture._refusals import refuse
 from gradstats.capture._sequences import RECURRENT_CELLS, RECURRENT_LAYERS, packed_places
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of
 from gradstats.capture.rules._common import (
     Examples,
     are_of_one,
@@ -236,7 +236,7 @@ def _packed(
     node = first_node(data, *states, *weights)
     examples = packed_places(tracker, data, batch_sizes) if node_of(data) is None else None
     if examples is None:
-        tracked = [own for own in map(node_of, (data, *states, *weights)) if own is not None]
+        tracked = nodes_of((data, *states, *weights))
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: got packed rows that belong to unknown "
             "examples, expected the result of torch.nn.utils.rnn.pack_padded_sequence on data "
