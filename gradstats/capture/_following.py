@@ -151,8 +151,7 @@ class Following(Marks):
 
     def is_trained(self, item: Any) -> bool:
         """Whether an operand was computed from data and has a gradient to pass on."""
-        trained = isinstance(item, Tensor) and item.requires_grad and node_of(item) is None
-        return trained and self.is_data(item)
+        return self.is_of_data(item) and item.requires_grad
 
     def sole_example(self, data: list[Tensor]) -> Whole | None:
         """Return the one example to which operands of data belong; None if there is none.

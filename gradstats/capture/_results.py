@@ -117,8 +117,7 @@ def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, A
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
         read_signatures()
         args, kwargs = by_place(func, args, kwargs)
-        left = [item for item in kwargs.values() if isinstance(item, Tensor)]
-        named = any(node_of(item) is None and tracker.is_data(item) for item in left)
+        named = any(map(tracker.is_of_data, kwargs.values()))
     if not args and not FIRST_NAMES.isdisjoint(kwargs):
         kwargs = dict(kwargs)
         args = (kwargs.pop(next(name for name in kwargs if name in FIRST_NAMES)),)
@@ -133,7 +132,7 @@ def _lies_as_first(tracker: Context, func, args, kwargs, result) -> bool:
     So they do after almost every operation. False wherever that takes longer to find out.
     """
     first = args[0]
-    if not (isinstance(first, Tensor) and node_of(first) is None and tracker.is_data(first)):
+    if not tracker.is_of_data(first):
         return False
     if not is_watched(func) and type(func) not in OPAQUE:
         if keeps_examples(func, args, tracker.batch_dim, result):

@@ -257,11 +257,7 @@ class Written(Following):
 
     def data_among(self, items: Iterable[Any]) -> list[Tensor]:
         """Return the tensors of data among what an operation is given."""
-        return [
-            item
-            for item in items
-            if isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
-        ]
+        return [item for item in items if self.is_of_data(item)]
 
     def _continued(self, change: Change, values: list[Tensor], owned: Owned) -> Filling | None:
         """Return all that was written into a tensor, if it was blank at first; None otherwise.

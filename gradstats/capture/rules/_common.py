@@ -282,9 +282,9 @@ def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tens
             queries and initial states do that were expanded to the batch.
         examples: where the examples lie in it.
     """
-    own = node_of(item)
-    if own is None and tracker.is_data(item):
+    if tracker.is_of_data(item):
         return item
+    own = node_of(item)
     layout = ExampleLayout(item.dim(), examples)
     axis, fits = examples.axis, item.shape[examples.axis] == examples.rows
     if fits and own is not None and not layout.serves(item.shape) and examples.segments is None:
