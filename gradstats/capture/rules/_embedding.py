@@ -51,7 +51,7 @@ def embedding(
     if isinstance(node, Root):
         even = examples.batch if examples.segments is None else None
         lookup = Lookup(partial(looked_up, examples, input), even)
-    factors = EmbeddingFactors(examples, tuple(weight.shape), padding_idx, lookup)
+    factors = TableFactors(examples, tuple(weight.shape), padding_idx, lookup)
     if max_norm is None:  # which changes the table
         result = hooked(tracker, LOOKED_UP, (weight,), factors, examples, run, lookup)
         if result is not None:
@@ -60,28 +60,52 @@ def embedding(
 
 
 @dataclass(frozen=True)
-class EmbeddingFactors:
-    """The factor of a table that ids of shape (B, *) look up."""
+class TableFactors:
+    """The factor of a parameter whose slices are looked up by ids of shape (B, *).
+
+    Attributes:
+        examples: where the examples lie in the ids.
+        shape: of the parameter with the axis that is looked up in front.
+        padding_idx: the slice that gets no gradient; None for none.
+        lookup: what is known of the look-up in the forward; None where nothing need be.
+        before: how many axes of the parameter stand in front of the ids' in the result.
+    """
 
     examples: Examples
     shape: tuple[int, ...]
-    padding_idx: int | None
-    lookup: Lookup | None
+    padding_idx: int | None = None
+    lookup: Lookup | None = None
+    before: int = 0
 
     def __call__(self, grad: Tensor, ids: Tensor) -> list:
-        rows = table_rows(self.examples, ids, grad, self.shape, self.padding_idx)
+        rows = table_rows(self.examples, ids, self._found(grad, ids), self.shape, self.padding_idx)
         return [replace(rows, lookup=self.lookup)]
 
     def norms(self, grad: Tensor, ids: Tensor) -> list[Contraction] | None:
-        """Return squared norms where each example looks up few rows."""
-        return norms_of_few(self.examples, ids, grad, self.shape, self.padding_idx)
+        """Return squared norms without sorting ids; None where sorting is faster."""
+        examples, padding = self.examples, self.padding_idx
+        positions = ids.numel() // examples.batch
+        if examples.segments is not None or not 0 < positions <= FEW or _triton.runs(grad, grad):
+            return None
+        grad = examples.first(self._found(grad, ids)).reshape(examples.batch, positions, -1)
+        ids = examples.first(ids).reshape(examples.batch, positions)
+        if padding is not None:
+            grad = grad.masked_fill((ids == padding % self.shape[0]).unsqueeze(2), 0)
+        return [sqnorm_of_few(ids, grad)]
 
     def likeness(self) -> Hashable:
         """Return what joined operations share (see ``_together``)."""
         return self.shape, self.padding_idx
 
-    def joined(self, count: int) -> EmbeddingFactors:
+    def joined(self, count: int) -> TableFactors:
         return replace(self, examples=self.examples.times(count))
+
+    def _found(self, grad: Tensor, ids: Tensor) -> Tensor:
+        """Return the gradient of what the ids found, (*ids, *rest)."""
+        if not self.before:
+            return grad
+        axes = range(ids.dim())
+        return grad.movedim([self.before + axis for axis in axes], list(axes))
 
 
 def embedding_bag(
@@ -202,7 +226,7 @@ def index(tracker, func, input, indices):
     chosen = [index.to(input.device) for index in chosen]
     ids = numbered(chosen, [input.shape[place] for place in places])
     before, _ = found_at(items)
-    factors = IndexFactors(examples.on(input.device), tuple(table.shape), before)
+    factors = TableFactors(examples.on(input.device), tuple(table.shape), before=before)
     return tap(tracker, [first_node(table)], result, factors, ids)
 
 
@@ -248,35 +272,6 @@ def numbered(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return ids
 
 
-@dataclass(frozen=True)
-class IndexFactors:
-    """The factor of a parameter whose slices are looked up by ids of shape (B, *).
-
-    Attributes:
-        examples: where the examples lie in the ids.
-        shape: of the parameter with the axis that is looked up in front.
-        before: how many axes of the parameter stand in front of the ids' in the result.
-    """
-
-    examples: Examples
-    shape: tuple[int, ...]
-    before: int
-
-    def __call__(self, grad: Tensor, ids: Tensor) -> list:
-        return [table_rows(self.examples, ids, self._found(grad, ids), self.shape, None)]
-
-    def norms(self, grad: Tensor, ids: Tensor) -> list[Contraction] | None:
-        """Return squared norms where each example looks up few rows."""
-        return norms_of_few(self.examples, ids, self._found(grad, ids), self.shape, None)
-
-    def _found(self, grad: Tensor, ids: Tensor) -> Tensor:
-        """Return the gradient of what the ids found, (*ids, *rest)."""
-        if not self.before:
-            return grad
-        axes = range(ids.dim())
-        return grad.movedim([self.before + axis for axis in axes], list(axes))
-
-
 def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx) -> Rows:
     """Return the factor of a table for ids of any layout and the gradients of what they found."""
     if examples.segments is None:
@@ -292,20 +287,6 @@ def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
         batch=examples.batch,
         longest=rows.longest * segments.most,
     )
-
-
-def norms_of_few(
-    examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
-) -> list[Contraction] | None:
-    """Return a table's squared norms without sorting ids; None where sorting is faster."""
-    positions = ids.numel() // examples.batch
-    if examples.segments is not None or not 0 < positions <= FEW or _triton.runs(grad, grad):
-        return None
-    ids = examples.first(ids).reshape(examples.batch, positions)
-    grad = examples.first(grad).reshape(examples.batch, positions, -1)
-    if padding_idx is not None:
-        grad = grad.masked_fill((ids == padding_idx % shape[0]).unsqueeze(2), 0)
-    return [sqnorm_of_few(ids, grad)]
 
 
 def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,7 +307,7 @@ def index_select(tracker, func, input, dim, index):
     examples = locate(tracker, func, node, index, folds=True)
     result = func(plain(input), dim, index)
     table = leading_axes(tracker, input, [dim])
-    factors = IndexFactors(examples, tuple(table.shape), dim)
+    factors = TableFactors(examples, tuple(table.shape), before=dim)
     return tap(tracker, [first_node(table)], result, factors, index)
 
 
