@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ from gradstats._factors import (
 from gradstats.capture._examples import Examples
 from gradstats.capture._linear import bias_factor, bias_report
 from gradstats.capture._nodes import Node
+from gradstats.capture._together import Joinable
 from gradstats.capture._uses import Settings, Use, attach, derived, fuse, unseen
 from gradstats.contractions import Fused, _triton, on_chip
 
 
 @dataclass(frozen=True, slots=True)
-class ConvolutionFactors:
+class ConvolutionFactors(Joinable):
     """The factors of a convolution.
 
     Attributes:
@@ -58,15 +59,8 @@ class ConvolutionFactors:
         """Return what PyTorch computes."""
         return torch.convolution(x, weight, bias, *self.call)
 
-    def norms(self, grad: Tensor, x: Tensor) -> None:
-        """They need the factors."""
-
     def likeness(self) -> Hashable:
-        """Return what joined operations share (see ``_together``)."""
         return self.weight, self.bias, self.shape, self.call
-
-    def joined(self, count: int) -> ConvolutionFactors:
-        return replace(self, examples=self.examples.times(count))
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:
         """Return the gradient of x, computed by tracked operations."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,14 +22,14 @@ from gradstats._factors import (
 )
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
-from gradstats.capture._together import is_small
+from gradstats.capture._together import Joinable, is_small
 from gradstats.capture._uses import Settings, Use, attach, derived, free_of_views, fuse, unseen
 from gradstats.contractions import Contraction, Fused, _triton, on_chip, one_position, summed
 from gradstats.contractions._multiply import multiply, pays
 
 
 @dataclass(frozen=True, slots=True)
-class LinearFactors:
+class LinearFactors(Joinable):
     """The factors of a linear layer, y = x Wᵀ + b or, with ``inputs_first``, y = x W + b.
 
     Attributes:
@@ -71,13 +71,9 @@ class LinearFactors:
         return [norms, norms.first()] if self.bias else [norms]
 
     def likeness(self) -> Hashable | None:
-        """Return what joined operations share (see ``_together``)."""
         if self.examples.plain:
             return None  # the norms of single rows cost no more than copying them
         return self.weight, self.bias, self.shape, self.inputs_first
-
-    def joined(self, count: int) -> LinearFactors:
-        return replace(self, examples=self.examples.times(count))
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Outer | Ragged:
         """Return the weight's factor."""

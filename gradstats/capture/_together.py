@@ -9,7 +9,8 @@ them. They are copied as they arrive, so that it does not matter what happens to
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -43,22 +44,29 @@ def is_small(settings: Settings, x: Tensor, width: int, outputs: int) -> bool:
     return 0 < x.nbytes * max(width, outputs) <= SMALL * width
 
 
-class Joinable(Protocol):
-    """Factors of an operation, as ``tap`` takes them, whose operands can be joined."""
+class Joinable:
+    """Factors of an operation, as ``tap`` takes them, whose operands can be joined.
 
-    @property
-    def examples(self) -> Examples:
-        """Where the examples lie in all operands."""
+    Attributes:
+        examples: where the examples lie in all operands.
+    """
+
+    __slots__ = ()
+
+    examples: Examples
+
+    def __call__(self, grad: Tensor, *saved: Any) -> list:
+        raise NotImplementedError
 
     def likeness(self) -> Hashable | None:
         """Return what two must share to be joined, beside their kind and sizes; None if never."""
 
-    def joined(self, count: int) -> Joinable:
+    def joined(self, count: int) -> Any:
         """Return the factors of ``count`` such operations, joined along their first axis."""
+        return replace(self, examples=self.examples.times(count))  # type: ignore[type-var]
 
-    def __call__(self, grad: Tensor, *saved: Tensor) -> list: ...
-
-    def norms(self, grad: Tensor, *saved: Tensor) -> list[Contraction] | None: ...
+    def norms(self, grad: Tensor, *saved: Any) -> list[Contraction] | None:
+        """Return squared norms without the factors; None where these are needed."""
 
 
 class Together:

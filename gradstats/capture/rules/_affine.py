@@ -7,7 +7,7 @@ from the input, which the layer keeps anyway.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from gradstats._cost import product
 from gradstats._factors import Vector, cast, compute_dtype, segment_sum
 from gradstats.capture._examples import Examples
 from gradstats.capture._nodes import Node
+from gradstats.capture._together import Joinable
 from gradstats.capture._uses import Settings, derived
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.contractions import Contraction, _triton, _vector
@@ -54,7 +55,7 @@ class Normalise(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AffineFactors:
+class AffineFactors(Joinable):
     """The factors of scale and shift.
 
     Attributes:
@@ -126,11 +127,7 @@ class AffineFactors:
         return [norms for wanted, norms in both if wanted]
 
     def likeness(self) -> Hashable:
-        """Return what joined operations share (see ``_together``)."""
         return self.normalise, self.channel_axis, self.scale, self.shift, self.shape
-
-    def joined(self, count: int) -> AffineFactors:
-        return replace(self, examples=self.examples.times(count))
 
     def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
         """Whether the kernels take the rows of examples as they lie."""

@@ -22,6 +22,7 @@ from gradstats.capture._nodes import Node, Root
 from gradstats.capture._refusals import refuse
 from gradstats.capture._sequences import layout_of_bags, starts_of_bags
 from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._together import Joinable
 from gradstats.capture._uses import tap
 from gradstats.capture.rules._common import Examples, as_data, lined_up, locate, plain
 from gradstats.contractions import FEW, Contraction, _triton, sqnorm_of_few
@@ -60,7 +61,7 @@ def embedding(
 
 
 @dataclass(frozen=True)
-class TableFactors:
+class TableFactors(Joinable):
     """The factor of a parameter whose slices are looked up by ids of shape (B, *).
 
     Attributes:
@@ -94,11 +95,7 @@ class TableFactors:
         return [sqnorm_of_few(ids, grad)]
 
     def likeness(self) -> Hashable:
-        """Return what joined operations share (see ``_together``)."""
         return self.shape, self.padding_idx
-
-    def joined(self, count: int) -> TableFactors:
-        return replace(self, examples=self.examples.times(count))
 
     def _found(self, grad: Tensor, ids: Tensor) -> Tensor:
         """Return the gradient of what the ids found, (*ids, *rest)."""

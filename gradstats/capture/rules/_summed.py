@@ -12,6 +12,7 @@ from gradstats._factors import compute_dtype
 from gradstats.capture._nodes import Node
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import node_of
+from gradstats.capture._together import Joinable
 from gradstats.capture._uses import free_of_views, tap
 from gradstats.capture._views import ExampleLayout
 from gradstats.capture.rules._common import Examples, lined_up
@@ -42,21 +43,17 @@ class SumFactors:
 
 
 @dataclass(frozen=True)
-class BroadcastFactors:
+class BroadcastFactors(Joinable):
     """The factor of a term that was broadcast to the result's shape."""
 
     layout: ExampleLayout
     shape: tuple[int, ...]
 
     @property
-    def examples(self) -> Examples:
+    def examples(self) -> Examples:  # type: ignore[override]
         return self.layout.examples
 
-    def norms(self, grad: Tensor, *saved: Tensor) -> None:
-        """The factor is formed in any case."""
-
     def likeness(self) -> Hashable | None:
-        """Return what joined operations share (see ``_together``)."""
         whole = self.layout.rows_of(self.shape) == 1
         return (self.shape, self.layout.dims) if whole else None
 
