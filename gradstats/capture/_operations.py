@@ -131,14 +131,12 @@ PAD_SEQUENCE = torch._C._nn.pad_sequence
 # Operations whose results have axes that their first operand does not have: a size that agrees with
 # the batch's does so by accident, so where the examples lie is not known.
 UNFOLLOWED = frozenset(
-    function
-    for name in (
+    variants(
         "meshgrid", "kron", "cartesian_prod", "block_diag", "combinations", "vander", "diag",
         "chain_matmul", "cov", "corrcoef", "addr",
         *(name for name in dir(torch) if name.endswith("_copy") and name[0] != "_"),
     )
-    for function in variants(name)
-) - frozenset(variants("index_copy"))  # fmt: skip
+).difference(variants("index_copy"))  # fmt: skip
 
 # Operations that move or mix rows without a trace in the shape of the result.
 SCRAMBLES = frozenset(

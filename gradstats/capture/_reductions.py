@@ -82,50 +82,44 @@ SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     torch.gradient: (KEYWORD, None),
     **{
         getattr(torch.fft, f"{kind}{axes}"): (2, default)
-        for kinds, axes, default in (
-            (("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), "", -1),
-            (("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), "2", (-2, -1)),
-            (("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), "n", None),
-        )
-        for kind in kinds
+        for axes, default in (("", -1), ("2", (-2, -1)), ("n", None))
+        for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
     },
-    torch.linalg.cross: (KEYWORD, -1),
-    **dict.fromkeys(IMPLICIT, (1, None)),
-    torch.special.softmax: (1, None),
-    torch.special.log_softmax: (1, None),
-    torch.trapezoid: (KEYWORD, -1),
-    torch.trapz: (KEYWORD, -1),
-    torch.cumulative_trapezoid: (KEYWORD, -1),
+    **dict.fromkeys((*IMPLICIT, torch.special.softmax, torch.special.log_softmax), (1, None)),
+    **dict.fromkeys(
+        (
+            torch.linalg.cross,
+            torch.trapezoid,
+            torch.trapz,
+            torch.cumulative_trapezoid,
+            *variants("stft"),
+        ),
+        (KEYWORD, -1),
+    ),
     functional.normalize: (2, 1),
-    **dict.fromkeys(variants("stft"), (KEYWORD, -1)),
     **dict.fromkeys(variants("istft"), (KEYWORD, (-2, -1))),
 }
 
 # Operations on matrices, which span the last two axes.
 OVER_MATRICES = frozenset(
-    function
-    for owner, names in (
-        (torch.linalg, (
-            "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "inv",
-            "inv_ex", "ldl_factor", "lu", "lu_factor", "lu_factor_ex", "matrix_exp",
-            "matrix_power", "matrix_rank", "matrix_sqrth", "pinv", "polar", "qr", "slogdet", "svd",
-            "svdvals",
-        )),
-        *((owner, (
-            "cholesky", "det", "inverse", "logdet", "lu", "matrix_exp", "matrix_power", "pinverse",
-            "qr", "slogdet", "svd", "trace", "cholesky_inverse",
-        )) for owner in (torch, Tensor)),
+    getattr(torch.linalg, name)
+    for name in (
+        "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "inv",
+        "inv_ex", "ldl_factor", "lu", "lu_factor", "lu_factor_ex", "matrix_exp", "matrix_power",
+        "matrix_rank", "matrix_sqrth", "pinv", "polar", "qr", "slogdet", "svd", "svdvals",
     )
-    for function in [getattr(owner, name, None) for name in names]
-    if function is not None
+    if hasattr(torch.linalg, name)
+).union(
+    variants(
+        "cholesky", "det", "inverse", "logdet", "lu", "matrix_exp", "matrix_power", "pinverse",
+        "qr", "slogdet", "svd", "trace", "cholesky_inverse",
+    )
 )  # fmt: skip
 
 # Operations over as many of the last axes as a shape among their arguments has.
 OVER_LAST = frozenset(
-    {
-        functional.layer_norm, torch.layer_norm, torch.native_layer_norm, functional.rms_norm,
-        torch.rms_norm,
-    }
+    {*variants("layer_norm", "native_layer_norm", "rms_norm"), functional.layer_norm,
+     functional.rms_norm}
 )  # fmt: skip
 
 # Losses of rows, with the axis along which a row lies; of sequences, with the axes of steps and of

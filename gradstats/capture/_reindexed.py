@@ -154,6 +154,10 @@ def _chosen(func, args, kwargs, source, layout, result) -> Examples | Whole:
     return layout.along(layout.axis - (dim < layout.axis))
 
 
+def _backwards(owner: Tensor, args, kwargs) -> Tensor:
+    return owner.flip(0)
+
+
 _rows_repeated = _along(
     "dim", 2, lambda owner, a, k: owner.repeat_interleave(argument_of(a, k, 1, "repeats"))
 )
@@ -295,31 +299,32 @@ REINDEXES = {
         _along("dim", 1, lambda owner, a, k: owner[argument_of(a, k, 2, "index")]),
     ),
     **dict.fromkeys(variants("repeat_interleave"), _repeated_in_place),
-    **dict.fromkeys(variants("flip"), _along("dims", 1, lambda owner, a, k: owner.flip(0))),
-    Tensor.__reversed__: _along("", 1, lambda owner, a, k: owner.flip(0), 0),
-    **dict.fromkeys(variants("flipud"), _along("", 1, lambda owner, a, k: owner.flip(0), 0)),
-    **dict.fromkeys(variants("fliplr"), _along("", 1, lambda owner, a, k: owner.flip(0), 1)),
+    **dict.fromkeys(variants("flip"), _along("dims", 1, _backwards)),
+    **dict.fromkeys([Tensor.__reversed__, *variants("flipud")], _along("", 1, _backwards, 0)),
+    **dict.fromkeys(variants("fliplr"), _along("", 1, _backwards, 1)),
     **dict.fromkeys(variants("rot90"), _along("dims", 2, None, (0, 1))),
-    torch.fft.fftshift: _along("dim", 1, None),
-    torch.fft.ifftshift: _along("dim", 1, None),
     **dict.fromkeys(
         variants("roll"),
         _along("dims", 2, lambda owner, a, k: owner.roll(argument_of(a, k, 1, "shifts"))),
     ),
-    **dict.fromkeys(variants("gather"), _along("dim", 1, None)),
+    **dict.fromkeys(
+        (torch.fft.fftshift, torch.fft.ifftshift, *variants("gather")), _along("dim", 1, None)
+    ),
     **dict.fromkeys(variants("take_along_dim"), _along("dim", 2, None)),
     **dict.fromkeys(variants("sort", "argsort"), _ranked(1, -1)),
     **dict.fromkeys(variants("msort"), _ranked(1, 0)),
     **dict.fromkeys(variants("topk"), _ranked(2, -1)),
-    **{function: _sliced(2) for name in ("chunk", "split", "tensor_split", "split_with_sizes",
-       "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
-       for function in variants(name)},
-    **dict.fromkeys(variants("narrow"), _sliced(1)),
-    **dict.fromkeys(variants("unbind"), _sliced(1)),
+    **dict.fromkeys(
+        variants(
+            "chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split",
+            "unsafe_split_with_sizes",
+        ),
+        _sliced(2),
+    ),
+    **dict.fromkeys(variants("narrow", "unbind"), _sliced(1)),
     **dict.fromkeys(variants("select"), _chosen),
-    **{function: _expanded for name in ("expand", "expand_as", "broadcast_to")
-       for function in variants(name)},
-    **{function: _repeated for name in ("repeat", "tile") for function in variants(name)},
+    **dict.fromkeys(variants("expand", "expand_as", "broadcast_to"), _expanded),
+    **dict.fromkeys(variants("repeat", "tile"), _repeated),
     **dict.fromkeys(PADS, _padded),
     **dict.fromkeys(variants("masked_select"), _masked),
     **dict.fromkeys(variants("vsplit"), _sliced(KEYWORD, 0)),
@@ -331,7 +336,7 @@ REINDEXES = {
     torch.segment_reduce: _segments,
     **dict.fromkeys(variants("stft"), _of_batch(2)),
     **dict.fromkeys(variants("istft"), _of_batch(3)),
-    **dict.fromkeys(variants("as_strided", "diagonal", "take"), picked),
-    torch.linalg.diagonal: picked,
-    Tensor.unfold: picked,
+    **dict.fromkeys(
+        (*variants("as_strided", "diagonal", "take"), torch.linalg.diagonal, Tensor.unfold), picked
+    ),
 }  # fmt: skip
