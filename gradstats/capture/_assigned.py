@@ -70,7 +70,7 @@ def _note(tracker: Context, tensor: Tensor, owner: Tensor, dim: int) -> None:
         raise ExampleAxisError(
             f"assign_rows got {node.describe()}, which belongs to no example, expected data. Leave "
             "the call out: what each example makes of a parameter is found where they meet.",
-            [root.name for root in node.roots],
+            node.names,
         )
     with torch._C.DisableTorchFunction():
         axis = dim + tensor.dim() if dim < 0 else dim

@@ -34,7 +34,7 @@ def check_data(losses: Iterable[Tensor]) -> None:
                 "count as data. A penalty on the weights belongs to no example: add it to the "
                 "unreduced losses, (losses + penalty).mean(), run its own backward once the "
                 "context has closed, or let the optimizer's weight_decay do it.",
-                [root.name for root in node.roots],
+                node.names,
             )
 
 
@@ -148,14 +148,13 @@ def where_examples_met(tracker: Context, tensor: Tensor) -> str:
 
 
 def _unseen(node, used: Node) -> UnsupportedOperationError:
-    names = [root.name for root in used.roots]
     if node.name().startswith("Sparse"):
         return UnsupportedOperationError(
             f"{node.name()} makes a sparse tensor of {used.describe()}, so its per-example "
             "gradient is not known. Expected a dense one: torch.zeros(size).index_put(indices, "
             "values). Or have per_example_norms compute one example at a time with "
-            f'fallback="vmap", or leave the parameter out by name with exclude={names!r}.',
-            names,
+            f'fallback="vmap", or leave the parameter out by name with exclude={used.names!r}.',
+            used.names,
         )
     function = getattr(node, "_forward_cls", None)  # of what Python classes define
     if function is not None and not function.__module__.startswith("torch."):
@@ -177,8 +176,8 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
         f"{node.name()} uses {used.describe()} without passing through a PyTorch operation that "
         f"can be tracked, so its per-example gradient is not known. {remedy} Or have "
         'per_example_norms compute one example at a time with fallback="vmap", or leave the '
-        f"parameter out by name with exclude={names!r}.",
-        names,
+        f"parameter out by name with exclude={used.names!r}.",
+        used.names,
     )
 
 

@@ -123,7 +123,7 @@ class Derived(Node):
                 f"{self.describe()} was changed in place under torch.no_grad(), or through a "
                 "tensor that shares its memory, so its per-example gradients are not known. "
                 "Expected a tensor that is left as it was computed: write the change out of place.",
-                [root.name for root in self.roots],
+                self.names,
             )
         return self._value
 
@@ -297,7 +297,7 @@ class Derived(Node):
                 f"{self.describe()} is computed again in a compiled graph, where the result cannot "
                 "be compared, by an operation that is random or of the user's own, or from "
                 "something that was changed in place. Expected neither.",
-                [root.name for root in self.roots],
+                self.names,
             )
 
     def _behind(self) -> dict[Derived, None]:

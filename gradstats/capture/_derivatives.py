@@ -198,7 +198,7 @@ def _check_inputs(tracker, inputs: tuple, create_graph: bool) -> None:
                 "no per-example gradient. If each example adapts a copy of its own (MAML), write "
                 "it as w + delta, with a delta of zeros made of the batch (zeros_like), (B, ...), "
                 "and differentiate by delta. Otherwise compute it outside the context, or leave "
-                f"the parameter out by name with exclude={[root.name for root in node.roots]!r}."
+                f"the parameter out by name with exclude={node.names!r}."
             )
 
 

@@ -114,11 +114,10 @@ def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
 def _check_unchanged(function, node: Node, version: int) -> None:
     value = node._value if isinstance(node, Derived) else node.value
     if value._version != version:
-        names = [root.name for root in node.roots]
         raise UnsupportedOperationError(
             f"{function_name(function)} changed {node.describe()} in place, so that earlier uses "
             "of it can no longer be followed. Expected a Function that leaves its operands as they "
             "are: return a new tensor, or leave the parameter out by name with "
-            f"exclude={names!r}.",
-            names,
+            f"exclude={node.names!r}.",
+            node.names,
         )

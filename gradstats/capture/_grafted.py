@@ -133,7 +133,7 @@ class Grafted:
         return UnsupportedOperationError(
             f"the rule registered for {function_name(func)} on {node.describe()}: {name} {problem}"
             ". Correct the decomposition, or remove the rule with its handle's remove().",
-            [root.name for root in node.roots],
+            node.names,
         )
 
 
@@ -146,13 +146,12 @@ def _readable(tracker, operands: Sequence[Tensor]) -> list[Tensor]:
 
 def _refuse_change(func, node: Node) -> NoReturn:
     """Raise for an operation that overwrote what its decomposition would be given."""
-    names = [root.name for root in node.roots]
     raise UnsupportedOperationError(
         f"{function_name(func)} on {node.describe()} changed an operand in place, so that the rule "
         "registered for it would be given what the operation wrote. Expected an operation that "
         "leaves its operands as they are: return a new tensor, or leave the parameter out by name "
-        f"with exclude={names!r}.",
-        names,
+        f"with exclude={node.names!r}.",
+        node.names,
     )
 
 
@@ -174,7 +173,7 @@ class Graft(torch.autograd.Function):
                 f"ran through a registered operation on {ctx.node.describe()}), where the "
                 "parameter is used once more in a way that is not counted. Call the decomposition "
                 "in the model instead, or exclude the parameter.",
-                [root.name for root in ctx.node.roots],
+                ctx.node.names,
             )
         return None, grad, grad
 

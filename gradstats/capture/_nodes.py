@@ -53,6 +53,11 @@ class Node:
     def shape(self) -> torch.Size:
         return self.value.shape
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the roots."""
+        return [root.name for root in self.roots]
+
     def describe(self) -> str:
         """Return what error messages call this tensor."""
         raise NotImplementedError

@@ -35,7 +35,6 @@ def refuse(func, node: Node, reason: str = "has no rule", remedy: str = "") -> N
 
 def refusal(func, node: Node, reason: str, remedy: str) -> UnsupportedOperationError:
     """Return the error for an operation whose factor is not known."""
-    names = [root.name for root in node.roots]
     return UnsupportedOperationError(
         f"{function_name(func)} {reason} for {node.describe()}, so its per-example gradient is not "
         "known. Expected an operation that gradstats has a rule for. "
@@ -43,9 +42,9 @@ def refusal(func, node: Node, reason: str, remedy: str) -> UnsupportedOperationE
             remedy
             or "Write the step with such operations, add a rule with gs.register_rule, have "
             'per_example_norms compute it one example at a time with fallback="vmap", or leave the '
-            f"parameter out by name with exclude={names!r}."
+            f"parameter out by name with exclude={node.names!r}."
         ),
-        names,
+        node.names,
     )
 
 

@@ -200,7 +200,7 @@ class FunctionStep(FunctionReplay):
     def __init__(self, node: Derived, parent: Node):
         self.value, known = node.step()
         self.leaves = [known[parent]]
-        self.described, self.names = node.describe(), [root.name for root in parent.roots]
+        self.described, self.names = node.describe(), parent.names
 
     def slope(self, factor: Factor) -> Tensor | None:
         """Return what the backward multiplies gradients by, element by element.

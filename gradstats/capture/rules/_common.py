@@ -72,7 +72,7 @@ def locate(
             f"{tuple(data.shape)}, for the examples, which lie along axis {layout.axis}: it mixes "
             f"them. Expected the examples along axis {axis}: move the axis in front of this "
             "operation; recurrent and attention layers take batch_first=.",
-            [root.name for root in node.roots],
+            node.names,
         )
     if layout is None and data.dim() == 0 and node.value.dim() == 0:
         raise ExampleAxisError(
@@ -82,7 +82,7 @@ def locate(
             "not known. Add it to the unreduced losses, (losses + penalty).mean(), so that each "
             "example's loss contains it; or run its own backward once the context has closed, or "
             "let the optimizer's weight_decay do it, so that no example's loss does.",
-            [root.name for root in node.roots],
+            node.names,
         )
     if layout is None or not (layout.plain or folds):
         raise _refusal(tracker, func, node, data, tracker.batch_dim if axis is None else axis)
@@ -92,7 +92,7 @@ def locate(
             f"data of shape {tuple(data.shape)}, expected the examples along another axis than "
             f"{layout.axis}: otherwise it mixes them. Give each example a row of its own (a single "
             "example as x[None]), or pass batch_dim=.",
-            [root.name for root in node.roots],
+            node.names,
         )
     return layout
 
@@ -130,7 +130,7 @@ def _refusal(tracker, func, node: Node, data: Tensor, axis: int) -> ExampleAxisE
         "to is not known, and is not guessed.\n"
         f"  got:      data of shape {tuple(data.shape)}\n"
         f"  expected: {tracker.expected_along(axis)}{listed}",
-        [root.name for root in node.roots],
+        node.names,
     )
 
 
