@@ -211,9 +211,8 @@ def layers(tracker, func, *args):
     return _padded(tracker, func, *args)
 
 
-def _padded(
-    tracker, func, input, hx, weights, bias, count, dropout, training, bidirectional, batch_first
-):
+def _padded(tracker, func, input, hx, weights, *options):
+    *shared, batch_first = options
     states = _listed(hx)
     node = first_node(input, *states, *weights)
     if input.dim() != 3:
@@ -223,15 +222,10 @@ def _padded(
     data = as_data(tracker, func, node, input, examples.along(axis))
     form = "examples" if batch_first else "steps"
     sizes = (examples.rows,) * data.shape[1 - axis]
-    return _stack(
-        tracker, func, data, (), states, weights, bias, count, dropout, training, bidirectional,
-        form, sizes, examples,
-    )  # fmt: skip
+    return _stack(tracker, func, data, (), states, weights, shared, form, sizes, examples)
 
 
-def _packed(
-    tracker, func, data, batch_sizes, hx, weights, bias, count, dropout, training, bidirectional
-):
+def _packed(tracker, func, data, batch_sizes, hx, weights, *options):
     states = _listed(hx)
     node = first_node(data, *states, *weights)
     examples = packed_places(tracker, data, batch_sizes) if node_of(data) is None else None
@@ -244,17 +238,13 @@ def _packed(
             "parameter out by name with exclude=.",
             list(dict.fromkeys(root.name for own in tracked for root in own.roots)),
         )
-    return _stack(
-        tracker, func, data, (batch_sizes,), states, weights, bias, count, dropout, training,
-        bidirectional, "rows", tuple(batch_sizes.tolist()), examples,
-    )  # fmt: skip
+    rows, sizes = (batch_sizes,), tuple(batch_sizes.tolist())
+    return _stack(tracker, func, data, rows, states, weights, options, "rows", sizes, examples)
 
 
-def _stack(
-    tracker, func, data, rows, states, weights, bias, count, dropout, training, bidirectional, form,
-    sizes, examples,
-):  # fmt: skip
+def _stack(tracker, func, data, rows, states, weights, options, form, sizes, examples):
     """Run one layer after the other, so that what each of them returns is known."""
+    bias, count, dropout, training, bidirectional = options
     node = first_node(data, *states, *weights)
     _check_weights(tracker, func, node, data, weights)
     # What is not trained brings nothing of an example along to another, as states of the batch
