@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -24,16 +24,26 @@ class BackwardListener(Protocol):
 
 
 @contextmanager
-def gradients_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Set aside the gradients of some tensors for a block: what backwards add there is dropped."""
-    grads = [(leaf, leaf.grad) for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
+def _aside(tensors: Sequence[Tensor], attribute: str) -> Iterator[None]:
+    """Have an attribute of some tensors be None for a block."""
+    before = [getattr(tensor, attribute) for tensor in tensors]
+    for tensor in tensors:
+        setattr(tensor, attribute, None)
     try:
         yield
     finally:
-        for leaf, grad in grads:
-            leaf.grad = grad
+        for tensor, value in zip(tensors, before, strict=True):
+            setattr(tensor, attribute, value)
+
+
+def gradients_aside(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Set aside the gradients of some tensors for a block: what backwards add there is dropped."""
+    return _aside(leaves, "grad")
+
+
+def without_hooks(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Take off the parameters' hooks for a block: they change gradients, and expect to get one."""
+    return _aside(parameters, "_backward_hooks")
 
 
 def run_backward(
@@ -73,16 +83,3 @@ def _allow_threads(allowed: bool) -> None:
     # PyTorch shows this to modes as it shows them every operation; nobody needs to see it.
     with torch._C.DisableTorchFunction():
         torch._C._set_multithreading_enabled(allowed)
-
-
-@contextmanager
-def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Take off the parameters' hooks for a block: they change gradients, and expect to get one."""
-    hooks = [parameter._backward_hooks for parameter in parameters]
-    for parameter in parameters:
-        parameter._backward_hooks = None
-    try:
-        yield
-    finally:
-        for parameter, own in zip(parameters, hooks, strict=True):
-            parameter._backward_hooks = own
