@@ -11,8 +11,7 @@ from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats._factors import Elementwise, Vector
 from gradstats.capture._lean_steps import rearranged_root
-from gradstats.capture._nodes import Node
-from gradstats.capture._uses import Use, attach, fuse, unseen
+from gradstats.capture._uses import fuse, unseen
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.contractions import Fused, _triton, _triton_layers, summed
 
@@ -119,11 +118,6 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
         return None  # the example's gradient is that of the result: there is nothing to sum
     found = Broadcast(layout, tuple(value.shape), (*positions, *channels), len(positions))
     return found if found.is_view(x) else None
-
-
-def broadcast_on_chip(tracker, node: Node, plan: Broadcast, x: Tensor, *, multiply: bool) -> Tensor:
-    """Return x ∘ value or x + value of a tracked tensor, with its statistics attached."""
-    return attach(BroadcastUse, Use([node]), tracker.settings, plan, multiply, x, node.value)
 
 
 def _broadcast_again(ctx, grad: Tensor, x: Tensor | None = None, value: Tensor | None = None):

@@ -175,16 +175,12 @@ class ConvolutionUse(torch.autograd.Function):
         return None, None, None, grad_x, grad_weight, grad_bias
 
 
-def channel_gradient(examples: Examples, grad: Tensor) -> Tensor:
-    """Return the sum over positions of (rows, C, *) for each example: (B, C)."""
-    return examples.reduce(grad.to(compute_dtype(grad)).flatten(2).sum(2))
-
-
 def channel_factor(examples: Examples, grad: Tensor) -> Vector | Elementwise:
     """Return the factor of a bias of channels, already summed where no kernel will do that."""
     if _triton.streams(grad):
         return bias_factor(examples, grad, channel=1)
-    return Vector(channel_gradient(examples, grad), (grad.shape[1],))
+    of_rows = grad.to(compute_dtype(grad)).flatten(2).sum(2)
+    return Vector(examples.reduce(of_rows), (grad.shape[1],))
 
 
 def convolution_factor(

@@ -17,7 +17,7 @@ from torch.nn import functional
 from gradstats._cost import pays_to_pull_apart, product
 from gradstats._factors import Factor, Outer, Patches, Tangent, Vector, compute_dtype, tensors_of
 from gradstats.capture._derivation import Derived
-from gradstats.capture._lean_products import Scaled, other_operand, times
+from gradstats.capture._lean_products import Scaled, numbers_of, other_operand, times
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.contractions import lean, row_products, row_sums
@@ -172,5 +172,5 @@ def _pays(factor: Factor) -> bool:
 
 def _numbers(item: Node | Tensor) -> Tensor:
     """Return a tensor's numbers in the accumulation dtype."""
-    value = (item if isinstance(item, Tensor) else item.value).detach()
+    value = numbers_of(item)
     return value.to(compute_dtype(value))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import cast, compute_dtype
-from gradstats.capture._broadcast import broadcast_on_chip, on_chip
+from gradstats.capture._broadcast import BroadcastUse, on_chip
 from gradstats.capture._derived import derive
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._hooked import ADDED, MULTIPLIED, hooked
@@ -31,7 +31,7 @@ from gradstats.capture._operations import (
 )
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of, nodes_of
-from gradstats.capture._uses import free_of_views, tap
+from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
     as_data,
@@ -119,7 +119,7 @@ def _product_or_sum(
         saved = (x.detach(),) if multiply else ()
         return tap(tracker, [node], result, plan, *saved)
     if plan is not None:
-        return broadcast_on_chip(tracker, node, plan, x, multiply=multiply)
+        return attach(BroadcastUse, Use([node]), settings, plan, multiply, x, node.value)
     # Beside training the data are read once more for the norms. In half precision PyTorch rounds
     # the sums of one example, so that there is nothing to share.
     large = x.numel() > SMALL and x.dtype.itemsize > 2
