@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +55,7 @@ def dispatch(
             if tracker.seen is not None and not reads_property(func):
                 tracker.note_inside(operands)
             return note_alias(func(*args, **kwargs), args, kwargs)
-        found = _found_among(tracker, func, operands)
-        nodes, data = found.nodes, found.data
+        nodes, data, is_complex, is_sparse = _found_among(tracker, func, operands)
         if func in READS_ONLY_FIRST:
             if node_of(args[0]) is None:
                 return func(*args, **kwargs)
@@ -67,7 +66,7 @@ def dispatch(
         if not data:
             return _without_data(tracker, func, args, kwargs, nodes[0])
         rule = rules.get(func)
-        if found.sparse:
+        if is_sparse:
             check_nested(func, operands)
             if func not in OF_SPARSE_DATA:
                 refuse(
@@ -75,7 +74,7 @@ def dispatch(
                 )
             # The result is dense in either case.
             args, kwargs = rebuild(args, _dense), rebuild(kwargs, _dense)
-        if found.complex:
+        if is_complex:
             if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
                 refuse(func, nodes[0], "of complex numbers has no rule")
         if rule is not None:
@@ -92,22 +91,12 @@ def dispatch(
         return _without_rule(func, nodes, args, kwargs)
 
 
-class _Found(NamedTuple):
-    """What stands among the operands of an operation.
+def _found_among(tracker, func, operands: Sequence[Tensor]) -> tuple[list[Node], bool, bool, bool]:
+    """Return what stands among operands; raise where contexts of two models meet.
 
-    Attributes:
-        nodes: those of the tracked tensors.
-        data, complex, sparse: whether any operand is of that kind.
+    Returns:
+        The nodes of the tracked ones; whether any is of data, of complex numbers, and sparse.
     """
-
-    nodes: list[Node]
-    data: bool
-    complex: bool
-    sparse: bool
-
-
-def _found_among(tracker, func, operands: Sequence[Tensor]) -> _Found:
-    """Return what stands among operands; raise where contexts of two models meet."""
     nodes: list[Node] = []
     data = is_complex = is_sparse = False
     for item in operands:
@@ -123,7 +112,7 @@ def _found_among(tracker, func, operands: Sequence[Tensor]) -> _Found:
                 f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
                 "another tracking context owns. Track both models in turn, not at once."
             )
-    return _Found(nodes, data, is_complex, is_sparse)
+    return nodes, data, is_complex, is_sparse
 
 
 def _hidden(nodes: Sequence[Node]) -> HiddenError:
