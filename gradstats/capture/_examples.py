@@ -262,15 +262,14 @@ def spread(owner: Tensor, batch: int) -> Examples | Whole | Grid | None:
     return None
 
 
-def joined(layouts: Sequence[Examples | None], dim: int, device: torch.device) -> Examples | None:
+def joined(layouts: Sequence[Examples], dim: int, device: torch.device) -> Examples | None:
     """Return the layout of tensors joined along ``dim``, given the layout of each of them."""
-    known = [layout for layout in layouts if layout is not None]
-    if len(known) != len(layouts) or len({layout.axis for layout in known}) != 1:
+    first = layouts[0]
+    if any(layout.axis != first.axis for layout in layouts):
         return None
-    first = known[0]
     if dim != first.axis:
-        return first if all(same_rows(first, layout) for layout in known) else None
-    return first.owned_by(torch.cat([layout.owner(device) for layout in known]), dim)
+        return first if all(same_rows(first, layout) for layout in layouts) else None
+    return first.owned_by(torch.cat([layout.owner(device) for layout in layouts]), dim)
 
 
 def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> Iterator[Examples]:

@@ -73,12 +73,11 @@ def _in_line(
     if not known:
         return None if any(map(marks.is_marked, tensors)) else marks.by_contract(result)
     if stacked:
-        shifted = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
-        return joined(shifted, -1, result.device)
-    if dim != known[0].axis:
-        # Along axes other than the examples', constants may stand beside data.
-        return joined(known, dim, result.device)
-    return joined(known, dim, result.device) if len(known) == len(tensors) else None
+        known = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
+        dim = -1
+    elif dim == known[0].axis and len(known) < len(tensors):
+        return None  # along other axes than the examples' constants may stand beside data
+    return joined(known, dim, result.device)
 
 
 def _side_by_side(
