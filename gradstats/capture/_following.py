@@ -69,11 +69,9 @@ UNCHANGED = Unchanged()
 class Following(Marks):
     """Data of one batch, followed through the operations on them."""
 
-    def follow_layout(
-        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], data: list[Tensor], result
-    ) -> None:
+    def follow_layout(self, call: Call) -> None:
         """Note where the examples lie in the result of an operation on some tensors of data."""
-        call = Call(func, args, kwargs, data, result)
+        func, _, _, data, result = call
         if self.packed and result.numel() and not any(item.numel() for item in data):
             self.mark_constant(result)  # such as the sum over an example that has no rows
             return
@@ -171,14 +169,14 @@ class Following(Marks):
         return first if all(other == first for other in owners) else None
 
     def _layout_after(self, call: Call) -> Layout | Unchanged:
-        func, args, kwargs, data, result = call
+        func, _, _, data, result = call
         if meets_grid(self, call):
             return after_grid(self, call)
         if self.follows_layouts and self._mixes(data, result):
             return MIXED
         if func in JOINS or func is PAD_SEQUENCE:
-            return joined_layout(self, func, args, kwargs, result)
-        if is_over_axes(func) and self._runs_over_examples(func, args, kwargs, result):
+            return joined_layout(self, call)
+        if is_over_axes(func) and self._runs_over_examples(call):
             if not result.requires_grad or self.batch_size == 1:
                 return None
             if func not in REDUCES:
@@ -305,7 +303,8 @@ class Following(Marks):
         trained = result.requires_grad and self.by_contract(data[0]) is not None
         return trained and self.by_contract(result) is None
 
-    def _runs_over_examples(self, func, args, kwargs, result: Tensor) -> bool:
+    def _runs_over_examples(self, call: Call) -> bool:
+        func, args, kwargs, _, result = call
         operands = list(args[:1])
         if func is ATTENTION:
             operands = [*args[:3], *(kwargs[name] for name in ("key", "value") if name in kwargs)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradstats.capture._call import Call
 from gradstats.capture._examples import Examples, Mixed, Whole, joined, sole_of
 from gradstats.capture._marks import Marks
 from gradstats.capture._nested import argument_of
@@ -17,12 +17,11 @@ from gradstats.capture._operations import JOINS, PAD_SEQUENCE
 Owners = list[Examples | Whole | Mixed | None]
 
 
-def joined_layout(
-    marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-) -> Examples | None:
+def joined_layout(marks: Marks, call: Call) -> Examples | None:
     """Return the layout of the result of an operation of ``JOINS``, or of ``PAD_SEQUENCE``."""
+    func, args, kwargs, _, result = call
     if func is PAD_SEQUENCE:
-        place = 0 if argument_of(args, kwargs, 1, "batch_first") else 1
+        place = 0 if call.argument(1, "batch_first") else 1
         rest = [part for part in args[0] if part.requires_grad or marks.is_marked(part)]
         uneven = len({len(part) for part in args[0]}) > 1
         if uneven and not rest and len(args[0]) == marks.batch_size and not marks.packed:
@@ -33,7 +32,7 @@ def joined_layout(
             for part, owned in zip(args[0], _owners(marks, args[0]), strict=True)
         ]
         return _side_by_side(marks, args[0], owners, place, stacked=True)
-    tensors = list(argument_of(args, kwargs, 0, "tensors"))
+    tensors = list(call.argument(0, "tensors"))
     # An empty tensor, as loops often start from, holds nothing of any example.
     tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
     dim = JOINS[func]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._call import Call
 from gradstats.capture._examples import MIXED
 from gradstats.capture._layout import (
     CHANGES,
@@ -187,7 +188,7 @@ def _follow_data(
     for target in changed_by(func, args, kwargs):
         if target.requires_grad and node_of(target) is None:
             tracker.mark_data(target)
-            tracker.follow_change(func, args, kwargs, data, target)
+            tracker.follow_change(Call(func, args, kwargs, data, target))
     own = tracker.registered(func) if func is not None and not is_followed(func) else None
     if own is not None and torch.is_grad_enabled():
         own.follow(tracker, args, kwargs, results)
@@ -201,7 +202,7 @@ def _follow_data(
     else:
         for tensor in tensors:
             if not any(tensor is item for item in data):
-                tracker.follow_layout(func, args, kwargs, data, tensor)
+                tracker.follow_layout(Call(func, args, kwargs, data, tensor))
     if func in BLANKS:
         tracker.mark_blank(result)
 
@@ -222,12 +223,12 @@ def _follow_write(tracker: Context, func, args, kwargs, data: list[Tensor], resu
     if after is target:
         tracker.mark_data(target)
     if over_axes:
-        tracker.follow_layout(func, args, kwargs, [target], target)
+        tracker.follow_layout(Call(func, args, kwargs, [target], target))
     elif moves:
         tracker.follow_move(target)
     elif func in CHANGES_IN_PLACE:
-        tracker.follow_change(CHANGES_IN_PLACE[func], args, kwargs, data, target)
+        tracker.follow_change(Call(CHANGES_IN_PLACE[func], args, kwargs, data, target))
     elif func in OUT_OF_PLACE and before and tracker.owned(target) is MIXED:
-        tracker.follow_change(OUT_OF_PLACE[func], args, kwargs, data, target)
+        tracker.follow_change(Call(OUT_OF_PLACE[func], args, kwargs, data, target))
     else:
         tracker.follow_write(Change(write, target, before, after))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradstats.capture._call import Call
 from gradstats.capture._examples import (
     MIXED,
     Examples,
@@ -321,25 +322,18 @@ class Written(Following):
             found = owned  # such as a batch of one example
         self.place(base, found)
 
-    def follow_change(
-        self,
-        func,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        data: list[Tensor],
-        target: Tensor,
-    ) -> None:
+    def follow_change(self, call: Call) -> None:
         """Note where the examples lie in a tensor that an operation changed in place.
 
         Args:
-            func, args, kwargs: the operation, in the form that returns a new tensor.
-            data: its operands of data.
-            target: the operand that was changed.
+            call: the operation, in the form that returns a new tensor; its result is the operand
+                that was changed.
         """
+        func, target = call.func, call.result
         if not target.requires_grad:
             return
         if is_followed(func) or type(func) in OPAQUE:
-            self.follow_layout(func, args, kwargs, data, target)
+            self.follow_layout(call)
         else:
             name = None if func is None else function_name(func)
             self._note_moved(target, True, None)
