@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradstats.capture._call import Call
 from gradstats.capture._examples import MIXED, Examples, Grid, Mixed, Whole, same_layout
-from gradstats.capture._layout import follow, is_shared
+from gradstats.capture._layout import follow
 from gradstats.capture._marks import Marks
 from gradstats.capture._operations import BROADCASTS, MOVES, PADS, POINTWISE, RESHAPES, variants
 from gradstats.capture._reductions import OVER_AXES, REDUCES, is_over_axes, runs_over
@@ -54,8 +54,6 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
     if func in PICKS:
         return picked(func, args, kwargs, source, grid, result) if first else None
     if func not in COMPUTES:
-        return None
-    if any(is_shared(func, args, kwargs, item) for item, _ in grids):
         return None
     for item, own in grids if trained else ():
         before = source.dim() - item.dim()  # as many axes less, in broadcasting
