@@ -108,10 +108,7 @@ ELEMENTWISE = (
 
 BROADCASTS = POINTWISE_OF_SEVERAL | frozenset(
     [
-        *function_variants(
-            *ELEMENTWISE, "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "and",
-            "or", "xor", "mod", "floordiv", "masked_fill",
-        ),
+        *function_variants(*ELEMENTWISE, "and", "or", "xor", "mod", "floordiv"),
         torch.broadcast_tensors,
         *ELEMENT_LOSSES,
     ]
