@@ -17,13 +17,7 @@ from gradstats.capture._drawn import Draw
 from gradstats.capture._names import function_class_of, function_name
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node, Root, same_storage, unique_roots
-from gradstats.capture._operations import (
-    ADDED_PRODUCTS,
-    PRODUCTS,
-    TENSOR_PRODUCTS,
-    function_variants,
-    variants,
-)
+from gradstats.capture._operations import JOINS, function_variants, variants
 from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -41,14 +35,13 @@ EXPONENTIALS = {*variants("matrix_exp"), torch.linalg.matrix_exp}
 ELEMENTS_OF_EXPONENTIAL = 8
 
 
-# What multiplies its operands: where one is zero, the result says nothing of the others, and its
-# derivative is made of them.
-MULTIPLIES = frozenset(
-    {
-        *PRODUCTS, *ADDED_PRODUCTS, *TENSOR_PRODUCTS, functional.linear, torch.einsum,
-        *function_variants("mul", "multiply", "kron"),
-    }
-)  # fmt: skip
+# Operations of which the result shows every change of an operand, and those whose scales observers
+# of quantised training write anew. The result of any other may stay the same where a parameter is
+# of zeros, or all its elements are alike, while its derivative changes.
+SHOWS_CHANGES = UPDATES | {
+    *function_variants("add", "sub", "subtract"), torch.rsub, *JOINS,
+    *variants("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"),
+}  # fmt: skip
 
 
 class Derived(Node):
@@ -267,11 +260,11 @@ class Derived(Node):
         return [node.parameter._version for node in self.operands if isinstance(node, Root)]
 
     def _check_operands(self) -> None:
-        """Raise where a factor of a product was written into since, as autograd would.
+        """Raise where what this was computed with was written into since, as autograd would.
 
-        Of what is no product, or of numbers that do not count, computing it again says enough.
+        Where the result shows every change, computing it again says enough.
         """
-        if self.function not in MULTIPLIES:
+        if self.function in SHOWS_CHANGES:
             return
         moved = self._parameter_versions != self._versions_of_parameters()
         if self._is_written() or (moved and len(self.operands) > 1):

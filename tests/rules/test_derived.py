@@ -533,6 +533,40 @@ def test_what_changed_since_its_product_with_zeros_is_refused(added, trained):
     )
 
 
+@pytest.mark.parametrize(
+    ("make", "fill", "constant"),
+    [
+        (lambda w, k: w[:5] / k, 0.0, lambda: torch.ones(5).double()),
+        (
+            lambda w, k: functional.conv1d(w[None, None], k[None, None]),
+            0.0,
+            lambda: torch.ones(5).double(),
+        ),
+        (lambda w, k: torch.where(k, w[:5], 0), 0.0, lambda: torch.arange(5) > 2),
+        (lambda w, k: w[k], 1.0, lambda: torch.arange(5)),
+        (lambda w, k: w.gather(0, k), 1.0, lambda: torch.arange(5)),
+        (lambda w, k: torch.atan2(w[:5], k), 0.0, lambda: torch.ones(5).double()),
+    ],
+    ids=["quotient", "convolution", "mask", "index", "gather", "angle"],
+)
+def test_what_changed_where_a_parameter_does_not_show_it_is_refused(make, fill, constant):
+    """As parameters of zeros or ones start: the result is the same as before."""
+
+    def function(m, x):
+        other = constant()
+        weight = make(m.w, other)
+        with torch.no_grad():
+            other.copy_(other.logical_not() if other.dtype == torch.bool else other + 2)
+        return x * weight.flatten()
+
+    check_refused(
+        function,
+        {"w": nn.Parameter(torch.full((9,), fill).double())},
+        normal(BATCH, 5),
+        match="'w'.*cannot be computed again with the same result",
+    )
+
+
 def test_what_was_written_anew_with_the_same_numbers_is_served():
     """As observers of quantised training write scales, whose weights are used once more."""
 
