@@ -260,7 +260,7 @@ def test_a_layer_behind_attention_between_examples():
         return m((h @ h.mT).softmax(-1) @ h).sum(1)
 
     with pytest.raises(
-        gs.ExampleAxisError, match=r"axis 0\n  - Before it .* multiplies every example with every"
+        gs.ExampleAxisError, match=r"\(\d, .*\)\. Before it .* multiplies every example with every"
     ):
         gs.per_example_norms(model, batch(), loss_fn)
 

@@ -598,7 +598,7 @@ def test_data_without_an_example_axis_are_refused():
         normal(3),
         normal(5),
         error=gs.ExampleAxisError,
-        match=r"'w'.*\(5,\)",
+        match=r"(?s)'w'.*\(5,\)",
     )
 
 

@@ -99,37 +99,36 @@ def locate(
 
 def _refusal(tracker, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
     """Return the error about data whose rows cannot be told apart by example."""
+    got, expected = f"data of shape {tuple(data.shape)}", tracker.expected_along(axis)
     lost, met = tracker.lost_at(data), where_examples_met(tracker, data)
     if lost is not None:
-        met += (
-            f" Which example each row belongs to was lost at {lost}, or rows of several meet there."
-        )
+        met += f" Which row is whose was lost at {lost}, or rows of several meet there."
     if met:
-        reasons = [
-            f"{met.strip()} Combine each example with its own values alone, or detach what comes "
-            "from the others.",
+        got, expected = f"{got}. {met.strip()}", f"rows of one example each, {expected}"
+        remedies = [
+            "Combine each example with its own values alone, or detach what comes from others.",
             IF_A_CONSTANT,
         ]
     else:
-        reasons = [
+        remedies = [
             WHERE_THE_NUMBER_IS_FROM,
             "If the examples lie along another axis, pass batch_dim=.",
             "If these are no data of the batch, but weights or a mask that is the same for all "
             "examples, keep them in the model (an attribute will do).",
         ]
-    reasons += [
+    remedies += [
         "If examples are folded together with positions or moved to another axis, keep the example "
         "axis as it is up to this operation; if they are taken out one by one, take x[i : i + 1].",
         "If you know whose each row is, as features of a graph's edges, say so: gs.assign_rows.",
         'Otherwise per_example_norms(..., fallback="vmap") computes this parameter one example at '
         "a time, and exclude= leaves it out.",
     ]
-    listed = "".join(f"\n  - {reason}" for reason in reasons)
+    listed = "".join(f"\n  - {remedy}" for remedy in remedies)
     return ExampleAxisError(
         f"{function_name(func)} on {node.describe()}: which example each row of its data belongs "
         "to is not known, and is not guessed.\n"
-        f"  got:      data of shape {tuple(data.shape)}\n"
-        f"  expected: {tracker.expected_along(axis)}{listed}",
+        f"  got:      {got}\n"
+        f"  expected: {expected}{listed}",
         node.names,
     )
 
