@@ -92,7 +92,7 @@ def providers(shape: Shape, dtype: torch.dtype, descriptors: bool) -> Iterator[P
     if positions == 1:
         yield Provider(
             "rank_one", "gradstats", lambda a, g, w: rank_one.rank_one_sqnorm(a[:, 0], g[:, 0]),
-            0.0, read, squares, lambda out: out[0],
+            0.0, read, squares,
         )  # fmt: skip
         yield Provider(
             "rank_one", "torch",

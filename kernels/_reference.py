@@ -30,11 +30,9 @@ from gradstats.kernels._reference_linear import gradients as gradients
 from gradstats.kernels._reference_linear import gram_sqnorm as gram_sqnorm
 from gradstats.kernels._reference_linear import pairwise_direct as pairwise_direct
 from gradstats.kernels._reference_linear import pairwise_gram as pairwise_gram
-from gradstats.kernels._reference_linear import rank_one_inner as rank_one_inner
 from gradstats.kernels._reference_linear import rank_one_sqnorm as rank_one_sqnorm
 from gradstats.kernels._reference_linear import result_dtype as result_dtype
 from gradstats.kernels._reference_linear import rows_of as rows_of
-from gradstats.kernels._reference_linear import vector_inner as vector_inner
 from gradstats.kernels._reference_linear import vector_sqnorm as vector_sqnorm
 from gradstats.kernels._reference_linear import weight_gradient_sqnorm as weight_gradient_sqnorm
 from gradstats.kernels._reference_norms import group_norm_backward as group_norm_backward

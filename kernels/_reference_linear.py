@@ -40,27 +40,14 @@ def collect(values: list[Tensor], operand: Tensor) -> Tensor:
     return torch.stack(values) if values else operand.new_zeros((0,), dtype=torch.float64)
 
 
-def rank_one_inner(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> tuple[Tensor, Tensor]:
-    inputs = (a1.double() * a2.double()).sum(1)
-    outputs = (g1.double() * g2.double()).sum(1)
-    return inputs * outputs, outputs
-
-
-def rank_one_sqnorm(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return rank_one_inner(a, g, a, g)
-
-
-def vector_inner(
-    v1: Tensor, v2: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
-) -> Tensor:
-    pairs = zip(rows_of(v1, cu_seqlens), rows_of(v2, cu_seqlens), strict=True)
-    return collect([x.double().sum(0) @ y.double().sum(0) for x, y in pairs], v1)
+def rank_one_sqnorm(a: Tensor, g: Tensor) -> Tensor:
+    return a.double().square().sum(1) * g.double().square().sum(1)
 
 
 def vector_sqnorm(
     v: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
 ) -> Tensor:
-    return vector_inner(v, v, cu_seqlens)
+    return collect([rows.double().sum(0).square().sum() for rows in rows_of(v, cu_seqlens)], v)
 
 
 def gram_sqnorm(

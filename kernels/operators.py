@@ -146,20 +146,9 @@ _TWO_SUMS = (_per_channel, _per_channel)
 _BACKWARD = (_input_gradient, _scale_sum, _shift_sum, _scale_squares, _shift_squares)
 
 OPERATORS = {
-    "rank_one_sqnorm": Operator(
-        "(Tensor a, Tensor g) -> (Tensor, Tensor)", "rank_one", 2, _TWO_NORMS
-    ),
-    "rank_one_inner": Operator(
-        "(Tensor a1, Tensor g1, Tensor a2, Tensor g2) -> (Tensor, Tensor)",
-        "rank_one",
-        4,
-        _TWO_NORMS,
-    ),
+    "rank_one_sqnorm": Operator("(Tensor a, Tensor g) -> Tensor", "rank_one", 2, _per_example),
     "vector_sqnorm": Operator(f"(Tensor v, {SEGMENTS}) -> Tensor", "vector", 1, _per_example),
     "vector_sum": Operator(f"(Tensor v, {SEGMENTS}) -> Tensor", "vector", 1, _per_channel),
-    "vector_inner": Operator(
-        f"(Tensor v1, Tensor v2, {SEGMENTS}) -> Tensor", "vector", 2, _per_example
-    ),
     "gram_sqnorm": Operator(
         f"(Tensor a, Tensor g, SymInt groups, {ROUNDING}, {SEGMENTS}, str? precision=None)"
         " -> (Tensor, Tensor)",

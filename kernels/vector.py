@@ -38,44 +38,33 @@ def column_sums(
 
 @triton.jit(do_not_specialize=["batch", "positions", "total_rows", "tiles"])
 def vector_kernel(
-    v1_ptr,  # (B, T, d) or packed (N, d)
-    v2_ptr,  # a second operand with the same segments, read if PAIRED
+    v_ptr,  # (B, T, d) or packed (N, d)
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
     partial_ptr,  # fp64 (B, tiles)
-    stride_1b,
-    stride_1t,
-    stride_1d,
-    stride_2b,
-    stride_2t,
-    stride_2d,
+    stride_b,
+    stride_t,
+    stride_d,
     batch,
     positions,
     total_rows,
     features,
     tiles,
-    PAIRED: tl.constexpr,
     RAGGED: tl.constexpr,
     RUN: tl.constexpr,  # positions that are adjacent, see `_check.Segments`
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """partial[b, tile] = (sum_t v1_bt) . (sum_t v2_bt) over the features of one tile."""
+    """partial[b, tile] = |sum_t v_bt|^2 over the features of one tile."""
     if RUN > 1:
         positions = multiple(positions, RUN)
-        stride_1b, stride_1d = multiple(stride_1b, RUN), multiple(stride_1d, RUN)
-        stride_2b, stride_2d = multiple(stride_2b, RUN), multiple(stride_2d, RUN)
+        stride_b, stride_d = multiple(stride_b, RUN), multiple(stride_d, RUN)
     index = tl.program_id(0)
     example = index // tiles
     columns = (index % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
-
-    base = example_base(v1_ptr, example, stride_1b, first_row, stride_1t)
-    first = column_sums(base, stride_1t, length, columns, stride_1d, features, COLUMNS, INNER)
-    second = first
-    if PAIRED:
-        base = example_base(v2_ptr, example, stride_2b, first_row, stride_2t)
-        second = column_sums(base, stride_2t, length, columns, stride_2d, features, COLUMNS, INNER)
-    tl.store(partial_ptr + index, tl.sum(first * second) + poison)
+    base = example_base(v_ptr, example, stride_b, first_row, stride_t)
+    sums = column_sums(base, stride_t, length, columns, stride_d, features, COLUMNS, INNER)
+    tl.store(partial_ptr + index, tl.sum(sums * sums) + poison)
 
 
 @triton.jit(do_not_specialize=["positions", "total_rows", "tiles"])
@@ -175,60 +164,25 @@ def vector_sqnorm(
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of `v`.
     """
-    return _vector_products(v, v, cu_seqlens, max_seqlen, paired=False, config=config)
-
-
-def vector_inner(
-    v1: torch.Tensor,
-    v2: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    config: _config.TileConfig | None = None,
-) -> torch.Tensor:
-    """Inner products of the i-th per-example sums of two operands with the same segments.
-
-    inner_i = (sum_t v1_it) . (sum_t v2_it)
-
-    Args, returns, raises and cost: as `vector_sqnorm`.
-    """
-    if v1.shape != v2.shape:
-        raise _check.KernelInputError(
-            f"both operands must have one shape; got {tuple(v1.shape)} and {tuple(v2.shape)}: "
-            "pass output gradients of one layer, with as many examples and positions on either side"
-        )
-    return _vector_products(v1, v2, cu_seqlens, max_seqlen, paired=True, config=config)
-
-
-def _vector_products(
-    v1: torch.Tensor,
-    v2: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-    *,
-    paired: bool,
-    config: _config.TileConfig | None,
-) -> torch.Tensor:
-    bounds, shape, launch = _plan(vector_kernel, (v1, v2), cu_seqlens, max_seqlen, paired, config)
-    partial = torch.empty(shape, dtype=torch.float64, device=v1.device)
+    bounds, shape, launch = _plan(vector_kernel, (v,), cu_seqlens, max_seqlen, config)
+    partial = torch.empty(shape, dtype=torch.float64, device=v.device)
     if launch is not None:
-        launch(v1, v2, bounds, partial)
+        launch(v, bounds, partial)
     return added(partial)
 
 
 @remembered
 def _plan(
     kernel: Any,
-    operands: tuple[torch.Tensor, torch.Tensor],
+    operands: tuple[torch.Tensor],
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-    paired: bool,
     config: _config.TileConfig | None,
 ) -> tuple[torch.Tensor | None, tuple[int, int], Launch | None]:
     """(bounds, shape of the partial results, launch): None where there is nothing to compute."""
-    v1, v2 = operands
-    segments = _check.check_operands(v1, v2, cu_seqlens, max_seqlen)
-    features = v1.shape[-1]
+    (v,) = operands
+    segments = _check.check_operands(v, v, cu_seqlens, max_seqlen)
+    features = v.shape[-1]
     config = config or _streaming.choose_vector(features)
     tiles = _config.cdiv(features, config.columns)
     launch = None
@@ -236,16 +190,14 @@ def _plan(
         launch = Launch(
             kernel,
             segments.batch * tiles,
-            *segments.strides(v1),
-            *segments.strides(v2),
+            *segments.strides(v),
             segments.batch,
             segments.positions,
             segments.total_rows,
             features,
             tiles,
-            PAIRED=paired,
             RAGGED=segments.ragged,
-            RUN=segments.adjacent_positions(v1, v2),
+            RUN=segments.adjacent_positions(v),
             COLUMNS=config.columns,
             INNER=config.inner,
             num_warps=config.num_warps,

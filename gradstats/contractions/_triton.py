@@ -84,7 +84,7 @@ def rank_one(factor: Outer) -> Contraction:
     from gradstats.kernels import operators
 
     a, g = operands_of(factor)
-    value, _ = operators.rank_one_sqnorm(a.squeeze(1), g.squeeze(1))
+    value = operators.rank_one_sqnorm(a.squeeze(1), g.squeeze(1))
     return well_conditioned(_over_groups(value, factor), torch.float32)
 
 

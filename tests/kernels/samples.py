@@ -25,12 +25,10 @@ def operator_samples(dtype, device="cpu"):
     weight, bias = random((20, 18), dtype, device, 5), random((20,), dtype, device, 6)
 
     yield "rank_one_sqnorm", (a[:, 0], g[:, 0]), {}
-    yield "rank_one_inner", (a[:, 0], g[:, 0], a[:, 1], g[:, 1]), {}
     yield "vector_sqnorm", (g,), {}
     yield "vector_sqnorm", (packed[1],), segments
     yield "vector_sum", (g2,), {}
     yield "vector_sum", (packed[1],), segments
-    yield "vector_inner", (g, g.flip(0)), {}
     for name in ("direct_sqnorm", "weight_gradient_sqnorm"):
         yield name, (a, g), {}
         yield name, (a2, g2), {}

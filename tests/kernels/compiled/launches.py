@@ -137,10 +137,8 @@ def launches(
         if operation.startswith("rank_one"):
             a, g = (operand.flatten(0, -2) for operand in (a, g))
             rank_one.rank_one_sqnorm(a, g, config=config)
-            rank_one.rank_one_inner(a, g, a, g, config=config)
         elif operation == "vector":
             vector.vector_sqnorm(g, **one)
-            vector.vector_inner(g, g, **one)
             vector.vector_sum(g, **one)
         elif operation.startswith(("convolution", "depthwise")):
             convolution_launches(operation, config, dtype, aligned, layout)

@@ -44,7 +44,6 @@ NORMALISED = {"mean": CHANNELS, "rstd": CHANNELS}
 READ = {
     "rank one": (0, lambda _: rank_one.rank_one_sqnorm(FEATURES[:, 0], FEATURES[:, 0])),
     "vector": (0, vector.vector_sqnorm),
-    "vectors": (0, lambda x: vector.vector_inner(x, x)),
     "sums of a vector": (0, vector.vector_sum),
     "shift": (0, lambda x: scale_backward.scale_backward(x, None, input_gradient=False)),
     "scale": (2, lambda x: scale_gradients.scale_sqnorm(x, x, **NORMALISED)),

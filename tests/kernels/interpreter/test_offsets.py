@@ -92,7 +92,7 @@ def test_offsets_are_64_bit(axis):
         reference.direction_reference(a.abs(), g.abs(), weight.abs()),
     )
     if axis != "positions":
-        first, _ = rank_one.rank_one_sqnorm(
+        first = rank_one.rank_one_sqnorm(
             a[:, 0], g[:, 0], config=TileConfig(4, 1, 16, num_warps=1, num_stages=1)
         )
         assert_close(first, reference.sqnorm_reference(a[:, :1], g[:, :1]))

@@ -151,14 +151,6 @@ def test_vector(case):
     assert_close(got, reference.bias_sqnorm_reference(g, cu_seqlens), magnitude)
 
 
-def test_vector_inner(dtype):
-    a, g, _ = CASES["prime"](dtype, BLOCK, "cpu")
-    first, second = a, g[..., : a.shape[-1]]
-    got = vector.vector_inner(first, second, config=TileConfig(1, 16, 8, 1, 1))
-    sums = reference.bias_gradients(first), reference.bias_gradients(second)
-    assert_close(got, (sums[0] * sums[1]).sum(1), sums[0].norm(dim=1) * sums[1].norm(dim=1) * 4)
-
-
 @pytest.mark.parametrize("splits", [1, 2, 3])
 def test_weight_gradient(case, splits):
     a, g, cu_seqlens = case
