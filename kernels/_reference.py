@@ -43,7 +43,6 @@ from gradstats.kernels._reference_norms import layer_norm_sqnorm as layer_norm_s
 from gradstats.kernels._reference_norms import layer_norm_sum as layer_norm_sum
 from gradstats.kernels._reference_norms import scale_backward as scale_backward
 from gradstats.kernels._reference_norms import scale_direction as scale_direction
-from gradstats.kernels._reference_norms import scale_sqnorm as scale_sqnorm
 from gradstats.kernels._reference_norms import scale_sum as scale_sum
 from gradstats.kernels._reference_norms import vector_sum as vector_sum
 from gradstats.kernels._reference_rows import pairwise_rows as pairwise_rows

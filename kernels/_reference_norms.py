@@ -49,17 +49,6 @@ def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tenso
     return scale.to(result_dtype(x)), shift.to(result_dtype(x))
 
 
-def scale_sqnorm(
-    x: Tensor,
-    g: Tensor,
-    mean: Tensor | None = None,
-    rstd: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _squares(scale_sum(x.double(), g, mean, rstd, cu_seqlens))
-
-
 def vector_sum(
     v: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
 ) -> Tensor:

@@ -229,12 +229,16 @@ def group_norm_sqnorm(
     *,
     config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scale_gradients.scale_sqnorm`, x normalised over positions and channels of a group.
+    """Squared norms of the per-example gradients of the scale and the shift of a GroupNorm.
+
+    They are the squares of what `group_norm_sum` returns.
 
     Args:
         x, g: (B, T, C); with one channel in each group this is InstanceNorm.
         groups: a divisor of C.
         eps: what the layer adds to the variance.
+    Returns:
+        (scale_sqnorm, shift_sqnorm), each fp64 (B,).
     Cost: two reads of x, the second mostly from cache, and one of g.
     """
     segments = _check.check_pair(x, g)

@@ -194,13 +194,6 @@ OPERATORS = {
         3,
         _per_example,
     ),
-    "scale_sqnorm": Operator(
-        f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
-        " -> (Tensor, Tensor)",
-        "scale_gradients",
-        2,
-        _TWO_NORMS,
-    ),
     "scale_sum": Operator(
         f"(Tensor x, Tensor g, Tensor? mean=None, Tensor? rstd=None, {SEGMENTS})"
         " -> (Tensor, Tensor)",

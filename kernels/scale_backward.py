@@ -38,7 +38,7 @@ def scale_backward(
 
     Args:
         g, x, mean, rstd, cu_seqlens, max_seqlen, config, splits: as
-            `scale_gradients.scale_sqnorm`; without x there is no scale.
+            `scale_gradients.scale_sum`; without x there is no scale.
         weight: (C,) the scale; None for 1.
         shift: whether there is a shift.
         input_gradient: whether it is wanted.

@@ -1,49 +1,10 @@
-"""Per-example gradients of scales and shifts: their norms, themselves, and along a direction."""
+"""Per-example gradients of scales and shifts: themselves, and along a direction."""
 
 from __future__ import annotations
 
 import torch
 from gradstats.kernels import _check, _config, scale
 from gradstats.kernels.statistics import Statistics, given_statistics
-
-
-def scale_sqnorm(
-    x: torch.Tensor,
-    g: torch.Tensor,
-    *,
-    mean: torch.Tensor | None = None,
-    rstd: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    config: _config.TileConfig | None = None,
-    splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared norms of the per-example gradients of a scale and a shift.
-
-    scale_sqnorm_i = |sum_t g_it x_hat_it|^2,  shift_sqnorm_i = |sum_t g_it|^2,
-    x_hat = x, or (x - mean) rstd where statistics are given
-
-    Args:
-        x: what is scaled, (B, T, C), or packed (N, C) with cu_seqlens; bf16, fp16 or fp32, any
-            strides: channels that come first are the view (B, C, T).mT.
-        g: gradients with respect to the outputs, same shape, of any of these dtypes.
-        mean, rstd: fp32 statistics of the channels, (C,) for all examples alike or (B, C).
-        cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
-        max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
-        config: overrides the tile table.
-        splits: overrides into how many parts the positions of an example are divided.
-    Returns:
-        (scale_sqnorm, shift_sqnorm), each fp64 (B,).
-    Raises:
-        KernelInputError: before any launch, for inputs that no kernel serves.
-    Cost: one read of both operands; workspace of a few sums for each processor of the device.
-    """
-    segments = _check.check_pair(x, g, cu_seqlens, max_seqlen, mixed=True)
-    statistics = given_statistics(mean, rstd, segments, x)
-    scale_sqnorm, shift_sqnorm = scale.launch(
-        g, x, segments, statistics, config, splits, sums=False
-    ).sqnorm
-    return scale_sqnorm, shift_sqnorm
 
 
 def scale_sum(
@@ -59,12 +20,23 @@ def scale_sum(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-example gradients of a scale and a shift.
 
-    scale_i = sum_t g_it x_hat_it,  shift_i = sum_t g_it
+    scale_i = sum_t g_it x_hat_it,  shift_i = sum_t g_it,
+    x_hat = x, or (x - mean) rstd where statistics are given
 
-    Args, raises: as `scale_sqnorm`.
+    Args:
+        x: what is scaled, (B, T, C), or packed (N, C) with cu_seqlens; bf16, fp16 or fp32, any
+            strides: channels that come first are the view (B, C, T).mT.
+        g: gradients with respect to the outputs, same shape, of any of these dtypes.
+        mean, rstd: fp32 statistics of the channels, (C,) for all examples alike or (B, C).
+        cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
+        max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
+        config: overrides the tile table.
+        splits: overrides into how many parts the positions of an example are divided.
     Returns:
         (scale, shift), each fp32 (B, C).
-    Cost: one read of both operands.
+    Raises:
+        KernelInputError: before any launch, for inputs that no kernel serves.
+    Cost: one read of both operands; workspace of a few sums for each processor of the device.
     """
     segments = _check.check_pair(x, g, cu_seqlens, max_seqlen, mixed=True)
     statistics = given_statistics(mean, rstd, segments, x)
@@ -99,7 +71,7 @@ def scale_direction(
 
     inner_i = sum_t (g_it x_it) . direction, without x  sum_t g_it . direction
 
-    Args, raises and cost: as `scale_sqnorm`, and
+    Args, raises and cost: as `scale_sum`, and
         direction: (C,); ones give the gradient of a scale that all channels share.
     Returns:
         fp64 (B,).

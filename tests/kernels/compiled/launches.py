@@ -225,8 +225,9 @@ def scale_launches(x, g, one):
     channels = torch.empty(x.shape[-1], device="meta")
     weight = torch.empty(x.shape[-1], dtype=x.dtype, device="meta")
     scale_gradients.scale_sum(x, g, splits=4, **one)
-    scale_gradients.scale_sqnorm(x, g, mean=channels, rstd=channels, splits=1, **one)
     whole = scale_backward.scale_backward
+    norms_alone = {"input_gradient": False, "sums": False}
+    whole(g, x, mean=channels, rstd=channels, splits=1, **norms_alone, **one)
     whole(g, x, weight=weight, mean=channels, rstd=channels, splits=1, **one)
     whole(g, x, weight=weight, shift=False, splits=1, **one)
     # under autocast a scale in float32 widens its half-precision input

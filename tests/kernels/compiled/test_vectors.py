@@ -19,7 +19,6 @@ from gradstats.kernels import (
     means,
     rank_one,
     scale_backward,
-    scale_gradients,
     statistics,
     vector,
 )
@@ -39,6 +38,7 @@ WIDE = on_meta(8, 784, 8192)
 WEIGHT, CHANNELS = on_meta(256), on_meta(256, dtype=torch.float32)
 ROWS = on_meta(8, 784, dtype=torch.float32)
 NORMALISED = {"mean": CHANNELS, "rstd": CHANNELS}
+NORMS_ALONE = {"input_gradient": False, "sums": False}
 
 # What is read, by how many loads of one number at most (statistics, a channel's weight).
 READ = {
@@ -46,7 +46,7 @@ READ = {
     "vector": (0, vector.vector_sqnorm),
     "sums of a vector": (0, vector.vector_sum),
     "shift": (0, lambda x: scale_backward.scale_backward(x, None, input_gradient=False)),
-    "scale": (2, lambda x: scale_gradients.scale_sqnorm(x, x, **NORMALISED)),
+    "scale": (2, lambda x: scale_backward.scale_backward(x, x, **NORMALISED, **NORMS_ALONE)),
     "scale and input": (
         3,
         lambda x: scale_backward.scale_backward(x, x, weight=WEIGHT, **NORMALISED),
