@@ -125,7 +125,6 @@ def diagonal_gram(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    bias: bool = False,
     precision: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     sums: list[Tensor] = []
@@ -137,13 +136,10 @@ def diagonal_gram(
         rows_of(g2, cu_seqlens2),
         strict=True,
     ):
-        g_products = g1_rows.double() @ g2_rows.double().T
-        terms = (a1_rows.double() @ a2_rows.double().T) * g_products
-        total, magnitude = terms.sum(), terms.abs().sum()
-        if bias:
-            total, magnitude = total + g_products.sum(), magnitude + g_products.abs().sum()
-        sums.append(total)
-        magnitudes.append(magnitude)
+        a_products = a1_rows.double() @ a2_rows.double().T
+        terms = a_products * (g1_rows.double() @ g2_rows.double().T)
+        sums.append(terms.sum())
+        magnitudes.append(terms.abs().sum())
     return collect(sums, a1), collect(magnitudes, a1)
 
 
@@ -173,7 +169,6 @@ def pairwise_gram(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    bias: bool = False,
     precision: str | None = None,
 ) -> Tensor:
     rows1 = list(zip(rows_of(a1, cu_seqlens1), rows_of(g1, cu_seqlens1), strict=True))
@@ -181,10 +176,8 @@ def pairwise_gram(
     products = a1.new_zeros((len(rows1), len(rows2)), dtype=result_dtype(a1))
     for i, (a1_rows, g1_rows) in enumerate(rows1):
         first = g1_rows.double().T @ a1_rows.double()
-        bias_first = g1_rows.double().sum(0)
         for j, (a2_rows, g2_rows) in enumerate(rows2):
-            value = (first * (g2_rows.double().T @ a2_rows.double())).sum()
-            products[i, j] = value + (bias_first @ g2_rows.double().sum(0) if bias else 0)
+            products[i, j] = (first * (g2_rows.double().T @ a2_rows.double())).sum()
     return products
 
 
@@ -197,18 +190,16 @@ def pairwise_direct(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    bias: bool = False,
     precision: str | None = None,
     workspace: int = 0,
 ) -> Tensor:
-    return pairwise_gram(a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, bias=bias)
+    return pairwise_gram(a1, g1, a2, g2, cu_seqlens1, cu_seqlens2)
 
 
 def direction_inner(
     a: Tensor,
     g: Tensor,
     direction: Tensor,
-    bias_direction: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     precision: str | None = None,
@@ -216,8 +207,5 @@ def direction_inner(
     weight = direction.double()
     values = []
     for a_rows, g_rows in zip(rows_of(a, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
-        value = ((g_rows.double() @ weight) * a_rows.double()).sum()
-        if bias_direction is not None:
-            value = value + g_rows.double().sum(0) @ bias_direction.double()
-        values.append(value)
+        values.append(((g_rows.double() @ weight) * a_rows.double()).sum())
     return collect(values, a)

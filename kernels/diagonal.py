@@ -52,7 +52,6 @@ def diagonal_gram_kernel(
     d_out,
     row_tiles,
     column_tiles,
-    BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -107,9 +106,6 @@ def diagonal_gram_kernel(
         terms = a_products * g_products
         total += tl.sum(terms)
         magnitude += tl.sum(tl.abs(terms))
-        if BIAS:
-            total += tl.sum(g_products)
-            magnitude += tl.sum(tl.abs(g_products))
     tl.store(partial_ptr + index, total)
     tl.store(partial_ptr + tl.cast(batch, tl.int64) * tiles + index, magnitude)
 
@@ -124,7 +120,6 @@ def diagonal_gram(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    bias: bool = False,
     precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +176,6 @@ def diagonal_gram(
             g1.shape[-1],
             row_tiles,
             column_tiles,
-            BIAS=bias,
             RAGGED=first.ragged,
             PRECISION=config.precision,
             BLOCK=config.rows,

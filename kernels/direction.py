@@ -11,13 +11,12 @@ from gradstats.kernels._row_sums import sum_rows
 from gradstats.kernels._tile import dot, load_rows, load_tile
 
 
-@triton.jit(do_not_specialize=["total_rows", "positions", "outputs"])
+@triton.jit(do_not_specialize=["total_rows", "positions", "tiles"])
 def direction_kernel(
     a_ptr,  # (B, T, d_in) or packed (N, d_in)
     g_ptr,  # (B, T, d_out) or packed (N, d_out)
     direction_ptr,  # (d_out, d_in), in the operands' dtype or fp32
-    bias_direction_ptr,  # (d_out,), read if BIAS
-    partial_ptr,  # fp32 (rows, outputs): one column per column tile, then one for the bias
+    partial_ptr,  # fp32 (rows, tiles)
     stride_ab,
     stride_at,
     stride_ad,
@@ -26,23 +25,21 @@ def direction_kernel(
     stride_gd,
     stride_direction_out,
     stride_direction_in,
-    stride_bias,
     total_rows,
     positions,
     d_in,
     d_out,
-    outputs,
-    BIAS: tl.constexpr,
+    tiles,
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """partial[n, c] = g_n^T V[:, c] a_n[c] for the c-th tile of columns; g_n . v for the bias."""
+    """partial[n, c] = g_n^T V[:, c] a_n[c] for the c-th tile of columns."""
     index = tl.program_id(0)
-    column_tile = index % outputs
-    rows = (index // outputs) * ROWS + tl.arange(0, ROWS)
+    column_tile = index % tiles
+    rows = (index // tiles) * ROWS + tl.arange(0, ROWS)
     inside = rows < total_rows
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, INNER)
@@ -55,32 +52,22 @@ def direction_kernel(
     a_rows = example * stride_ab + position * stride_at
     g_rows = example * stride_gb + position * stride_gt
 
-    dots = tl.zeros((ROWS,), tl.float32)
-    if column_tile * COLUMNS < d_in:
-        projected = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for feature in range(0, d_out, INNER):
-            g = load_rows(g_ptr, g_rows, inside, feature + inner, stride_gd, d_out)
-            direction = load_tile(
-                direction_ptr,
-                feature + inner,
-                stride_direction_out,
-                d_out,
-                columns,
-                stride_direction_in,
-                d_in,
-            )
-            projected = dot(g.to(direction.dtype), direction, projected, PRECISION)
-        a = load_rows(a_ptr, a_rows, inside, columns, stride_ad, d_in)
-        dots += tl.sum(projected * a.to(tl.float32), axis=1)
-    elif BIAS:
-        for feature in range(0, d_out, INNER):
-            g = load_rows(g_ptr, g_rows, inside, feature + inner, stride_gd, d_out)
-            channel = tl.cast(feature + inner, tl.int64)
-            direction = tl.load(
-                bias_direction_ptr + channel * stride_bias, mask=channel < d_out, other=0.0
-            )
-            dots += tl.sum(g.to(tl.float32) * direction.to(tl.float32)[None, :], axis=1)
-    tl.store(partial_ptr + tl.cast(rows, tl.int64) * outputs + column_tile, dots, mask=inside)
+    projected = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for feature in range(0, d_out, INNER):
+        g = load_rows(g_ptr, g_rows, inside, feature + inner, stride_gd, d_out)
+        direction = load_tile(
+            direction_ptr,
+            feature + inner,
+            stride_direction_out,
+            d_out,
+            columns,
+            stride_direction_in,
+            d_in,
+        )
+        projected = dot(g.to(direction.dtype), direction, projected, PRECISION)
+    a = load_rows(a_ptr, a_rows, inside, columns, stride_ad, d_in)
+    dots = tl.sum(projected * a.to(tl.float32), axis=1)
+    tl.store(partial_ptr + tl.cast(rows, tl.int64) * tiles + column_tile, dots, mask=inside)
 
 
 def direction_inner(
@@ -88,7 +75,6 @@ def direction_inner(
     g: torch.Tensor,
     direction: torch.Tensor,
     *,
-    bias_direction: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     precision: str | None = None,
@@ -96,14 +82,13 @@ def direction_inner(
 ) -> torch.Tensor:
     """Inner products of every per-example gradient with one direction in weight space.
 
-    inner_i = <G_i, V> = sum_t g_it^T V a_it, plus sum_t g_it . v with a direction of the bias
+    inner_i = <G_i, V> = sum_t g_it^T V a_it
 
     Args:
         a: layer inputs (B, T, d_in), or packed (N, d_in) with cu_seqlens; bf16, fp16 or fp32,
             any strides.
-        g: gradients with respect to the outputs, (B, T, d_out) or (N, d_out), same dtype.
+        g: gradients with respect to the tiles, (B, T, d_out) or (N, d_out), same dtype.
         direction: V (d_out, d_in), in the operands' dtype or fp32, any strides.
-        bias_direction: v (d_out,), any supported dtype.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
@@ -117,9 +102,17 @@ def direction_inner(
     """
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
     d_in, d_out = a.shape[-1], g.shape[-1]
-    _check_direction(a, direction, (d_out, d_in), "direction", (a.dtype, torch.float32))
-    if bias_direction is not None:
-        _check_direction(a, bias_direction, (d_out,), "bias_direction", _check.SUPPORTED)
+    if tuple(direction.shape) != (d_out, d_in):
+        raise _check.KernelInputError(
+            f"direction must have the parameter's shape {(d_out, d_in)}; got "
+            f"{tuple(direction.shape)}: reshape or transpose it"
+        )
+    dtypes = (a.dtype, torch.float32)
+    if direction.dtype not in dtypes or direction.device != a.device:
+        raise _check.KernelInputError(
+            f"direction must be one of {dtypes} on {a.device}; got {direction.dtype} on "
+            f"{direction.device}: cast or move it"
+        )
     precision = _check.check_precision(direction.dtype, precision)
     config = config or _config.choose_direction(
         segments.total_rows,
@@ -129,29 +122,25 @@ def direction_inner(
         _check.architecture(a.device),
         _check.is_aligned(a, g, direction),
     )
-    bias = bias_direction is not None
-    outputs = _config.cdiv(d_in, config.columns) + bias
+    tiles = _config.cdiv(d_in, config.columns)
     rows = segments.total_rows
-    partial = torch.empty((rows, outputs), dtype=torch.float32, device=a.device)
+    partial = torch.empty((rows, tiles), dtype=torch.float32, device=a.device)
     if partial.numel():
         launch_kernel(
             direction_kernel,
-            _config.cdiv(rows, config.rows) * outputs,
+            _config.cdiv(rows, config.rows) * tiles,
             a,
             g,
             direction,
-            bias_direction,
             partial,
             *segments.strides(a),
             *segments.strides(g),
             *direction.stride(),
-            0 if bias_direction is None else bias_direction.stride(0),
             rows,
             segments.positions,
             d_in,
             d_out,
-            outputs,
-            BIAS=bias,
+            tiles,
             RAGGED=segments.ragged,
             PRECISION=config.precision,
             ROWS=config.rows,
@@ -161,22 +150,3 @@ def direction_inner(
             num_stages=config.num_stages,
         )
     return sum_rows(partial, segments)
-
-
-def _check_direction(
-    a: torch.Tensor,
-    direction: torch.Tensor,
-    shape: tuple[int, ...],
-    name: str,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    if tuple(direction.shape) != shape:
-        raise _check.KernelInputError(
-            f"{name} must have the parameter's shape {shape}; got {tuple(direction.shape)}: "
-            "reshape or transpose it"
-        )
-    if direction.dtype not in dtypes or direction.device != a.device:
-        raise _check.KernelInputError(
-            f"{name} must be one of {dtypes} on {a.device}; got {direction.dtype} on "
-            f"{direction.device}: cast or move it"
-        )

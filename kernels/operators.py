@@ -166,7 +166,7 @@ OPERATORS = {
         f"({TWO_FACTORS}, str? precision=None) -> Tensor", "direct", 4, _per_example
     ),
     "diagonal_gram": Operator(
-        f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> (Tensor, Tensor)",
+        f"({TWO_FACTORS}, str? precision=None) -> (Tensor, Tensor)",
         "diagonal",
         4,
         _TWO_NORMS,
@@ -179,17 +179,16 @@ OPERATORS = {
         (_linear_gradient, _per_example),
     ),
     "pairwise_gram": Operator(
-        f"({TWO_FACTORS}, bool bias=False, str? precision=None) -> Tensor", "pairwise", 4, _per_pair
+        f"({TWO_FACTORS}, str? precision=None) -> Tensor", "pairwise", 4, _per_pair
     ),
     "pairwise_direct": Operator(
-        f"({TWO_FACTORS}, bool bias=False, str? precision=None, {WORKSPACE}) -> Tensor",
+        f"({TWO_FACTORS}, str? precision=None, {WORKSPACE}) -> Tensor",
         "pairwise_direct",
         4,
         _per_pair,
     ),
     "direction_inner": Operator(
-        f"(Tensor a, Tensor g, Tensor direction, Tensor? bias_direction=None, {SEGMENTS},"
-        " str? precision=None) -> Tensor",
+        f"(Tensor a, Tensor g, Tensor direction, {SEGMENTS}, str? precision=None) -> Tensor",
         "direction",
         3,
         _per_example,

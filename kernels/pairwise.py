@@ -135,7 +135,6 @@ def pairwise_kernel(
     d_out,
     column_tiles,
     splits,
-    BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
     EXAMPLES1: tl.constexpr,  # examples side by side in one tile, each padded to POSITIONS
@@ -205,9 +204,6 @@ def pairwise_kernel(
                 INNER,
             )
             terms = a_products * g_products
-            if BIAS:
-                # the bias acts as one more input feature that is always 1
-                terms += g_products
             blocks = terms.reshape(EXAMPLES1, POSITIONS1, EXAMPLES2, POSITIONS2)
             total += tl.sum(tl.sum(blocks, axis=3), axis=1)
     if RAGGED:
@@ -295,7 +291,6 @@ def pairwise_gram(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    bias: bool = False,
     precision: str | None = None,
     config: _config.TileConfig | None = None,
     splits: int | None = None,
@@ -313,7 +308,6 @@ def pairwise_gram(
         a2, g2: second factor, same layout (dense or packed), dtype and features.
         cu_seqlens1, cu_seqlens2: int (B1 + 1,) and (B2 + 1,) first rows of the examples.
         max_seqlen1, max_seqlen2: with device bounds, the longest segments; avoids a wait.
-        bias: add the inner products of the bias gradients, sum_{t,s} g1_it . g2_js.
         precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
             torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
@@ -356,7 +350,6 @@ def pairwise_gram(
             g1.shape[-1],
             tiles.column_tiles,
             tiles.splits,
-            BIAS=bias,
             RAGGED=first.ragged,
             **tiles.constants(),
         )

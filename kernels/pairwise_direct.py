@@ -9,7 +9,6 @@ from gradstats.kernels import _check, _config
 from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.direct import gradient_tile
-from gradstats.kernels.vector import vector_sum
 
 
 @triton.jit(do_not_specialize=["positions", "total_rows"])
@@ -77,7 +76,6 @@ def pairwise_direct(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    bias: bool = False,
     precision: str | None = None,
     workspace: int = _config.WORKSPACE,
     config: _config.TileConfig | None = None,
@@ -115,9 +113,6 @@ def pairwise_direct(
                 else _example_tiles(a2[..., columns], g2[..., rows], second, precision, config)
             )
             total += left @ right.T
-    if bias:
-        left, right = vector_sum(g1, segments=first), vector_sum(g2, segments=second)
-        total += left.double() @ right.double().T
     return total.float()
 
 

@@ -103,19 +103,18 @@ def vector_sum(
     *,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    segments: _check.Segments | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Per-example sums over positions: the gradients of a bias.
 
     sum_i = sum_t v_it
 
-    Args: as `vector_sqnorm`; `segments` passes bounds that were checked already.
+    Args: as `vector_sqnorm`.
     Returns:
         fp32 (B, d).
     Raises, cost: as `vector_sqnorm`.
     """
-    segments = segments or _check.check_operands(v, v, cu_seqlens, max_seqlen)
+    segments = _check.check_operands(v, v, cu_seqlens, max_seqlen)
     features = v.shape[-1]
     config = config or _streaming.choose_vector(features)
     tiles = _config.cdiv(features, config.columns)

@@ -61,23 +61,17 @@ def weight_gradient_reference(a, g, cu_seqlens=None):
     return gradients(a, g, cu_seqlens).sum(0)
 
 
-def pairwise_reference(a1, g1, a2, g2, cu_seqlens1=None, cu_seqlens2=None, bias=False):
+def pairwise_reference(a1, g1, a2, g2, cu_seqlens1=None, cu_seqlens2=None):
     first, second = gradients(a1, g1, cu_seqlens1), gradients(a2, g2, cu_seqlens2)
-    products = first.flatten(1) @ second.flatten(1).T
-    if bias:
-        products = products + bias_gradients(g1, cu_seqlens1) @ bias_gradients(g2, cu_seqlens2).T
-    return products
+    return first.flatten(1) @ second.flatten(1).T
 
 
 def diagonal_reference(a1, g1, a2, g2, cu_seqlens1=None, cu_seqlens2=None):
     return (gradients(a1, g1, cu_seqlens1) * gradients(a2, g2, cu_seqlens2)).sum((1, 2))
 
 
-def direction_reference(a, g, direction, cu_seqlens=None, bias_direction=None):
-    aligned = (gradients(a, g, cu_seqlens) * direction.double().cpu()).sum((1, 2))
-    if bias_direction is not None:
-        aligned = aligned + bias_gradients(g, cu_seqlens) @ bias_direction.double().cpu()
-    return aligned
+def direction_reference(a, g, direction, cu_seqlens=None):
+    return (gradients(a, g, cu_seqlens) * direction.double().cpu()).sum((1, 2))
 
 
 # adding, products, cut_off and tolerance of Gram forms, as gradstats passes them for bfloat16

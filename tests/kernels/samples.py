@@ -41,15 +41,12 @@ def operator_samples(dtype, device="cpu"):
     for name in ("direct_inner", "diagonal_gram"):
         yield name, (a, g, a.flip(0), g.flip(1)), {}
         yield name, (*packed, *packed), {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
-    yield "diagonal_gram", (a, g, a.flip(0), g.flip(1)), {"bias": True}
     for name in ("pairwise_gram", "pairwise_direct"):
         yield name, (a, g, a2, g2), {}
-        yield name, (a, g, a2, g2), {"bias": True}
         yield name, (*packed, *packed2), two_segments
     yield "pairwise_direct", (a, g, a2, g2), {"workspace": 1000}
     yield "direction_inner", (a, g, weight), {}
-    yield "direction_inner", (a, g, weight, bias), {}
-    yield "direction_inner", (*packed, weight), segments | {"bias_direction": bias}
+    yield "direction_inner", (*packed, weight), segments
 
     x = random((3, 5, 20), dtype, device, 7)
     rows = x.flatten(0, 1)

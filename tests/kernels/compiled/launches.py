@@ -181,7 +181,7 @@ def launches(
             gram.gram_sqnorm(a, g, 1, *ROUNDING, **one)
             if layout == "dense":
                 gram.gram_sqnorm(*positions_adjacent(a, g), 1, *ROUNDING, **one)
-            diagonal.diagonal_gram(a, g, a, g, bias=True, **two)
+            diagonal.diagonal_gram(a, g, a, g, **two)
         elif operation == "direct":
             direct.direct_sqnorm(a, g, **one)
             if layout == "dense":
@@ -198,15 +198,15 @@ def launches(
         elif operation == "weight_gradient_descriptor":
             weight_gradient.weight_gradient_sqnorm(a, g, splits=1, descriptors=True, **one)
         elif operation == "pairwise":
-            pairwise.pairwise_gram(a, g, a, g, bias=True, splits=1, **two)
+            pairwise.pairwise_gram(a, g, a, g, splits=1, **two)
             if layout == "dense":
                 short = a[:, :5], g[:, :5]
-                pairwise.pairwise_gram(*short, *short, bias=True, splits=1, **two)
+                pairwise.pairwise_gram(*short, *short, splits=1, **two)
         elif operation == "example_tiles":
             pairwise_direct.pairwise_direct(a, g, a, g, workspace=2**40, **two)
         elif operation == "direction":
             weight = torch.empty((g.shape[-1], a.shape[-1]), dtype=dtype, device="meta")
-            direction.direction_inner(a, g, weight, bias_direction=weight[:, 0], **one)
+            direction.direction_inner(a, g, weight, **one)
         else:
             raise AssertionError(operation)
     return [each for each in recorded if takes_tile(operation, each)]

@@ -143,30 +143,23 @@ def test_pairs(case):
     factors = (a, g, a2, g2)
     absolute = tuple(operand.abs() for operand in factors)
     options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
-    scale = reference.pairwise_reference(*absolute, bounds, bounds, bias=True)
-    for bias in (False, True):
-        want = reference.pairwise_reference(*factors, bounds, bounds, bias=bias)
-        for launcher in (pairwise.pairwise_gram, pairwise_direct.pairwise_direct):
-            call = functools.partial(launcher, *factors, bias=bias, **options)
-            got = twice(call)
-            assert_close(got, want, scale, FACTOR)
+    scale = reference.pairwise_reference(*absolute, bounds, bounds)
+    want = reference.pairwise_reference(*factors, bounds, bounds)
+    for launcher in (pairwise.pairwise_gram, pairwise_direct.pairwise_direct):
+        got = twice(functools.partial(launcher, *factors, **options))
+        assert_close(got, want, scale, FACTOR)
     want = reference.diagonal_reference(*factors, bounds, bounds)
     got, _ = twice(lambda: diagonal.diagonal_gram(*factors, **options))
     assert_close(got, want, scale.diagonal(), FACTOR)
     got = twice(lambda: direct.direct_inner(*factors, **options))
     assert_close(got, want, scale.diagonal(), FACTOR)
-    bias_direction = random((g.shape[-1],), torch.float32, DEVICE, 6)
     for vector_dtype in {a.dtype, torch.float32}:
         vector = random((g.shape[-1], a.shape[-1]), vector_dtype, DEVICE, 5)
         got = twice(
-            lambda vector=vector: direction.direction_inner(
-                a, g, vector, bias_direction=bias_direction, cu_seqlens=bounds
-            )
+            lambda vector=vector: direction.direction_inner(a, g, vector, cu_seqlens=bounds)
         )
-        want = reference.direction_reference(a, g, vector, bounds, bias_direction)
-        limit = reference.direction_reference(
-            absolute[0], absolute[1], vector.abs(), bounds, bias_direction.abs()
-        )
+        want = reference.direction_reference(a, g, vector, bounds)
+        limit = reference.direction_reference(absolute[0], absolute[1], vector.abs(), bounds)
         assert_close(got, want, limit, FACTOR)
 
 

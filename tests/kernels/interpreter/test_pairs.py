@@ -47,19 +47,18 @@ def factor(batch, positions, dtype, seed, d_in=19, d_out=34):
 def pair_scale(a1, g1, a2, g2, bounds1=None, bounds2=None):
     """|K| of absolute values: what a sum of positions can round by."""
     absolute = (a1.abs(), g1.abs(), a2.abs(), g2.abs())
-    return reference.pairwise_reference(*absolute, bounds1, bounds2, bias=True)
+    return reference.pairwise_reference(*absolute, bounds1, bounds2)
 
 
 @pytest.mark.parametrize("name", DENSE_PAIRS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_all_pairs(dtype, name, bias):
+def test_all_pairs(dtype, name):
     (batch1, positions1), (batch2, positions2) = DENSE_PAIRS[name]
     factors = *factor(batch1, positions1, dtype, 1), *factor(batch2, positions2, dtype, 5)
-    want = reference.pairwise_reference(*factors, bias=bias)
+    want = reference.pairwise_reference(*factors)
     for splits in (1, 3):
-        got = pairwise.pairwise_gram(*factors, bias=bias, config=TILE, splits=splits)
+        got = pairwise.pairwise_gram(*factors, config=TILE, splits=splits)
         assert_close(got, want, pair_scale(*factors))
-    got = pairwise_direct.pairwise_direct(*factors, bias=bias, config=TILE)
+    got = pairwise_direct.pairwise_direct(*factors, config=TILE)
     assert_close(got, want, pair_scale(*factors))
 
 
@@ -112,9 +111,6 @@ def test_diagonal(dtype, name):
     got, magnitude = diagonal.diagonal_gram(*factors, **options)
     assert_close(got, want, scale)
     assert (magnitude.double() * 1.001 >= want.abs()).all()
-    with_bias, _ = diagonal.diagonal_gram(*factors, bias=True, **options)
-    paired = reference.pairwise_reference(*factors, bounds, bounds, bias=True)
-    assert_close(with_bias, paired.diagonal(), scale)
     assert_close(direct.direct_inner(*factors, **options), want, scale)
 
 
@@ -145,18 +141,12 @@ def test_pairs_with_no_examples():
 def test_direction(dtype, name):
     a, g, bounds = CASES[name](dtype, BLOCK, "cpu")
     d_in, d_out = a.shape[-1], g.shape[-1]
-    bias = random((d_out,), torch.float32, "cpu", 6)
     for direction_dtype in {dtype, torch.float32}:
         vector = random((d_in, d_out), direction_dtype, "cpu", 5).T
-        for bias_direction in (None, bias):
-            got = direction.direction_inner(
-                a, g, vector, bias_direction=bias_direction, cu_seqlens=bounds, config=TILE
-            )
-            want = reference.direction_reference(a, g, vector, bounds, bias_direction)
-            scale = reference.direction_reference(
-                a.abs(), g.abs(), vector.abs(), bounds, bias.abs()
-            )
-            assert_close(got, want, scale)
+        got = direction.direction_inner(a, g, vector, cu_seqlens=bounds, config=TILE)
+        want = reference.direction_reference(a, g, vector, bounds)
+        scale = reference.direction_reference(a.abs(), g.abs(), vector.abs(), bounds)
+        assert_close(got, want, scale)
 
 
 @pytest.mark.parametrize("bounds", [(0, 5, 3, 20), (0, 5, 19, 26), (-1, 5, 19, 20)], ids=str)
