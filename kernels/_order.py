@@ -16,7 +16,7 @@ BLOCK = 16  # ids that one program ranks
 COMPARED = 128  # ids that they are compared with at once
 
 
-@triton.jit(do_not_specialize=["positions", "total_rows", "blocks", "padding"])
+@triton.jit(do_not_specialize=["positions", "total_rows", "blocks"])
 def order_kernel(
     ids_ptr,  # int (B, T), or packed (N,)
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
@@ -27,9 +27,7 @@ def order_kernel(
     stride_gt,
     positions,
     total_rows,
-    padding,  # this id's rows take no part, if PADDED
     blocks,
-    PADDED: tl.constexpr,
     RAGGED: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -65,8 +63,6 @@ def order_kernel(
         first_slot = example * positions
     run = first_slot + tl.sum(less, axis=1)
     slot = run + tl.sum(equal, axis=1)
-    if PADDED:
-        run = tl.where(own == padding, -1, run)
     offset = (example * stride_gb + row * stride_gt) // UNIT
     tl.store(places_ptr + slot, offset, mask=inside)
     tl.store(places_ptr + tl.cast(total_rows, tl.int64) + slot, run, mask=inside)
@@ -76,18 +72,17 @@ def places(
     ids: torch.Tensor,
     g: torch.Tensor,
     segments: _check.Segments,
-    padding_idx: int | None,
     unit: int,
     longest_compared: int,
 ) -> torch.Tensor:
     """Where the rows of g stand in the order of their examples and ids, int64 (2, N).
 
     Of each slot: the offset of its row in units of `unit` elements, and the first slot of its run
-    of equal ids; -1 for rows that take no part.
+    of equal ids; -1 for packed rows of no example.
     """
     rows = segments.total_rows
     if segments.positions > longest_compared:
-        return _sorted(ids, g, segments, padding_idx, unit)
+        return _sorted(ids, g, segments, unit)
     if segments.ragged:
         found = torch.full((2, rows), -1, dtype=torch.int64, device=g.device)
     else:
@@ -105,9 +100,7 @@ def places(
             *segments.strides(g)[:2],
             segments.positions,
             rows,
-            -1 if padding_idx is None else padding_idx,
             blocks,
-            PADDED=padding_idx is not None,
             RAGGED=segments.ragged,
             UNIT=unit,
             BLOCK=block,
@@ -130,7 +123,6 @@ def _sorted(
     ids: torch.Tensor,
     g: torch.Tensor,
     segments: _check.Segments,
-    padding_idx: int | None,
     unit: int,
 ) -> torch.Tensor:
     slots = torch.arange(segments.total_rows, device=g.device)
@@ -149,6 +141,4 @@ def _sorted(
     first[1:] = (values[1:] != values[:-1]) | (example[1:] != example[:-1])
     run = torch.where(first, slots, 0).cummax(0).values
     takes_part = (example >= 0) & (example < segments.batch)
-    if padding_idx is not None:
-        takes_part = takes_part & (values != padding_idx)
     return torch.stack((offset, torch.where(takes_part, run, -1)))

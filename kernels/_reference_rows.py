@@ -7,19 +7,13 @@ from gradstats.kernels._reference_linear import collect, gradients, result_dtype
 from torch import Tensor
 
 
-def tables(
-    ids: Tensor, g: Tensor, cu_seqlens: Tensor | None, padding_idx: int | None, rows: int
-) -> list[Tensor]:
+def tables(ids: Tensor, g: Tensor, cu_seqlens: Tensor | None, rows: int) -> list[Tensor]:
     """Per-example gradients of an embedding, fp64 (rows, d) each."""
     flat = ids if cu_seqlens is None else ids[:, None]
     result = []
     for own, g_rows in zip(rows_of(flat, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
-        own = own.reshape(-1).long()
-        kept = torch.ones_like(own, dtype=torch.bool)
-        if padding_idx is not None:
-            kept = own != padding_idx
         table = g.new_zeros((rows, g.shape[-1]), dtype=torch.float64)
-        result.append(table.index_add_(0, own[kept], g_rows.double()[kept]))
+        result.append(table.index_add_(0, own.reshape(-1).long(), g_rows.double()))
     return result
 
 
@@ -32,9 +26,8 @@ def rows_sqnorm(
     g: Tensor,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    padding_idx: int | None = None,
 ) -> Tensor:
-    return rows_inner(ids, g, ids, g, cu_seqlens, cu_seqlens, padding_idx=padding_idx)
+    return rows_inner(ids, g, ids, g, cu_seqlens, cu_seqlens)
 
 
 def rows_inner(
@@ -46,11 +39,10 @@ def rows_inner(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    padding_idx: int | None = None,
 ) -> Tensor:
     rows = _table_rows(ids1, ids2)
-    first = tables(ids1, g1, cu_seqlens1, padding_idx, rows)
-    second = tables(ids2, g2, cu_seqlens2, padding_idx, rows)
+    first = tables(ids1, g1, cu_seqlens1, rows)
+    second = tables(ids2, g2, cu_seqlens2, rows)
     return collect([(one * two).sum() for one, two in zip(first, second, strict=True)], g1)
 
 
@@ -63,11 +55,10 @@ def pairwise_rows(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    padding_idx: int | None = None,
 ) -> Tensor:
     rows = _table_rows(ids1, ids2)
-    second = tables(ids2, g2, cu_seqlens2, padding_idx, rows)
-    first = tables(ids1, g1, cu_seqlens1, padding_idx, rows)
+    second = tables(ids2, g2, cu_seqlens2, rows)
+    first = tables(ids1, g1, cu_seqlens1, rows)
     products = g1.new_zeros((len(first), len(second)), dtype=result_dtype(g1))
     for i, one in enumerate(first):
         for j, two in enumerate(second):
@@ -81,9 +72,8 @@ def rows_direction(
     direction: Tensor,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    padding_idx: int | None = None,
 ) -> Tensor:
-    own = tables(ids, g, cu_seqlens, padding_idx, direction.shape[0])
+    own = tables(ids, g, cu_seqlens, direction.shape[0])
     return collect([(table * direction.double()).sum() for table in own], g)
 
 
@@ -96,9 +86,8 @@ def tied_inner(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    padding_idx: int | None = None,
     precision: str | None = None,
 ) -> Tensor:
-    embedded = tables(ids, rows, cu_seqlens2, padding_idx, g.shape[-1])
+    embedded = tables(ids, rows, cu_seqlens2, g.shape[-1])
     projected = gradients(a, g, cu_seqlens1)
     return collect([(x * y).sum() for x, y in zip(projected, embedded, strict=True)], a)

@@ -18,11 +18,11 @@ from gradstats.kernels._tile import load_rows, segment
 EXAMPLE_BITS = tl.constexpr(4)
 EXAMPLES = tl.constexpr(16)  # of a tile
 ID_BITS = tl.constexpr(40)
-NOBODY = tl.constexpr(2**62)  # key of rows that take no part, after all others
+NOBODY = tl.constexpr(2**62)  # key of packed rows of no example, after all others
 BLOCK = 256  # rows that one program gives keys
 
 
-@triton.jit(do_not_specialize=["positions", "total_rows", "padding", "blocks"])
+@triton.jit(do_not_specialize=["positions", "total_rows", "blocks"])
 def run_keys_kernel(
     ids_ptr,  # int (B, T), or packed (N,)
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
@@ -34,9 +34,7 @@ def run_keys_kernel(
     stride_gt,
     positions,
     total_rows,
-    padding,  # this id's rows take no part, if PADDED
     blocks,
-    PADDED: tl.constexpr,
     RAGGED: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -52,8 +50,6 @@ def run_keys_kernel(
     own = tl.load(ids_ptr + example * stride_ib + row * stride_it, mask=inside, other=0)
     group = ((example // EXAMPLES) << ID_BITS) + tl.cast(own, tl.int64)
     key = (group << EXAMPLE_BITS) + example % EXAMPLES
-    if PADDED:
-        key = tl.where(own == padding, NOBODY, key)
     if RAGGED:
         place = row
     else:
@@ -194,9 +190,7 @@ class SortedRows:
         return keys, sums
 
 
-def sort_rows(
-    ids: torch.Tensor, g: torch.Tensor, segments: _check.Segments, padding_idx: int | None
-) -> SortedRows:
+def sort_rows(ids: torch.Tensor, g: torch.Tensor, segments: _check.Segments) -> SortedRows:
     """Sorts the rows of one factor, without a wait for the device."""
     rows = segments.total_rows
     unit = 16 if _check.is_aligned(g) else 1
@@ -216,9 +210,7 @@ def sort_rows(
             *segments.strides(g)[:2],
             segments.positions,
             rows,
-            -1 if padding_idx is None else padding_idx,
             blocks,
-            PADDED=padding_idx is not None,
             RAGGED=segments.ragged,
             UNIT=unit,
             BLOCK=BLOCK,

@@ -256,29 +256,27 @@ OPERATORS = {
         _BACKWARD,
     ),
     "rows_sqnorm": Operator(
-        f"(Tensor ids, Tensor g, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor",
+        f"(Tensor ids, Tensor g, {SEGMENTS}) -> Tensor",
         "rows",
         2,
         _per_example,
     ),
-    "rows_inner": Operator(
-        f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor", "rows_inner", 4, _per_example
-    ),
+    "rows_inner": Operator(f"({TWO_ROWS}) -> Tensor", "rows_inner", 4, _per_example),
     "pairwise_rows": Operator(
-        f"({TWO_ROWS}, SymInt? padding_idx=None) -> Tensor",
+        f"({TWO_ROWS}) -> Tensor",
         "rows_pairs",
         4,
         _per_pair,
     ),
     "rows_direction": Operator(
-        f"(Tensor ids, Tensor g, Tensor direction, {SEGMENTS}, SymInt? padding_idx=None) -> Tensor",
+        f"(Tensor ids, Tensor g, Tensor direction, {SEGMENTS}) -> Tensor",
         "rows_direction",
         3,
         _per_example,
     ),
     "tied_inner": Operator(
         f"(Tensor a, Tensor g, Tensor ids, Tensor rows, {TWO_SEGMENTS},"
-        " SymInt? padding_idx=None, str? precision=None) -> Tensor",
+        " str? precision=None) -> Tensor",
         "tied",
         4,
         _per_example,

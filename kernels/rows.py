@@ -115,7 +115,6 @@ def rows_sqnorm(
     *,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    padding_idx: int | None = None,
     longest_compared: int = LONGEST_COMPARED,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
@@ -129,7 +128,6 @@ def rows_sqnorm(
             any strides.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
-        padding_idx: positions with this id have no gradient.
         longest_compared: sequences longer than this are sorted.
         config: overrides the tile table.
     Returns:
@@ -148,7 +146,7 @@ def rows_sqnorm(
     partial = torch.empty((rows, tiles), dtype=torch.float32, device=g.device)
     if partial.numel():
         unit = 16 if aligned else 1
-        places = _order.places(ids, g, segments, padding_idx, unit, longest_compared)
+        places = _order.places(ids, g, segments, unit, longest_compared)
         edges = torch.empty((blocks, 2, features), dtype=torch.float32, device=g.device)
         programs = blocks * tiles
         options = {"ROWS": config.inner, "COLUMNS": config.columns, "num_warps": config.num_warps}

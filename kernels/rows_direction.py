@@ -27,8 +27,6 @@ def rows_direction_kernel(
     positions,
     total_rows,
     features,
-    padding,
-    PADDED: tl.constexpr,
     RAGGED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -43,17 +41,14 @@ def rows_direction_kernel(
         example = tl.cast(rows // positions, tl.int64)
         position = tl.cast(rows % positions, tl.int64)
     ids = tl.load(ids_ptr + example * stride_ib + position * stride_it, mask=inside, other=0)
-    takes_part = inside
-    if PADDED:
-        takes_part = inside & (ids != padding)
     g_rows = example * stride_gb + position * stride_gt
     direction_rows = tl.cast(ids, tl.int64) * stride_direction_row
     dots = tl.zeros((ROWS, COLUMNS), tl.float32)
     for feature in range(0, features, COLUMNS):
         columns = feature + tl.arange(0, COLUMNS)
-        g = load_rows(g_ptr, g_rows, takes_part, columns, stride_gd, features)
+        g = load_rows(g_ptr, g_rows, inside, columns, stride_gd, features)
         direction = load_rows(
-            direction_ptr, direction_rows, takes_part, columns, stride_direction_feature, features
+            direction_ptr, direction_rows, inside, columns, stride_direction_feature, features
         )
         dots += g.to(tl.float32) * direction.to(tl.float32)
     tl.store(partial_ptr + rows, tl.sum(dots, axis=1), mask=inside)
@@ -66,7 +61,6 @@ def rows_direction(
     *,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    padding_idx: int | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Inner products of every per-example gradient of an embedding with one direction.
@@ -102,8 +96,6 @@ def rows_direction(
             segments.positions,
             rows,
             g.shape[-1],
-            -1 if padding_idx is None else padding_idx,
-            PADDED=padding_idx is not None,
             RAGGED=segments.ragged,
             ROWS=config.inner,
             COLUMNS=config.columns,

@@ -84,9 +84,7 @@ def rows_inner_kernel(
     total_rows1,
     total_rows2,
     features,
-    padding,  # this id's row takes no part, if PADDED
     tiles,
-    PADDED: tl.constexpr,
     RAGGED: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -113,8 +111,6 @@ def rows_inner_kernel(
     own = tl.load(
         ids1_ptr + i1_base + tl.cast(position, tl.int64) * stride_i1t, mask=takes_part, other=-1
     )
-    if PADDED:
-        takes_part = takes_part & (own != padding)
     first2, length2, _ = segment(cu_seqlens2_ptr, example, positions2, total_rows2, RAGGED)
     sums = sum_of_equal(
         ids2_ptr,
@@ -151,7 +147,6 @@ def rows_inner(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    padding_idx: int | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Inner products of the i-th per-example gradients of an embedding in two batches.
@@ -193,9 +188,7 @@ def rows_inner(
             first.total_rows,
             second.total_rows,
             features,
-            -1 if padding_idx is None else padding_idx,
             tiles,
-            PADDED=padding_idx is not None,
             RAGGED=first.ragged,
             COLUMNS=config.columns,
             INNER=config.inner,

@@ -186,7 +186,6 @@ def pairwise_rows(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    padding_idx: int | None = None,
     workspace: int = _config.WORKSPACE,
     config: _config.TileConfig | None = None,
     splits: int | None = None,
@@ -199,7 +198,6 @@ def pairwise_rows(
         ids1, g1: first factor: int (B1, T1), at least 0 and less than 2^40, and (B1, T1, d), or
             packed rows with cu_seqlens1.
         ids2, g2: second factor, same layout (dense or packed), dtype and width.
-        padding_idx: positions with this id have no gradient.
         workspace: bytes for the sums of rows, which are formed for some of the features at a time
             where they take more; at least 64 features.
         config: overrides the tile table.
@@ -226,8 +224,8 @@ def pairwise_rows(
     if not first.batch or not second.batch:
         return g1.new_empty((first.batch, second.batch), dtype=torch.float32)
     itself = all(map(_is, (ids1, g1, cu_seqlens1), (ids2, g2, cu_seqlens2)))
-    one = _runs.sort_rows(ids1, g1, first, padding_idx)
-    two = one if itself else _runs.sort_rows(ids2, g2, second, padding_idx)
+    one = _runs.sort_rows(ids1, g1, first)
+    two = one if itself else _runs.sort_rows(ids2, g2, second)
     rows = one.count if itself else one.count + two.count
     step = max(64, workspace // (4 * max(1, rows)) // 64 * 64)
     starts = range(0, max(1, features), step)

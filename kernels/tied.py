@@ -52,10 +52,8 @@ def tied_kernel(
     total_rows1,
     total_rows2,
     features,
-    padding,
     row_tiles,
     column_tiles,
-    PADDED: tl.constexpr,
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -94,16 +92,13 @@ def tied_kernel(
             BLOCK,
             INNER,
         )
-        takes_part = columns < length2
-        if PADDED:
-            takes_part = takes_part & (ids != padding)
         places = (
             tl.cast(rows, tl.int64)[:, None] * stride_gt
             + tl.cast(ids, tl.int64)[None, :] * stride_gd
         )
         gathered = tl.load(
             example_base(g_ptr, example, stride_gb, row1, stride_gt) + places,
-            mask=(rows < length1)[:, None] & takes_part[None, :],
+            mask=(rows < length1)[:, None] & (columns < length2)[None, :],
             other=0.0,
         )
         total += tl.sum(products * gathered.to(tl.float32))
@@ -120,7 +115,6 @@ def tied_inner(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    padding_idx: int | None = None,
     precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
@@ -134,7 +128,6 @@ def tied_inner(
         g: its output gradients (B, T1, V) or (N1, V), read at the batch's own ids alone.
         ids: int32 or int64 (B, T2), or packed (N2,) with cu_seqlens2; in [0, V).
         rows: gradients r of the looked-up rows (B, T2, d) or (N2, d), dtype of `a`.
-        padding_idx: positions with this id have no gradient.
         Others as `pairwise.pairwise_gram`.
     Returns:
         fp64 (B,).
@@ -181,10 +174,8 @@ def tied_inner(
             first.total_rows,
             second.total_rows,
             a.shape[-1],
-            -1 if padding_idx is None else padding_idx,
             row_tiles,
             column_tiles,
-            PADDED=padding_idx is not None,
             RAGGED=first.ragged,
             PRECISION=config.precision,
             BLOCK=config.rows,

@@ -88,15 +88,14 @@ def operator_samples(dtype, device="cpu"):
     ids2 = ids.flatten().repeat(2)[:28].view(4, 7).to(torch.int32)
     table = random((5, 20), dtype, device, 10)
     head = random((3, 7, 5), dtype, device, 11), random((3, 7, 20), dtype, device, 12)
-    for padding in ({}, {"padding_idx": 3}):
-        yield "rows_sqnorm", (ids, g), padding
-        yield "rows_sqnorm", (ids.flatten(), packed[1]), segments | padding
-        yield "rows_direction", (ids, g, table), padding
-        yield "rows_direction", (ids.flatten(), packed[1], table), segments | padding
-        yield "rows_inner", (ids, g, ids.flip(0).int(), g.flip(1)), padding
-        yield "pairwise_rows", (ids, g, ids2, g2), padding
-        yield "pairwise_rows", (ids.flatten(), packed[1], ids2.flatten(), packed2[1]), two_segments
-        yield "tied_inner", (head[1], head[0], ids, g), padding
+    yield "rows_sqnorm", (ids, g), {}
+    yield "rows_sqnorm", (ids.flatten(), packed[1]), segments
+    yield "rows_direction", (ids, g, table), {}
+    yield "rows_direction", (ids.flatten(), packed[1], table), segments
+    yield "rows_inner", (ids, g, ids.flip(0).int(), g.flip(1)), {}
+    yield "pairwise_rows", (ids, g, ids2, g2), {}
+    yield "pairwise_rows", (ids.flatten(), packed[1], ids2.flatten(), packed2[1]), two_segments
+    yield "tied_inner", (head[1], head[0], ids, g), {}
     both = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
     yield "rows_inner", (ids.flatten(), packed[1], ids.flatten(), packed[1]), both
     yield "tied_inner", (packed[1], random((15, 5), dtype, device), ids.flatten(), packed[1]), both

@@ -145,16 +145,16 @@ def launches(
         elif operation in ("rows", "runs", "run_sums", "long_run_sums", "rows_pairs", "tied"):
             ids = torch.empty(g.shape[:-1], dtype=torch.int64, device="meta")
             if operation == "rows_pairs":
-                rows_pairs.pairwise_rows(ids, g, ids, g, padding_idx=0, splits=1, **two)
+                rows_pairs.pairwise_rows(ids, g, ids, g, splits=1, **two)
             elif operation.endswith("run_sums"):
                 segments = _check.check_rows(ids, g, cu_seqlens, max_seqlen)
                 width = 16 * _config.cdiv(g.shape[-1], 16)
-                _runs.sort_rows(ids, g, segments, 0).sums(0, width, config)
+                _runs.sort_rows(ids, g, segments).sums(0, width, config)
             elif operation == "tied":
-                tied.tied_inner(g, a, ids, g, padding_idx=0, **two)
+                tied.tied_inner(g, a, ids, g, **two)
             elif operation == "runs":
                 for longest in (0, 10**6):
-                    rows.rows_sqnorm(ids, g, padding_idx=0, longest_compared=longest, **one)
+                    rows.rows_sqnorm(ids, g, longest_compared=longest, **one)
             else:
                 rows_inner.rows_inner(ids, g, ids.int(), g, **two)
                 rows_direction.rows_direction(ids, g, g.flatten(0, -2), **one)

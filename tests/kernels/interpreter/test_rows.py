@@ -54,14 +54,13 @@ def limit(ids1, g1, ids2, g2, bounds1=None, bounds2=None):
     )
 
 
-@pytest.mark.parametrize("padding_idx, longest_compared", [(None, 0), (3, 0), (3, 10**6)], ids=str)
-def test_norms(case, padding_idx, longest_compared):
+@pytest.mark.parametrize("longest_compared", [0, 10**6])
+def test_norms(case, longest_compared):
     ids, g, bounds = case
     got = rows.rows_sqnorm(
-        ids, g, cu_seqlens=bounds, padding_idx=padding_idx, longest_compared=longest_compared,
-        config=ROWS,
-    )  # fmt: skip
-    want = _reference.rows_sqnorm(ids, g.double(), bounds, padding_idx=padding_idx)
+        ids, g, cu_seqlens=bounds, longest_compared=longest_compared, config=ROWS
+    )
+    want = _reference.rows_sqnorm(ids, g.double(), bounds)
     assert_close(got, want, limit(ids, g, ids, g, bounds, bounds).diagonal())
 
 
@@ -115,12 +114,11 @@ def test_examples_without_rows_and_without_features():
         assert (rows_pairs.pairwise_rows(*factor, *factor) == torch.zeros(2, 2)).all()
 
 
-@pytest.mark.parametrize("padding_idx", [3])
-def test_pairs_and_directions(case, padding_idx):
+def test_pairs_and_directions(case):
     ids, g, bounds = case
     ids2, g2 = ids_for(g, 2), random(g.shape, g.dtype, "cpu", 3)
     factors = (ids, g, ids2, g2)
-    options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds, "padding_idx": padding_idx}
+    options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
     want = _reference.pairwise_rows(ids, g.double(), ids2, g2.double(), **options)
     scale = limit(*factors, bounds, bounds)
     for splits in (1, 2):
@@ -130,10 +128,8 @@ def test_pairs_and_directions(case, padding_idx):
     assert_close(got, want.diagonal(), scale.diagonal())
 
     table = random((g.shape[-1], TABLE), torch.float32, "cpu", 4).T
-    got = rows_direction.rows_direction(
-        ids, g, table, cu_seqlens=bounds, padding_idx=padding_idx, config=ROWS
-    )
-    want = _reference.rows_direction(ids, g.double(), table, bounds, padding_idx=padding_idx)
+    got = rows_direction.rows_direction(ids, g, table, cu_seqlens=bounds, config=ROWS)
+    want = _reference.rows_direction(ids, g.double(), table, bounds)
     scale = _reference.rows_direction(ids, g.double().abs(), table.abs(), bounds)
     assert_close(got, want, scale)
 
@@ -175,8 +171,7 @@ def test_pairs_with_an_example_that_is_not_finite():
     torch.testing.assert_close(got[::3, ::3], want[::3, ::3], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("padding_idx", [3])
-def test_the_cross_term_with_a_tied_projection(case, padding_idx):
+def test_the_cross_term_with_a_tied_projection(case):
     ids, g, bounds = case
     a = random(g.shape, g.dtype, "cpu", 5)
     head = random((*g.shape[:-1], TABLE), g.dtype, "cpu", 6)
@@ -184,9 +179,9 @@ def test_the_cross_term_with_a_tied_projection(case, padding_idx):
         a[: bounds[0]] = float("nan")
         head[bounds[-1] :] = float("nan")
     options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
-    got = tied.tied_inner(a, head, ids, g, **options, padding_idx=padding_idx, config=TILE)
+    got = tied.tied_inner(a, head, ids, g, **options, config=TILE)
     operands = (a.double(), head.double(), ids, g.double())
-    want = _reference.tied_inner(*operands, **options, padding_idx=padding_idx)
+    want = _reference.tied_inner(*operands, **options)
     absolute = (a.double().abs(), head.double().abs(), ids, g.double().abs())
     assert_close(got, want, _reference.tied_inner(*absolute, **options))
 
