@@ -11,7 +11,6 @@ import triton
 from gradstats.kernels._precision import tf32_allowed
 
 SUPPORTED = (torch.bfloat16, torch.float16, torch.float32)
-PRECISIONS = ("ieee", "tf32x3", "tf32")
 MAX_PROGRAMS = 2**31 - 1
 
 
@@ -237,21 +236,14 @@ def check_two_factors(
     return first, second
 
 
-def check_precision(dtype: torch.dtype, precision: str | None) -> str:
-    """The input precision of dots: "ieee" for half types, else what the caller or torch asks for.
+def precision_of(dtype: torch.dtype) -> str:
+    """The input precision of dots: "ieee" for half types, else what torch asks for.
 
     "highest", where torch does not allow tf32, is true fp32 accuracy; which of "ieee" and "tf32x3"
     serves it is the tile table's choice.
     """
-    if precision is not None and precision not in PRECISIONS:
-        raise KernelInputError(
-            f"precision must be one of {PRECISIONS} or None; got {precision!r}: None follows "
-            "torch.backends.cuda.matmul.fp32_precision"
-        )
     if dtype != torch.float32:
         return "ieee"
-    if precision is not None:
-        return precision
     return "tf32" if tf32_allowed() else "highest"
 
 

@@ -40,7 +40,6 @@ def convolution_sqnorm(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    precision: str | None = None,
 ) -> Tensor:
     own = convolution_gradients(x, g, kernel, stride, padding, dilation, groups)
     return collect([gradient.square().sum() for gradient in own], x)
@@ -58,7 +57,6 @@ def convolution_gram_sqnorm(
     products: float,
     cut_off: float,
     tolerance: float,
-    precision: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     layer = kernel, stride, padding, dilation, groups
     sums: list[list[Tensor]] = [[], [], []]
@@ -114,7 +112,6 @@ def convolution_weight_gradient_sqnorm(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    precision: str | None = None,
     gradient_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     shape = (g.shape[1], x.shape[1] // groups, *kernel)
@@ -136,7 +133,6 @@ def convolution_inner(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    precision: str | None = None,
 ) -> Tensor:
     layer = (kernel, stride, padding, dilation, groups)
     pairs = zip(
@@ -155,7 +151,6 @@ def pairwise_convolution(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    precision: str | None = None,
     workspace: int = 0,
 ) -> Tensor:
     layer = (kernel, stride, padding, dilation, groups)
@@ -176,7 +171,6 @@ def convolution_inner_gram(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    precision: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     layer = (kernel, stride, padding, dilation, groups)
     inner, magnitudes = [], []
@@ -197,7 +191,6 @@ def pairwise_convolution_gram(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    precision: str | None = None,
 ) -> Tensor:
     layer = (kernel, stride, padding, dilation, groups)
     products = x1.new_zeros((len(x1), len(x2)), dtype=result_dtype(x1))
@@ -222,7 +215,6 @@ def convolution_direction(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    precision: str | None = None,
 ) -> Tensor:
     own = convolution_gradients(x, g, kernel, stride, padding, dilation, groups)
     return collect([(gradient * direction.double()).sum() for gradient in own], x)

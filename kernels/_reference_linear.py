@@ -60,7 +60,6 @@ def gram_sqnorm(
     tolerance: float,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    precision: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     sums: list[list[Tensor]] = [[], [], []]
     for a_rows, g_rows in zip(rows_of(a, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
@@ -96,7 +95,6 @@ def direct_sqnorm(
     g: Tensor,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    precision: str | None = None,
 ) -> Tensor:
     return collect([each.square().sum() for each in gradients(a, g, cu_seqlens)], a)
 
@@ -110,7 +108,6 @@ def direct_inner(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
 ) -> Tensor:
     pairs = zip(gradients(a1, g1, cu_seqlens1), gradients(a2, g2, cu_seqlens2), strict=True)
     return collect([(first * second).sum() for first, second in pairs], a1)
@@ -125,7 +122,6 @@ def diagonal_gram(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     sums: list[Tensor] = []
     magnitudes: list[Tensor] = []
@@ -148,7 +144,6 @@ def weight_gradient_sqnorm(
     g: Tensor,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    precision: str | None = None,
     gradient_dtype: torch.dtype | None = None,
     descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -169,7 +164,6 @@ def pairwise_gram(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
 ) -> Tensor:
     rows1 = list(zip(rows_of(a1, cu_seqlens1), rows_of(g1, cu_seqlens1), strict=True))
     rows2 = list(zip(rows_of(a2, cu_seqlens2), rows_of(g2, cu_seqlens2), strict=True))
@@ -190,7 +184,6 @@ def pairwise_direct(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
     workspace: int = 0,
 ) -> Tensor:
     return pairwise_gram(a1, g1, a2, g2, cu_seqlens1, cu_seqlens2)
@@ -202,7 +195,6 @@ def direction_inner(
     direction: Tensor,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    precision: str | None = None,
 ) -> Tensor:
     weight = direction.double()
     values = []

@@ -86,7 +86,6 @@ def tied_inner(
     cu_seqlens2: Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
 ) -> Tensor:
     embedded = tables(ids, rows, cu_seqlens2, g.shape[-1])
     projected = gradients(a, g, cu_seqlens1)

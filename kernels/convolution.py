@@ -176,7 +176,6 @@ def convolution_sqnorm(
     dilation: Sequence[int],
     groups: int,
     *,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Squared norms of the per-example weight gradients of a convolution, tile by tile.
@@ -190,8 +189,6 @@ def convolution_sqnorm(
             cannot be addressed as one axis are copied.
         kernel, stride, padding, dilation: one number for each spatial axis.
         groups: how channels divide.
-        precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
     Returns:
         fp64 (B,).
@@ -203,7 +200,7 @@ def convolution_sqnorm(
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups).arranged()
     if layer.channels == 1:
         return depthwise.squares(layer, config)
-    return added(_launch(layer, layer, None, "square", precision, config))
+    return added(_launch(layer, layer, None, "square", config))
 
 
 def convolution_inner(
@@ -217,7 +214,6 @@ def convolution_inner(
     dilation: Sequence[int],
     groups: int,
     *,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Inner products of the i-th per-example weight gradients of a convolution in two batches.
@@ -235,7 +231,7 @@ def convolution_inner(
         )
     if first.channels == 1:
         return depthwise.inner(first, second, config)
-    return added(_launch(first, second, None, "inner", precision, config))
+    return added(_launch(first, second, None, "inner", config))
 
 
 def convolution_direction(
@@ -248,7 +244,6 @@ def convolution_direction(
     dilation: Sequence[int],
     groups: int,
     *,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Inner products of every per-example weight gradient with one direction in weight space.
@@ -267,7 +262,7 @@ def convolution_direction(
         )
     if layer.channels == 1:
         return depthwise.along(layer, direction, config)
-    return added(_launch(layer, layer, direction, "direction", precision, config))
+    return added(_launch(layer, layer, direction, "direction", config))
 
 
 def check_two_convolutions(
@@ -293,33 +288,27 @@ def check_two_convolutions(
     return first, first if same else second.arranged()
 
 
-def stored(
-    layer: Convolution, precision: str | None, config: _config.TileConfig | None
-) -> torch.Tensor:
+def stored(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
     """Per-example gradients of the layer's weight, fp32 (B, weights)."""
     if layer.channels == 1:
         return depthwise.stored(layer, config)
-    return _launch(layer, layer, None, "store", precision, config)
+    return _launch(layer, layer, None, "store", config)
 
 
 def choose_tiles(
     first: Convolution,
     second: Convolution,
-    precision: str,
     config: _config.TileConfig | None,
     operation: str,
 ) -> tuple[_config.TileConfig, bool, int]:
-    """(configuration, whether tiles stay within one tap, number of tiles of the weight).
-
-    The precision is what `_check.check_precision` returns.
-    """
+    """(configuration, whether tiles stay within one tap, number of tiles of the weight)."""
     one_tap = first.one_tap
     columns = first.channels if one_tap else first.channels * first.taps
     config = config or _config.choose_direct(
         first.outputs,
         columns,
         first.x.element_size(),
-        precision,
+        _check.precision_of(first.x.dtype),
         _check.architecture(first.x.device),
         first.aligned and second.aligned,
         operation,
@@ -334,13 +323,11 @@ def _launch(
     second: Convolution,
     direction: torch.Tensor | None,
     mode: str,
-    precision: str | None,
     config: _config.TileConfig | None,
 ) -> torch.Tensor:
     first, second = first.widened(), second.widened()
     operation = "convolution_fused" if mode == "inner" else "convolution"
-    precision = _check.check_precision(first.x.dtype, precision)
-    config, one_tap, tiles = choose_tiles(first, second, precision, config, operation)
+    config, one_tap, tiles = choose_tiles(first, second, config, operation)
     shape = (first.batch, *first.weight_shape) if mode == "store" else (first.batch, tiles)
     dtype = torch.float32 if mode == "store" else torch.float64
     output = torch.empty(shape, dtype=dtype, device=first.x.device)

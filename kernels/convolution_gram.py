@@ -230,7 +230,6 @@ def convolution_gram_sqnorm(
     cut_off: float,
     tolerance: float,
     *,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
     direct_config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,7 +251,7 @@ def convolution_gram_sqnorm(
     """
     layer = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
     copied, plan = _plan(
-        convolution_gram_kernel, (x, g), layer, _check.check_precision(x.dtype, precision),
+        convolution_gram_kernel, (x, g), layer, _check.precision_of(x.dtype),
         guard.Rounding(adding, products, cut_off, tolerance), config, direct_config,
     )  # fmt: skip
     if copied:
@@ -283,9 +282,7 @@ def _plan(
         "convolution_gram", batch * groups,
     )  # fmt: skip
     wide = layer.widened()
-    direct_config, one_tap, tiles = choose_tiles(
-        wide, wide, precision, direct_config, "convolution"
-    )
+    direct_config, one_tap, tiles = choose_tiles(wide, wide, direct_config, "convolution")
     side = _config.cdiv(positions, config.rows)
     pairs = side * (side + 1) // 2
     sums = guard.Sums(batch, groups, pairs, max(1, tiles))

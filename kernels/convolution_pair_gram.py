@@ -156,7 +156,6 @@ def convolution_inner_gram(
     dilation: Sequence[int],
     groups: int,
     *,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inner products of the i-th per-example weight gradients of a convolution in two batches,
@@ -180,7 +179,7 @@ def convolution_inner_gram(
     first, second = check_two_convolutions(x1, g1, x2, g2, *layer)
     _check.check_batches(first.batch, second.batch)
     longest = max(first.positions, second.positions)
-    config = config or _choose_config(first, second, longest, longest, precision)
+    config = config or _choose_config(first, second, longest, longest)
     partial = _launch(first, second, config, all_pairs=False)
     inner, magnitude = apart(partial.mT)
     return inner, magnitude
@@ -197,7 +196,6 @@ def pairwise_convolution_gram(
     dilation: Sequence[int],
     groups: int,
     *,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Inner products of all pairs of per-example weight gradients of a convolution, through
@@ -219,7 +217,7 @@ def pairwise_convolution_gram(
     layer = kernel, stride, padding, dilation, groups
     first, second = check_two_convolutions(x1, g1, x2, g2, *layer)
     rows, columns = first.batch * first.positions, second.batch * second.positions
-    config = config or _choose_config(first, second, rows, columns, precision)
+    config = config or _choose_config(first, second, rows, columns)
     return added_pairs(_launch(first, second, config, all_pairs=True))
 
 
@@ -234,14 +232,14 @@ def largest_tile(first: Convolution, second: Convolution) -> int:
 
 
 def _choose_config(
-    first: Convolution, second: Convolution, rows: int, columns: int, precision: str | None
+    first: Convolution, second: Convolution, rows: int, columns: int
 ) -> _config.TileConfig:
     largest = largest_tile(first, second)
     config = _config.choose_pairwise(
         min(rows, largest),
         min(columns, largest),
         first.x.element_size(),
-        _check.check_precision(first.x.dtype, precision),
+        _check.precision_of(first.x.dtype),
         _check.architecture(first.x.device),
         first.aligned and second.aligned,
         "convolution_gram",

@@ -20,7 +20,6 @@ def pairwise_convolution(
     dilation: Sequence[int],
     groups: int,
     *,
-    precision: str | None = None,
     workspace: int = _config.WORKSPACE,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
@@ -51,7 +50,7 @@ def pairwise_convolution(
         chosen = slice(group, min(group + groups_at_once, groups))
         for row in range(0, first.outputs, rows_at_once):
             part = slice(row, min(row + rows_at_once, first.outputs))
-            left = stored(first.select(chosen, part), precision, config)
-            right = left if same else stored(second.select(chosen, part), precision, config)
+            left = stored(first.select(chosen, part), config)
+            right = left if same else stored(second.select(chosen, part), config)
             total += left @ right.T
     return total.float()

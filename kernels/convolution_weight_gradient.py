@@ -18,7 +18,6 @@ def convolution_weight_gradient_sqnorm(
     dilation: Sequence[int],
     groups: int,
     *,
-    precision: str | None = None,
     gradient_dtype: torch.dtype | None = None,
     config: _config.TileConfig | None = None,
     splits: int | None = None,
@@ -36,7 +35,6 @@ def convolution_weight_gradient_sqnorm(
     `convolution.convolution_sqnorm`.
     """
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
-    _check.check_precision(x.dtype, precision)
     if layer.channels != 1:
         raise _check.KernelInputError(
             "this kernel is for depthwise convolutions, with one input channel in each group; got "

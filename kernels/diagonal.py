@@ -120,7 +120,6 @@ def diagonal_gram(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inner products of the i-th per-example weight gradients, through products of positions.
@@ -138,11 +137,10 @@ def diagonal_gram(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
     _check.check_batches(first.batch, second.batch)
-    precision = _check.check_precision(a1.dtype, precision)
     config = config or _config.choose_gram(
         max(first.positions, second.positions),
         a1.element_size(),
-        precision,
+        _check.precision_of(a1.dtype),
         _check.architecture(a1.device),
         _check.is_aligned(a1, g1, a2, g2),
         factors=first.batch,

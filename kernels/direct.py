@@ -148,7 +148,6 @@ def direct_sqnorm(
     *,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Squared norms of per-example weight gradients, formed tile by tile and never stored.
@@ -161,8 +160,6 @@ def direct_sqnorm(
         g: gradients with respect to the outputs, (B, T, d_out) or (N, d_out), same dtype.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
-        precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
     Returns:
         fp64 (B,).
@@ -172,7 +169,7 @@ def direct_sqnorm(
     Source: Rochette et al., arXiv 1912.06015.
     """
     plan = _plan_squares(
-        direct_kernel, (a, g), cu_seqlens, max_seqlen, _check.check_precision(a.dtype, precision),
+        direct_kernel, (a, g), cu_seqlens, max_seqlen, _check.precision_of(a.dtype),
         config,
     )  # fmt: skip
     return _direct(plan, a, g, a, g)
@@ -188,7 +185,6 @@ def direct_inner(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Inner products of the i-th per-example weight gradients of two factors, tile by tile.
@@ -202,7 +198,7 @@ def direct_inner(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
     _check.check_batches(first.batch, second.batch)
-    precision = _check.check_precision(a1.dtype, precision)
+    precision = _check.precision_of(a1.dtype)
     plan = _plan(direct_kernel, (a1, g1, a2, g2), first, second, precision, config, paired=True)
     return _direct(plan, a1, g1, a2, g2)
 

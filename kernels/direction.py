@@ -77,7 +77,6 @@ def direction_inner(
     *,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Inner products of every per-example gradient with one direction in weight space.
@@ -91,8 +90,6 @@ def direction_inner(
         direction: V (d_out, d_in), in the operands' dtype or fp32, any strides.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
-        precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
     Returns:
         fp64 (B,).
@@ -113,12 +110,11 @@ def direction_inner(
             f"direction must be one of {dtypes} on {a.device}; got {direction.dtype} on "
             f"{direction.device}: cast or move it"
         )
-    precision = _check.check_precision(direction.dtype, precision)
     config = config or _config.choose_direction(
         segments.total_rows,
         d_in,
         direction.element_size(),
-        precision,
+        _check.precision_of(direction.dtype),
         _check.architecture(a.device),
         _check.is_aligned(a, g, direction),
     )

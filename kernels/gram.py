@@ -289,7 +289,6 @@ def gram_sqnorm(
     *,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
     direct_config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,8 +313,6 @@ def gram_sqnorm(
         adding, products, cut_off, tolerance: as of `guard.Rounding`.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
-        precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.backends.cuda.matmul.fp32_precision.
         config, direct_config: override the tile table, for the two forms.
     Returns:
         (sqnorm, bound), each fp64 (B,).
@@ -326,7 +323,7 @@ def gram_sqnorm(
     Source: Li et al., arXiv 2110.05679.
     """
     bounds, plan = _plan(
-        gram_kernel, (a, g), cu_seqlens, max_seqlen, _check.check_precision(a.dtype, precision),
+        gram_kernel, (a, g), cu_seqlens, max_seqlen, _check.precision_of(a.dtype),
         groups, guard.Rounding(adding, products, cut_off, tolerance), config, direct_config,
     )  # fmt: skip
     sqnorm, bound = guard.run(plan, a, g, bounds)

@@ -26,7 +26,6 @@ TWO_SEGMENTS = (
 TWO_FACTORS = f"Tensor a1, Tensor g1, Tensor a2, Tensor g2, {TWO_SEGMENTS}"
 TWO_ROWS = f"Tensor ids1, Tensor g1, Tensor ids2, Tensor g2, {TWO_SEGMENTS}"
 GEOMETRY = "SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
-LAYER = f"{GEOMETRY}, str? precision=None"
 ROUNDING = "float adding, float products, float cut_off, float tolerance"
 WORKSPACE = f"SymInt workspace={_config.WORKSPACE}"
 TWO_IMAGES = "Tensor x1, Tensor g1, Tensor x2, Tensor g2"
@@ -150,45 +149,40 @@ OPERATORS = {
     "vector_sqnorm": Operator(f"(Tensor v, {SEGMENTS}) -> Tensor", "vector", 1, _per_example),
     "vector_sum": Operator(f"(Tensor v, {SEGMENTS}) -> Tensor", "vector", 1, _per_channel),
     "gram_sqnorm": Operator(
-        f"(Tensor a, Tensor g, SymInt groups, {ROUNDING}, {SEGMENTS}, str? precision=None)"
-        " -> (Tensor, Tensor)",
+        f"(Tensor a, Tensor g, SymInt groups, {ROUNDING}, {SEGMENTS}) -> (Tensor, Tensor)",
         "gram",
         7,
         (_of_groups, _of_groups),
     ),
     "direct_sqnorm": Operator(
-        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None) -> Tensor",
+        f"(Tensor a, Tensor g, {SEGMENTS}) -> Tensor",
         "direct",
         2,
         _per_example,
     ),
-    "direct_inner": Operator(
-        f"({TWO_FACTORS}, str? precision=None) -> Tensor", "direct", 4, _per_example
-    ),
+    "direct_inner": Operator(f"({TWO_FACTORS}) -> Tensor", "direct", 4, _per_example),
     "diagonal_gram": Operator(
-        f"({TWO_FACTORS}, str? precision=None) -> (Tensor, Tensor)",
+        f"({TWO_FACTORS}) -> (Tensor, Tensor)",
         "diagonal",
         4,
         _TWO_NORMS,
     ),
     "weight_gradient_sqnorm": Operator(
-        f"(Tensor a, Tensor g, {SEGMENTS}, str? precision=None, ScalarType? gradient_dtype=None,"
+        f"(Tensor a, Tensor g, {SEGMENTS}, ScalarType? gradient_dtype=None,"
         " bool? descriptors=None) -> (Tensor, Tensor)",
         "weight_gradient",
         2,
         (_linear_gradient, _per_example),
     ),
-    "pairwise_gram": Operator(
-        f"({TWO_FACTORS}, str? precision=None) -> Tensor", "pairwise", 4, _per_pair
-    ),
+    "pairwise_gram": Operator(f"({TWO_FACTORS}) -> Tensor", "pairwise", 4, _per_pair),
     "pairwise_direct": Operator(
-        f"({TWO_FACTORS}, str? precision=None, {WORKSPACE}) -> Tensor",
+        f"({TWO_FACTORS}, {WORKSPACE}) -> Tensor",
         "pairwise_direct",
         4,
         _per_pair,
     ),
     "direction_inner": Operator(
-        f"(Tensor a, Tensor g, Tensor direction, {SEGMENTS}, str? precision=None) -> Tensor",
+        f"(Tensor a, Tensor g, Tensor direction, {SEGMENTS}) -> Tensor",
         "direction",
         3,
         _per_example,
@@ -275,44 +269,46 @@ OPERATORS = {
         _per_example,
     ),
     "tied_inner": Operator(
-        f"(Tensor a, Tensor g, Tensor ids, Tensor rows, {TWO_SEGMENTS},"
-        " str? precision=None) -> Tensor",
+        f"(Tensor a, Tensor g, Tensor ids, Tensor rows, {TWO_SEGMENTS}) -> Tensor",
         "tied",
         4,
         _per_example,
     ),
     "convolution_sqnorm": Operator(
-        f"(Tensor x, Tensor g, {LAYER}) -> Tensor",
+        f"(Tensor x, Tensor g, {GEOMETRY}) -> Tensor",
         "convolution",
         7,
         _per_example,
     ),
     "convolution_gram_sqnorm": Operator(
-        f"(Tensor x, Tensor g, {GEOMETRY}, {ROUNDING}, str? precision=None) -> (Tensor, Tensor)",
+        f"(Tensor x, Tensor g, {GEOMETRY}, {ROUNDING}) -> (Tensor, Tensor)",
         "convolution_gram",
         11,
         _TWO_NORMS,
     ),
     "convolution_weight_gradient_sqnorm": Operator(
-        f"(Tensor x, Tensor g, {LAYER}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)",
+        f"(Tensor x, Tensor g, {GEOMETRY}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)",
         "convolution_weight_gradient",
         7,
         (_convolution_gradient, _per_example),
     ),
     "convolution_inner": Operator(
-        f"({TWO_IMAGES}, {LAYER}) -> Tensor", "convolution", 9, _per_example
+        f"({TWO_IMAGES}, {GEOMETRY}) -> Tensor", "convolution", 9, _per_example
     ),
     "pairwise_convolution": Operator(
-        f"({TWO_IMAGES}, {LAYER}, {WORKSPACE}) -> Tensor", "convolution_pairs", 9, _per_pair
+        f"({TWO_IMAGES}, {GEOMETRY}, {WORKSPACE}) -> Tensor", "convolution_pairs", 9, _per_pair
     ),
     "convolution_inner_gram": Operator(
-        f"({TWO_IMAGES}, {LAYER}) -> (Tensor, Tensor)", "convolution_pair_gram", 9, _TWO_NORMS
+        f"({TWO_IMAGES}, {GEOMETRY}) -> (Tensor, Tensor)", "convolution_pair_gram", 9, _TWO_NORMS
     ),
     "pairwise_convolution_gram": Operator(
-        f"({TWO_IMAGES}, {LAYER}) -> Tensor", "convolution_pair_gram", 9, _per_pair
+        f"({TWO_IMAGES}, {GEOMETRY}) -> Tensor", "convolution_pair_gram", 9, _per_pair
     ),
     "convolution_direction": Operator(
-        f"(Tensor x, Tensor g, Tensor direction, {LAYER}) -> Tensor", "convolution", 8, _per_example
+        f"(Tensor x, Tensor g, Tensor direction, {GEOMETRY}) -> Tensor",
+        "convolution",
+        8,
+        _per_example,
     ),
 }
 

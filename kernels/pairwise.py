@@ -248,7 +248,6 @@ def choose_pair_tiles(
     first: _check.Segments,
     second: _check.Segments,
     operands: tuple[torch.Tensor, ...],
-    precision: str | None,
     config: _config.TileConfig | None,
     splits: int | None,
 ) -> PairTiles:
@@ -257,17 +256,15 @@ def choose_pair_tiles(
     Args:
         first, second: how the factors' rows divide into examples.
         operands: what the kernel multiplies.
-        precision: of fp32 products, as the caller gave it.
         config, splits: override the table and the number of parts of the positions.
     """
     some = operands[0]
-    precision = _check.check_precision(some.dtype, precision)
     architecture = _check.architecture(some.device)
     config = config or _config.choose_pairwise(
         first.batch * first.positions,
         second.batch * second.positions,
         some.element_size(),
-        precision,
+        _check.precision_of(some.dtype),
         architecture,
         _check.is_aligned(*operands),
     )
@@ -291,7 +288,6 @@ def pairwise_gram(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
@@ -308,8 +304,6 @@ def pairwise_gram(
         a2, g2: second factor, same layout (dense or packed), dtype and features.
         cu_seqlens1, cu_seqlens2: int (B1 + 1,) and (B2 + 1,) first rows of the examples.
         max_seqlen1, max_seqlen2: with device bounds, the longest segments; avoids a wait.
-        precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.backends.cuda.matmul.fp32_precision.
         config: overrides the tile table.
         splits: overrides into how many parts the first factor's positions are divided.
     Returns:
@@ -321,7 +315,7 @@ def pairwise_gram(
     first, second = _check.check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
-    tiles = choose_pair_tiles(first, second, (a1, g1, a2, g2), precision, config, splits)
+    tiles = choose_pair_tiles(first, second, (a1, g1, a2, g2), config, splits)
     partial = torch.empty(
         (tiles.splits, first.batch, second.batch), dtype=torch.float32, device=a1.device
     )

@@ -76,7 +76,6 @@ def pairwise_direct(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
     workspace: int = _config.WORKSPACE,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
@@ -95,7 +94,6 @@ def pairwise_direct(
     first, second = _check.check_two_factors(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
-    precision = _check.check_precision(a1.dtype, precision)
     d_in, d_out = a1.shape[-1], g1.shape[-1]
     total = torch.zeros((first.batch, second.batch), dtype=torch.float64, device=a1.device)
     if total.numel() == 0:
@@ -105,12 +103,10 @@ def pairwise_direct(
         for column in range(0, d_in, chunk_columns):
             rows = slice(row, min(row + chunk_rows, d_out))
             columns = slice(column, min(column + chunk_columns, d_in))
-            left = _example_tiles(a1[..., columns], g1[..., rows], first, precision, config)
+            left = _example_tiles(a1[..., columns], g1[..., rows], first, config)
             same = a1 is a2 and g1 is g2 and cu_seqlens1 is cu_seqlens2
             right = (
-                left
-                if same
-                else _example_tiles(a2[..., columns], g2[..., rows], second, precision, config)
+                left if same else _example_tiles(a2[..., columns], g2[..., rows], second, config)
             )
             total += left @ right.T
     return total.float()
@@ -139,7 +135,6 @@ def _example_tiles(
     a: torch.Tensor,
     g: torch.Tensor,
     segments: _check.Segments,
-    precision: str,
     config: _config.TileConfig | None,
 ) -> torch.Tensor:
     """Per-example gradients of the weights that `a`'s and `g`'s features span, fp32 (B, R C)."""
@@ -148,7 +143,7 @@ def _example_tiles(
         d_out,
         d_in,
         a.element_size(),
-        precision,
+        _check.precision_of(a.dtype),
         _check.architecture(a.device),
         _check.is_aligned(a, g),
         factors=segments.batch,

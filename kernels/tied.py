@@ -115,7 +115,6 @@ def tied_inner(
     cu_seqlens2: torch.Tensor | None = None,
     max_seqlen1: int | None = None,
     max_seqlen2: int | None = None,
-    precision: str | None = None,
     config: _config.TileConfig | None = None,
 ) -> torch.Tensor:
     """Cross terms of an embedding and the output projection that shares its table.
@@ -140,11 +139,10 @@ def tied_inner(
     _check.check_match(a, rows, "width")
     _check.check_layouts(first, second)
     _check.check_batches(first.batch, second.batch)
-    precision = _check.check_precision(a.dtype, precision)
     config = config or _config.choose_gram(
         min(max(first.positions, second.positions), LARGEST_TILE),
         a.element_size(),
-        precision,
+        _check.precision_of(a.dtype),
         _check.architecture(a.device),
         _check.is_aligned(a, rows),
         factors=first.batch,

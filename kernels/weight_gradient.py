@@ -171,7 +171,6 @@ def weight_gradient_sqnorm(
     *,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    precision: str | None = None,
     gradient_dtype: torch.dtype | None = None,
     descriptors: bool | None = None,
     config: _config.TileConfig | None = None,
@@ -188,8 +187,6 @@ def weight_gradient_sqnorm(
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device. Rows
             outside every segment join neither result.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
-        precision: of fp32 products, "ieee", "tf32x3" or "tf32"; None follows
-            torch.backends.cuda.matmul.fp32_precision.
         gradient_dtype: dtype of the gradient; None means that of `a`. Sums are fp32 either way.
         descriptors: read operands through the tensor memory accelerator (compute capability 9.0
             and later); needs dense, aligned operands. None for where that pays.
@@ -208,7 +205,7 @@ def weight_gradient_sqnorm(
     """
     plan = _plan(
         weight_gradient_kernel, (a, g), cu_seqlens, max_seqlen,
-        _check.check_precision(a.dtype, precision), gradient_dtype, descriptors, config, splits,
+        _check.precision_of(a.dtype), gradient_dtype, descriptors, config, splits,
     )  # fmt: skip
     partial = torch.empty(plan.partial, dtype=torch.float64, device=a.device)
     if plan.launch is None:

@@ -81,9 +81,6 @@ class TestFactor:
         options = {"cu_seqlens": BOUNDS, "max_seqlen": 2}
         refused("at least the longest segment, 3; got 2", launcher, PACKED_A, PACKED_G, **options)
 
-    def test_precision(self, launcher):
-        refused("precision must be one of", launcher, A, G, precision="high")
-
     def test_device(self, launcher, monkeypatch):
         monkeypatch.undo()
         refused("need CUDA tensors; got one on cpu", launcher, A, G)
@@ -187,15 +184,14 @@ WAYS_TO_SET_THE_PRECISION = {
 def test_precision_follows_torch(way, precision_of_products):
     setting, want = WAYS_TO_SET_THE_PRECISION[way]
     setting(precision_of_products)
-    assert _check.check_precision(torch.float32, None) == want
-    assert _check.check_precision(torch.float32, "ieee") == "ieee"
-    assert _check.check_precision(torch.bfloat16, None) == "ieee"
+    assert _check.precision_of(torch.float32) == want
+    assert _check.precision_of(torch.bfloat16) == "ieee"
 
 
 def test_the_precision_of_products_goes_before_that_of_all(precision_of_products):
     torch.backends.fp32_precision = "tf32"
     precision_of_products.fp32_precision = "ieee"
-    assert _check.check_precision(torch.float32, None) == "highest"
+    assert _check.precision_of(torch.float32) == "highest"
 
 
 def test_alignment():

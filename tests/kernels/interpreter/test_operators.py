@@ -56,6 +56,6 @@ def test_positional_and_named_arguments_mean_the_same():
     a, g = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
     launch = operators._launch("weight_gradient_sqnorm")
     named = launch(a, g, gradient_dtype=torch.float16)
-    positional = launch(a, g, None, None, None, torch.float16)
+    positional = launch(a, g, None, None, torch.float16)
     assert named[0].dtype == positional[0].dtype == torch.float16
     torch.testing.assert_close(named, positional)
