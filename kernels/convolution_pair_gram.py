@@ -13,7 +13,7 @@ from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._patches import Convolution, patch_products
 from gradstats.kernels._results import added_pairs, apart
 from gradstats.kernels.convolution import check_two_convolutions
-from gradstats.kernels.pairwise import cross_tile
+from gradstats.kernels.pairwise import cross_tile, store_pairs
 
 
 @triton.jit
@@ -131,15 +131,12 @@ def convolution_pair_gram_kernel(
         INNER,
     )
     terms = products * g_products
-    row = tl.cast(split, tl.int64) * batch1 + first1
     if ALL_PAIRS:
         blocks = terms.reshape(EXAMPLES1, POSITIONS1, EXAMPLES2, POSITIONS2)
-        rows = tl.arange(0, EXAMPLES1)
-        columns = first2 + tl.arange(0, EXAMPLES2)
-        offsets = (row + rows)[:, None] * batch2 + columns[None, :]
-        mask = (first1 + rows < batch1)[:, None] & (columns < batch2)[None, :]
-        tl.store(partial_ptr + offsets, tl.sum(tl.sum(blocks, axis=3), axis=1), mask=mask)
+        total = tl.sum(tl.sum(blocks, axis=3), axis=1)
+        store_pairs(partial_ptr, total, split, first1, first2, batch1, batch2, EXAMPLES1, EXAMPLES2)
     else:
+        row = tl.cast(split, tl.int64) * batch1 + first1
         tl.store(partial_ptr + row, tl.sum(terms))
         stride_output = tl.cast(splits, tl.int64) * batch1
         tl.store(partial_ptr + stride_output + row, tl.sum(tl.abs(terms)))
