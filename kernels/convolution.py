@@ -198,8 +198,6 @@ def convolution_sqnorm(
     tile, and a copy of each operand whose channels are not adjacent where that is faster.
     """
     layer = check_convolution(x, g, kernel, stride, padding, dilation, groups).arranged()
-    if layer.channels == 1:
-        return depthwise.squares(layer, config)
     return added(_launch(layer, layer, None, "square", config))
 
 
@@ -229,8 +227,6 @@ def convolution_inner(
             f"{tuple(first.x.shape)} and {tuple(second.x.shape)}: pass images of other sizes to "
             "convolution_inner_gram or pairwise_convolution"
         )
-    if first.channels == 1:
-        return depthwise.inner(first, second, config)
     return added(_launch(first, second, None, "inner", config))
 
 
@@ -260,8 +256,6 @@ def convolution_direction(
             f"direction must be {layer.weight_shape} on {x.device}; got {tuple(direction.shape)} "
             f"on {direction.device}: pass a direction of the weight's shape, where the inputs lie"
         )
-    if layer.channels == 1:
-        return depthwise.along(layer, direction, config)
     return added(_launch(layer, layer, direction, "direction", config))
 
 
@@ -290,8 +284,6 @@ def check_two_convolutions(
 
 def stored(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
     """Per-example gradients of the layer's weight, fp32 (B, weights)."""
-    if layer.channels == 1:
-        return depthwise.stored(layer, config)
     return _launch(layer, layer, None, "store", config)
 
 
@@ -325,6 +317,10 @@ def _launch(
     mode: str,
     config: _config.TileConfig | None,
 ) -> torch.Tensor:
+    if direction is not None:
+        direction = direction.contiguous()
+    if first.channels == 1:
+        return depthwise.launch(first, second, direction, mode, config)[0]
     first, second = first.widened(), second.widened()
     operation = "convolution_fused" if mode == "inner" else "convolution"
     config, one_tap, tiles = choose_tiles(first, second, config, operation)
@@ -339,7 +335,7 @@ def _launch(
             first.g,
             second.x,
             second.g,
-            None if direction is None else direction.contiguous(),
+            direction,
             output,
             *first.strides,
             *second.strides,

@@ -262,34 +262,6 @@ def depthwise_kernel(
         tl.store(target, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
-def squares(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
-    """Squared norms of per-example weight gradients, fp64 (B,)."""
-    output, _ = _launch(layer, layer, None, "square", config)
-    return added(output)
-
-
-def inner(
-    first: Convolution, second: Convolution, config: _config.TileConfig | None
-) -> torch.Tensor:
-    """Inner products of the i-th per-example weight gradients of two factors, fp64 (B,)."""
-    output, _ = _launch(first, second, None, "inner", config)
-    return added(output)
-
-
-def along(
-    layer: Convolution, direction: torch.Tensor, config: _config.TileConfig | None
-) -> torch.Tensor:
-    """Inner products of per-example weight gradients with a direction, fp64 (B,)."""
-    output, _ = _launch(layer, layer, direction.contiguous(), "direction", config)
-    return added(output)
-
-
-def stored(layer: Convolution, config: _config.TileConfig | None) -> torch.Tensor:
-    """Per-example weight gradients, fp32 (B, weights)."""
-    output, _ = _launch(layer, layer, None, "store", config)
-    return output.flatten(1)
-
-
 def summed(
     layer: Convolution,
     gradient_dtype: torch.dtype,
@@ -297,7 +269,7 @@ def summed(
     splits: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed weight gradient and squared norms, fp64 (B,)."""
-    output, total = _launch(layer, layer, None, "sum", config, splits)
+    output, total = launch(layer, layer, None, "sum", config, splits)
     shape = layer.weight_shape
     # without examples there is nothing to sum
     summed = total.sum(0).view(shape).to(gradient_dtype)
@@ -315,7 +287,7 @@ def across(height: int, width: int, inner: int) -> int:
     return min(options, key=lanes)
 
 
-def _launch(
+def launch(
     first: Convolution,
     second: Convolution,
     direction: torch.Tensor | None,
@@ -323,7 +295,10 @@ def _launch(
     config: _config.TileConfig | None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(partial results of every example, sums of every range of examples)."""
+    """(partial results (B, parts), sums of every range of examples if the mode is "sum").
+
+    Modes are those of `depthwise_kernel`; a direction is contiguous.
+    """
     batch, rows, device = first.batch, first.g.shape[1], first.x.device
     adjacent = first.channels_last and first.g.stride(1) == 1
     by_lines = adjacent and first.outputs == 1 and first.aligned and second.aligned
@@ -371,4 +346,4 @@ def _launch(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return output, total
+    return output.flatten(1), total
