@@ -1,7 +1,6 @@
 """The CUDA backend of contractions: registered operators that launch Triton kernels.
 
 Results agree with the PyTorch backend's; nothing of size (B, d) or (B, T, T) is written to memory.
-Every function imports the operators itself: programs on CPUs need none of them registered.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,22 +79,27 @@ def require_triton() -> None:
         )
 
 
-def rank_one(factor: Outer) -> Contraction:
-    """Return ‖left‖²‖right‖² in one pass over both operands."""
+def operators() -> Any:
+    """Return the kernels' operators, which programs on CPUs need not have registered."""
     from gradstats.kernels import operators
 
+    return operators
+
+
+def rank_one(factor: Outer) -> Contraction:
+    """Return ‖left‖²‖right‖² in one pass over both operands."""
     a, g = operands_of(factor)
-    value = operators.rank_one_sqnorm(a.squeeze(1), g.squeeze(1))
+    value = operators().rank_one_sqnorm(a.squeeze(1), g.squeeze(1))
     return well_conditioned(_over_groups(value, factor), torch.float32)
 
 
 def gram(factor: Outer) -> Contraction:
     """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), what cancels replaced by the direct form."""
-    from gradstats.kernels import operators
-
     operands = factor.left, factor.right
     numbers = rounding(*operands, cut_off_of(*operands))
-    return Contraction(*operators.gram_sqnorm(*operands_of(factor), factor.left.shape[1], *numbers))
+    return Contraction(
+        *operators().gram_sqnorm(*operands_of(factor), factor.left.shape[1], *numbers)
+    )
 
 
 def rounding(left: Tensor, right: Tensor, cut_off: float) -> tuple[float, float, float, float]:
@@ -115,46 +120,36 @@ def rounding(left: Tensor, right: Tensor, cut_off: float) -> tuple[float, float,
 
 def direct(factor: Outer) -> Contraction:
     """Return the squares of gradient tiles that never leave the chip."""
-    from gradstats.kernels import operators
-
-    value = operators.direct_sqnorm(*operands_of(factor))
+    value = operators().direct_sqnorm(*operands_of(factor))
     return well_conditioned(_over_groups(value, factor), torch.float32)
 
 
 def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
     """Return squared norms and Σ_i G_i (1, p, q) from one kernel; for factors of one group."""
-    from gradstats.kernels import operators
-
-    gradient, value = operators.weight_gradient_sqnorm(*operands_of(factor))
+    gradient, value = operators().weight_gradient_sqnorm(*operands_of(factor))
     return well_conditioned(value, torch.float32), gradient.unsqueeze(0)
 
 
 def ragged_gram(factor: Ragged) -> Contraction:
     """Return the Gram form of packed examples, what cancels replaced by the direct form."""
-    from gradstats.kernels import operators
-
     a, g, bounds = _packed(factor)
     operands = factor.left, factor.right
     numbers = rounding(*operands, cut_off_of(*operands))
     return Contraction(
-        *operators.gram_sqnorm(a, g, 1, *numbers, cu_seqlens=bounds, max_seqlen=factor.longest)
+        *operators().gram_sqnorm(a, g, 1, *numbers, cu_seqlens=bounds, max_seqlen=factor.longest)
     )
 
 
 def ragged_direct(factor: Ragged) -> Contraction:
     """Return the squares of gradient tiles of packed examples."""
-    from gradstats.kernels import operators
-
-    value = operators.direct_sqnorm(*_packed(factor), max_seqlen=factor.longest)
+    value = operators().direct_sqnorm(*_packed(factor), max_seqlen=factor.longest)
     return well_conditioned(value, torch.float32)
 
 
 def ragged_and_sum(factor: Ragged) -> tuple[Contraction, Tensor]:
     """Return squared norms and Σ_i G_i (p, q) of packed examples from one kernel."""
-    from gradstats.kernels import operators
-
     operands = _packed(factor)
-    gradient, value = operators.weight_gradient_sqnorm(*operands, max_seqlen=factor.longest)
+    gradient, value = operators().weight_gradient_sqnorm(*operands, max_seqlen=factor.longest)
     return well_conditioned(value, torch.float32), gradient.reshape(factor.shape)
 
 
@@ -170,40 +165,30 @@ def _both_packed(first: Ragged, second: Ragged) -> tuple:
 
 def ragged_gram_pairs(first: Ragged, second: Ragged) -> Tensor:
     """Return all pairs' products of packed examples through products of rows, (B, B') float64."""
-    from gradstats.kernels import operators
-
-    return operators.pairwise_gram(*_both_packed(first, second)).double()
+    return operators().pairwise_gram(*_both_packed(first, second)).double()
 
 
 def ragged_direct_pairs(first: Ragged, second: Ragged, workspace: int) -> Tensor:
     """Return the same from gradients formed chunk by chunk, (B, B') float64."""
-    from gradstats.kernels import operators
-
     operands = _both_packed(first, second)
-    return operators.pairwise_direct(*operands, workspace=workspace).double()
+    return operators().pairwise_direct(*operands, workspace=workspace).double()
 
 
 def ragged_gram_diagonal(first: Ragged, second: Ragged) -> Tensor:
     """Return the products of equal indices through products of rows, (B,) float64."""
-    from gradstats.kernels import operators
-
-    value, _ = operators.diagonal_gram(*_both_packed(first, second))
+    value, _ = operators().diagonal_gram(*_both_packed(first, second))
     return value
 
 
 def ragged_direct_diagonal(first: Ragged, second: Ragged) -> Tensor:
     """Return the same from gradient tiles that never leave the chip, (B,) float64."""
-    from gradstats.kernels import operators
-
-    return operators.direct_inner(*_both_packed(first, second))
+    return operators().direct_inner(*_both_packed(first, second))
 
 
 def gram_pairs(first: Outer, second: Outer) -> Tensor:
     """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) for all pairs, (B, B') float64."""
-    from gradstats.kernels import operators
-
     rows = first.left.shape[2] == second.left.shape[2] == 1 and first.left.dtype in HALF
-    product = _row_pairs if rows else operators.pairwise_gram
+    product = _row_pairs if rows else operators().pairwise_gram
     products = (product(*both) for both in _groups(first, second))
     return reduce(torch.add, (part.double() for part in products))
 
@@ -222,27 +207,21 @@ def _row_pairs(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> Tensor:
 
 def direct_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
     """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
-    from gradstats.kernels import operators
-
     products = (
-        operators.pairwise_direct(*both, workspace=workspace) for both in _groups(first, second)
+        operators().pairwise_direct(*both, workspace=workspace) for both in _groups(first, second)
     )
     return reduce(torch.add, (part.double() for part in products))
 
 
 def gram_diagonal(first: Outer, second: Outer) -> Tensor:
     """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) of each example, (B,) float64."""
-    from gradstats.kernels import operators
-
-    value, _ = operators.diagonal_gram(*operands_of(first), *operands_of(second))
+    value, _ = operators().diagonal_gram(*operands_of(first), *operands_of(second))
     return _over_groups(value, first)
 
 
 def direct_diagonal(first: Outer, second: Outer) -> Tensor:
     """Return the products of gradient tiles that never leave the chip, (B,) float64."""
-    from gradstats.kernels import operators
-
-    value = operators.direct_inner(*operands_of(first), *operands_of(second))
+    value = operators().direct_inner(*operands_of(first), *operands_of(second))
     return _over_groups(value, first)
 
 
@@ -253,19 +232,15 @@ def direction(factor: Outer, direction: Tensor) -> Tensor:
         factor: what is contracted.
         direction: V (K, p, q).
     """
-    from gradstats.kernels import operators
-
     direction = narrow(direction, factor.left)
     a, g = factor.right.transpose(0, 1), factor.left.transpose(0, 1)  # (K, B, T, ·)
-    return reduce(torch.add, map(operators.direction_inner, a, g, direction))
+    return reduce(torch.add, map(operators().direction_inner, a, g, direction))
 
 
 def ragged_direction(factor: Ragged, direction: Tensor) -> Tensor:
     """Return Σ_t left_tᵀ V right_t of packed examples, (B,) float64, for V (p, q)."""
-    from gradstats.kernels import operators
-
     a, g, bounds = _packed(factor)
-    return operators.direction_inner(
+    return operators().direction_inner(
         a, g, narrow(direction, a), cu_seqlens=bounds, max_seqlen=factor.longest
     )
 

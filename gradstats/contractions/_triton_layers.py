@@ -13,31 +13,25 @@ from torch import Tensor
 
 from gradstats._factors import Elementwise, Outer, Patches, Rows
 from gradstats.contractions._result import Contraction, well_conditioned
-from gradstats.contractions._triton import DTYPES, narrow, operands_of, rounding
+from gradstats.contractions._triton import DTYPES, narrow, operands_of, operators, rounding
 
 
 def convolution(factor: Patches) -> Contraction:
     """Return the squares of gradient tiles, patches addressed and never unfolded."""
-    from gradstats.kernels import operators
-
-    value = operators.convolution_sqnorm(factor.input, factor.grad, *_layer(factor))
+    value = operators().convolution_sqnorm(factor.input, factor.grad, *_layer(factor))
     return well_conditioned(value, torch.float32)
 
 
 def convolution_gram(factor: Patches) -> Contraction:
     """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s), what cancels replaced by gradient tiles."""
-    from gradstats.kernels import operators
-
     operands = factor.input, factor.grad
     numbers = rounding(*operands, cut_off=0.0)
-    return Contraction(*operators.convolution_gram_sqnorm(*operands, *_layer(factor), *numbers))
+    return Contraction(*operators().convolution_gram_sqnorm(*operands, *_layer(factor), *numbers))
 
 
 def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
     """Return squared norms and Σ_i G_i from one kernel, of layers with one channel in a group."""
-    from gradstats.kernels import operators
-
-    gradient, value = operators.convolution_weight_gradient_sqnorm(
+    gradient, value = operators().convolution_weight_gradient_sqnorm(
         factor.input, factor.grad, *_layer(factor)
     )
     gradient = gradient.reshape(factor.shape)
@@ -46,48 +40,38 @@ def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
 
 def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor:
     """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
-    from gradstats.kernels import operators
-
     operands = (first.input, first.grad, second.input, second.grad)
-    return operators.pairwise_convolution(*operands, *_layer(first), workspace=workspace).double()
+    return operators().pairwise_convolution(*operands, *_layer(first), workspace=workspace).double()
 
 
 def convolution_diagonal(first: Patches, second: Patches, workspace: int) -> Tensor:
     """Return the products of gradient tiles that never leave the chip, (B,) float64."""
-    from gradstats.kernels import operators
-
     if first.input.shape != second.input.shape:
         # one kernel forms both sides' tiles, of images of one size
         rows = [slice(row, row + 1) for row in range(first.batch)]
         each = (convolution_pairs(first.select(row), second.select(row), workspace) for row in rows)
         return torch.cat([first.grad.new_empty((0,), dtype=torch.float64), *map(torch.ravel, each)])
     operands = (first.input, first.grad, second.input, second.grad)
-    return operators.convolution_inner(*operands, *_layer(first))
+    return operators().convolution_inner(*operands, *_layer(first))
 
 
 def convolution_gram_pairs(first: Patches, second: Patches) -> Tensor:
     """Return Σ_{t,s} (patch_t·patch'_s)(grad_t·grad'_s) for all pairs, (B, B') float64."""
-    from gradstats.kernels import operators
-
     operands = (first.input, first.grad, second.input, second.grad)
-    return operators.pairwise_convolution_gram(*operands, *_layer(first)).double()
+    return operators().pairwise_convolution_gram(*operands, *_layer(first)).double()
 
 
 def convolution_gram_diagonal(first: Patches, second: Patches) -> Tensor:
     """Return the same of each example with its partner, (B,) float64."""
-    from gradstats.kernels import operators
-
     operands = (first.input, first.grad, second.input, second.grad)
-    value, _ = operators.convolution_inner_gram(*operands, *_layer(first))
+    value, _ = operators().convolution_inner_gram(*operands, *_layer(first))
     return value
 
 
 def convolution_direction(factor: Patches, direction: Tensor) -> Tensor:
     """Return Σ_t grad_tᵀ V patch_t of each example, (B,) float64, for V like the weight."""
-    from gradstats.kernels import operators
-
     direction = narrow(direction, factor.grad)
-    return operators.convolution_direction(factor.input, factor.grad, direction, *_layer(factor))
+    return operators().convolution_direction(factor.input, factor.grad, direction, *_layer(factor))
 
 
 def _layer(factor: Patches) -> tuple:
@@ -103,46 +87,36 @@ def _layer(factor: Patches) -> tuple:
 
 def rows_sqnorm(factor: Rows) -> Contraction:
     """Return Σ_v ‖Σ_{n: ids[n] = v} grad[n]‖², equal ids grouped without a table."""
-    from gradstats.kernels import operators
-
-    value = operators.rows_sqnorm(*_rows(factor))
+    value = operators().rows_sqnorm(*_rows(factor))
     return well_conditioned(value, torch.float32)
 
 
 def rows_pairs(first: Rows, second: Rows) -> Tensor:
     """Return Σ_v ⟨Σ_{n: id v} grad[n], Σ_{m: id v} grad'[m]⟩ of all pairs, (B, B') float64."""
-    from gradstats.kernels import operators
-
-    return operators.pairwise_rows(*_both_rows(first, second)).double()
+    return operators().pairwise_rows(*_both_rows(first, second)).double()
 
 
 def rows_diagonal(first: Rows, second: Rows) -> Tensor:
     """Return the same of each example with its partner, (B,) float64."""
-    from gradstats.kernels import operators
-
-    return operators.rows_inner(*_both_rows(first, second))
+    return operators().rows_inner(*_both_rows(first, second))
 
 
 def rows_direction(factor: Rows, table: Tensor) -> Tensor:
     """Return Σ_n grad[n]·V[ids[n]] of each example, (B,) float64, for V (rows, width)."""
-    from gradstats.kernels import operators
-
     ids, grad, bounds, longest = _rows(factor)
     table = narrow(table, grad)
-    return operators.rows_direction(ids, grad, table, bounds, longest)
+    return operators().rows_direction(ids, grad, table, bounds, longest)
 
 
 def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
     """Return the cross term of an embedding and a projection that share a table, (B,) float64."""
-    from gradstats.kernels import operators
-
     a, g = operands_of(outer)
     ids, grad, bounds, longest = _rows(rows)
     if bounds is None:
-        return operators.tied_inner(a, g, ids, grad)
+        return operators().tied_inner(a, g, ids, grad)
     batch, positions = a.shape[:2]
     own = torch.arange(batch + 1, device=a.device) * positions
-    return operators.tied_inner(
+    return operators().tied_inner(
         a.flatten(0, 1), g.flatten(0, 1), ids, grad, own, bounds, positions, longest
     )
 
@@ -175,17 +149,13 @@ def layer_norm_sum(
     x: Tensor, g: Tensor, eps: float, rms: bool, offsets: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
     """Return Σ_t g·x̂ and Σ_t g (B, D) of rows (B, T, D), or packed (N, D), normalised over D."""
-    from gradstats.kernels import operators
-
     bounds = None if offsets is None else torch.tensor(offsets)
-    return operators.layer_norm_sum(x, g, eps, rms, bounds)
+    return operators().layer_norm_sum(x, g, eps, rms, bounds)
 
 
 def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     """Return Σ_t g·x̂ and Σ_t g (B, C) of channels (B, T, C) normalised by groups."""
-    from gradstats.kernels import operators
-
-    return operators.group_norm_sum(x, g, groups, eps)
+    return operators().group_norm_sum(x, g, groups, eps)
 
 
 # Whether an input's gradient is wanted, and in which dtype those of the parameters are; None for no
@@ -234,14 +204,12 @@ def layer_norm_backward(
         offsets: where the examples of packed rows begin and end; None for dense rows.
         wanted: of the input's gradient and the parameters'.
     """
-    from gradstats.kernels import operators
-
     bounds = None if offsets is None else torch.tensor(offsets)
     want_input, dtype = wanted
     if not want_input and dtype is None:
-        return _norms_alone(*operators.layer_norm_sqnorm(x, g, eps, rms=rms, cu_seqlens=bounds))
+        return _norms_alone(*operators().layer_norm_sqnorm(x, g, eps, rms=rms, cu_seqlens=bounds))
     sums = dtype is not None
-    result = operators.layer_norm_backward(
+    result = operators().layer_norm_backward(
         x, g, weight, eps, rms=rms, sums=sums, cu_seqlens=bounds, gradient_dtype=_stored(dtype)
     )
     return _norm_gradients(result, sums)
@@ -256,13 +224,11 @@ def group_norm_backward(
     wanted: Wanted,
 ) -> NormGradients:
     """Return the backward of channels (B, T, C) normalised by groups; as `layer_norm_backward`."""
-    from gradstats.kernels import operators
-
     want_input, dtype = wanted
     if not want_input and dtype is None:
-        return _norms_alone(*operators.group_norm_sqnorm(x, g, groups, eps))
+        return _norms_alone(*operators().group_norm_sqnorm(x, g, groups, eps))
     sums = dtype is not None
-    result = operators.group_norm_backward(
+    result = operators().group_norm_backward(
         x, g, weight, groups, eps, sums=sums, gradient_dtype=_stored(dtype)
     )
     return _norm_gradients(result, sums)
@@ -283,9 +249,7 @@ def scale_sum(
     x: Tensor, g: Tensor, mean: Tensor | None = None, rstd: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return Σ_t g·x̂ and Σ_t g (B, C) of channels (B, T, C) with the statistics (C,)."""
-    from gradstats.kernels import operators
-
-    return operators.scale_sum(x, g, mean, rstd)
+    return operators().scale_sum(x, g, mean, rstd)
 
 
 def scale_backward(
@@ -297,11 +261,9 @@ def scale_backward(
     wanted: Wanted,
 ) -> NormGradients:
     """Return the backward of channels (B, T, C) with the statistics (C,); `layer_norm_backward`."""
-    from gradstats.kernels import operators
-
     want_input, dtype = wanted
     sums = dtype is not None
-    result = operators.scale_backward(
+    result = operators().scale_backward(
         g, x, weight=weight, mean=mean, rstd=rstd, input_gradient=want_input, sums=sums,
         gradient_dtype=_stored(dtype),
     )  # fmt: skip
@@ -320,20 +282,18 @@ def elementwise(
         wanted: of the input's gradient and the sum, which is float32 if the kernels do not store
             the dtype.
     """
-    from gradstats.kernels import operators
-
     want_input, dtype = wanted
     sums = dtype is not None
     g, x, bounds = factor.grad, factor.input, _offsets(factor)
     if factor.shared:
         assert not want_input
-        values = operators.scale_direction(g, x, _ones(factor), bounds)
+        values = operators().scale_direction(g, x, _ones(factor), bounds)
         total = values.sum().float().reshape(factor.shape) if sums else None
         return well_conditioned(values.square(), torch.float32), total, None
     if x is None and not sums:
-        value = operators.vector_sqnorm(g, cu_seqlens=bounds)
+        value = operators().vector_sqnorm(g, cu_seqlens=bounds)
         return well_conditioned(value, torch.float32), None, None
-    gradient, *both = operators.scale_backward(
+    gradient, *both = operators().scale_backward(
         g, x, weight=weight, shift=x is None, input_gradient=want_input, sums=sums,
         cu_seqlens=bounds, gradient_dtype=_stored(dtype),
     )  # fmt: skip
@@ -348,27 +308,23 @@ def elementwise(
 
 def elementwise_sums(factor: Elementwise) -> Tensor:
     """Return the gradients (B, *shape) float32 of each example."""
-    from gradstats.kernels import operators
-
     g, x, bounds = factor.grad, factor.input, _offsets(factor)
     if factor.shared:
-        sums = operators.scale_direction(g, x, _ones(factor), bounds).float()
+        sums = operators().scale_direction(g, x, _ones(factor), bounds).float()
     elif x is not None:
-        sums, _ = operators.scale_sum(x, g, None, None, bounds)
+        sums, _ = operators().scale_sum(x, g, None, None, bounds)
     else:
-        sums = operators.vector_sum(g, bounds)
+        sums = operators().vector_sum(g, bounds)
     return sums.reshape(factor.batch, *factor.shape)
 
 
 def elementwise_direction(factor: Elementwise, direction: Tensor) -> Tensor:
     """Return Σ_t ⟨input_t ∘ grad_t, V⟩ of each example, (B,) float64, for V like the parameter."""
-    from gradstats.kernels import operators
-
     direction = direction.reshape(-1).float()
     if factor.shared:
         direction = direction.expand(factor.grad.shape[-1])
     operands = factor.grad, factor.input, direction
-    return operators.scale_direction(*operands, _offsets(factor))
+    return operators().scale_direction(*operands, _offsets(factor))
 
 
 def _offsets(factor: Elementwise) -> Tensor | None:
