@@ -129,7 +129,7 @@ def _patch_rows(
     factor: Patches, direction: Tensor, workspace: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of examples with ⟨G_i[o], V[o]⟩ for each output channel o, (b, O)."""
-    dtype = compute_dtype(factor.input, factor.grad, direction)
+    dtype = compute_dtype(*factor.sides, direction)
     weight = direction.reshape(*factor.shape[:2], *factor.kernel).to(dtype)
     size = factor.input[0].numel() + 3 * factor.grad[0].numel()
     chunk = max(1, workspace // max(1, size * dtype.itemsize))
@@ -191,7 +191,7 @@ def row_sums(factor: Outer | Patches) -> Tensor:
         dtype = compute_dtype(factor.left, factor.right)
         left, sums = cast(factor.left[:, 0], dtype), factor.right[:, 0].sum(2, dtype=dtype)
     else:
-        dtype, groups = compute_dtype(factor.input, factor.grad), factor.geometry.groups
+        dtype, groups = compute_dtype(*factor.sides), factor.geometry.groups
         channels = factor.input.unflatten(1, (groups, -1)).sum(2, dtype=dtype)
         weight = channels.new_ones(1).expand(groups, 1, *factor.kernel)
         sums = _convolved(channels, weight, factor)
@@ -297,7 +297,7 @@ def _outer_total(factor: Outer) -> Tensor:
 
 
 def _patches_total(factor: Patches) -> Tensor:
-    return _patches.summed(factor, compute_dtype(factor.input, factor.grad))
+    return _patches.summed(factor, compute_dtype(*factor.sides))
 
 
 def _images_total(factor: Images) -> Tensor:

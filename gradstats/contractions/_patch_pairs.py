@@ -97,7 +97,7 @@ def _form(
 
 
 def _roundoff(first: Patches, second: Patches) -> float:
-    return product_roundoff(first.input, first.grad, second.input, second.grad)
+    return product_roundoff(*first.sides, *second.sides)
 
 
 def _conditions(first: Patches, second: Patches, sizes: Sizes) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def magnitude(factor: Patches) -> Tensor:
 
 
 def _unfolded_chunks(factor: Patches, workspace: int):
-    dtype = compute_dtype(factor.input, factor.grad)
+    dtype = compute_dtype(*factor.sides)
     q = factor.geometry.groups * _cost.product(factor.shape[1:])
     size = factor.positions * q * dtype.itemsize
     return _tiles.chunks(factor.batch, max(1, workspace // (4 * max(1, size))))

@@ -74,7 +74,7 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
     Slices, not patches: a compiler that reads strides in a backward starts over, and one that
     stopped inside a generator (PyTorch 2.15) cannot close it.
     """
-    dtype = compute_dtype(factor.input, factor.grad)
+    dtype = compute_dtype(*factor.sides)
     row = factor.geometry.groups * _cost.product(factor.shape[1:])
     size = factor.positions * row * dtype.itemsize
     chunk = max(1, factor.batch)
@@ -94,9 +94,9 @@ def _form(factor: Patches, *, with_sum: bool = False, on_chip: bool = False) -> 
         return "direct"  # depthwise: nothing is a matrix product
     p, q = factor.shape[0] // factor.geometry.groups, _cost.product(factor.shape[1:])
     written = not (on_chip or factor.pointwise)
-    roundoff = product_roundoff(factor.input, factor.grad)
+    roundoff = product_roundoff(*factor.sides)
     # Convolutions are oneDNN's in any case, and where it multiplies faster they gain as much.
-    alone = pays(factor.positions * p * q, factor.input, factor.grad, times=factor.batch)
+    alone = pays(factor.positions * p * q, *factor.sides, times=factor.batch)
     return _cost.choose_outer_form(
         factor.positions, p, q, with_sum=with_sum, on_chip=on_chip, alone=alone, patches=written,
         roundoff=roundoff, guarded=on_chip or not is_compiling(),
@@ -116,7 +116,7 @@ def _total(factor: Patches) -> Tensor:
 
 
 def _direct(factor: Patches, workspace: int, *, with_sum: bool):
-    dtype = compute_dtype(factor.input, factor.grad)
+    dtype = compute_dtype(*factor.sides)
     # The operands are regrouped, the gradients written: all of it counts against the workspace.
     operands = (factor.input[0].numel() + factor.grad[0].numel()) * dtype.itemsize
     gradient = _cost.product(factor.shape) * dtype.itemsize

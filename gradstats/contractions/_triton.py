@@ -66,7 +66,7 @@ def convolves(*factors: Patches) -> bool:
     first = factors[0]
     if len(first.geometry.stride) > 3 or any(each.geometry != first.geometry for each in factors):
         return False
-    return runs(*(side for each in factors for side in (each.input, each.grad)))
+    return runs(*(side for each in factors for side in each.sides))
 
 
 def require_triton() -> None:

@@ -18,30 +18,32 @@ from gradstats.contractions._triton import DTYPES, narrow, operands_of, operator
 
 def convolution(factor: Patches) -> Contraction:
     """Return the squares of gradient tiles, patches addressed and never unfolded."""
-    value = operators().convolution_sqnorm(factor.input, factor.grad, *_layer(factor))
+    value = operators().convolution_sqnorm(*factor.sides, *_layer(factor))
     return well_conditioned(value, torch.float32)
 
 
 def convolution_gram(factor: Patches) -> Contraction:
     """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s), what cancels replaced by gradient tiles."""
-    operands = factor.input, factor.grad
-    numbers = rounding(*operands, cut_off=0.0)
-    return Contraction(*operators().convolution_gram_sqnorm(*operands, *_layer(factor), *numbers))
+    numbers = rounding(*factor.sides, cut_off=0.0)
+    return Contraction(
+        *operators().convolution_gram_sqnorm(*factor.sides, *_layer(factor), *numbers)
+    )
 
 
 def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
     """Return squared norms and Σ_i G_i from one kernel, of layers with one channel in a group."""
-    gradient, value = operators().convolution_weight_gradient_sqnorm(
-        factor.input, factor.grad, *_layer(factor)
-    )
+    gradient, value = operators().convolution_weight_gradient_sqnorm(*factor.sides, *_layer(factor))
     gradient = gradient.reshape(factor.shape)
     return well_conditioned(value, torch.float32), gradient
 
 
 def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor:
     """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
-    operands = (first.input, first.grad, second.input, second.grad)
-    return operators().pairwise_convolution(*operands, *_layer(first), workspace=workspace).double()
+    return (
+        operators()
+        .pairwise_convolution(*first.sides, *second.sides, *_layer(first), workspace=workspace)
+        .double()
+    )
 
 
 def convolution_diagonal(first: Patches, second: Patches, workspace: int) -> Tensor:
@@ -51,38 +53,31 @@ def convolution_diagonal(first: Patches, second: Patches, workspace: int) -> Ten
         rows = [slice(row, row + 1) for row in range(first.batch)]
         each = (convolution_pairs(first.select(row), second.select(row), workspace) for row in rows)
         return torch.cat([first.grad.new_empty((0,), dtype=torch.float64), *map(torch.ravel, each)])
-    operands = (first.input, first.grad, second.input, second.grad)
-    return operators().convolution_inner(*operands, *_layer(first))
+    return operators().convolution_inner(*first.sides, *second.sides, *_layer(first))
 
 
 def convolution_gram_pairs(first: Patches, second: Patches) -> Tensor:
     """Return Σ_{t,s} (patch_t·patch'_s)(grad_t·grad'_s) for all pairs, (B, B') float64."""
-    operands = (first.input, first.grad, second.input, second.grad)
-    return operators().pairwise_convolution_gram(*operands, *_layer(first)).double()
+    return (
+        operators().pairwise_convolution_gram(*first.sides, *second.sides, *_layer(first)).double()
+    )
 
 
 def convolution_gram_diagonal(first: Patches, second: Patches) -> Tensor:
     """Return the same of each example with its partner, (B,) float64."""
-    operands = (first.input, first.grad, second.input, second.grad)
-    value, _ = operators().convolution_inner_gram(*operands, *_layer(first))
+    value, _ = operators().convolution_inner_gram(*first.sides, *second.sides, *_layer(first))
     return value
 
 
 def convolution_direction(factor: Patches, direction: Tensor) -> Tensor:
     """Return Σ_t grad_tᵀ V patch_t of each example, (B,) float64, for V like the weight."""
     direction = narrow(direction, factor.grad)
-    return operators().convolution_direction(factor.input, factor.grad, direction, *_layer(factor))
+    return operators().convolution_direction(*factor.sides, direction, *_layer(factor))
 
 
 def _layer(factor: Patches) -> tuple:
     geometry = factor.geometry
-    return (
-        factor.kernel,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        geometry.groups,
-    )
+    return factor.kernel, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
 
 
 def rows_sqnorm(factor: Rows) -> Contraction:
