@@ -18,12 +18,10 @@ def scale_sum(
     max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     scales, shifts = [], []
-    pairs = zip(rows_of(x, cu_seqlens), rows_of(g, cu_seqlens), strict=True)
-    for example, (x_rows, g_rows) in enumerate(pairs):
+    for x_rows, g_rows in zip(rows_of(x, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
         x_hat = x_rows.double()
         if mean is not None and rstd is not None:
-            own = ... if mean.dim() == 1 else example
-            x_hat = (x_hat - mean[own]) * rstd[own]
+            x_hat = (x_hat - mean) * rstd
         scales.append((x_hat * g_rows.double()).sum(0))
         shifts.append(g_rows.double().sum(0))
     return _stacked(scales, x), _stacked(shifts, x)
@@ -71,7 +69,7 @@ def scale_backward(
     gradients = scale_sum((g if x is None else x).double(), g, mean, rstd, cu_seqlens)
     gradient = g.double() * (1.0 if weight is None else weight)
     if rstd is not None:
-        gradient = gradient * (rstd if rstd.dim() == 1 else rstd[:, None])
+        gradient = gradient * rstd
     _clear_outside(gradient, cu_seqlens)
     like = g if x is None else x
     own, *both = _whole_backward(like, gradient, gradients, sums, gradient_dtype)

@@ -94,7 +94,7 @@ def _plan(
     x, g, weight, mean, rstd = operands
     assert g is not None
     segments = scale.check_scaled(g, x, weight, cu_seqlens, max_seqlen)
-    given_statistics(mean, rstd, segments, g)
+    given_statistics(mean, rstd, g)
     read = (x, g, weight if input_gradient else None, mean, rstd, None, None)
     launches = scale.prepare(
         kernel, read, segments, 1, False, config, splits, shift, input_gradient, sums, False,

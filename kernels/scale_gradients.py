@@ -27,7 +27,7 @@ def scale_sum(
         x: what is scaled, (B, T, C), or packed (N, C) with cu_seqlens; bf16, fp16 or fp32, any
             strides: channels that come first are the view (B, C, T).mT.
         g: gradients with respect to the outputs, same shape, of any of these dtypes.
-        mean, rstd: fp32 statistics of the channels, (C,) for all examples alike or (B, C).
+        mean, rstd: fp32 statistics of the channels (C,), of all examples alike.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
         config: overrides the tile table.
@@ -39,7 +39,7 @@ def scale_sum(
     Cost: one read of both operands; workspace of a few sums for each processor of the device.
     """
     segments = _check.check_pair(x, g, cu_seqlens, max_seqlen, mixed=True)
-    statistics = given_statistics(mean, rstd, segments, x)
+    statistics = given_statistics(mean, rstd, x)
     scale_sum, shift_sum = per_example_sums(g, x, segments, statistics, config, splits)
     return scale_sum, shift_sum
 

@@ -114,17 +114,11 @@ def strides_of(statistic: torch.Tensor, by_position: bool) -> tuple[int, int, in
 
 
 def given_statistics(
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor | None,
-    segments: _check.Segments,
-    x: torch.Tensor,
+    mean: torch.Tensor | None, rstd: torch.Tensor | None, x: torch.Tensor
 ) -> Statistics | None:
     """Statistics of channels that the caller has, checked; None where there are none."""
     if mean is None and rstd is None:
         return None
-    allowed: list[tuple[int, ...]] = [(x.shape[-1],)]
-    if not segments.ragged:
-        allowed.append((segments.batch, x.shape[-1]))
     layouts = {
         None
         if statistic is None
@@ -135,14 +129,14 @@ def given_statistics(
         mean is None
         or rstd is None
         or len(layouts) > 1
-        or tuple(mean.shape) not in allowed
+        or tuple(mean.shape) != (x.shape[-1],)
         or mean.dtype != torch.float32
         or mean.device != x.device
     ):
         raise _check.KernelInputError(
             "mean and rstd must both be given, fp32 on the inputs' device, of one layout, and one "
-            f"number for each channel: {' or '.join(map(str, allowed))}; got {layouts}: "
-            "make both so, or pass neither"
+            f"number for each channel, ({x.shape[-1]},); got {layouts}: make both so, or pass "
+            "neither"
         )
     return Statistics(mean, rstd)
 

@@ -39,8 +39,7 @@ def scale(x, g, bounds, mean=None, rstd=None):
     def normalise(example, rows):
         if mean is None:
             return rows
-        own = ... if mean.dim() == 1 else example
-        return (rows - mean[own].double().cpu()) * rstd[own].double().cpu()
+        return (rows - mean.double().cpu()) * rstd.double().cpu()
 
     return _sums(examples_of(x, bounds), examples_of(g, bounds), normalise)
 
@@ -153,7 +152,7 @@ def check_scale_backward(got, x, g, weight, bounds, mean=None, rstd=None, factor
         return
     want = g.double().cpu() * (1.0 if weight is None else weight.double().cpu())
     if rstd is not None:
-        want = want * (rstd if rstd.dim() == 1 else rstd[:, None]).double().cpu()
+        want = want * rstd.double().cpu()
     if bounds is not None:
         want[: bounds[0]], want[bounds[-1] :] = 0, 0
     # Below the normal numbers, where float16 soon is, rounding is to multiples of the smallest.

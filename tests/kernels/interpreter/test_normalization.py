@@ -98,17 +98,10 @@ def norms_of_scale(x, g, **options):
 
 def test_scale(case):
     x, g, bounds = case
-    channels = x.shape[-1]
-    per_example = [] if bounds is not None else [(x.shape[0], channels)]
-    for shape in [None, (channels,), *per_example]:
-        statistics = {}
-        if shape is not None:
-            statistics = {
-                "mean": random(shape, torch.float32, "cpu", 3),
-                "rstd": random(shape, torch.float32, "cpu", 4).abs(),
-            }
-        want = reference.scale(x, g, bounds, **statistics)
-        options = {"cu_seqlens": bounds, "config": TILE, **statistics}
+    mean, rstd = (random(x.shape[-1:], torch.float32, "cpu", seed) for seed in (3, 4))
+    for given in ({}, {"mean": mean, "rstd": rstd.abs()}):
+        want = reference.scale(x, g, bounds, **given)
+        options = {"cu_seqlens": bounds, "config": TILE, **given}
         reference.check_sums(scale_gradients.scale_sum(x, g, **options), want)
         reference.check_squares(norms_of_scale(x, g, **options), want)
 
@@ -131,11 +124,10 @@ def test_the_whole_backward_of_scales_and_shifts(case, splits):
     got = whole(g, x, sums=False, input_gradient=False, **options)
     assert [part.numel() > 0 for part in got] == [False, False, False, True, True]
     reference.check_scale_backward(got, x, g, None, bounds)
-    for shape in [(channels,)] + ([] if bounds is not None else [(len(x), channels)]):
-        mean = random(shape, torch.float32, "cpu", 3)
-        rstd = random(shape, torch.float32, "cpu", 4).abs()
-        got = whole(g, x, weight=weight, mean=mean, rstd=rstd, **options)
-        reference.check_scale_backward(got, x, g, weight, bounds, mean, rstd)
+    mean = random((channels,), torch.float32, "cpu", 3)
+    rstd = random((channels,), torch.float32, "cpu", 4).abs()
+    got = whole(g, x, weight=weight, mean=mean, rstd=rstd, **options)
+    reference.check_scale_backward(got, x, g, weight, bounds, mean, rstd)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -165,7 +157,7 @@ def test_scales_of_examples_that_share_a_program(dtype, monkeypatch):
     monkeypatch.setattr(_config, "choose_partition", lambda *sizes: (3, 1))
     x, g, _ = reference.operands(CASES["prime"](dtype, BLOCK, "cpu"))
     x, g = x.repeat(4, 1, 1), torch.cat([g, -2 * g, g / 2, 3 * g])
-    mean, rstd = (random((8, x.shape[-1]), torch.float32, "cpu", seed).abs() for seed in (3, 4))
+    mean, rstd = (random(x.shape[-1:], torch.float32, "cpu", seed).abs() for seed in (3, 4))
     statistics_ = {"mean": mean, "rstd": rstd}
     got = scale_backward.scale_backward(g, x, **statistics_, config=TILE)
     reference.check_scale_backward(got, x, g, None, None, **statistics_)
