@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.harness import interleave, lost_by, machine, options_of_forms, write_csv
+from benchmarks.harness import interleave, lost_by, machine, parser_of, write_csv
 from gradstats._factors import ConvolutionGeometry, Patches
 from gradstats.contractions import _outer, _patches
 
@@ -100,7 +100,7 @@ def compare(layer: Layer, with_sum: bool, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    options = options_of_forms(__doc__)
+    options = parser_of(__doc__, rounds=9).parse_args()
     print(f"{machine()}, torch {torch.__version__}, {EXAMPLES} examples, float32; milliseconds")
     rows = []
     for with_sum in (False, True):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import interleave, lost_by, machine, options_of_forms, write_csv
+from benchmarks.harness import interleave, lost_by, machine, parser_of, write_csv
 from gradstats._factors import Outer
 from gradstats.contractions._outer import (
     cheapest_form,
@@ -59,7 +59,7 @@ def compare(p: int, q: int, positions: int, with_sum: bool, rounds: int) -> dict
 
 
 def main() -> None:
-    options = options_of_forms(__doc__)
+    options = parser_of(__doc__, rounds=9).parse_args()
     print(f"{machine()}, torch {torch.__version__}, 16 examples, float32")
     rows = []
     for with_sum in (False, True):

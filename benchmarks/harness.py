@@ -252,13 +252,25 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def options_of_forms(description: str) -> argparse.Namespace:
-    """Return the options of a benchmark that compares forms: rounds, and where results go."""
+def parser_of(description: str, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of what every benchmark is told: rounds, and where results go."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
     parser.add_argument("--out", type=Path, help="folder of the results")
-    return parser.parse_args()
+    return parser
+
+
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """Return the type of an argument that names one of several things."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            known = ", ".join(map(repr, names))  # some hold commas
+            raise argparse.ArgumentTypeError(f"{name!r} is not of {known}")
+        return name
+
+    return check
 
 
 def write_csv(

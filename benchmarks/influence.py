@@ -13,7 +13,6 @@ stays), and per-example gradients by vmap. Those that cannot be imported are nam
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import io
@@ -32,7 +31,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import gradstats as gs
-from benchmarks.harness import interleave, machine, write_csv
+from benchmarks.harness import interleave, machine, one_of, parser_of, write_csv
 from benchmarks.ledger import host_peak
 from benchmarks.workloads import classification
 
@@ -249,18 +248,14 @@ def measure(task: Task, rounds: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; all by default")
+    parser = parser_of(__doc__, rounds=7)
+    parser.add_argument(
+        "models", nargs="*", type=one_of(MODELS), help=f"of {', '.join(MODELS)}; all by default"
+    )
     parser.add_argument("--train", type=int, nargs="+", default=[512, 2048, 8192], metavar="N")
     parser.add_argument("--widths", type=int, nargs="+", default=[512, 1024], metavar="W")
     parser.add_argument("--queries", type=int, default=128, metavar="Q")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
-    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
-    unknown = [name for name in options.models if name not in MODELS]
-    if unknown:
-        parser.error(f"{', '.join(unknown)} is not of {', '.join(MODELS)}")
     print(f"{machine()}, torch {torch.__version__}")
     for name in options.models or MODELS:
         for width in options.widths:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness import interleave, lost_by, machine, options_of_forms, write_csv
+from benchmarks.harness import interleave, lost_by, machine, parser_of, write_csv
 from gradstats.contractions import _multiply
 
 EXAMPLES = 16
@@ -67,7 +67,7 @@ def compare(kind: str, rows: int, d_out: int, d_in: int, rounds: int) -> dict[st
 
 
 def main() -> None:
-    options = options_of_forms(__doc__)
+    options = parser_of(__doc__, rounds=9).parse_args()
     print(f"{machine()}, torch {torch.__version__}, float32; {EXAMPLES} examples one by one")
     print(f"{'kind':15}  rows  d_out d_in   onednn/mm   chosen   lost by the choice")
     rows = [compare(kind, *shape, options.rounds) for kind in KINDS for shape in SHAPES]

@@ -10,19 +10,26 @@ out where it is not installed or cannot run the model.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import gradstats as gs
-from benchmarks.harness import Timing, against, machine, reported, take_turns, write_csv
+from benchmarks.harness import (
+    Timing,
+    against,
+    machine,
+    one_of,
+    parser_of,
+    reported,
+    take_turns,
+    write_csv,
+)
 from benchmarks.providers import plain
 from benchmarks.workloads import DEFAULT, WORKLOADS, Workload, build
 
@@ -152,15 +159,11 @@ def every_fifty(measured: Timing, idle: Timing) -> Timing:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="*", help=f"{', '.join(DEFAULT)} by default")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
-    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser = parser_of(__doc__, rounds=31)
+    parser.add_argument(
+        "workloads", nargs="*", type=one_of(WORKLOADS), help=f"{', '.join(DEFAULT)} by default"
+    )
     options = parser.parse_args()
-    unknown = [name for name in options.workloads if name not in WORKLOADS]
-    if unknown:
-        parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")
     print(f"{machine()}, torch {torch.__version__}")
     rows: list[dict[str, object]] = []
     for name in options.workloads or DEFAULT:

@@ -9,16 +9,14 @@ Norms alone skip the weight gradient that the plain step forms, and are credited
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.checking import oracle, prepare
-from benchmarks.harness import machine, median_interval, rounds_of, write_csv
+from benchmarks.harness import machine, median_interval, one_of, parser_of, rounds_of, write_csv
 from benchmarks.providers import OURS, PROVIDERS
 from benchmarks.workloads import Workload
 
@@ -128,17 +126,13 @@ def measure(name: str, rounds: int, device: str = "cpu") -> list[dict[str, objec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=31)
     layers = ", ".join(map(repr, LAYERS))  # their names hold commas
-    parser.add_argument("names", nargs="*", help=f"of {layers}; all by default")
+    parser.add_argument(
+        "names", nargs="*", type=one_of(LAYERS), help=f"of {layers}; all by default"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
-    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
-    unknown = [name for name in options.names if name not in LAYERS]
-    if unknown:
-        parser.error(f"{', '.join(unknown)} is not of {layers}")
     print(f"{machine(options.device)}, torch {torch.__version__}; microseconds beyond a plain step")
     print(f"{'':20} {'':20} {'each':>6} {'interval':>16} {'plain':>7} {'call':>7}")
     rows = []

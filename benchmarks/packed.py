@@ -8,16 +8,14 @@ library of graph networks; of tokens there is a padded form too, which computes 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import against, machine, reported, take_turns, write_csv
+from benchmarks.harness import against, machine, one_of, parser_of, reported, take_turns, write_csv
 from benchmarks.providers import Call, norms, plain, training
 from benchmarks.workloads import Workload
 
@@ -167,15 +165,11 @@ def check(work: Workload, calls: dict[str, Call]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
-    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser = parser_of(__doc__, rounds=31)
+    parser.add_argument(
+        "cases", nargs="*", type=one_of(CASES), metavar="CASE", help=f"of {', '.join(CASES)}; all"
+    )
     options = parser.parse_args()
-    unknown = set(options.cases) - set(CASES)
-    if unknown:
-        parser.error(f"{', '.join(sorted(unknown))} is not of {', '.join(CASES)}")
     print(f"{machine()}, torch {torch.__version__}")
     rows: list[dict[str, object]] = []
     for name in options.cases or CASES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.harness import interleave, lost_by, machine, options_of_forms, write_csv
+from benchmarks.harness import interleave, lost_by, machine, parser_of, write_csv
 from gradstats._cost import choose_pair_form
 from gradstats._factors import Outer
 from gradstats.contractions._outer_pairs import gram_pairs
@@ -47,7 +47,7 @@ def compare(p: int, q: int, positions: int, batch: int, rounds: int) -> dict[str
 
 
 def main() -> None:
-    options = options_of_forms(__doc__)
+    options = parser_of(__doc__, rounds=9).parse_args()
     print(f"{machine()}, torch {torch.__version__}, float32, both batches of the same size")
     print("   p     q     T     B   gram/direct   chosen   lost by the choice")
     rows = [

@@ -9,15 +9,13 @@ gradients than ``--limit`` are not run at that size.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from benchmarks.checking import GIBIBYTE
-from benchmarks.harness import machine, write_csv
+from benchmarks.harness import machine, one_of, parser_of, write_csv
 from benchmarks.providers import PROVIDERS, elements
 from benchmarks.step_overhead import Conditions, measure, show
 from benchmarks.workloads import Workload, next_token
@@ -51,19 +49,15 @@ def stack(sizes: dict[str, int], device: str = "cpu") -> Workload:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("axes", nargs="*", metavar="AXIS", help="of B, T, d; all by default")
+    parser = parser_of(__doc__, rounds=9)
+    parser.add_argument(
+        "axes", nargs="*", type=one_of(AXES), metavar="AXIS", help="of B, T, d; all by default"
+    )
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(DEFAULT))
     parser.add_argument("--points", type=int, help="only the first sizes of each axis")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=1.0, metavar="GIB")
-    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
-    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
-    unknown = [name for name in options.axes if name not in AXES]
-    if unknown:
-        parser.error(f"{', '.join(unknown)} is not of {', '.join(AXES)}")
     print(f"{machine(options.device)}, torch {torch.__version__}, float32")
     conditions = Conditions(options.rounds, options.device, limit=options.limit * GIBIBYTE)
     for axis in options.axes or AXES:

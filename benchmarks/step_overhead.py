@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,6 +35,8 @@ from benchmarks.harness import (
     duration,
     interleave,
     machine,
+    one_of,
+    parser_of,
     take_turns,
     write_csv,
 )
@@ -329,9 +330,9 @@ def report(name: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=31)
     parser.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD",
+        "workloads", nargs="*", type=one_of(WORKLOADS), metavar="WORKLOAD",
         help=f"of {', '.join(WORKLOADS)}; {', '.join(DEFAULT)} by default",
     )  # fmt: skip
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(OURS))
@@ -348,7 +349,6 @@ def main() -> None:
     parser.add_argument(
         "--tf32", action="store_true", help="products of float32 in TF32 on a GPU; exact without"
     )
-    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument(
         "--in-a-row", type=int, default=1, metavar="STEPS",
         help="steps that a GPU is given before one waits for it, in a table of their own",
@@ -361,8 +361,6 @@ def main() -> None:
         "--trim", action="store_true",
         help="let the C library give memory back as it does by default; not for the results",
     )  # fmt: skip
-    parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
-    parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args()
     if options.tf32 and options.device != "cuda":
         parser.error("--tf32 is a GPU's: give --device cuda with it")
@@ -371,9 +369,6 @@ def main() -> None:
     for name in ("reduced", "recorded"):
         if getattr(options, name) and options.device != "cuda":
             parser.error(f"--{name} is a GPU's: give --device cuda with it")
-    unknown = [name for name in options.workloads if name not in WORKLOADS]
-    if unknown:
-        parser.error(f"{', '.join(unknown)} is not of {', '.join(WORKLOADS)}")
     print(f"{machine(options.device)}, torch {torch.__version__}, {options.dtype}", flush=True)
     for name in options.workloads or DEFAULT:
         # In a process of its own: graphs, modules and memory go with it.
