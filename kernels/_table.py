@@ -149,7 +149,7 @@ TABLE: dict[str, dict[tuple[int, str, bool], str]] = {
         (80, "half", False): "64x128x16w8s2 64x64x32w8s2 16x64x64w4s3",
         (80, "half", True): "128x128x64w8s3 64x128x64w4s3 64x64x64w4s3 16x64x64w4s3",
         (80, "ieee", False): "64x64x16w4s2 16x64x32w4s3",
-        (80, "ieee", True): "128x128x32w8s3 64x128x16w4s3 64x64x16w4s3 16x64x32w4s3",
+        (80, "ieee", True): "128x128x16w8s3 64x128x16w4s3 64x64x16w4s3 16x64x32w4s3",
         (80, "tf32", False): "64x128x16w8s2 64x64x16w4s3 16x64x32w4s3",
         (80, "tf32", True): "128x128x32w8s3 64x128x32w4s3 64x64x32w4s3 16x64x32w4s3",
         (80, "tf32x3", False): "64x64x16w8s2 16x64x32w4s2",

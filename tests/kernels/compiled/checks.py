@@ -20,7 +20,6 @@ OUTSIDE = 64
 ALLOWED_SPILLS = {
     # Once per program, around the loop over positions or features. A tile of this size that spills
     # nowhere halves the length of every step.
-    ("direction", 90, "64x128x32w8s2"): Local(once=100),
     ("gram", 80, "64x64x16w4s3"): Local(once=92),
     ("gram", 90, "64x64x32w4s3"): Local(once=76),
     # The same, of kernels that take the tile of another that it suits.
