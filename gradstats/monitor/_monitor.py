@@ -223,7 +223,8 @@ class Monitor:
             cu_seqlens: (B + 1,) bounds of examples packed into one row; see per_example_norms.
 
         Returns:
-            MonitorStep: a context manager; its ``measured`` says whether this step is measured.
+            MonitorStep: a context manager, in which you run the backward yourself; its
+            ``measured`` says whether this step is measured.
 
         Raises:
             TrackingError: micro-batches that do not come in order; as the context opens on a

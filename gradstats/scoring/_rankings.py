@@ -106,6 +106,8 @@ class Rankings:
     def proponents(self, query: int, k: int | None = None) -> Ranking:
         """Return the k training examples whose learning lowered the query's loss most.
 
+        They are those of largest score, whatever its sign.
+
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end.
             k: how many; by default ten, or the ``top_k`` that were kept where these are fewer.
