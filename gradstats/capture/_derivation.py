@@ -23,10 +23,20 @@ from gradstats.errors import UnsupportedOperationError
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
+# Operations of quantised training, of which autograd keeps which elements were in range and no
+# scales: observers write these anew whenever the weight is used.
+QUANTISES = variants(
+    "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
+    "fused_moving_avg_obs_fake_quant",
+)  # fmt: skip
+
 # Operations that may change operands other than the first: the user's running statistics.
 UPDATES = frozenset(
-    {functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm}
-)
+    {
+        functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm,
+        torch.fused_moving_avg_obs_fake_quant,
+    }
+)  # fmt: skip
 
 
 # The backward of a matrix exponential takes the exponential of a matrix with twice as many rows and
@@ -35,13 +45,10 @@ EXPONENTIALS = {*variants("matrix_exp"), torch.linalg.matrix_exp}
 ELEMENTS_OF_EXPONENTIAL = 8
 
 
-# Operations of which the result shows every change of an operand, and those whose scales observers
-# of quantised training write anew. The result of any other may stay the same where a parameter is
-# of zeros, or all its elements are alike, while its derivative changes.
-SHOWS_CHANGES = UPDATES | {
-    *function_variants("add", "sub", "subtract"), torch.rsub, *JOINS,
-    *variants("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"),
-}  # fmt: skip
+# Operations of which the result shows every change of an operand. The result of any other may stay
+# the same where a parameter is of zeros, or all its elements are alike, while its derivative
+# changes.
+SHOWS_CHANGES = {*function_variants("add", "sub", "subtract"), torch.rsub, *JOINS}
 
 
 class Derived(Node):
@@ -264,7 +271,8 @@ class Derived(Node):
 
         Where the result shows every change, computing it again says enough.
         """
-        if self.function in SHOWS_CHANGES:
+        # alpha=, which may be a tensor, multiplies.
+        if self.function in SHOWS_CHANGES and "alpha" not in self.kwargs:
             return
         moved = self._parameter_versions != self._versions_of_parameters()
         if self._is_written() or (moved and len(self.operands) > 1):

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture._derivation import Derived
+from gradstats.capture._derivation import QUANTISES, Derived
 from gradstats.capture._drawn import DRAWS, Draw
 from gradstats.capture._marks import CONSTANTS
+from gradstats.capture._names import function_class_of
 from gradstats.capture._nested import operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node, same_form, same_storage
 from gradstats.capture._operations import MOVES_IN_PLACE, is_about_object
@@ -30,6 +31,8 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
 
     def as_node(item):
         node = node_of(item)
+        if keeps and node is None and isinstance(item, Tensor):
+            return item.detach().clone()
         return item if node is None else node
 
     def seen(value: Tensor, index: int | None) -> Tensor:
@@ -45,6 +48,8 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         tracker.mark_constant(value)
         return note_alias(value, args, kwargs)
 
+    # Scales are often written anew, some in this operation: autograd may not look at them again.
+    keeps = func in QUANTISES or function_class_of(func) is not None
     operands = operands_of(args, kwargs)
     if any([item.requires_grad and node_of(item) is None for item in operands]):
         tracker.derived_from_leaves = True

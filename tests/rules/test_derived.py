@@ -581,6 +581,76 @@ def test_what_was_written_anew_with_the_same_numbers_is_served():
     check_operation(function, {"w": nn.Parameter(torch.randn(5, 4))}, normal(BATCH, 5))
 
 
+def test_scales_that_were_written_anew_with_other_numbers_are_those_of_the_forward():
+    """Autograd keeps which elements were in range; here the result is of zeros in any case."""
+
+    def function(m, x):
+        scale, zero = torch.full((1,), 0.1), torch.zeros(1, dtype=torch.int32)
+        weight = torch.fake_quantize_per_tensor_affine(m.w, scale, zero, 0, 255)
+        with torch.no_grad():
+            scale.fill_(1)
+        return x @ (m.w + weight).double()
+
+    check_operation(function, {"w": nn.Parameter(torch.full((5, 4), -0.4))}, normal(BATCH, 5))
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_observers_that_move_on_are_as_without_measuring(uses):
+    """The default of quantised training: one operation observes the weight and rounds it."""
+    quantise = torch.ao.quantization.default_fused_per_channel_wt_fake_quant()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.quantise = nn.Parameter(torch.randn(5, 5)), quantise
+
+        def forward(self, x):
+            for _ in range(uses):
+                x = torch.tanh(x @ self.quantise(self.w))
+            return x
+
+    model, x = Model(), torch.randn(BATCH, 5)
+    model(x)
+    with torch.no_grad():
+        model.w.mul_(1.5)  # as an optimizer does
+    plain = copy.deepcopy(model)
+    expected = []
+    for index in range(BATCH):
+        one = copy.deepcopy(model)
+        (grad,) = torch.autograd.grad(one(x)[index].square().sum(), one.w)
+        expected.append(grad.norm())
+    stats = gs.per_example_norms(model, x, lambda m, x: m(x).square().sum(1))
+    torch.testing.assert_close(stats.norm, torch.stack(expected))
+    plain(x)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w, k: torch.add(torch.ones(5).double(), w, alpha=k[0]),
+        lambda w, k: torch.rsub(w, torch.ones(5).double(), alpha=k[0]),
+        lambda w, k: functional.batch_norm(w[None], torch.zeros(5).double(), k)[0],
+        lambda w, k: functional.batch_norm(w[None], 0 * k, torch.ones(5).double(), k)[0],
+    ],
+    ids=["sum", "difference", "variance", "scale"],
+)
+def test_what_changed_and_multiplies_within_a_sum_or_normalisation_is_refused(make):
+    def function(m, x):
+        other = torch.ones(5).double()
+        weight = make(m.w, other)
+        other.add_(2)
+        return x * weight
+
+    check_refused(
+        function,
+        {"w": nn.Parameter(torch.zeros(5).double())},
+        normal(BATCH, 5),
+        match="'w'.*cannot be computed again with the same result",
+    )
+
+
 @pytest.mark.parametrize("look_up", [functional.embedding, lambda ids, w: w[ids]])
 def test_ids_that_changed_since_they_were_looked_up_are_refused(look_up):
     """As a counter of positions that the model keeps may."""
