@@ -327,8 +327,8 @@ class Derived(Node):
             "gradients cannot be pulled back through it. Is the operation random, or was one of "
             "its inputs changed in place, or given other numbers by .data? Exclude the parameter, "
             "or compute the tensor without randomness and out of place: a counter that moves on as "
-            "int(counter), a buffer that is written anew as buffer.clone(), other numbers under the "
-            "same gradient as x + (numbers - x).detach()."
+            "int(counter), a buffer that is written anew as buffer.clone(), other numbers under "
+            "the same gradient as x + (numbers - x).detach()."
         )
 
 
