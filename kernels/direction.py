@@ -86,7 +86,7 @@ def direction_inner(
     Args:
         a: layer inputs (B, T, d_in), or packed (N, d_in) with cu_seqlens; bf16, fp16 or fp32,
             any strides.
-        g: gradients with respect to the tiles, (B, T, d_out) or (N, d_out), same dtype.
+        g: gradients with respect to the outputs, (B, T, d_out) or (N, d_out), same dtype.
         direction: V (d_out, d_in), in the operands' dtype or fp32, any strides.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.

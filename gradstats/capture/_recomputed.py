@@ -175,5 +175,5 @@ def _refuse_derivatives(use: Use) -> None:
             f"create_graph=True ran through a recurrent layer's {use.nodes[0].describe()}), and "
             "how they depend on the parameter is not known for this operation. Expected such "
             "derivatives through linear layers only: write the layer with these, or leave the "
-            f"parameter out by name with exclude={[root.name for root in use.roots]!r}."
+            f"parameter out by name with exclude={use.names!r}."
         )

@@ -73,6 +73,11 @@ class Use:
         for root in self.roots:
             root.registered += 1
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the roots."""
+        return [root.name for root in self.roots]
+
     def is_sole(self, position: int) -> bool:
         """Whether the node there is a parameter whose only use this is, and only there."""
         node = self.nodes[position]
@@ -240,7 +245,7 @@ def check_derivatives(use: Use, settings: Settings) -> None:
             f"grad, jvp …) ran through {use.nodes[0].describe()}: the transform hides how the "
             "derivatives depend on it. Expected torch.autograd.grad outside of transforms, with "
             "is_grads_batched=True for several vectors at once.",
-            [root.name for root in use.roots],
+            use.names,
         )
     if settings.exact:
         raise UnsupportedOperationError(
@@ -260,7 +265,7 @@ def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
             "how they depend on the parameter is not known for this operation. Expected a linear "
             "layer, convolution, normalisation layer, product, or operation that broadcasts: write "
             "it with these, or leave the parameter out by name with "
-            f"exclude={[root.name for root in ctx.use.roots]!r}."
+            f"exclude={ctx.use.names!r}."
         )
     gradients = method(ctx.use.nodes, grad, *saved)
     if gradients is None:

@@ -20,7 +20,7 @@ from gradstats.capture._nodes import Node
 from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._product import ProductFactor
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of, wrap
+from gradstats.capture._tensors import first_node, node_of, wrap
 from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
@@ -71,10 +71,10 @@ def _complex_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 def linear_layer(tracker, func, x, weight, bias, *, inputs_first=False):
     """Run a linear layer with its factors attached."""
-    settings = tracker.settings
-    nodes = nodes_of((weight, bias))
+    settings, weight_node, bias_node = tracker.settings, node_of(weight), node_of(bias)
+    nodes = [node for node in (weight_node, bias_node) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
-    of_weight, of_bias = node_of(weight) is not None, node_of(bias) is not None
+    of_weight, of_bias = weight_node is not None, bias_node is not None
     data = (
         not of_weight and tracker.is_trained(weight),
         not of_bias and tracker.is_trained(bias),
