@@ -17,7 +17,7 @@ from gradstats.capture._drawn import Draw
 from gradstats.capture._names import function_class_of, function_name
 from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node, Root, same_storage, unique_roots
-from gradstats.capture._operations import JOINS, function_variants, variants
+from gradstats.capture._operations import JOINS, MOVES, RESHAPES, function_variants, variants
 from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -45,10 +45,13 @@ EXPONENTIALS = {*variants("matrix_exp"), torch.linalg.matrix_exp}
 ELEMENTS_OF_EXPONENTIAL = 8
 
 
-# Operations of which the result shows every change of an operand. The result of any other may stay
-# the same where a parameter is of zeros, or all its elements are alike, while its derivative
-# changes.
-SHOWS_CHANGES = {*function_variants("add", "sub", "subtract"), torch.rsub, *JOINS}
+# Operations that only add, move or cast: their derivative depends on no number, or their result
+# shows every change of an operand. The result of any other may stay the same, as a square whose
+# operand changes its sign, or a multiple of zeros, while its derivative changes.
+SHOWS_CHANGES = {
+    *function_variants("add", "sub", "subtract"), torch.rsub, *JOINS, *MOVES - {torch.einsum},
+    *RESHAPES, *variants("to", "type_as", "float", "double", "half", "bfloat16", "clone"),
+}  # fmt: skip
 
 
 class Derived(Node):
@@ -274,8 +277,7 @@ class Derived(Node):
         # alpha=, which may be a tensor, multiplies.
         if self.function in SHOWS_CHANGES and "alpha" not in self.kwargs:
             return
-        moved = self._parameter_versions != self._versions_of_parameters()
-        if self._is_written() or (moved and len(self.operands) > 1):
+        if self._is_written() or self._parameter_versions != self._versions_of_parameters():
             raise self._differs()
 
     def _is_written(self) -> bool:

@@ -534,6 +534,51 @@ def test_what_changed_since_its_product_with_zeros_is_refused(added, trained):
 
 
 @pytest.mark.parametrize(
+    ("derive", "overwrite"),
+    [
+        (torch.square, torch.neg_),
+        (torch.abs, torch.neg_),
+        (lambda w: w * w, torch.neg_),
+        (torch.max, lambda w: w.copy_(w.flip(0))),
+    ],
+    ids=["square", "abs", "times itself", "largest"],
+)
+def test_a_parameter_overwritten_after_what_does_not_show_it_is_refused(derive, overwrite):
+    def function(m, x):
+        result = x * derive(m.w)
+        with torch.no_grad():
+            overwrite(m.w)
+        return result
+
+    check_refused(
+        function,
+        {"w": (5,)},
+        normal(BATCH, 5),
+        match="'w'.*cannot be computed again with the same result",
+    )
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda w: torch.cat([w, w]).clone(),
+        lambda w: w.double().unsqueeze(0).flatten() + 1,
+    ],
+    ids=["joined", "reshaped"],
+)
+def test_a_parameter_written_anew_with_the_same_numbers_is_served(derive):
+    def function(m, x):
+        weight = derive(m.w)
+        with torch.no_grad():
+            m.w.copy_(m.w.clone())
+        return x * (1 + weight.cumsum(0)[:5])
+
+    model, batch = Operation(function, {"w": (5,)}, False), (normal(BATCH, 5),)
+    stats = gs.per_example_norms(model, batch, uneven_loss)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, uneven_loss), 1e-12)
+
+
+@pytest.mark.parametrize(
     ("make", "fill", "constant"),
     [
         (lambda w, k: w[:5] / k, 0.0, lambda: torch.ones(5).double()),
