@@ -56,15 +56,14 @@ def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | N
         return None
     weight = _numbers(direction)
     norm = torch.norm_except_dim(weight, 2, argument_of(node.args, node.kwargs, 2, "dim", 0))
-    unit = weight / norm
     if parent is direction:
-        return _tangent(factor, node, unit, other_operand(node, parent).to(norm) / norm)
+        return _tangent(factor, node, weight / norm, other_operand(node, parent).to(norm) / norm)
     factor = lean(factor)
     if not isinstance(factor, Scaled) or not _pays(factor):
         return None
     node.check_step()
-    unit = unit.to(compute_dtype(unit, *tensors_of(factor)))
-    return node.once(factor, lambda: times(factor, unit, parent.shape))
+    dtype = compute_dtype(weight, *tensors_of(factor))
+    return node.once(factor, lambda: times(factor, (weight / norm).to(dtype), parent.shape))
 
 
 def standardised(
