@@ -39,8 +39,10 @@ class Flattened:
 def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """w / ‖w‖."""
     argument = partial(argument_of, node.args, node.kwargs)
-    if argument(1, "p", 2.0) != 2:
+    factor = lean(factor)
+    if argument(1, "p", 2.0) != 2 or not _pays(factor):
         return None
+    node.check_step()
     dim, eps = argument(2, "dim", 1), argument(3, "eps", 1e-12)
     weight = _numbers(parent)
     norm = weight.norm(2, dim, keepdim=True)
@@ -52,16 +54,14 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """g v / ‖v‖, for v and for g."""
     direction = node.args[0]
-    if not isinstance(direction, Node):
+    factor = lean(factor)
+    if not isinstance(direction, Node) or not isinstance(factor, Scaled) or not _pays(factor):
         return None
+    node.check_step()
     weight = _numbers(direction)
     norm = torch.norm_except_dim(weight, 2, argument_of(node.args, node.kwargs, 2, "dim", 0))
     if parent is direction:
         return _tangent(factor, node, weight / norm, other_operand(node, parent).to(norm) / norm)
-    factor = lean(factor)
-    if not isinstance(factor, Scaled) or not _pays(factor):
-        return None
-    node.check_step()
     dtype = compute_dtype(weight, *tensors_of(factor))
     return node.once(factor, lambda: times(factor, (weight / norm).to(dtype), parent.shape))
 
@@ -147,8 +147,7 @@ STANDARDISES = {functional.batch_norm: _of_batch_norm, functional.layer_norm: _o
 
 def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Factor | None:
     """Return the factor of a tensor whose rows, columns or all of it were rescaled."""
-    factor = lean(factor)
-    if not isinstance(factor, (Outer, Patches)) or not _pays(factor):
+    if not isinstance(factor, (Outer, Patches)):
         return None
     dtype = compute_dtype(unit, *tensors_of(factor))
     unit, scale = unit.to(dtype), scale.to(dtype)
@@ -156,7 +155,6 @@ def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Fact
     along = node.once(factor, lambda: times(factor, unit, scale.shape))
     if not isinstance(inner, (Outer, Patches)) or not isinstance(along, Vector):
         return None
-    node.check_step()
     shape = (1,) * (unit.dim() - scale.dim()) + tuple(scale.shape)
     values = (along.values * scale).reshape(factor.batch, *shape)
     return Tangent(inner, unit, values, torch.ones_like(scale).reshape(shape))
