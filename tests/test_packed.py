@@ -519,6 +519,63 @@ def test_nested_tensors():
     assert type(model.weight) is nn.Parameter
 
 
+class Bags(nn.Module):
+    """A classifier of bags of words, whose words may have learned weights."""
+
+    def __init__(self, mode="sum", share=None):
+        super().__init__()
+        self.table = nn.EmbeddingBag(11, 4, mode=mode)
+        self.shares = nn.Parameter(torch.randn(11)) if share else None
+        self.share, self.head = share, nn.Linear(4, 3)
+
+    def forward(self, ids, offsets):
+        shares = None if self.share is None else self.share(self.shares, ids)
+        return self.head(torch.tanh(self.table(ids, offsets, per_sample_weights=shares)))
+
+
+def losses_of_bags(model, batch):
+    ids, offsets, labels = batch
+    return functional.cross_entropy(model(ids, offsets), labels, reduction="none")
+
+
+def bags(lengths):
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    ids = torch.randint(11, (int(bounds[-1]),))
+    return (ids, bounds[:-1], torch.randint(3, (len(lengths),))), bounds
+
+
+@pytest.mark.parametrize(
+    ("mode", "share"),
+    [
+        ("sum", None),
+        ("mean", None),
+        ("max", None),
+        ("sum", lambda shares, ids: shares.gather(0, ids)),
+        ("sum", lambda shares, ids: torch.sigmoid(shares[ids])),
+    ],
+    ids=["sum", "mean", "max", "gathered shares", "indexed shares"],
+)
+@pytest.mark.parametrize("lengths", [*LENGTHS, (1, 1, 1)], ids=str)
+def test_bags_of_words(lengths, mode, share):
+    """Text and offsets as PyTorch's tutorials have them, and the shares of recommenders."""
+    torch.manual_seed(0)
+    model, (batch, bounds) = Bags(mode, share).double(), bags(lengths)
+    ids, _, labels = batch
+    examples = [
+        (ids[start:end], torch.tensor([0]), labels[[example]])
+        for example, (start, end) in enumerate(itertools.pairwise(bounds.tolist()))
+    ]
+    expected = sqnorms_alone(model, examples, losses_of_bags)
+    check_packed(model, batch, losses_of_bags, bounds, expected)
+
+
+def test_bags_whose_shares_are_of_other_examples_are_refused():
+    batch, bounds = bags((2, 2, 2))
+    model = Bags(share=lambda shares, ids: shares[ids].roll(1)).double()
+    with pytest.raises(gs.UnsupportedOperationError, match="of several examples"):
+        gs.per_example_norms(model, batch, losses_of_bags, cu_seqlens=bounds)
+
+
 def test_packed_rows_of_several_axes():
     model, rows = nn.Linear(4, 3).double(), torch.randn(7, 2, 3, 4, dtype=torch.float64)
     lengths = [2, 1, 4]

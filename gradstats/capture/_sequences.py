@@ -11,6 +11,7 @@ is the position of a sequence within a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,11 +54,13 @@ def prescribed_layouts(
 
 
 def _of_bags(tracker: Context, args, kwargs, results) -> Layouts:
-    offsets = argument_of(args, kwargs, 2, "offsets")
-    if offsets is None or any(map(tracker.is_trained, (*args, *kwargs.values()))):
+    argument = partial(argument_of, args, kwargs)
+    offsets, shares = argument(2, "offsets"), argument(8, "per_sample_weights")
+    others = [item for item in (*args, *kwargs.values()) if item is not shares]
+    if offsets is None or any(map(tracker.is_trained, others)):
         return None
-    last = bool(argument_of(args, kwargs, 9, "include_last_offset"))
-    return [layout_of_bags(tracker, args[0], offsets, last)]
+    last = bool(argument(9, "include_last_offset"))
+    return [layout_of_bags(tracker, argument(0, "input"), shares, offsets, last)]
 
 
 def _of_alignments(tracker: Context, args, kwargs, results) -> Layouts:
@@ -134,19 +137,31 @@ def starts_of_bags(offsets: Tensor, include_last_offset: bool) -> Tensor:
     return offsets[:-1] if include_last_offset else offsets
 
 
-def layout_of_bags(tracker: Context, ids: Tensor, offsets: Tensor, last: bool) -> Examples | None:
+def layout_of_bags(
+    tracker: Context, ids: Tensor, shares: Tensor | None, offsets: Tensor, last: bool
+) -> Examples | None:
     """Return to which examples the bags of ids belong; None if that is not known.
 
     Args:
         tracker: the context.
         ids: (N,), the bags one after the other.
+        shares: (N,) what the rows of a table are multiplied by; None for ones.
         offsets: where the bags begin.
         last: whether ``offsets`` includes the end of the last bag.
     """
-    starts, layout = starts_of_bags(offsets, last), _layout(tracker, ids)
-    if layout is None or not tracker.is_marked(ids):
+    starts = starts_of_bags(offsets, last)
+    # Of rows about which nothing was noted there may be as many as examples by accident.
+    tell = [
+        rows for rows in (ids, shares)
+        if rows is not None and tracker.is_of_data(rows)
+        and (rows.requires_grad or tracker.packed or tracker.is_marked(rows))
+    ]  # fmt: skip
+    found = [layout and layout.in_pieces(starts) for layout in map(partial(_layout, tracker), tell)]
+    if not found:
         return tracker.layout_of(starts)
-    return layout.in_pieces(starts)
+    first = found[0]
+    known = first is not None and all(each and same_rows(first, each) for each in found)
+    return first if known else None
 
 
 def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> Examples:

@@ -128,9 +128,14 @@ def embedding_bag(
     if offsets is None:
         examples = locate(tracker, func, node, input, axis=0, folds=True)
     else:
-        found = layout_of_bags(tracker, input, offsets, include_last_offset)
+        found = layout_of_bags(tracker, input, per_sample_weights, offsets, include_last_offset)
         if found is None:
-            refuse(func, node, "of bags with ids of several examples has no rule")
+            refuse(
+                func, node, "of bags whose ids are of several examples, or of unknown ones,",
+                "Its bags must each belong to one example. The size of the batch is that of its "
+                "first tensor: let labels come before packed ids, or pass the bounds of the "
+                "examples among them as cu_seqlens=.",
+            )  # fmt: skip
         examples = found
     max_norm = _renormalised(node, input, max_norm, norm_type)
     if mode == "max":
@@ -313,6 +318,8 @@ def gather(tracker, func, input, dim, index, **kwargs):
     node = first_node(input, index)
     if node_of(input) is None or not tracker.is_of_data(index):
         refuse(func, node, "of data by tracked indices has no rule")
+    if input.dim() == 1 and not any(kwargs.values()):
+        return index_select(tracker, func, input, dim, index)  # which is the same
     examples = locate(tracker, func, node, index, folds=True)
     if dim % input.dim() == examples.axis:
         refuse(func, node, "along the example axis has no rule")
