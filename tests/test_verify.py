@@ -719,3 +719,26 @@ def test_tables_whose_rows_are_shortened_when_looked_up(kind):
     report = gs.verify(model, (ids, torch.randint(4, (4,))), classify)
     assert report.ok, str(report)
     assert model.table.weight is table and torch.equal(table, before)
+
+
+def test_what_could_not_be_divided_is_said_beside_coupled_examples():
+    """Ids of all examples one after the other: alone an example has the others' too."""
+
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.last = nn.EmbeddingBag(11, 8, mode="sum"), nn.Linear(8, 4)
+
+        def forward(self, offsets, ids):
+            return self.last(self.table(ids, offsets))
+
+    def loss(model, batch):
+        labels, offsets, ids = batch
+        return functional.cross_entropy(model(offsets, ids), labels, reduction="none")
+
+    data = torch.randint(4, (3,)), torch.tensor([0, 2, 3]), torch.randint(11, (7,))
+    report = gs.verify(Bags(), data, loss)
+    checks = {check.name: check for check in report.checks}
+    assert checks["exactness"].ok
+    assert checks["coupling"].ok is False
+    assert "it holds a tensor of shape (7,) without an axis of 3 at 0" in checks["coupling"].detail
