@@ -567,6 +567,9 @@ def test_bags_of_words(lengths, mode, share):
     ]
     expected = sqnorms_alone(model, examples, losses_of_bags)
     check_packed(model, batch, losses_of_bags, bounds, expected)
+    if max(lengths) > 1:  # or the offsets could as well be numbers of the examples
+        report = gs.verify(model, batch, losses_of_bags, cu_seqlens=bounds)
+        assert report.ok, str(report)
 
 
 def test_bags_whose_shares_are_of_other_examples_are_refused():

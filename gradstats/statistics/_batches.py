@@ -264,7 +264,7 @@ class Division:
         if self.bounds is None:
             return None
         for tensor in tensors:
-            known = self._is_owner(tensor) or _holds(tensor, self.bounds)
+            known = self._is_owner(tensor) or self._bounds_in(tensor)
             axis = self.axis(tensor) if self.packed_axis(tensor) is None else 0
             if not known and axis is None and tensor.dim() > 0 and not tensor.is_floating_point():
                 return (
@@ -299,6 +299,15 @@ class Division:
                 )
         return None
 
+    def _bounds_in(self, tensor: Tensor) -> int:
+        """Return how many bounds a tensor holds: all, all but the last as bags have them, or 0."""
+        if self.bounds is None or tensor.dim() != 1 or tensor.is_floating_point():
+            return 0
+        count = len(tensor)
+        starts = count == self.batch_size and max(self._lengths) > 1
+        known = (starts or count == len(self.bounds)) and tensor.tolist() == [*self.bounds[:count]]
+        return count if known else 0
+
     def _is_owner(self, tensor: Tensor) -> bool:
         """Whether a tensor says whose each row is."""
         if self.bounds is None or max(self._lengths) < 2 or tensor.is_floating_point():
@@ -322,8 +331,9 @@ class Division:
                 bounds.append(bounds[-1] + len(span))
 
         def pick(tensor: Tensor) -> Tensor:
-            if self.bounds is not None and _holds(tensor, self.bounds):
-                return tensor.new_tensor(bounds)
+            held = self._bounds_in(tensor)
+            if held:
+                return tensor.new_tensor(bounds if held == len(self.bounds or ()) else bounds[:-1])
             if self._is_owner(tensor):
                 owners = _owners([self._lengths[i] for i in examples])
                 return tensor.new_tensor(owners).view(*tensor.shape[:-1], -1)
@@ -349,11 +359,6 @@ class Division:
 
 def _owners(lengths: Sequence[int]) -> list[int]:
     return [number for number, length in enumerate(lengths) for _ in range(length)]
-
-
-def _holds(tensor: Tensor, numbers: tuple[int, ...]) -> bool:
-    integers = tensor.dim() == 1 and not tensor.is_floating_point()
-    return integers and tuple(tensor.tolist()) == numbers
 
 
 def model_to_float64(model: nn.Module) -> nn.Module:
