@@ -121,6 +121,23 @@ def test_batch_norm_in_training_mode(batch):
     assert gs.verify(network(nn.BatchNorm1d(8)).eval(), batch, classify).ok
 
 
+class WithoutMean(nn.Module):
+    """Takes the mean over the examples away."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_what_the_call_itself_is_refused_for(batch):
+    """Not for what follows from it further on, which the survey comes to."""
+    model = network(WithoutMean())
+    with pytest.raises(gs.ExampleAxisError) as refusal:
+        gs.per_example_norms(model, batch, classify)
+    detail = gs.verify(model, batch, classify).check("coverage").detail
+    assert "brings what was computed over all examples" in detail
+    assert str(refusal.value) in detail
+
+
 class Centre(torch.autograd.Function):
     """Mixes the examples in a way that no operation gives away."""
 

@@ -233,7 +233,9 @@ class Verification:
                 batch_size=self.batch_size, **options,
             )  # fmt: skip
         except GradStatsError as error:
-            self.refused = dict.fromkeys(self.selected, str(error))
+            # Perhaps for what a refused operation led to, which the survey let pass: the call
+            # itself names that operation.
+            self.refused = dict.fromkeys(self.selected, str(self._refusal() or error))
             return None
         self.operations, self.refused = found.operations, dict(found.refused)
         return found
@@ -248,6 +250,14 @@ class Verification:
             for name in error.parameters or self.selected:
                 self.refused.setdefault(name, str(error))
             return None
+
+    def _refusal(self) -> GradStatsError | None:
+        """Return what the norms of all parameters are refused for."""
+        try:
+            self._norms(self.subject.model, self.subject.batch, self.subject.state)
+        except GradStatsError as error:
+            return error
+        return None
 
     def _norms(self, model: nn.Module, batch: Any, state: State) -> GradientNorms:
         """Return the norms, parameters left out that are refused and that no fallback serves."""
