@@ -7,6 +7,7 @@ import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -61,6 +62,12 @@ def test_the_report_in_a_shell(batch):
     assert repr(report) == "VerifyReport(ok=True, parameters=4, failed=[])"
     report = gs.verify(network(nn.BatchNorm1d(8)), batch, classify)
     assert repr(report) == "VerifyReport(ok=False, parameters=6, failed=['coverage', 'coupling'])"
+
+
+def test_the_report_in_a_notebook(batch):
+    report, shown = gs.verify(network(), batch, classify), []
+    report._repr_pretty_(SimpleNamespace(text=shown.append), False)
+    assert shown == [str(report)]
 
 
 def test_the_table():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradstats._notebooks import Printed
 from gradstats._warnings import warn
 from gradstats.errors import ScoreError
 from gradstats.scoring._loaders import Data
@@ -29,7 +30,7 @@ FEWEST_QUERIES, SHORTEST_LIST = 4, 3
 
 # Arrays cannot be compared for a bool: two rankings are equal where they are one.
 @dataclass(frozen=True, eq=False)
-class Ranking:
+class Ranking(Printed):
     """Training examples in the order of their influence on one query.
 
     Attributes:

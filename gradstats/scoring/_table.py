@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradstats._notebooks import Printed
 from gradstats._requirements import require
 from gradstats.errors import ScoreError
 from gradstats.scoring._folder import path_of, read_results
@@ -34,7 +35,7 @@ MEMORISED_BAD = 0.5
 UNTRAINED = 0.95
 
 
-class SelfInfluence:
+class SelfInfluence(Printed):
     """One row for each example: how much it explains its own loss, and what is cheaper to know.
 
     Attributes:
@@ -326,7 +327,7 @@ class SelfInfluence:
 
 
 @dataclass(frozen=True)
-class DetectionReport:
+class DetectionReport(Printed):
     """How well scores find known bad examples when examples are inspected in their order.
 
     Attributes:

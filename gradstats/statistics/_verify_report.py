@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
+from gradstats._notebooks import Printed
 from gradstats.errors import GradStatsError
 
 MARKS = {True: "ok", False: "FAILED", None: "-"}
@@ -53,7 +54,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Printed):
     """The result of gs.verify: print it.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.scoring._metrics import detect
+from gradstats.scoring._rankings import Ranking
 from gradstats.scoring._table import FIELDS
 from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
 from tests.scoring.setting import (
@@ -336,6 +338,14 @@ def test_the_table_as_text(setting):
     assert lines[1].split()[:4] == ["id", "label", "predicted", "self_influence"]
     assert len({len(line) for line in lines[1:13]}) == 1
     assert repr(run(setting)).startswith("SelfInfluence(examples=11, self_influence=")
+
+
+def test_results_in_a_notebook(setting):
+    ranking = Ranking(np.arange(2), np.array(["a", "b"]), np.array([0.5, 0.25]))
+    for result in (run(setting), run(setting).report([1, 2, 5]), ranking):
+        shown: list[str] = []
+        result._repr_pretty_(SimpleNamespace(text=shown.append), False)
+        assert shown == [str(result)] and len(shown[0].splitlines()) > 2
 
 
 def test_results_in_a_shell(setting):
