@@ -105,12 +105,13 @@ class Grafted:
             problem = f"returned results of shape {got}, expected {expected}"
         else:
             pairs = zip(results, shadows, strict=True)
-            worst = max(_difference(first, value_of(second)) for first, second in pairs)
-            if worst <= 1:
+            differences = [_difference(first, value_of(second)) for first, second in pairs]
+            found, allowed = max(differences, key=lambda pair: pair[0] / pair[1])
+            if found <= allowed:
                 return
             problem = (
-                f"returned values that differ by {worst:.2g} times the tolerance, expected the "
-                "operation's"
+                f"returned values that differ by {found:.2%} of their norm, expected the "
+                f"operation's to within {allowed:.2%}"
             )
         raise self._wrong(func, node, problem)
 
@@ -124,7 +125,7 @@ class Grafted:
                 raise self._wrong(
                     func,
                     node,
-                    "returned nothing that depends on it, expected a use of it. (Where the "
+                    "returned nothing that depends on it, expected a use of it (where the "
                     "operation has no gradient for it, detach it in the model)",
                 )
 
@@ -218,15 +219,15 @@ def _shape(item) -> tuple[int, ...] | None:
     return tuple(item.shape) if isinstance(item, Tensor) else None
 
 
-def _difference(result, shadow) -> float:
-    """Return the norm of the difference relative to the result's, in units of the tolerance."""
+def _difference(result, shadow) -> tuple[float, float]:
+    """Return the norm of the difference relative to the result's, and how large it may be."""
     if not isinstance(result, Tensor) or not bool(result.isfinite().all()):
-        return 0.0
+        return 0.0, OTHER_TOLERANCE
     tolerance = VALUE_TOLERANCE.get(result.dtype, OTHER_TOLERANCE)
     wide, other = (as_real(item.detach()).double() for item in (result, shadow))
-    distance = ((wide - other).norm() / (wide.norm() * tolerance).clamp(min=1e-300)).item()
+    distance = ((wide - other).norm() / wide.norm().clamp(min=1e-300)).item()
     # The decomposition may have values that are not finite where the operation has none.
-    return distance if math.isfinite(distance) else math.inf
+    return distance if math.isfinite(distance) else math.inf, tolerance
 
 
 class Composed:
