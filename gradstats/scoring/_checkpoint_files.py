@@ -53,7 +53,9 @@ def find_files(pattern: str | Path) -> list[Path]:
     paths = [Path(path) for path in glob.glob(str(pattern), recursive=True)]
     files = sorted((path for path in paths if path.is_file()), key=_natural)
     if Path(pattern).is_dir() or (paths and not files):
-        known = (name for name in WEIGHTS_FILES if any((path / name).is_file() for path in paths))
+        # In the folder itself, or one below: a run holds the folders of its checkpoints.
+        usual = (*WEIGHTS_FILES, "*.safetensors", *(f"*/{name}" for name in WEIGHTS_FILES))
+        known = (name for name in usual if any(any(path.glob(name)) for path in paths))
         raise CheckpointError(
             f"{pattern} matches folders only, expected files. Pass a glob, such as "
             f"'{pattern}/{next(known, '*.pt')}'."

@@ -489,6 +489,23 @@ def test_a_folder_is_no_checkpoint(tmp_path):
             gs.Checkpoints(name, lr=1.0)
 
 
+@pytest.mark.parametrize(
+    ("saved", "advice"),
+    [
+        ("checkpoint-5/model.safetensors", "/*/model.safetensors'"),
+        ("model.safetensors", "/model.safetensors'"),
+        ("adapter_model.safetensors", "/*.safetensors'"),
+        ("epoch-1.pt", "/*.pt'"),
+    ],
+)
+def test_a_folder_says_what_to_look_for_in_it(tmp_path, saved, advice):
+    (tmp_path / saved).parent.mkdir(exist_ok=True)
+    (tmp_path / saved).touch()
+    with pytest.raises(gs.CheckpointError) as error:
+        gs.Checkpoints(tmp_path, lr=1.0)
+    assert f"Pass a glob, such as '{tmp_path}{advice}" in str(error.value)
+
+
 class Payload:
     """An object that runs code when it is unpickled."""
 
