@@ -63,7 +63,8 @@ def draw_self_influence(
         panels[0].set_yscale("log")
     panels[0].set_xlabel("rank")
     panels[0].set_ylabel("self-influence")
-    panels[0].legend(frameon=False)
+    if bad is not None:
+        panels[0].legend(frameon=False)
     if report is not None:
         _draw_found(panels[1], report)
     return figure
@@ -73,7 +74,7 @@ def _draw_found(axes: Axes, report: DetectionReport) -> None:
     """Plot the share of bad examples that each score finds, where the scores are told apart."""
     from matplotlib.ticker import PercentFormatter
 
-    axes.set_xlabel("examples inspected, the highest score first")
+    axes.set_xlabel("examples inspected, the most suspicious first")
     axes.set_ylabel("known bad examples found")
     if not report.rows:
         axes.text(
