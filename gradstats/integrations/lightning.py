@@ -7,7 +7,6 @@ Trainer(callbacks=[GradStatsCallback(every=50)])
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from gradstats._requirements import require
 from gradstats.errors import TrackingError
 from gradstats.monitor._context import MonitorStep
-from gradstats.monitor._monitor import Monitor
+from gradstats.monitor._monitor import Monitor, check_options
 from gradstats.monitor._ranks import group_of
 from gradstats.statistics._loss import infer_batch_size
 
@@ -83,7 +82,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
                 "lambda batch: len(batch[0])."
             )
         # A misspelt option is named here, not when training starts.
-        inspect.signature(Monitor).bind(None, every, **options)
+        check_options(options)
         self.every = every
         self.monitor: Monitor | None = None
         self._ids, self._batch_size, self._histograms = ids, batch_size, histograms

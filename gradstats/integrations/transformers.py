@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import json
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,7 @@ from gradstats.integrations._trainer import (
 )
 from gradstats.integrations._trl import register_rules
 from gradstats.monitor._context import MonitorStep
-from gradstats.monitor._monitor import Monitor
+from gradstats.monitor._monitor import Monitor, check_options
 from gradstats.monitor._ranks import group_of
 from gradstats.statistics._arguments import integer
 from gradstats.statistics._loss import infer_batch_size
@@ -114,7 +113,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         if not (ids is None or isinstance(ids, str)):
             raise TrackingError(f"ids is {ids!r}, expected the name of an input of the model.")
         # A misspelt option is named here, not when training starts.
-        inspect.signature(Monitor).bind(None, every, **options)
+        check_options(options)
         self.every = every
         self.monitor: Monitor | None = None
         self.saved: dict[str, Any] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -268,10 +268,10 @@ class Monitor:
         return list(self._run.spikes)
 
     @property
-    def nonfinite(self) -> deque[tuple[int, int]]:
+    def nonfinite(self) -> list[tuple[int, int]]:
         """(step, id or position) of examples whose gradient was not finite, the last 1000."""
         self._settle()
-        return self._run.nonfinite
+        return list(self._run.nonfinite)
 
     @property
     def history(self) -> dict[str, list[float]]:
@@ -286,7 +286,8 @@ class Monitor:
         """Return the last step's metrics.
 
         Returns:
-            Name → number; empty if the step was not measured.
+            Name → number; empty if the step was not measured. A trainer's callback is not told
+            of such steps: its monitor keeps those of the last measured one.
 
         Raises:
             TrackingError: the step's gradient is not known, with the reason.
@@ -412,3 +413,14 @@ class Monitor:
                 )
             return
         self._metrics = self._run.add(number, measured)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise unless a monitor, and so a trainer's callback, has these options."""
+    known = list(inspect.signature(Monitor).parameters)[2:]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"GradStatsCallback has no option {name!r}, expected one of its own or of "
+                f"gs.Monitor: {', '.join(known)}."
+            )

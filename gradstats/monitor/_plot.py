@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradstats._requirements import require
-from gradstats.errors import GradStatsError
+from gradstats.errors import GradStatsError, TrackingError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,8 +35,14 @@ def plot(monitor: Monitor) -> Figure:
 
     Raises:
         MissingPackageError: without matplotlib.
+        TrackingError: ``monitor`` is something else.
         GradStatsError: nothing was measured yet.
     """
+    if not hasattr(monitor, "history"):
+        raise TrackingError(
+            f"monitor is {type(monitor).__name__}, expected a gs.Monitor. A trainer's callback has "
+            "it as callback.monitor, once training has started."
+        )
     with require("plot"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogFormatter, MaxNLocator

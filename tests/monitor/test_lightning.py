@@ -228,7 +228,7 @@ def test_a_batch_size_that_is_no_function():
 
 
 def test_an_option_of_no_monitor_is_named_at_once():
-    with pytest.raises(TypeError, match="'evry'"):
+    with pytest.raises(TypeError, match=r"no option 'evry', .* of gs\.Monitor: loss_reduction, "):
         callback_module.GradStatsCallback(evry=10)
 
 

@@ -460,7 +460,7 @@ def test_gradients_that_are_not_finite_are_counted_and_named(model):
         losses_of(model, (inputs, labels)).mean().backward()
     metrics = monitor.metrics()
     assert metrics["nonfinite/examples"] == metrics["nonfinite/steps"] == metrics["spike"] == 1
-    assert list(monitor.nonfinite) == [(1, 10)]
+    assert monitor.nonfinite == [(1, 10)]
     assert math.isnan(metrics["grad_norm"]) and math.isnan(metrics["gns/tr_sigma"])
     assert metrics["example_grad_norm/mean"] > 0
     assert metrics["gns/b_simple"] == pytest.approx(before["gns/b_simple"], nan_ok=True)

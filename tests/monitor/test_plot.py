@@ -108,6 +108,8 @@ def test_the_batch_stands_beside_the_noise_scale(monitor):
 def test_what_is_missing_is_said(monitor, monkeypatch):
     with pytest.raises(gs.GradStatsError, match="nothing to plot"):
         plot(gs.Monitor(monitor.model))
+    with pytest.raises(gs.TrackingError, match=r"monitor is NoneType.* as callback\.monitor"):
+        plot(None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(gs.MissingPackageError, match=r"gradstats\[plot\]"):
         plot(monitor)
