@@ -227,6 +227,15 @@ def test_batches_without_examples(model, bad_batch, message):
         gs.per_example_norms(model, bad_batch, per_example_cross_entropy)
 
 
+def test_a_pattern_for_the_other_name_of_a_tied_parameter():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+    model[1].weight = model[0].weight
+    with pytest.raises(gs.CoverageError, match=r"'1\.weight' is tied to '0\.weight': they are one"):
+        gs.per_example_norms(
+            model, (torch.arange(4), torch.arange(4)), per_example_cross_entropy, exclude="1.wei*"
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -84,6 +84,7 @@ class Anatomy:
                     raise CoverageError(
                         f"the pattern {pattern!r} matches no {which}. Expected a pattern of one "
                         f"of {list(own)[:8]}{' …' if len(own) > 8 else ''}."
+                        f"{self._tied_under(pattern, own)}"
                     )
         names = chosen[0] - chosen[1]
         selected = {name: parameter for name, parameter in trainable.items() if name in names}
@@ -93,6 +94,19 @@ class Anatomy:
                 "Expected at least one: widen the first or narrow the second."
             )
         return selected
+
+    def _tied_under(self, pattern: str, own: dict[str, nn.Parameter]) -> str:
+        """Say which of the parameters a pattern names by another name than their first."""
+        first = {id(parameter): name for name, parameter in own.items()}
+        _, model = self.modules[0]
+        for other, parameter in model.named_parameters(remove_duplicate=False):
+            other = clean_name(other, self.prefix)
+            if id(parameter) in first and fnmatchcase(other, pattern):
+                return (
+                    f" {other!r} is tied to {first[id(parameter)]!r}: they are one parameter, "
+                    "under that name."
+                )
+        return ""
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
