@@ -171,6 +171,17 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
         remedy = ""
         if index is not None:
             remedy = f" It is one file of several: pass their index, {index}."
+        elif prefix := _before_each(missing, unexpected):
+            remedy = (
+                f" Its names are the model's with {prefix!r} before them: pass the module that "
+                "was saved as the model, with a loss_fn that calls it, or the state dicts without "
+                "that prefix."
+            )
+        elif prefix := _before_each(unexpected, missing):
+            remedy = (
+                f" Its names are the model's without {prefix!r} before them: pass "
+                f"model.{prefix.rstrip('.')}, with a loss_fn that calls it."
+            )
         elif missing:
             remedy = (
                 " What was never trained and therefore not saved, such as the weights below "
@@ -189,6 +200,15 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
             f"the state dict of a model of the same architecture.{remedy}"
         )
     return {name: held[name] for name in state}
+
+
+def _before_each(names: Sequence[str], longer: Sequence[str]) -> str:
+    """Return the path that makes of all names those of another list, '' where there is none."""
+    for name in longer:
+        prefix = name.removesuffix(names[0]) if names else name
+        if prefix != name and prefix.endswith(".") and {prefix + n for n in names} <= {*longer}:
+            return prefix
+    return ""
 
 
 def _without_count(weights: Mapping[str, Any]) -> Mapping[str, Any]:

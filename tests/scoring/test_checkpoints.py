@@ -636,6 +636,22 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(setting):
         assert_unchanged(setting.model, state)
 
 
+def test_a_checkpoint_of_the_module_around_the_model(setting):
+    """As Lightning saves it; or the other way round."""
+    inner = setting.model.state_dict()
+    around = {f"net.{name}": value for name, value in inner.items()} | {
+        "metric.total": torch.ones(1)
+    }
+    with pytest.raises(
+        gs.CheckpointError, match=r"the model's with 'net\.' before them: pass the mo"
+    ):
+        score(setting, gs.Checkpoints([around], lr=1.0))
+    outer = nn.ModuleDict({"net": setting.model})
+    data = (outer, [setting.train], lambda outer, batch: loss_fn(outer["net"], batch))
+    with pytest.raises(gs.CheckpointError, match=r"without 'net\.' before them: pass model\.net, "):
+        gs.self_influence(*data, gs.Checkpoints([inner], lr=1.0), progress=False)
+
+
 def test_sharded_models_and_their_shards_are_refused(setting):
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
