@@ -79,7 +79,7 @@ def plot(monitor: Monitor) -> Figure:
     norms.yaxis.set_major_formatter(LogFormatter())
     norms.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     norms.set_ylabel("gradient norm")
-    norms.legend(fontsize=8, ncols=2)
+    norms.margins(y=0.1)  # spikes are the highest points, and their ids stand above them
 
     value, spread = history["gns/b_simple"], 2 * history["gns/b_simple_se"]
     noise.fill_between(
@@ -104,8 +104,12 @@ def plot(monitor: Monitor) -> Figure:
     noise.set_ylabel("number of examples")
     noise.set_xlabel("optimizer step")
     noise.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    noise.legend(fontsize=8)
     for axes in (norms, noise):
+        # Above: wherever it stood inside, a spike or the line would be behind it.
+        axes.legend(
+            fontsize=8, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
+            borderaxespad=0,
+        )  # fmt: skip
         axes.grid(color="#E4E4E4", linewidth=0.8)
         axes.set_axisbelow(True)
     return figure

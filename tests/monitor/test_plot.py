@@ -51,6 +51,9 @@ def test_the_figure_shows_what_was_measured(monitor, tmp_path):
     (marked,) = norms.texts
     assert marked.get_text().startswith("44") and marked.xy[0] == 14
     assert marked.xy[1] == monitor.spikes[0].examples[0].norm
+    figure.canvas.draw()
+    inside, outside = norms.get_window_extent(), norms.get_legend().get_window_extent()
+    assert marked.get_window_extent().y1 < inside.y1 <= outside.y0, "neither cut off nor covered"
     assert noise.get_xlabel() == "optimizer step"
     figure.savefig(tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 10_000
