@@ -11,6 +11,9 @@ import torch
 from gradstats.errors import TrackingError
 from gradstats.monitor._arguments import is_count
 
+# Ids in the one line of a spike.
+SHOWN = 4
+
 
 @dataclass(frozen=True)
 class ExampleRecord:
@@ -51,6 +54,14 @@ class Spike:
     value: float
     typical: float
     examples: tuple[ExampleRecord, ...]
+
+    def __repr__(self) -> str:
+        names = [e.position if e.id is None else e.id for e in self.examples[:SHOWN]]
+        more = ", …" if len(self.examples) > SHOWN else ""
+        return (
+            f"Spike(step={self.step}, {self.quantity}={self.value:.4g}, "
+            f"typical={self.typical:.4g}, examples=[{', '.join(map(str, names))}{more}])"
+        )
 
     def state_dict(self) -> dict:
         return asdict(self)

@@ -446,6 +446,9 @@ def test_a_spike_names_its_examples():
             assert example.alignment == pytest.approx(along[example.position])
     median = np.median(monitor.history["grad_norm"][:6])
     assert monitor.spikes[0].typical == pytest.approx(median)
+    spike = monitor.spikes[0]
+    shown = f"grad_norm={spike.value:.4g}, typical={median:.4g}, examples=[104, "
+    assert repr(spike).startswith(f"Spike(step=6, {shown}") and len(repr(spike)) < 120
 
 
 def test_gradients_that_are_not_finite_are_counted_and_named(model):
