@@ -108,7 +108,7 @@ def plot(monitor: Monitor) -> Figure:
         # Above: wherever it stood inside, a spike or the line would be behind it.
         axes.legend(
             fontsize=8, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
-            borderaxespad=0,
+            borderaxespad=0, columnspacing=1,
         )  # fmt: skip
         axes.grid(color="#E4E4E4", linewidth=0.8)
         axes.set_axisbelow(True)
