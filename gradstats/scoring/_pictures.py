@@ -100,7 +100,7 @@ def _draw_found(axes: Axes, report: DetectionReport) -> None:
         axis.set_major_formatter(PercentFormatter(1))
     axes.grid(color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(edgecolor="none", loc="center right")
 
 
 def draw_query(
