@@ -508,6 +508,9 @@ def test_arguments_that_are_none(call, model, batch):
             call(None, batch, losses, **options)
     with pytest.raises(gs.TrackingError, match="loss_fn is NoneType, expected a function"):
         call(model, batch, None)
+    message = r"loss_fn is torch\.nn\.functional\.nll_loss, expected a function that runs the model"
+    with pytest.raises(gs.TrackingError, match=message):
+        call(model, batch, torch.nn.functional.nll_loss)
     for name in ("parameters", "exclude"):
         for value in (3, [3]):
             with pytest.raises(gs.CoverageError, match=rf"{name} is .*3.*, expected an fnmatch"):

@@ -32,15 +32,14 @@ def check_monitor(
 ) -> None:
     """Raise unless these can be a monitor's arguments."""
     reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
-    optimizes = optimizer is None or (
-        hasattr(optimizer, "param_groups") and not isinstance(optimizer, type)
-    )
+    optimizers = optimizers_of(optimizer)
+    optimizes = all(hasattr(o, "param_groups") and not isinstance(o, type) for o in optimizers)
     groups = process_group is None or isinstance(process_group, dist.ProcessGroup)
     for name, value, is_good, expected in (
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
         ("every", every, is_count(every) and every > 0, "a positive integer: steps"),
         ("loss_reduction", loss_reduction, loss_reduction in REDUCTIONS, reductions),
-        ("optimizer", optimizer, optimizes, "a torch.optim.Optimizer instance"),
+        ("optimizer", optimizer, optimizes, "a torch.optim.Optimizer instance, or a list of them"),
         ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
         ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
         ("top", top, is_count(top), "a number of examples"),
@@ -48,10 +47,17 @@ def check_monitor(
         ("clip", clip, clip is None or (_is_number(clip) and clip > 0), "a positive norm"),
     ):
         if not is_good:
-            raise TrackingError(f"{name} is {value!r}, expected {expected}.")
+            raise TrackingError(f"{name} is {reprlib.repr(value)}, expected {expected}.")
     check_scaler(scaler)
     check_workspace(workspace)
     check_flags(**flags)
+
+
+def optimizers_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers that take a step together: none, one, or those of a list."""
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
 def checked_accumulation(accumulation) -> tuple[int, int]:

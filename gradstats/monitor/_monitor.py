@@ -110,8 +110,9 @@ class Monitor:
             optimizer step and averaged over its R processes, give the (1/N) Σ ℓ_i of all its N
             examples; each is (R/N) Σ ℓ_i over its own examples (a mean over the tokens of the whole
             step: ℓ_i is N / #tokens times the sum of its token losses).
-        optimizer: the optimizer; its learning rates weigh ``self_influence``. Where one of them is
-            None, as Adafactor has it, the step does not count there, and ``cabs`` is NaN.
+        optimizer: the optimizer, or a list of those that take the step together, as Muon and AdamW
+            do; the learning rates weigh ``self_influence``. Where one of them is None, as Adafactor
+            has it, the step does not count there, and ``cabs`` is NaN.
         scaler: the torch.amp.GradScaler; its scale is divided out of the squares, which are those
             of scaled gradients: norm · scale has to stay below 1.8e19 in float32, or the norm is
             infinite, and counts as not finite.
@@ -154,7 +155,7 @@ class Monitor:
         every: int = 50,
         *,
         loss_reduction: str = "mean",
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         alignment: bool = True,
         gram: bool = False,

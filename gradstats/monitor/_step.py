@@ -16,6 +16,7 @@ from gradstats.capture._selection import select_parameters
 from gradstats.capture._tracker import Tracker
 from gradstats.capture._uses import Settings
 from gradstats.errors import TrackingError
+from gradstats.monitor._arguments import optimizers_of
 from gradstats.monitor._layers import Layers
 from gradstats.monitor._measured import Options, Pending, listed
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
@@ -30,7 +31,7 @@ class Collector:
     Args:
         model: the model, as its optimizer step is run.
         options: what to measure.
-        optimizer: whose learning rates weigh the self-influence, or None.
+        optimizer: whose learning rates weigh the self-influence: one, a list of them, or None.
         scaler: the GradScaler, or None.
         group: the process group of the step, None if alone.
         single: no other micro-batch will follow.
@@ -38,7 +39,7 @@ class Collector:
 
     def __init__(self, model: nn.Module, options: Options, optimizer, scaler, group, single: bool):
         self.model, self.options, self.scaler, self.group = model, options, scaler, group
-        self.optimizer = optimizer
+        self._optimizers = optimizers_of(optimizer)
         # A micro-batch had no backward. Of several processes each has to learn it from the others.
         self.skipped = False
         # Σ_i ⟨c_i, G⟩ is ‖G‖² where G is all in one context: then the gradients need not be read.
@@ -92,7 +93,7 @@ class Collector:
             self.layers = Layers(self.names, options.layers)
             if self.reads_gradients:
                 self._warn_of_hooks()
-            if self.optimizer is not None:
+            if self._optimizers:
                 self._warn_of_optimizer()
         tracker.open()
         return tracker
@@ -112,8 +113,8 @@ class Collector:
             if gradient is not None:
                 self._scalar += (loss.detach().double() * gradient).sum().to(device)
         self._scale = loss_scale(self.scaler, device)
-        if self.optimizer is not None:
-            self._rates, self._groups = self._learning_rates(self.optimizer.param_groups)
+        if self._optimizers:
+            self._rates, self._groups = self._learning_rates()
         if not self._started:
             self._stale = gradient_sqnorms(self._parameters)
         self._started = True
@@ -244,7 +245,7 @@ class Collector:
 
     def _warn_of_optimizer(self) -> None:
         """Say where none of its learning rates weighs anything."""
-        moved = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        moved = {id(each) for group in self._moved_groups() for each in group["params"]}
         if moved.isdisjoint(map(id, self._parameters)):
             warn(
                 "the optimizer that gradstats.Monitor was given holds none of the measured "
@@ -252,12 +253,13 @@ class Collector:
                 "model, made of the parameters that it has now.",
             )
 
-    def _learning_rates(self, groups: Sequence[dict[str, Any]]) -> tuple[Tensor, np.ndarray]:
-        """Return (G,) the learning rates as they stand, and (G, P) whose parameters they move.
+    def _moved_groups(self) -> list[dict[str, Any]]:
+        """Return the groups of parameters of all optimizers, as they stand."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
-        Args:
-            groups: of the optimizer.
-        """
+    def _learning_rates(self) -> tuple[Tensor, np.ndarray]:
+        """Return (G,) the learning rates as they stand, and (G, P) whose parameters they move."""
+        groups = self._moved_groups()
         members = [set(map(id, group["params"])) for group in groups]
         moves = np.array([[id(p) in group for p in self._parameters] for group in members])
         # Adafactor has None where it makes its own.

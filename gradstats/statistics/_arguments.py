@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.loss import _Loss
 
 from gradstats._complex import real_shape
@@ -80,10 +81,13 @@ def check_values(model: nn.Module, name: str = "model") -> None:
 def check_loss_function(loss_fn: Any) -> None:
     """Raise unless it can be called with a model and a batch."""
     # Losses of PyTorch are called with outputs and targets; what is derived from one may not be.
-    if not callable(loss_fn) or type(loss_fn).__module__ == _Loss.__module__:
+    own = getattr(loss_fn, "__module__", None) == functional.__name__
+    if not callable(loss_fn) or type(loss_fn).__module__ == _Loss.__module__ or own:
+        got = f"torch.nn.functional.{loss_fn.__name__}" if own else type(loss_fn).__name__
         raise TrackingError(
-            f"loss_fn is {type(loss_fn).__name__}, expected a function: loss_fn(model, batch) -> "
-            "(B,) unreduced losses."
+            f"loss_fn is {got}, expected a function that runs the model: loss_fn(model, batch) -> "
+            "(B,) unreduced losses, such as lambda model, batch: "
+            'cross_entropy(model(batch[0]), batch[1], reduction="none").'
         )
 
 

@@ -517,7 +517,8 @@ def test_only_the_last_spikes_are_kept(model, monkeypatch):
     assert str(again.spikes) == str(monitor.spikes)
 
 
-def test_self_influence_over_a_run_survives_shuffling_and_resuming(model, tmp_path):
+@pytest.mark.parametrize("several", [False, True], ids=["one optimizer", "one for each group"])
+def test_self_influence_over_a_run_survives_shuffling_and_resuming(model, tmp_path, several):
     """S_i = Σ_t η_t ‖g_i(w_t)‖², summed over parameter groups with their own learning rates."""
     inputs, labels = batch_of(10)
 
@@ -527,27 +528,30 @@ def test_self_influence_over_a_run_survives_shuffling_and_resuming(model, tmp_pa
             {"params": model[2].parameters(), "lr": 0.01},
         ]
 
-    optimizer = torch.optim.SGD(groups(model))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    monitor = gs.Monitor(model, every=1, optimizer=optimizer, alignment=False)
+    sets = [[group] for group in groups(model)] if several else [groups(model)]
+    optimizers = [torch.optim.SGD(each) for each in sets]
+    given = optimizers if several else optimizers[0]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
+    monitor = gs.Monitor(model, every=1, optimizer=given, alignment=False)
     expected, visits = np.zeros(10), np.zeros(10)
     for step in range(6):
         picked = torch.randperm(10)[:4]
         batch = (inputs[picked], labels[picked])
         gradients = oracle_gradients(model, batch, losses_of)
         for name, gradient in gradients.items():
-            rate = optimizer.param_groups[0 if name.startswith("0") else 1]["lr"]
+            moved = [group for each in optimizers for group in each.param_groups]
+            rate = moved[0 if name.startswith("0") else 1]["lr"]
             expected[picked] += rate * gradient.flatten(1).square().sum(1).numpy()
         visits[picked] += 1
-        optimizer.zero_grad()
+        model.zero_grad()
         with monitor.step(batch_size=4, ids=picked):
             losses_of(model, batch).mean().backward()
-        optimizer.step()
-        schedule.step()
+        for each in (*optimizers, *schedules):
+            each.step()
         if step == 3:
             torch.save(monitor.state_dict(), tmp_path / "monitor.pt")
             metrics = monitor.metrics()
-            monitor = gs.Monitor(model, every=1, optimizer=optimizer, alignment=False)
+            monitor = gs.Monitor(model, every=1, optimizer=given, alignment=False)
             monitor.load_state_dict(torch.load(tmp_path / "monitor.pt", weights_only=True))
             assert monitor.history["gns/tr_sigma"][-1] == metrics["gns/tr_sigma"]
     table = monitor.self_influence
@@ -664,6 +668,7 @@ def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
         (lambda m: gs.Monitor(type(m)), "model is <class .*, expected a torch.nn.Module"),
         (lambda m: gs.Monitor(m, optimizer=torch.optim.SGD), "optimizer is <class .*, expected a"),
         (lambda m: gs.Monitor(m, optimizer=0.1), "optimizer is 0.1"),
+        (lambda m: gs.Monitor(m, optimizer=["SGD"]), r"optimizer is \['SGD'\], .*, or a list of"),
         (lambda m: gs.Monitor(m, scaler=torch.amp.GradScaler), "scaler is <class"),
         (lambda m: gs.Monitor(m, scaler=1024.0), "scaler is 1024.0"),
         (lambda m: gs.Monitor(m, process_group=0), "process_group is 0, expected a torch.dist"),
