@@ -86,7 +86,8 @@ class Passes:
         # Checkpoints are met again in every chunk, so they are told apart beforehand.
         entries = {}
         for number in range(len(self._pairs)):
-            entries[str(number)] = self._recognition.entry(*self._move_to(number))
+            held = self._move_to(number)
+            entries[str(number)] = self._recognition.entry(*held)
             del entries[str(number)]["name"]
         if self._out is not None:
             description = self._description(STRONGEST)
@@ -101,14 +102,17 @@ class Passes:
         first = lists.next_batch
         left = list(chunks(self._train.sizes, self._query.examples, self._budget, first))
         # One checkpoint is loaded once for all chunks.
-        only = self._pairs.load(0) if len(self._pairs) == 1 else None
+        only = held if len(self._pairs) == 1 else None
 
         def compute(part: range) -> Lists:
             rows = slice(self._train.spans[part[0]].start, self._train.spans[part[-1]].stop)
             chunk = Chunk(rows, self._query.examples, *self._spans)
             pending = self._tiles_of(slice(part.start, part.stop))
             for number in range(len(self._pairs)):
-                self._stream.move_to(*(only or self._pairs.load(number)))
+                if only is None:
+                    pair = self._pairs.load(number)
+                    self._recognition.check_same(*pair, entries[str(number)])
+                    self._stream.move_to(*pair)
                 if part.start == first and number == 0:
                     size = self._query.examples * k * 64
                     self._announce(self._tiles_of(slice(first, None)), size, "for the lists")

@@ -17,6 +17,8 @@ from gradstats.scoring._weights import weights_hash
 from gradstats.scoring._work import Work
 from gradstats.statistics._loss import check_losses
 
+HASHES = ("weights", "query_weights")
+
 
 class Recognition:
     """Tells the checkpoints of one call apart, and whether results on disk belong to the call.
@@ -44,9 +46,7 @@ class Recognition:
             CheckpointError: if an earlier checkpoint holds the same weights, or other processes
                 hold other weights.
         """
-        model = self._work.model
-        weights = weights_hash(model, checkpoint)
-        query_weights = None if query is None else weights_hash(model, query)
+        weights, query_weights = self._hashes(checkpoint, query)
         if len(set(_ranks.gather((weights, query_weights)))) > 1:
             raise CheckpointError(
                 f"{checkpoint.name} holds other weights in each process, as the state dict of a "
@@ -68,6 +68,26 @@ class Recognition:
         if self._data is not None:
             entry["first_losses"] = _ranks.on_first(self._first_losses)
         return entry
+
+    def check_same(
+        self, checkpoint: Checkpoint, query: Checkpoint | None, entry: dict[str, Any]
+    ) -> None:
+        """Raise unless a checkpoint that was loaded again holds what it did for its entry."""
+        hashes = self._hashes(checkpoint, query)
+        for each, now, key in zip((checkpoint, query), hashes, HASHES, strict=True):
+            if each is not None and now != entry[key]:
+                raise CheckpointError(
+                    f"{each.name} holds other weights than when it was first read in this call, so "
+                    "scores of some examples would be at other weights than those of the rest. "
+                    "Expected files that nobody writes meanwhile: score copies of those that a "
+                    "training run replaces."
+                )
+
+    def _hashes(self, checkpoint: Checkpoint, query: Checkpoint | None) -> tuple[str, str | None]:
+        """Return by what the weights of both sides are told, as entries hold it under HASHES."""
+        model = self._work.model
+        query_hash = None if query is None else weights_hash(model, query)
+        return weights_hash(model, checkpoint), query_hash
 
     def _first_losses(self) -> dict[str, Any]:
         """Return the first training batch's losses, and how far those of another machine may be.

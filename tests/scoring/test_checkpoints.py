@@ -454,6 +454,28 @@ def test_the_same_weights_count_once(setting, tmp_path, kind, source, on_disk):
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_file_that_is_written_during_a_call_is_refused(setting, tmp_path, on_disk):
+    """With top_k= files are read again for every chunk of the training data."""
+    files = [tmp_path / "0.pt", tmp_path / "1.pt"]
+    for file, state in zip(files, setting.states, strict=True):
+        torch.save(state, file)
+    calls = []
+
+    def writing(model, batch):
+        calls.append(len(batch[0]))
+        if len(calls) == 5:
+            torch.save({name: 2 * value for name, value in setting.states[0].items()}, files[1])
+        return loss_fn(model, batch)
+
+    out = tmp_path / "out" if on_disk else None
+    with pytest.raises(gs.CheckpointError, match=r"1\.pt holds other weights than when .* first"):
+        gs.influence(
+            setting.model, setting.train_batches, setting.query_batches, writing,
+            gs.Checkpoints(files, lr=0.1), top_k=2, budget=1, out=out, progress=False,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("wrap", [lambda model: model, AveragedModel])
 def test_averages_of_weights(setting, tmp_path, wrap):
     """AveragedModel counts its updates beside the weights: its checkpoints and others fit it."""
