@@ -131,9 +131,12 @@ class Folder:
             known[folder] = {**entry, "circumstances": circumstances}
             self._write()
         elif tiles.done.any() and not tiles.done.all():
-            held = known[folder]["circumstances"]
-            self._refuse(_differences(held, circumstances), entry["name"])
+            self.check_circumstances(known[folder]["circumstances"], circumstances, entry["name"])
         return tiles
+
+    def check_circumstances(self, held: dict[str, str], now: dict[str, str], what: str) -> None:
+        """Raise where results that are half done are of other circumstances than what goes on."""
+        self._refuse(_differences(held, now), what)
 
     def _warn_of_another(self, name: str) -> None:
         """Say that a file held other weights when it was scored before."""

@@ -129,14 +129,14 @@ def influence(
         out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
             batch by a query batch. A call that was killed goes on there with ``resume``, to the
             same bits, in the circumstances on which these depend (versions, device, precision,
-            workspace: a half-done checkpoint is refused in others; on a CPU also its kind and the
-            number of threads, which are not compared); further checkpoints add to what is there,
-            also from several calls at once; other data, models or options are refused with the
-            difference. Data are recognised by their sizes and a hash of their contents, for which
-            they are read once more (``load`` of the results reads no data). Model and loss are
-            recognised by their names and shapes and, at checkpoints that are there, by the losses
-            of the first training batch up to rounding (√eps): a difference that leaves these as
-            they are is not seen, nor one by which only a further checkpoint differs.
+            workspace: half-done checkpoints and lists are refused in others; on a CPU also its kind
+            and the number of threads, which are not compared); further checkpoints add to what is
+            there, also from several calls at once; other data, models or options are refused with
+            the difference. Data are recognised by their sizes and a hash of their contents, for
+            which they are read once more (``load`` of the results reads no data). Model and loss
+            are recognised by their names and shapes and, at checkpoints that are there, by the
+            losses of the first training batch up to rounding (√eps): a difference that leaves these
+            as they are is not seen, nor one by which only a further checkpoint differs.
         resume: False refuses a folder that holds results.
         top_k: keep only so many proponents and opponents of every query, and never form the
             matrix. With ``out`` their lists are written after each chunk of training data.

@@ -14,7 +14,7 @@ from gradstats.errors import CheckpointError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints, WeightsOnly
 from gradstats.scoring._estimate import estimate
-from gradstats.scoring._folder import STRONGEST
+from gradstats.scoring._folder import STRONGEST, Folder
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._scores import IDS, PARTS, Partial
@@ -82,7 +82,8 @@ class Passes:
 
     def lists(self, k: int) -> Lists:
         """Compute the lists of the strongest examples without the matrix."""
-        lists = TopLists(self._query.examples, k, self._pairs.names)
+        circumstances = self._work.circumstances()
+        lists = TopLists(self._query.examples, k, self._pairs.names, circumstances)
         # Checkpoints are met again in every chunk, so they are told apart beforehand.
         entries = {}
         for number in range(len(self._pairs)):
@@ -95,8 +96,8 @@ class Passes:
             # Lists do not say which gradients were not finite.
             description["nonfinite"] = self._work.nonfinite
             description["summed"] = entries
-            open_folder(self._out, description, self._ids(), self._resume)
-            problem, lists = _ranks.on_first(partial(self._restored, lists, self._out))
+            folder = open_folder(self._out, description, self._ids(), self._resume)
+            problem, lists = _ranks.on_first(partial(self._restored, lists, folder))
             if problem is not None:
                 self._work.say(f"{problem}: computing it again")
         first = lists.next_batch
@@ -129,10 +130,12 @@ class Passes:
                     _ranks.on_first(partial(lists.save, self._out))
         return lists.lists
 
-    @staticmethod
-    def _restored(lists: TopLists, out: Path) -> tuple[str | None, TopLists]:
+    def _restored(self, lists: TopLists, folder: Folder) -> tuple[str | None, TopLists]:
         """Return what is wrong with the lists of a folder, and the lists to go on with."""
-        return lists.restore(out), lists
+        own, problem = lists.circumstances, lists.restore(folder.path)
+        if lists.next_batch < self._train.batches:
+            folder.check_circumstances(lists.circumstances, own, "this call")
+        return problem, lists
 
     def _tiles_of(self, batches: slice) -> np.ndarray:
         """Return (train batches, query batches) bool: all tiles of some train batches."""

@@ -6,6 +6,7 @@ all checkpoints in chunks that fit the budget.
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,11 +38,13 @@ class Held(NamedTuple):
         lists: kind → (Q, k) positions and scores, the strongest first.
         next_batch: the first train batch that has not been counted.
         checkpoints: names of those that are summed over.
+        circumstances: on which the bits depend.
     """
 
     lists: Lists
     next_batch: int
     checkpoints: tuple[str, ...]
+    circumstances: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path) -> Held:
@@ -52,12 +55,14 @@ class Held(NamedTuple):
                 for name in (list_name(*kind) for kind in KINDS)
             }
             names = tuple(map(str, held["checkpoints"]))
-            return cls(lists, int(held["next_batch"]), names)
+            circumstances = json.loads(str(held["circumstances"]))
+            return cls(lists, int(held["next_batch"]), names, circumstances)
 
     def write(self, folder: Path) -> None:
         """Write the lists so that a kill leaves these or the ones before."""
         arrays: dict[str, Any] = {
             "next_batch": np.array(self.next_batch), "checkpoints": np.array(self.checkpoints),
+            "circumstances": np.array(json.dumps(self.circumstances)),
         }  # fmt: skip
         for name, (positions, scores) in self.lists.items():
             arrays[f"{name}_positions"], arrays[f"{name}_scores"] = positions, scores
@@ -70,9 +75,12 @@ class TopLists:
     Attributes:
         lists: kind → (Q, k) positions and scores, the strongest first.
         next_batch: the first train batch that has not been counted.
+        circumstances: in which those before it were.
     """
 
-    def __init__(self, queries: int, k: int, checkpoints: Sequence[str]):
+    def __init__(
+        self, queries: int, k: int, checkpoints: Sequence[str], circumstances: dict[str, str]
+    ):
         self._k = k
         self._checkpoints = tuple(checkpoints)
         self.lists: Lists = {
@@ -80,6 +88,7 @@ class TopLists:
             for kind in KINDS
         }
         self.next_batch = 0
+        self.circumstances = circumstances
 
     def add(self, lists: Lists) -> None:
         """Merge other lists into these."""
@@ -101,7 +110,7 @@ class TopLists:
 
     def save(self, folder: Path) -> None:
         """Write the lists to a folder."""
-        Held(self.lists, self.next_batch, self._checkpoints).write(folder)
+        Held(self.lists, self.next_batch, self._checkpoints, self.circumstances).write(folder)
 
     def restore(self, folder: Path) -> str | None:
         """Go on with the lists of a folder; return what is wrong with them, if anything."""
@@ -116,6 +125,7 @@ class TopLists:
         except UNREADABLE as error:
             return f"{folder / STATE} is damaged ({error})"
         self.lists, self.next_batch = held.lists, held.next_batch
+        self.circumstances = held.circumstances
         return None
 
 

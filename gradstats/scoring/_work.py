@@ -126,11 +126,12 @@ class Work:
         }
 
     def circumstances(self) -> dict[str, str]:
-        """Return what the bits of a result depend on beside versions."""
+        """Return what the bits of a result depend on."""
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         rounded = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return {
+            **versions(),
             "device": torch.cuda.get_device_name(self.device) if kind == "cuda" else kind,
             "float32 products": "tf32" if rounded else "ieee",
             "autocast": str(autocast),
@@ -265,8 +266,7 @@ def open_tiles(
         return tiles, tiles.done
 
     def first() -> tuple[str, list[str], np.ndarray]:
-        circumstances = {**versions(), **work.circumstances()}
-        prepared = folder.prepare(entry, circumstances, lambda path: make(Tiles, path))
+        prepared = folder.prepare(entry, work.circumstances(), lambda path: make(Tiles, path))
         return prepared.folder.name, prepared.damaged, prepared.done
 
     name, damaged, done = _ranks.on_first(first)

@@ -507,6 +507,24 @@ def test_other_circumstances_do_not_finish_a_checkpoint(tmp_path, what):
         call("matrix", out)
 
 
+@pytest.mark.parametrize("what", ["torch", "float32 products", "workspace"])
+def test_other_circumstances_do_not_finish_lists(tmp_path, monkeypatch, what):
+    out = tmp_path / "lists"
+    call("top", out)
+    circumstances = _work.Work.circumstances
+
+    def others(work):
+        return {**circumstances(work), what: "1.0"}
+
+    monkeypatch.setattr(_work.Work, "circumstances", others)
+    assert_same("top", call("top", out), call("top", None))
+    forget_a_batch(out / "top.npz")
+    before = (out / "top.npz").read_bytes()
+    with pytest.raises(gs.StoreError, match=rf"this call:\n  {what}: on disk '.*', now '1\.0'"):
+        call("top", out)
+    assert (out / "top.npz").read_bytes() == before
+
+
 def test_full_precision_by_default_and_by_name_are_the_same(tmp_path):
     """PyTorch has two words for products of float32 that are not rounded."""
     products = torch.backends.cuda.matmul
