@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats._comparison import same_bits
-from gradstats.capture._attributes import STANDARD_ATTRIBUTES, kept_by, tensors_kept
+from gradstats.capture._attributes import kept_by, tensors_kept
 from gradstats.capture._memory import parts_of
 from gradstats.errors import CheckpointError
 from gradstats.scoring._renewal import Renewal
+from gradstats.scoring._surroundings import Surroundings
 
 
 @contextmanager
@@ -36,13 +36,8 @@ def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     overridden = overrides_modes(model)
-    # A forward may assign or register others. Modules of TorchScript hold what they hold elsewhere.
     ordinary = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
-    buffers = [
-        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
-        for module in ordinary
-    ]
-    attributes = [(module, _attributes(module)) for module in ordinary]
+    surroundings = Surroundings(ordinary)
     # Copies: a module may hand out what it goes on to change.
     states = [
         (module, copy.deepcopy(module.get_extra_state()))
@@ -63,6 +58,7 @@ def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
             if overridden:
                 _check_unchanged(model, tensors, memory)
                 renewal.try_out(model, zip(tensors, memory, strict=True))
+            renewal.begin(Surroundings(ordinary))
             yield
         finally:
             try:
@@ -73,16 +69,7 @@ def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
             finally:
                 for tensor, own in zip(tensors, memory, strict=True):
                     tensor.data = own
-                for module, named, transient in buffers:
-                    for name in module._buffers.keys() - named.keys():
-                        del module._buffers[name]
-                    module._buffers.update(named)
-                    module._non_persistent_buffers_set.clear()
-                    module._non_persistent_buffers_set.update(transient)
-                for module, kept in attributes:
-                    for name in _attributes(module).keys() - kept.keys():
-                        del vars(module)[name]
-                    vars(module).update(kept)
+                surroundings.restore()
                 # Last, since a forward may have changed what an attribute holds.
                 for module, state in states:
                     module.set_extra_state(state)
@@ -94,11 +81,6 @@ def _replace_sparse(modules: Sequence[nn.Module]) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.layout != torch.strided:
                 module._buffers[name] = buffer.clone()
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module: no parameters, buffers, modules, modes or hooks."""
-    return {name: value for name, value in vars(module).items() if name not in STANDARD_ATTRIBUTES}
 
 
 def _written(model: nn.Module) -> list[Tensor]:

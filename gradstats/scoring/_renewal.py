@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradstats._comparison import same_bits
 from gradstats.capture._attributes import PLAIN_TYPES, STANDARD_ATTRIBUTES, tensors_kept
 from gradstats.capture._modes import without_contexts
+from gradstats.scoring._surroundings import Surroundings
 from gradstats.statistics._state import Versions
 
 CONTAINERS = (dict, list, set)
@@ -30,6 +31,19 @@ class Renewal:
     def __init__(self) -> None:
         self._possible = False
         self._dropped: list[Attribute] = []
+        self._given_back: list[Attribute] = []
+        self._surroundings: Surroundings | None = None
+
+    def begin(self, surroundings: Surroundings) -> None:
+        """Note what a model holds before the first forward at a checkpoint's weights."""
+        self._surroundings = surroundings
+
+    def begin_anew(self) -> None:
+        """Have the model hold that again: what a forward keeps is of the weights that it had."""
+        assert self._surroundings is not None
+        self._surroundings.restore()
+        for each in self._given_back:
+            each.restore()
 
     def try_out(self, model: nn.Module, memory: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Find out what setting the mode of a model to training and back does, and undo it.
@@ -63,7 +77,7 @@ class Renewal:
             with without_contexts(), torch.no_grad():
                 forward()
             if not all(each.is_there() for each in dropped):
-                self._possible = False
+                self._possible, self._given_back = False, dropped
                 for each in dropped:
                     each.restore()
                 return

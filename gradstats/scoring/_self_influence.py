@@ -185,7 +185,7 @@ def _scored(
 def _moved_to(work: Work, checkpoints: Checkpoints, number: int) -> Checkpoint:
     """Load a checkpoint and give the model its weights."""
     checkpoint = checkpoints.load(number, work.model, work.names)
-    load_weights(work.model, checkpoint)
+    load_weights(work.model, checkpoint, work.renewal)
     return checkpoint
 
 

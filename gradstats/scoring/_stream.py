@@ -198,7 +198,7 @@ class Stream:
     def _use(self, checkpoint: Checkpoint | None) -> None:
         """Give the model a checkpoint's weights unless it has them."""
         if checkpoint is not self._loaded and checkpoint is not None:
-            load_weights(self._work.model, checkpoint)
+            load_weights(self._work.model, checkpoint, self._work.renewal)
             self._loaded = checkpoint
 
 

@@ -17,10 +17,14 @@ from gradstats.scoring._borrowed import memory_of, model_tensors, move, override
 from gradstats.scoring._checkpoint_files import index_of
 from gradstats.scoring._checkpoints import Checkpoint
 from gradstats.scoring._content import ContentHash
+from gradstats.scoring._renewal import Renewal
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Give the borrowed model a checkpoint's weights; names, shapes and ties must agree."""
+def load_weights(model: nn.Module, checkpoint: Checkpoint, renewal: Renewal) -> None:
+    """Give the borrowed model a checkpoint's weights; names, shapes and ties must agree.
+
+    What its forwards at other weights have left in it is taken away.
+    """
     state = model.state_dict()
     held = {**state, **fitted(model, checkpoint)}
     # What stays the same is not loaded: below adapters that is nearly all, and what quantised
@@ -28,6 +32,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     changed = [name for name, value in held.items() if not _same(value, state[name])]
     if not changed:
         return
+    renewal.begin_anew()
+    state = model.state_dict()
     some, alone = _with_neighbours(changed, held, state), _loads_entries_alone(model)
     try:
         try:

@@ -232,6 +232,60 @@ def test_a_buffer_that_a_forward_registers_goes_with_the_checkpoint():
     torch.testing.assert_close(model.shift, model.head.weight.detach().sum(1))
 
 
+class Remembering(nn.Module):
+    """Keeps what its first forward computes of its weights without gradients, whatever the mode."""
+
+    def __init__(self, empty):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.kept = empty
+
+    def features(self) -> Tensor:
+        return self.encoder.weight.detach().cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.kept, tuple):  # a container inside another
+            kept = self.kept[0]
+            kept.setdefault("features", self.features())
+            return self.head(x @ kept["features"])
+        if isinstance(self.kept, dict):
+            return self.head(x @ self.kept.setdefault("features", self.features()))
+        if isinstance(self.kept, list):
+            self.kept.append(self.features())
+            return self.head(x @ self.kept[0])
+        if self.kept is None:
+            self.kept = self.features()
+        return self.head(x @ self.kept)
+
+
+KEEPING: dict[str, Callable[[], nn.Module]] = {
+    "an attribute": lambda: Remembering(None),
+    "a dict": lambda: Remembering({}),
+    "a list": lambda: Remembering([]),
+    "a dict in a tuple": lambda: Remembering(({},)),
+    "a buffer": Registering,
+}
+
+
+@pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
+def test_what_a_first_forward_keeps_goes_with_its_checkpoint(make):
+    """It is of one checkpoint's weights, and neither of the next one's nor of the user's."""
+    torch.manual_seed(0)
+    model, batch = make(), (torch.randn(6, 4), torch.randint(3, (6,)))
+    own, states = copy.deepcopy(model), [disturbed(model.state_dict()) for _ in range(2)]
+    expected = torch.zeros(6, dtype=torch.float64)
+    for state in states:
+        loaded = make()
+        loaded.load_state_dict(state)
+        expected += gs.per_example_norms(loaded, batch, loss_fn).sqnorm
+    data, checkpoints = [batch], gs.Checkpoints(states, lr=1.0)
+    found = gs.self_influence(model, data, loss_fn, checkpoints, progress=False)
+    matrix = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
+    for got in (torch.tensor(found.self_influence), torch.tensor(matrix.raw[:]).diagonal()):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(model(batch[0]), own(batch[0]), rtol=0, atol=0)
+
+
 class EvalCache(nn.Module):
     """Keeps what it computes of a trained parameter in eval mode, until it is trained again."""
 
