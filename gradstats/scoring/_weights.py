@@ -25,6 +25,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, renewal: Renewal) -> 
 
     What its forwards at other weights have left in it is taken away.
     """
+    renewal.begin_anew()
     state = model.state_dict()
     held = {**state, **fitted(model, checkpoint)}
     # What stays the same is not loaded: below adapters that is nearly all, and what quantised
@@ -32,8 +33,6 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, renewal: Renewal) -> 
     changed = [name for name, value in held.items() if not _same(value, state[name])]
     if not changed:
         return
-    renewal.begin_anew()
-    state = model.state_dict()
     some, alone = _with_neighbours(changed, held, state), _loads_entries_alone(model)
     try:
         try:
