@@ -14,7 +14,8 @@ from gradstats._factors import Segments
 # For messages about an unexpected number of rows.
 IF_A_CONSTANT = (
     "If a constant from outside the batch met it there, with as many rows as there are examples, "
-    "it was taken for data: keep it in the model (register_buffer)."
+    "it was taken for data: keep it in the model (register_buffer), or compute it inside the call "
+    "where it is made of parameters."
 )
 
 WHERE_THE_NUMBER_IS_FROM = (
