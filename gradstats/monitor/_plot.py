@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 BLUE, ORANGE, BLACK = "#0072B2", "#D55E00", "#000000"
 LABELLED = 3
 
+# How far below the training gradient norms of examples are shown.
+SHOWN_BELOW = 1e-3
+
 
 def plot(monitor: Monitor) -> Figure:
     """Return a figure of a run: norms with quantile bands, noise scale with its band, spikes.
@@ -80,6 +83,12 @@ def plot(monitor: Monitor) -> Figure:
     norms.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     norms.set_ylabel("gradient norm")
     norms.margins(y=0.1)  # spikes are the highest points, and their ids stand above them
+    # Examples that are fit to the last digit must not flatten all other lines.
+    gradient = history["grad_norm"]
+    least = SHOWN_BELOW * np.min(gradient[gradient > 0], initial=np.inf)
+    if norms.get_ylim()[0] < least < np.inf:
+        highest = max(np.nanmax(line.get_ydata(), initial=least) for line in norms.get_lines())
+        norms.set_ylim(least, highest * (highest / least) ** 0.1)
 
     value, spread = history["gns/b_simple"], 2 * history["gns/b_simple_se"]
     noise.fill_between(

@@ -80,6 +80,20 @@ def test_norms_of_one_magnitude_have_plain_labels(monitor):
     assert {"2", "3", "4"} <= labels
 
 
+def test_examples_without_gradient_do_not_flatten_the_norms(monitor):
+    """As examples that are fit to the last digit have next to none, or none at all."""
+    history = {**monitor.history}
+    least, highest = min(history["grad_norm"]), max(history["example_grad_norm/max"])
+    for low in (1e-14, 0.0):
+        history["example_grad_norm/p05"] = [low] * len(history["step"])
+        history["example_grad_norm/p50"] = [low, *history["example_grad_norm/p50"][1:]]
+        (norms, _) = plot(SimpleNamespace(history=history, spikes=[], metrics=dict)).axes
+        bottom, top = norms.get_ylim()
+        assert (1 - 1e-9) * 1e-3 * least <= bottom < least and highest < top < 10 * highest
+    history["grad_norm"] = [float("nan")] * len(history["step"])
+    plot(SimpleNamespace(history=history, spikes=[], metrics=dict)).canvas.draw()
+
+
 def test_the_noise_scale_can_be_read_where_its_errors_are_large(monitor):
     """As on runs of few steps, where errors are a hundred times the estimates."""
     history = monitor.history
