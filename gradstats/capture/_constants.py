@@ -41,6 +41,7 @@ from gradstats.capture._operators import OPERATORS, as_function
 from gradstats.capture._refusals import BACKWARD_OF_ONES_OWN, check_nested, refuse_on_derived
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._results import follow_results
+from gradstats.capture._sequences import FLEX_ATTENTION, check_flex_attention
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
 from gradstats.capture.rules import is_registered
@@ -207,6 +208,7 @@ CHECKS: dict[Any, Callable[..., None]] = {
     Tensor.register_hook: ConstantTracking._check_hook,
     Tensor.detach_: ConstantTracking._check_detached,
     torch._make_dual: refuse_forward_mode,
+    FLEX_ATTENTION: check_flex_attention,
 }
 OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
 

@@ -20,6 +20,7 @@ from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of, tensors_in
 from gradstats.capture._nodes import Root
 from gradstats.capture._reports import Reports
+from gradstats.capture._sequences import FLEX_ATTENTION
 from gradstats.capture._tensors import DerivedTensor, node_of
 from gradstats.capture._transforms import transform_level
 
@@ -265,8 +266,10 @@ def is_hidden(recorded: fx.GraphModule) -> bool:
 def _is_hidden(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
-    module = getattr(node.target, "__module__", None) or ""
-    return isinstance(node.target, HigherOrderOperator) or module.startswith(HIDDEN_IN)
+    target = node.target
+    module = getattr(target, "__module__", None) or ""
+    body = isinstance(target, HigherOrderOperator) and target is not FLEX_ATTENTION
+    return body or module.startswith(HIDDEN_IN)
 
 
 def show_getters(recorded: fx.GraphModule) -> None:

@@ -79,6 +79,7 @@ class Marks(Meetings):
             longer.
         has_grids: whether the examples of some tensor lie along two axes.
         maps_examples: whether the running torch.vmap maps everything it was given over examples.
+        maps_data: whether its function has met data that it was not given.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -90,7 +91,7 @@ class Marks(Meetings):
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.doubtful_are_data = True
-        self.maps_examples = False
+        self.maps_examples = self.maps_data = False
         self.has_grids = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         self._behind_one = self._contract.along(batch_dim + 1)
@@ -291,7 +292,7 @@ class Marks(Meetings):
     @contextmanager
     def mapping_examples(self, maps_examples: bool) -> Iterator[None]:
         """Note for a block whether the torch.vmap that runs there maps over examples."""
-        self.maps_examples = maps_examples
+        self.maps_examples, self.maps_data = maps_examples, False
         try:
             yield
         finally:

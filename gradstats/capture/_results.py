@@ -198,7 +198,8 @@ def _follow_data(
         one = tracker.sole_example(data)
         for tensor, layout in zip(results, layouts, strict=False):
             if isinstance(tensor, Tensor):
-                tracker.place(tensor, one or layout)
+                placed = one or layout
+                tracker.place(tensor, placed, function_name(func) if placed is None else None)
     else:
         for tensor in tensors:
             if not any(tensor is item for item in data):

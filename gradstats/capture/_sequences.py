@@ -15,17 +15,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 
 from gradstats._compiler import is_compiling
 from gradstats.capture._examples import Examples, Grid, Scores, Whole, same_rows, spread
-from gradstats.capture._nested import argument_of
+from gradstats.capture._nested import argument_of, operands_of
 from gradstats.capture._operations import variants
+from gradstats.capture._refusals import refuse
+from gradstats.capture._tensors import first_node, node_of
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
 MULTI_HEAD_ATTENTION = torch.nn.functional.multi_head_attention_forward
+
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
 # Operands of attention with a row for each example, and with one for each of its heads, by name and
 # by position.
@@ -75,6 +80,72 @@ def _of_attention(tracker: Context, args, kwargs, results) -> Layouts:
     if not _lie_beside(tracker, own, args, kwargs):
         return [None] * len(results)
     return [own, _along(own, 0)][: len(results)]
+
+
+def _of_flex_attention(tracker: Context, args, kwargs, results) -> Layouts:
+    """Each score is of one query and one key, whatever is made of it without trained values."""
+    lost: list[Examples | None] = [None] * len(results)
+    if any(map(tracker.is_trained, _taken_beside(*args, **kwargs))):
+        return lost
+    own = _common_along(tracker, args[:3], 2 if tracker.packed else 0)
+    if tracker.packed and (own is None or not _keeps_apart(args[4][-1], args[0].shape[1], own)):
+        tracker.note_meeting(results[0])
+        return lost
+    return [own] * len(results)
+
+
+def check_flex_attention(mode, *args, **kwargs) -> None:
+    """Refuse parameters in a modification of scores or a mask, which PyTorch does not show."""
+    tracked = [item for item in _taken_beside(*args, **kwargs) if node_of(item) is not None]
+    if tracked:
+        refuse(
+            FLEX_ATTENTION, first_node(*tracked), "with a score_mod or mask_mod that takes it has "
+            "no rule", "Add it to the scores with scaled_dot_product_attention(attn_mask=...).",
+        )  # fmt: skip
+
+
+def _taken_beside(query, key, value, score_mod, block_mask, *others, **named) -> list[Tensor]:
+    """Return the tensors that flex_attention takes beside query, key and value."""
+    taken = operands_of(others, named)
+    modifications = score_mod, block_mask[-1]
+    # A compiler has recorded what they take as operands.
+    if isinstance(score_mod, fx.GraphModule):
+        return taken
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    score, place = query.new_zeros(()), torch.zeros((), dtype=torch.int64, device=query.device)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        # The first as it is run by PyTorch, so that an index is not asked for its number.
+        with TransformGetItemToIndex(), _Taking(taken):
+            for modification, operands in zip(modifications, ((score,), ()), strict=True):
+                modification(*operands, *[place] * 4)
+    return taken
+
+
+class _Taking(TorchFunctionMode):
+    """Notes the operands of what runs."""
+
+    def __init__(self, taken: list[Tensor]):
+        super().__init__()
+        self._taken = taken
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self._taken += operands_of(args, kwargs or {})
+        return func(*args, **kwargs or {})
+
+
+def _keeps_apart(mask_mod, heads: int, rows: Examples) -> bool:
+    """Whether a mask of flex_attention lets no row of a packed example see another's."""
+    if is_compiling():
+        return False
+    assert rows.segments is not None
+    owner = rows.segments.owner
+    place = torch.arange(len(owner), device=owner.device)
+    of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
+    others, meets = owner.unsqueeze(1) != owner, torch.zeros((), device=owner.device).bool()
+    for head in place.new_tensor(range(heads)):
+        meets |= (of_pairs(torch.zeros_like(head), head, place, place) & others).any()
+    return not meets
 
 
 def _of_packing(tracker: Context, args, kwargs, results) -> Layouts:
@@ -235,6 +306,7 @@ def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Exa
 # Called with the context, the operation's arguments, and its results.
 PRESCRIBES: dict[Any, Callable[..., Layouts]] = {
     MULTI_HEAD_ATTENTION: _of_attention,
+    FLEX_ATTENTION: _of_flex_attention,
     torch.nn.functional.embedding_bag: _of_bags,
     **dict.fromkeys(variants("sort", "argsort"), _of_sort(1)),
     **dict.fromkeys(variants("topk"), _of_sort(2)),

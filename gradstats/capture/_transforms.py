@@ -42,7 +42,13 @@ class HiddenError(UnsupportedOperationError):
 
 
 def check_hidden(tracker, func, args, kwargs, result) -> None:
-    """Refuse what a transform computes from trained data, whose axes are hidden there."""
+    """Refuse what a transform computes from trained data, whose axes are hidden there.
+
+    What it takes from elsewhere that is data is noted.
+    """
+    tracker.maps_data = tracker.maps_data or any(
+        unwrapped(item) is item and tracker.is_data(item) for item in operands_of(args, kwargs)
+    )
     if not any(unwrapped(item).requires_grad for item in tensors_in(result)):
         return
     for item in operands_of(args, kwargs):
@@ -115,7 +121,7 @@ def _run(tracker, call: Vmap):
         except HiddenError:
             pass  # the function uses something that it was not given as an argument
         else:
-            _place(tracker, layouts, result, call.out_dims)
+            _place(tracker, _has_data(tracker, mapped), layouts, result, call.out_dims)
             return result
     others = any(dim is not None and not isinstance(item, Tensor) for item, dim in mapped)
     if call.randomness == "same" or count == 0 or others:
@@ -149,27 +155,37 @@ def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Example
 
     Returns:
         The layouts; None if there are parameters among the operands, or data that are mapped along
-        another axis or not at all.
+        another axis or not at all. None of data that are nobody's, as masks of all positions.
     """
-    layouts = []
-    for item, dim in mapped:
-        if node_of(item) is not None:
-            return None
-        if not isinstance(item, Tensor) or not tracker.is_data(item):
-            continue
-        layout = tracker.layout_of(item)
+    if any(node_of(item) is not None for item, _ in mapped):
+        return None
+    data = [(item, dim) for item, dim in mapped if _has_data(tracker, [(item, dim)])]
+    layouts = [tracker.layout_of(item) for item, _ in data]
+    if not any(layouts) and not any(i.requires_grad or tracker.is_marked(i) for i, _ in data):
+        return []
+    for layout, (_, dim) in zip(layouts, data, strict=True):
         if layout is None or not layout.plain or layout.axis != dim:
             return None
-        layouts.append(layout)
     return layouts
 
 
-def _place(tracker, layouts: list[Examples], result, out_dims) -> None:
-    """Note where the examples lie in results of a function that was mapped over them."""
+def _has_data(tracker, mapped: list[tuple[Any, int | None]]) -> bool:
+    return any(isinstance(item, Tensor) and tracker.is_data(item) for item, _ in mapped)
+
+
+def _place(tracker, data: bool, layouts: list[Examples], result, out_dims) -> None:
+    """Note where the examples lie in results of a function that was mapped over them.
+
+    Results are constant where it was given no data, and met none that it was not given.
+    """
     leaves = pytree.tree_leaves(result)
     for leaf, dim in zip(leaves, _dims_of(out_dims, result), strict=True):
         if layouts and dim is not None:
             tracker.place(leaf, layouts[0].along(dim % leaf.dim()))
+        elif data and not layouts:
+            tracker.place(leaf, None)
+        elif not (data or tracker.maps_data or leaf.requires_grad):
+            tracker.mark_constant(leaf)
 
 
 def _dims_of(out_dims, result) -> list[int | None]:
