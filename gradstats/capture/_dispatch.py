@@ -24,10 +24,10 @@ from gradstats.capture._nodes import Node, unique_roots
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     COMPLEX,
+    IN_PLACE,
     PRODUCTS,
     READS_ONLY_FIRST,
     changed_by,
-    is_in_place,
     reads_property,
 )
 from gradstats.capture._refusals import check_nested, refuse
@@ -129,7 +129,7 @@ def _hidden(nodes: Sequence[Node]) -> HiddenError:
 
 def _without_data(tracker, func, args, kwargs, node: Node):
     """Run an operation on tracked tensors and constants, whose result belongs to no example."""
-    if is_in_place(func) or kwargs.get("inplace"):
+    if func in IN_PLACE or kwargs.get("inplace"):
         return change(tracker, func, args, kwargs, node)
     changed = changed_by(func, args, kwargs)
     if not changed:
@@ -151,7 +151,7 @@ def _number(item):
 def _without_rule(func, nodes: list[Node], args, kwargs):
     """Run an operation without a rule if its result has no gradient; refuse it otherwise."""
     changed = changed_by(func, args, kwargs)
-    if not (is_in_place(func) or any(item.requires_grad for item in changed)):
+    if not (func in IN_PLACE or any(item.requires_grad for item in changed)):
         with torch.set_grad_enabled(bool(changed)):
             result = func(*args, **kwargs)
         found = tensors_in(result)

@@ -25,13 +25,13 @@ from gradstats.capture._grids import after_grid, meets_grid
 from gradstats.capture._indexing import looked_up
 from gradstats.capture._joins import joined_layout
 from gradstats.capture._layout import (
+    CHANGES,
+    FOLLOWED,
     SHARED,
     follow,
-    is_followed,
     is_one,
     is_shared,
     leaves,
-    may_move,
     takes_for_channels,
 )
 from gradstats.capture._marks import Marks
@@ -51,7 +51,7 @@ from gradstats.capture._operations import (
     UNFOLLOWED,
     is_trusted,
 )
-from gradstats.capture._reductions import ATTENTION, REDUCES, is_over_axes, runs_over
+from gradstats.capture._reductions import ATTENTION, OVER_AXES, REDUCES, runs_over
 from gradstats.capture._reindexed import REINDEXES
 from gradstats.capture._separable import LOSSES, is_root, is_square, is_sum
 from gradstats.capture._tensors import node_of
@@ -176,7 +176,7 @@ class Following(Marks):
             return MIXED
         if func in JOINS or func is PAD_SEQUENCE:
             return joined_layout(self, call)
-        if is_over_axes(func) and self._runs_over_examples(call):
+        if func in OVER_AXES and self._runs_over_examples(call):
             if not result.requires_grad or self.batch_size == 1:
                 return None
             if func not in REDUCES:
@@ -210,7 +210,7 @@ class Following(Marks):
         elif len(data) > 1 and not self._agree(call):
             changes = lost = True
         source, layout = self._deciding(data)
-        beside = data if has_roles(func) else operands_of(args, kwargs)
+        beside = data if func in ROLES else operands_of(args, kwargs)
         beside = [item for item in beside if not is_shared(func, args, kwargs, item)]
         dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
@@ -246,7 +246,7 @@ class Following(Marks):
         return (
             func in UNFOLLOWED
             or type(func) in OPAQUE
-            or (not is_followed(func) and func is not None and result.requires_grad)
+            or (func not in FOLLOWED and func is not None and result.requires_grad)
             or (func in LOOKS_AT_FIRST and constant)
             or any(
                 tensor.requires_grad and is_shared(func, args, kwargs, tensor) for tensor in data
@@ -257,9 +257,9 @@ class Following(Marks):
     def _changes(self, call: Call) -> bool:
         """Whether the examples may lie elsewhere in a result than in the first operand of data."""
         func, _, _, data, result = call
-        if may_move(func) or self._is_gone(data, result):
+        if func in CHANGES or self._is_gone(data, result):
             return True
-        if is_over_axes(func) and not leaves(func, data[0], self.batch_dim, result):
+        if func in OVER_AXES and not leaves(func, data[0], self.batch_dim, result):
             return True
         layout = self.layout_of(data[0])
         return layout is not None and takes_for_channels(func, data[0], layout)
@@ -392,7 +392,3 @@ class Following(Marks):
 
 # Operations that do not broadcast their operands: these are weights, indices, or give a form alone.
 ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
-
-
-def has_roles(func) -> bool:
-    return func in ROLES

@@ -11,7 +11,7 @@ from gradstats.capture._examples import MIXED, Examples, Grid, Mixed, Whole, sam
 from gradstats.capture._layout import follow
 from gradstats.capture._marks import Marks
 from gradstats.capture._operations import BROADCASTS, MOVES, PADS, POINTWISE, RESHAPES, variants
-from gradstats.capture._reductions import OVER_AXES, REDUCES, is_over_axes, runs_over
+from gradstats.capture._reductions import OVER_AXES, REDUCES, runs_over
 from gradstats.capture._reindexed import picked
 
 # Operations that move, cut or pick elements of their first operand, and nothing else.
@@ -61,7 +61,7 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
             if own is not None or marks.owned(item) is not None:
                 marks.note_meeting(result)
             return MIXED if marks.owned(item) is MIXED else None
-    if is_over_axes(func) and any(runs_over(func, args, kwargs, axis) for axis in grid.axes):
+    if func in OVER_AXES and any(runs_over(func, args, kwargs, axis) for axis in grid.axes):
         if not first or not result.requires_grad:
             return None
         if func not in REDUCES:

@@ -19,6 +19,7 @@ from gradstats.capture._examples import Examples, Grid, Whole
 from gradstats.capture._nested import argument_of, flatten
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
+    BATCH_FIRST,
     BROADCASTS,
     CONVOLUTIONS,
     JOINS,
@@ -38,12 +39,9 @@ from gradstats.capture._operations import (
     TENSOR_PRODUCTS,
     TRANSPOSED_CONVOLUTIONS,
     UNFOLLOWED,
-    broadcasts,
-    keeps,
-    takes_batch_first,
     variants,
 )
-from gradstats.capture._reductions import OVER_AXES, QUANTILES, REDUCES, is_over_axes, reduced
+from gradstats.capture._reductions import OVER_AXES, QUANTILES, REDUCES, reduced
 from gradstats.capture._reindexed import REINDEXES, moved, reshaped
 from gradstats.capture._tensors import node_of
 
@@ -75,7 +73,7 @@ def follow(
         return reshaped(source, layout, result)
     if func in REINDEXES:
         return REINDEXES[func](func, args, kwargs, source, layout, result)
-    if is_over_axes(func):
+    if func in OVER_AXES:
         if func in QUANTILES or result.dim() < source.dim():
             return reduced(func, args, kwargs, source, layout, result)
         # It may have more axes where it was broadcast against other operands, and the axes that
@@ -111,7 +109,7 @@ def is_one(func, source: Tensor) -> bool:
 def takes_for_channels(func, source: Tensor, layout: Examples) -> bool:
     """Whether an operation on images takes the examples for channels, or places, that it mixes."""
     apart = source.dim() - POOLS[func] if func in POOLS else 1
-    return takes_batch_first(func) and layout.axis >= apart
+    return func in BATCH_FIRST and layout.axis >= apart
 
 
 def aligned(func, args: Sequence[Any]) -> bool:
@@ -140,7 +138,7 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
     if not isinstance(result, Tensor):
         return not any(isinstance(item, Tensor) and item.requires_grad for item in flatten(result))
     first = args[0]
-    if broadcasts(func) and not all(
+    if func in BROADCASTS and not all(
         item.dim() in (0, result.dim())
         for item in args
         if isinstance(item, Tensor) and node_of(item) is None
@@ -150,11 +148,11 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
         return False
     if func in SUM_LAST and first.dim() == axis + 1:
         return False  # the examples' axis is summed
-    if takes_batch_first(func) and axis != 0:
+    if func in BATCH_FIRST and axis != 0:
         return False  # it takes the examples' axis for channels or positions
     if not result.requires_grad:
         return True
-    if not keeps(func):
+    if func not in KEEPS:
         return False
     if first.dim() <= axis:
         return True
@@ -296,14 +294,6 @@ ON_NESTED = (
     | BROADCASTS
     | frozenset([*REDUCES, torch._nested_view_from_jagged, *variants("unbind")])
 )
-
-
-def may_move(func) -> bool:
-    return func in CHANGES
-
-
-def is_followed(func) -> bool:
-    return func in FOLLOWED
 
 
 def is_shared(func, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> bool:

@@ -272,18 +272,6 @@ KEEPS = (
 )  # fmt: skip
 
 
-def broadcasts(func) -> bool:
-    return func in BROADCASTS
-
-
-def takes_batch_first(func) -> bool:
-    return func in BATCH_FIRST
-
-
-def keeps(func) -> bool:
-    return func in KEEPS
-
-
 # Operations that make tensors from values that the caller has. PyTorch shows no mode the others,
 # such as ``from_numpy`` and ``torch.Tensor([...])``.
 GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
@@ -377,10 +365,6 @@ IN_PLACE = frozenset(
 )
 
 
-def is_in_place(func) -> bool:
-    return func in IN_PLACE
-
-
 def places_changed(func) -> tuple[tuple[int, str], ...]:
     """Return position and name of each operand that an operation changes, if not in ``IN_PLACE``.
 
@@ -394,7 +378,7 @@ def places_changed(func) -> tuple[tuple[int, str], ...]:
         return tuple((place, each.name) for place, each in places if each.is_write)
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    known = is_in_place(func) or name in ON_THE_OBJECT
+    known = func in IN_PLACE or name in ON_THE_OBJECT
     return ((0, "self"),) if in_place and not known else ()
 
 

@@ -37,7 +37,7 @@ def reduced(
     func, args, kwargs, source: Tensor, layout: Examples, result: Tensor
 ) -> Examples | None:
     """Return the layout of a reduction's result; None where it runs over the examples."""
-    position, default = axes_of(func)
+    position, default = OVER_AXES[func]
     dim = argument_of(args, kwargs, position, "dim", default)
     if dim is None or isinstance(dim, str):
         return None
@@ -161,21 +161,12 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
 }
 
 
-def is_over_axes(func) -> bool:
-    return func in OVER_AXES
-
-
-def axes_of(func) -> tuple[int, int | tuple[int, ...] | None]:
-    """Return the entry of an operation in ``OVER_AXES``."""
-    return OVER_AXES[func]
-
-
 def runs_over(func, args, kwargs, axis: int) -> bool:
     """Whether an operation of ``OVER_AXES`` on args[0] runs over this axis."""
     dims = args[0].dim()
     if func is ATTENTION:
         return axis >= dims - 2
-    position, default = axes_of(func)
+    position, default = OVER_AXES[func]
     if func in OVER_LAST:
         return axis >= dims - len(argument_of(args, kwargs, position, "normalized_shape"))
     dim = argument_of(args, kwargs, position, "dim", default)

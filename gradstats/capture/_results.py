@@ -15,10 +15,10 @@ from gradstats.capture._call import Call
 from gradstats.capture._examples import MIXED
 from gradstats.capture._layout import (
     CHANGES,
+    FOLLOWED,
     ON_NESTED,
     PLAIN_VIEWS,
     aligned,
-    is_followed,
     keeps_examples,
     keeps_rows,
     leaves,
@@ -31,6 +31,7 @@ from gradstats.capture._operations import (
     CALLERS_VALUES,
     EXTREMES,
     FACTORIES,
+    IN_PLACE,
     MOVES_IN_PLACE,
     OPAQUE,
     PRODUCTS,
@@ -38,14 +39,13 @@ from gradstats.capture._operations import (
     RESHAPES,
     SCRAMBLES,
     changed_by,
-    is_in_place,
 )
-from gradstats.capture._reductions import OVER_AXES, is_over_axes, runs_over
+from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._refusals import check_has_sizes
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
 from gradstats.capture._signatures import by_place, read_signatures
 from gradstats.capture._tensors import node_of
-from gradstats.capture._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES, is_write
+from gradstats.capture._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
 from gradstats.capture._written import Change
 
 if TYPE_CHECKING:
@@ -59,10 +59,6 @@ WATCHED = (
     frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES.keys() | FACTORIES
     | BLANKS | {torch.broadcast_tensors, torch.cdist}
 )  # fmt: skip
-
-
-def is_watched(func) -> bool:
-    return func in WATCHED
 
 
 def follow_results(
@@ -87,7 +83,7 @@ def follow_results(
     results = flatten(result) if isinstance(result, (tuple, list)) else [result]
     if data:
         given = tracker.took_given and all(map(tracker.is_given, data))
-        if tracker.took_given and len(data) > 1 and not (is_write(func) or is_in_place(func)):
+        if tracker.took_given and len(data) > 1 and func not in WRITES:
             data = tracker.without_given(data)
         _follow_data(tracker, func, args, kwargs, data, result, results)
         for tensor in results if given else ():
@@ -135,10 +131,10 @@ def _lies_as_first(tracker: Context, func, args, kwargs, result) -> bool:
     first = args[0]
     if not tracker.is_of_data(first):
         return False
-    if not is_watched(func) and type(func) not in OPAQUE:
+    if func not in WATCHED and type(func) not in OPAQUE:
         if keeps_examples(func, args, tracker.batch_dim, result):
             return True
-    elif is_over_axes(func) and not runs_over(func, args, kwargs, tracker.batch_dim):
+    elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
         if aligned(func, args) and leaves(func, first, tracker.batch_dim, result):
             return True
     elif func in PRODUCTS:
@@ -179,7 +175,7 @@ def _follow_data(
         return  # inside a compiled graph, which was followed when it was traced
     for tensor in tensors_in(kwargs.get("out")):
         tracker.mark_data(tensor)
-    if is_write(func) and node_of(args[0]) is None:
+    if func in WRITES and node_of(args[0]) is None:
         _follow_write(tracker, func, args, kwargs, data, result)
         return
     if func is torch.autograd.grad:
@@ -189,7 +185,7 @@ def _follow_data(
         if target.requires_grad and node_of(target) is None:
             tracker.mark_data(target)
             tracker.follow_change(Call(func, args, kwargs, data, target))
-    own = tracker.registered(func) if func is not None and not is_followed(func) else None
+    own = None if func in FOLLOWED else tracker.registered(func)
     if own is not None and torch.is_grad_enabled():
         own.follow(tracker, args, kwargs, results)
         return
@@ -211,9 +207,9 @@ def _follow_data(
 def _follow_write(tracker: Context, func, args, kwargs, data: list[Tensor], result) -> None:
     """Follow data that were written into a tensor, which is no constant any more."""
     target = args[0]
-    over_axes, moves = is_over_axes(func), func in MOVES_IN_PLACE or func is Tensor.resize_
+    over_axes, moves = func in OVER_AXES, func in MOVES_IN_PLACE or func is Tensor.resize_
     before = tracker.is_data(target)
-    after = target if is_in_place(func) else result
+    after = target if func in IN_PLACE else result
     write = WRITES[func](*args, **kwargs)
     if tracker.packed and write.is_empty:
         if after is target:

@@ -189,10 +189,6 @@ WRITES: dict[Any, Callable[..., Write]] = {
 }
 
 
-def is_write(func) -> bool:
-    return func in WRITES
-
-
 def _out_of_place(method: Any) -> Any:
     name = method.__name__
     name = f"__{name[3:]}" if name.startswith("__i") else name[:-1]

@@ -20,7 +20,7 @@ from gradstats.capture._examples import (
 )
 from gradstats.capture._filled import Filling, Piece
 from gradstats.capture._following import Following
-from gradstats.capture._layout import is_followed
+from gradstats.capture._layout import FOLLOWED
 from gradstats.capture._meetings import BROUGHT_BACK
 from gradstats.capture._names import function_name
 from gradstats.capture._operations import OPAQUE
@@ -332,7 +332,7 @@ class Written(Following):
         func, target = call.func, call.result
         if not target.requires_grad:
             return
-        if is_followed(func) or type(func) in OPAQUE:
+        if func in FOLLOWED or type(func) in OPAQUE:
             self.follow_layout(call)
         else:
             name = None if func is None else function_name(func)
