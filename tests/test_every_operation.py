@@ -13,7 +13,7 @@ from torch.overrides import get_overridable_functions
 
 import gradstats as gs
 from gradstats.capture._examples import Examples
-from gradstats.capture._signatures import NAMES, read_signatures
+from gradstats.capture._signatures import BY_PLACE, names_of
 
 BATCH = 4  # of every axis, so that no size explains anything
 
@@ -225,7 +225,7 @@ def by_name(function, first: int):
 
     @wraps(function)
     def call(*args):
-        for names in NAMES[function]:
+        for names in names_of(function):
             if first < len(args) <= len(names):
                 try:
                     named = zip(names[first:], args[first:], strict=False)
@@ -240,7 +240,10 @@ def by_name(function, first: int):
 @pytest.mark.parametrize(("dims", "first"), [(2, 1), (3, 0)])
 @pytest.mark.filterwarnings("ignore")
 def test_operands_given_by_name(dims, first):
-    read_signatures()
-    functions = [by_name(function, first) for function in FUNCTIONS if NAMES.get(function)]
+    functions = [
+        by_name(function, first)
+        for function in FUNCTIONS
+        if function in BY_PLACE and names_of(function)
+    ]
     assert len(functions) > 500
     check_all(functions, dims, "in order")

@@ -16,7 +16,7 @@ def parse_equation(equation: str, dims: list[int]) -> tuple[list[list[str]], lis
         for term, dim in zip(terms, dims, strict=True)
         if "..." in term
     ]
-    longest = max([0, *hidden])  # not default=0, which the compiler cannot trace
+    longest = max(hidden, default=0)
     ellipsis = free[:longest]
 
     def spell(term: str, dim: int | None) -> list[str]:

@@ -201,8 +201,7 @@ class Following(Marks):
     def by_first(self, call: Call) -> Layout | Unchanged:
         """Return the layout of a result whose examples follow those of one operand."""
         func, args, kwargs, data, result = call
-        # Not ``not args``: the compiler of PyTorch 2.14 cannot negate a tuple.
-        constant = len(args) == 0 or not any(tensor is args[0] for tensor in data)
+        constant = not args or not any(tensor is args[0] for tensor in data)
         lost = self._loses(call, constant)
         changes = lost or self._changes(call)
         if func in REINDEXES and not constant:

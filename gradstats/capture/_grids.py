@@ -50,7 +50,7 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
     trained = [item for item in data if item.requires_grad]
     grids = [(item, marks.grid_of(item)) for item in trained or data]
     source, grid = next((item, own) for item, own in grids if own is not None)
-    first = len(args) > 0 and args[0] is source
+    first = bool(args) and args[0] is source
     if func in PICKS:
         return picked(func, args, kwargs, source, grid, result) if first else None
     if func not in COMPUTES:

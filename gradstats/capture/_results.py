@@ -43,7 +43,7 @@ from gradstats.capture._operations import (
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._refusals import check_has_sizes
 from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
-from gradstats.capture._signatures import by_place, read_signatures
+from gradstats.capture._signatures import by_place
 from gradstats.capture._tensors import node_of
 from gradstats.capture._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
 from gradstats.capture._written import Change
@@ -112,7 +112,6 @@ def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, A
         kwargs = with_dim(kwargs)
     named = False
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
-        read_signatures()
         args, kwargs = by_place(func, args, kwargs)
         named = any(map(tracker.is_of_data, kwargs.values()))
     if not args and not FIRST_NAMES.isdisjoint(kwargs):

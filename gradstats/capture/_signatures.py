@@ -16,17 +16,10 @@ from gradstats.capture._rowwise import OVERLOADS
 from gradstats.capture._sequences import PRESCRIBES
 from gradstats.capture._writes import WRITES
 
-# The names of an operation's positional parameters, in order, for each of its overloads.
-NAMES: dict[Any, tuple[tuple[str, ...], ...]] = {}
+# Operations that are followed by the places of their operands.
+BY_PLACE = FOLLOWED | PRESCRIBES.keys() | WRITES.keys()
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-@cache
-def read_signatures() -> None:
-    """Fill ``NAMES``. Apart from looking them up, since the compiler cannot trace this."""
-    for function in FOLLOWED | PRESCRIBES.keys() | WRITES.keys():
-        NAMES[function] = _names_of(function)
 
 
 def by_place(
@@ -37,7 +30,7 @@ def by_place(
     An argument behind one that is left out stays where it is.
     """
     moved: tuple[str, ...] = ()
-    for names in NAMES.get(func, ()):
+    for names in names_of(func) if func in BY_PLACE else ():
         place = len(args)
         while place < len(names) and names[place] in kwargs:
             place += 1
@@ -50,7 +43,9 @@ def by_place(
     return (*args, *[kwargs[name] for name in moved]), left
 
 
-def _names_of(function: Any) -> tuple[tuple[str, ...], ...]:
+@cache
+def names_of(function: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the names of an operation's positional parameters for each of its overloads."""
     try:
         parameters = inspect.signature(function).parameters.values()
         found = [[each.name for each in parameters if each.kind in POSITIONAL]]
