@@ -70,6 +70,9 @@ APART = {
             "hqk,bhkd->bhqd", (torch.einsum("bhqd,bhkd->hqk", q, k) + NEGATIVE).softmax(-1), v
         )
     ),
+    "tensordot": lambda q, k, v: torch.tensordot(
+        (torch.tensordot(q, k, ([1], [1])) + NEGATIVE).softmax(-1), v, 1
+    ),
     "columns first": lambda q, k, v: torch.einsum("kq,kd->qd", EDGES.T * q.detach()[:, 0], v) + k,
     "without softmax": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, 0) @ v,
     "an einsum without softmax": lambda q, k, v: torch.einsum(
@@ -125,6 +128,9 @@ WHOLE[-1, 0] = 1e-9
 MEET = {
     "no mask": lambda q, k, v: (q @ k.T).softmax(-1) @ v,
     "a mask with a leak": lambda q, k, v: (q @ k.T).masked_fill(LEAK, -torch.inf).softmax(-1) @ v,
+    "a leak in a tensordot": lambda q, k, v: torch.tensordot(
+        (q @ k.T).masked_fill(LEAK, -torch.inf).softmax(-1), v, 1
+    ),
     "a faint mask": lambda q, k, v: (q @ k.T - 10.0 * OTHERS).softmax(-1) @ v,
     "a mask after softmax": lambda q, k, v: (q @ k.T).softmax(-1).masked_fill(OTHERS, 0) @ v,
     "a mask after the norm": lambda q, k, v: (

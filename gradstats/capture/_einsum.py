@@ -1,11 +1,27 @@
-"""Parsing of equations in Einstein's notation, as ``torch.einsum`` takes them."""
+"""Contractions as equations in Einstein's notation: what ``torch.einsum`` takes, and products."""
 
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 
-def parse_equation(equation: str, dims: list[int]) -> tuple[list[list[str]], list[str]]:
+class Equation(NamedTuple):
+    """A contraction, index by index.
+
+    Attributes:
+        inputs: for each operand, the index of each of its axes.
+        out: the same for the result; it is summed over all other indices.
+    """
+
+    inputs: list[list[str]]
+    out: list[str]
+
+
+def parse_equation(equation: str, dims: list[int]) -> Equation:
     """Return the index lists of operands and result, with an ellipsis written out."""
     text = equation.replace(" ", "")
     left, _, right = text.partition("->")
@@ -27,7 +43,51 @@ def parse_equation(equation: str, dims: list[int]) -> tuple[list[list[str]], lis
 
     inputs = [spell(term, dim) for term, dim in zip(terms, dims, strict=True)]
     if "->" in text:
-        return inputs, spell(right, None)
+        return Equation(inputs, spell(right, None))
     letters = [letter for term in inputs for letter in term]
     once = sorted(i for i in set(letters) if letters.count(i) == 1 and i not in ellipsis)
-    return inputs, [*ellipsis, *once]
+    return Equation(inputs, [*ellipsis, *once])
+
+
+def matrix_product(first: int, second: int, *, of_rows: bool = False) -> Equation:
+    """Return the product of two operands of so many axes, as ``torch.matmul`` takes them.
+
+    Args:
+        first, second: numbers of axes.
+        of_rows: rows are multiplied with rows, as linear does, not with columns.
+    """
+    row, inner, column, *batch = [*string.ascii_letters[: 1 + max(first, second, 2)]]
+
+    def spell(dim: int, matrix: list[str]) -> list[str]:
+        return [inner] if dim < 2 else [*batch[len(batch) - (dim - 2) :], *matrix]
+
+    inputs = [
+        spell(first, [row, inner]),
+        spell(second, [column, inner] if of_rows else [inner, column]),
+    ]
+    out = [*batch, *([row] if first > 1 else []), *([column] if second > 1 else [])]
+    return Equation(inputs, out)
+
+
+def tensor_product(dims: Any, first: int, second: int) -> Equation:
+    """Return the product of two operands of so many axes, as ``torch.tensordot`` takes them.
+
+    Args:
+        dims: how many axes are summed, or which of both operands.
+        first, second: numbers of axes.
+    """
+    letters = iter(string.ascii_letters)
+    inputs = [[next(letters) for _ in range(count)] for count in (first, second)]
+    for one, other in zip(*_summed_axes(dims, first), strict=True):
+        inputs[1][other] = inputs[0][one]
+    left, right = inputs
+    return Equation(inputs, [i for i in (*left, *right) if (i in left) != (i in right)])
+
+
+def _summed_axes(dims: Any, count: int) -> list[Sequence[int]]:
+    """Return over which axes of each operand tensordot sums; the first one has ``count`` axes."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist() if dims.numel() > 1 else int(dims)
+    if isinstance(dims, int):
+        dims = range(count - dims, count), range(dims)
+    return [[axes] if isinstance(axes, int) else axes for axes in dims]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +12,23 @@ from torch.nn.functional import linear
 
 from gradstats.capture._apart import attention_keeps_apart
 from gradstats.capture._call import Call
+from gradstats.capture._einsum import matrix_product, parse_equation, tensor_product
 from gradstats.capture._examples import same_layout
-from gradstats.capture._layout import (
-    contracted,
-    contracted_over,
+from gradstats.capture._layout import is_one
+from gradstats.capture._multiplied import (
+    by_equation,
+    contraction,
     convolved,
     convolved_over,
     in_front,
-    is_one,
-    summed_against,
-    tensordot,
-    tensordot_over,
 )
-from gradstats.capture._multiplied import contraction, multiplied
 from gradstats.capture._nested import argument_of, operands_of
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BROADCASTS,
     CONVOLUTIONS,
     OF_ROW_PAIRS,
+    OUTER_PRODUCTS,
     PRODUCTS,
     ROW_PRODUCTS,
     SOLVES,
@@ -60,8 +58,17 @@ def _of_linear(marks: Following, call: Call) -> Layout | Unchanged:
 
 
 def _of_product(marks: Following, call: Call) -> Layout:
-    operands = (*call.args, *call.kwargs.values())
-    return multiplied(marks, operands, call.result, of_rows=call.func in ROW_PRODUCTS)
+    operands = operands_of(call.args, call.kwargs)[:2]
+    return _multiplied(marks, operands, call.result, of_rows=call.func in ROW_PRODUCTS)
+
+
+def _multiplied(
+    marks: Following, operands: Sequence[Tensor], result: Tensor, *, of_rows: bool = False
+) -> Layout:
+    first, second = operands
+    return by_equation(
+        marks, operands, matrix_product(first.dim(), second.dim(), of_rows=of_rows), result
+    )
 
 
 def _of_added_product(marks: Following, call: Call) -> Layout:
@@ -71,7 +78,7 @@ def _of_added_product(marks: Following, call: Call) -> Layout:
     tensors = [item for item in (*args, *named) if isinstance(item, Tensor)]
     first, factors = tensors[0], tensors[1:3]
     of_data = any(item is tensor for item in factors for tensor in data)
-    after = multiplied(marks, factors, result) if of_data else None
+    after = _multiplied(marks, factors, result) if of_data else None
     if any(tensor is first for tensor in data):
         added = marks.broadcast([first], result)
         same = added is not None and after is not None and same_layout(added, after)
@@ -96,9 +103,9 @@ def _of_solution(marks: Following, call: Call) -> Layout:
 
 
 def _of_einsum(marks: Following, call: Call) -> Layout:
-    operands, lies = operands_of(call.args[1:], {}), partial(contracted, call.args)
-    over, against = partial(contracted_over, call.args), partial(summed_against, call.args)
-    return contraction(marks, operands, lies, call.result, over, against)
+    operands = operands_of(call.args[1:], {})
+    equation = parse_equation(call.args[0], [operand.dim() for operand in operands])
+    return by_equation(marks, operands, equation, call.result)
 
 
 def _of_convolution(marks: Following, call: Call) -> Layout | Unchanged:
@@ -112,9 +119,14 @@ def _of_convolution(marks: Following, call: Call) -> Layout | Unchanged:
 
 
 def _of_tensor_product(marks: Following, call: Call) -> Layout:
-    func, args, kwargs, _, result = call
-    lies, over = partial(tensordot, func, args, kwargs), partial(tensordot_over, func, args, kwargs)
-    return contraction(marks, args[:2], lies, result, over)
+    operands = operands_of(call.args, call.kwargs)[:2]
+    first, second = (operand.dim() for operand in operands)
+    dims: Any = ([-1], [-1])
+    if call.func is torch.tensordot:
+        dims = argument_of(call.args, call.kwargs, 2, "dims", 2)
+    elif call.func in OUTER_PRODUCTS or 0 in (first, second):
+        dims = ([], [])
+    return by_equation(marks, operands, tensor_product(dims, first, second), call.result)
 
 
 def _of_row_pairs(marks: Following, call: Call) -> Layout | Unchanged:

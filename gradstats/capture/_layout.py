@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._einsum import parse_equation
 from gradstats.capture._examples import Examples, Grid, Whole
 from gradstats.capture._nested import argument_of, flatten
 from gradstats.capture._operations import (
@@ -26,7 +25,6 @@ from gradstats.capture._operations import (
     KEEPS,
     LOOKS_AT_FIRST,
     MOVES,
-    OUTER_PRODUCTS,
     POINTWISE,
     POOLS,
     PRODUCTS,
@@ -37,7 +35,6 @@ from gradstats.capture._operations import (
     SOLVES,
     SUM_LAST,
     TENSOR_PRODUCTS,
-    TRANSPOSED_CONVOLUTIONS,
     UNFOLLOWED,
     variants,
 )
@@ -174,106 +171,6 @@ def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:
         return False
     first, second = operands
     return first.dim() == second.dim() > axis + 2 and second.shape[axis] != 1
-
-
-def _indices(args: tuple[Any, ...]) -> tuple[list[list[str]], list[str]]:
-    """Return the indices of an equation's operands and of its result."""
-    equation, *operands = args
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = list(operands[0])
-    return parse_equation(equation, [operand.dim() for operand in operands])
-
-
-def contracted(args: tuple[Any, ...], place: int, layout: Examples) -> Examples | None:
-    """Return where an equation puts the examples of the operand at ``place``."""
-    inputs, out = _indices(args)
-    letter = inputs[place][layout.axis]
-    return layout.along(out.index(letter)) if letter in out else None
-
-
-def contracted_over(args: tuple[Any, ...], place: int, layout: Examples) -> str:
-    """Return the index by which an equation knows the examples of the operand at ``place``."""
-    return _indices(args)[0][place][layout.axis]
-
-
-def summed_against(args: tuple[Any, ...], layout: Examples) -> int | None:
-    """Return the axis of the first of two operands over which the second's examples are summed."""
-    equation, *operands = args
-    if len(operands) != 2:
-        return None
-    (first, second), out = parse_equation(equation, [operand.dim() for operand in operands])
-    letter = second[layout.axis]
-    return first.index(letter) if letter in first and letter not in out else None
-
-
-def in_front(result: Tensor, place: int, layout: Examples) -> Examples | None:
-    """Axes in front of a result's last one stay where they are in the operands."""
-    return layout if layout.axis < result.dim() - 1 else None
-
-
-def tensordot(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> Examples | None:
-    """The result has the first operand's remaining axes, then those of the second."""
-    summed = _summed_by_tensordot(func, args, kwargs)
-    left = [
-        [axis for axis in range(tensor.dim()) if axis not in axes]
-        for tensor, axes in zip(args[:2], summed, strict=True)
-    ]
-    if layout.axis not in left[place]:
-        return None
-    return layout.along(left[place].index(layout.axis) + (len(left[0]) if place else 0))
-
-
-def tensordot_over(func, args: tuple[Any, ...], kwargs, place: int, layout: Examples) -> int:
-    """Return which pair of axes that are summed the examples of an operand lie along."""
-    return _summed_by_tensordot(func, args, kwargs)[place].index(layout.axis)
-
-
-def _summed_by_tensordot(func, args: tuple[Any, ...], kwargs) -> list[list[int]]:
-    """Return over which axes of both operands is summed, counted from the first."""
-    if func is torch.tensordot:
-        dims = argument_of(args, kwargs, 2, "dims", 2)
-    else:
-        dims = ([], []) if func in OUTER_PRODUCTS else ([-1], [-1])
-    summed = summed_axes(dims, args[0].dim())
-    return [
-        [axis % tensor.dim() for axis in axes]
-        for tensor, axes in zip(args[:2], summed, strict=True)
-    ]
-
-
-def summed_axes(dims: Any, count: int) -> list[Sequence[int]]:
-    """Return over which axes of each operand tensordot sums; the first one has ``count`` axes."""
-    if isinstance(dims, Tensor):
-        dims = dims.tolist() if dims.numel() > 1 else int(dims)
-    if isinstance(dims, int):
-        dims = range(count - dims, count), range(dims)
-    return [[axes] if isinstance(axes, int) else axes for axes in dims]
-
-
-def convolved(
-    func, args: tuple[Any, ...], kwargs, result: Tensor, place: int, layout: Examples
-) -> Examples | None:
-    """With groups of channels, the same number for each example, each has a kernel of its own."""
-    if layout.batch == 1:
-        return Examples(1, 0, len(result))
-    if place == 0 and layout.axis == 0:
-        return layout
-    if layout.axis != (1 if place == 0 else 0):
-        return None
-    owner = layout.owner(result.device)
-    if place == 0 or (place == 1 and func in TRANSPOSED_CONVOLUTIONS):
-        groups = argument_of(args, kwargs, 6, "groups", 1)
-        owners = owner.view(groups, -1)
-        if not bool((owners == owners[:, :1]).all()):
-            return None  # examples are summed
-        owner = owners[:, 0].repeat_interleave(result.shape[1] // groups)
-    return layout.owned_by(owner, 1)
-
-
-def convolved_over(func, place: int, layout: Examples) -> tuple[int, int] | str:
-    """Return over what a convolution sums the examples of an operand: its channels, or places."""
-    channels = 0 if place == 1 and func in TRANSPOSED_CONVOLUTIONS else 1
-    return "channels" if layout.axis == channels else (place, layout.axis)
 
 
 # Operations that may give data another layout than the contract's.

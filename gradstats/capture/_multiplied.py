@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gradstats.capture._apart import scores, scores_keep_apart, weights_keep_apart, without_columns
+from gradstats.capture._einsum import Equation
 from gradstats.capture._examples import (
     MIXED,
     Examples,
@@ -18,49 +19,28 @@ from gradstats.capture._examples import (
     same_rows,
 )
 from gradstats.capture._marks import Marks
+from gradstats.capture._nested import argument_of
+from gradstats.capture._operations import TRANSPOSED_CONVOLUTIONS
 
 
-def multiplied(
-    marks: Marks, operands: Sequence[Any], result: Tensor, *, of_rows: bool = False
+def by_equation(
+    marks: Marks, operands: Sequence[Tensor], equation: Equation, result: Tensor
 ) -> Examples | Mixed | None:
-    """Return the layout of a matrix product.
+    """Return the layout of a contraction that an equation describes."""
+    inputs, out = equation
 
-    Args:
-        marks: the context's.
-        operands: the operation's; the first two are multiplied.
-        result: the product.
-        of_rows: rows are multiplied with rows, as linear does, not with columns.
-    """
-    kept: list[tuple[Tensor, Examples]] = []
-    gone: list[tuple[Tensor, Examples]] = []
-    for place, tensor in enumerate(operands[:2]):
-        if not marks.is_of_data(tensor):
-            continue
-        layout = _layout(marks, tensor, result)
-        if layout is None:
-            if not marks.is_marked(tensor):
-                continue
-            if isinstance(marks.owned(tensor), Whole):
-                marks.note_meeting(result)
-            return None
-        # Axes are counted from the right: 1 for the columns, 2 for the rows.
-        axis = tensor.dim() - layout.axis
-        summed = 1 if place == 0 or of_rows or tensor.dim() == 1 else 2
-        if axis == summed:
-            if not (kept and marks.packed):
-                gone.append((tensor, layout))
-                continue
-            # As in attention over packed examples, which a mask keeps apart.
-            weights = operands[0]
-            if not _sums_own_rows(marks, weights, weights.dim() - 1, layout, result):
-                return None
-            break
-        if place == 1 and of_rows and axis == 2:
-            axis = 1  # rows of the second operand are columns of the product
-        elif operands[1 - place].dim() == 1 and (place == 0 or axis > 2):
-            axis -= 1
-        kept.append((tensor, layout.along(result.dim() - axis)))
-    return _product(marks, kept, gone, result)
+    def index_of(place: int, layout: Examples) -> str:
+        return inputs[place][layout.axis]
+
+    def lies(place: int, layout: Examples) -> Examples | None:
+        index = index_of(place, layout)
+        return layout.along(out.index(index)) if index in out else None
+
+    def against(layout: Examples) -> int | None:
+        index = index_of(1, layout)
+        return inputs[0].index(index) if len(inputs) == 2 and index in inputs[0] else None
+
+    return contraction(marks, operands, lies, result, index_of, against)
 
 
 def contraction(
@@ -101,11 +81,44 @@ def contraction(
             if over is not None and tensor.requires_grad:
                 indices.add(over(place, layout))
         elif marks.is_marked(tensor):
+            if isinstance(marks.owned(tensor), Whole):
+                marks.note_meeting(result)
             return None
     if len(indices) > 1 and marks.batch_size > 1:
         _couple_all(marks, result)
         return MIXED
     return _product(marks, kept, gone, result)
+
+
+def in_front(result: Tensor, place: int, layout: Examples) -> Examples | None:
+    """Axes in front of a result's last one stay where they are in the operands."""
+    return layout if layout.axis < result.dim() - 1 else None
+
+
+def convolved(
+    func, args: tuple[Any, ...], kwargs, result: Tensor, place: int, layout: Examples
+) -> Examples | None:
+    """With groups of channels, the same number for each example, each has a kernel of its own."""
+    if layout.batch == 1:
+        return Examples(1, 0, len(result))
+    if place == 0 and layout.axis == 0:
+        return layout
+    if layout.axis != (1 if place == 0 else 0):
+        return None
+    owner = layout.owner(result.device)
+    if place == 0 or (place == 1 and func in TRANSPOSED_CONVOLUTIONS):
+        groups = argument_of(args, kwargs, 6, "groups", 1)
+        owners = owner.view(groups, -1)
+        if not bool((owners == owners[:, :1]).all()):
+            return None  # examples are summed
+        owner = owners[:, 0].repeat_interleave(result.shape[1] // groups)
+    return layout.owned_by(owner, 1)
+
+
+def convolved_over(func, place: int, layout: Examples) -> tuple[int, int] | str:
+    """Return over what a convolution sums the examples of an operand: its channels, or places."""
+    channels = 0 if place == 1 and func in TRANSPOSED_CONVOLUTIONS else 1
+    return "channels" if layout.axis == channels else (place, layout.axis)
 
 
 def _layout(marks: Marks, tensor: Tensor, result: Tensor) -> Examples | None:

@@ -56,6 +56,15 @@ def test_attention_written_as_einsum(positions):
     check_operation(function, parameters, normal(BATCH, positions, 4))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_inner_product_with_a_number(first):
+    def function(m, x):
+        operands = m.layer(x), torch.tensor(0.5).double()
+        return torch.inner(*(operands if first else reversed(operands)))
+
+    check_operation(function, {"layer": nn.Linear(4, 2)}, normal(BATCH, 4))
+
+
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("positions", [2, BATCH, 5])
 def test_attention_whose_logits_are_added_to_a_constant(positions, named):

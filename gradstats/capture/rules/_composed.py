@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Distances
-from gradstats.capture._einsum import parse_equation
+from gradstats.capture._einsum import parse_equation, tensor_product
 from gradstats.capture._grafted import Composed, Grafted
-from gradstats.capture._layout import summed_axes
 from gradstats.capture._operations import OUTER_PRODUCTS, solves_vector, variants
 from gradstats.capture._tensors import first_node, node_of
 from gradstats.capture._uses import tap
@@ -177,12 +175,7 @@ def _order(equation: str, operands: Sequence[Tensor]) -> Sequence[tuple[int, ...
 
 def tensordot(a: Tensor, b: Tensor, dims=2, out=None) -> Tensor:
     """The sum of products along some axes of both."""
-    letters = iter(string.ascii_letters)
-    first = [next(letters) for _ in range(a.dim())]
-    second = [next(letters) for _ in range(b.dim())]
-    for one, other in zip(*summed_axes(dims, a.dim()), strict=True):
-        second[other] = first[one]
-    out = [index for index in (*first, *second) if (index in first) != (index in second)]
+    (first, second), out = tensor_product(dims, a.dim(), b.dim())
     return torch.einsum("{},{}->{}".format(*map("".join, (first, second, out))), a, b)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._derivation import Derived
-from gradstats.capture._einsum import parse_equation
+from gradstats.capture._einsum import matrix_product, parse_equation
 from gradstats.capture._examples import Examples, Whole
 from gradstats.capture._grafted import Composed
 from gradstats.capture._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
@@ -111,7 +111,7 @@ def matmul(tracker, func, input, other=None, **kwargs):
         refuse(func, first_node(input, other), f"with {', '.join(kwargs)}= has no rule")
     if node_of(input) is None and other.dim() == 2 <= input.dim() and not other.is_complex():
         return linear_layer(tracker, func, input, other, None, inputs_first=True)
-    rows = _own_rows(tracker, [input, other], *_specs(input, other))
+    rows = _own_rows(tracker, [input, other], *matrix_product(input.dim(), other.dim()))
     if rows is not None:
         return Composed(rows)(tracker, func, input, other)
     input, other = own_slices(tracker, input, other)
@@ -149,20 +149,6 @@ def own_slices(tracker, *operands: Tensor) -> list[Tensor]:
 
 def cast_data(tracker, item: Tensor) -> Tensor:
     return cast_for_autocast(tracker, item) if node_of(item) is None else item
-
-
-def _specs(input: Tensor, other: Tensor) -> tuple[list[list[str]], list[str]]:
-    """Return the indices of the operands of a matrix product, and of its result."""
-    letters = iter(string.ascii_letters)
-    row, inner, column = next(letters), next(letters), next(letters)
-    specs: list[list[str]] = []
-    batch = [next(letters) for _ in range(max(input.dim(), other.dim()) - 2)]
-    for operand, both in zip((input, other), ((row, inner), (inner, column)), strict=True):
-        core = (inner,) if operand.dim() < 2 else both
-        lead = operand.dim() - len(core)
-        specs.append([*(batch[len(batch) - lead :] if lead else []), *core])
-    out = [*batch, *([row] if input.dim() > 1 else []), *([column] if other.dim() > 1 else [])]
-    return specs, out
 
 
 def _own_rows(
@@ -211,7 +197,7 @@ def _own_rows(
 def product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
     """Return the tracked operand's node and the factors of a product, with the data they need."""
     operands = [_repeated_source(input, other), _repeated_source(other, input)]
-    specs, out = _specs(*operands)
+    specs, out = matrix_product(*(operand.dim() for operand in operands))
     return _factors_between(tracker, func, operands, specs, out)
 
 
