@@ -48,13 +48,12 @@ PICKS = PADS | {
 }
 
 
-def selects(function: Any) -> bool:
-    """Whether every element of an operation's result is one of its operands', or a constant."""
-    return function in OF_ALL or function in PICKS or _writes(function)
+# Operations every element of whose result is one of their operands', or a constant.
+SELECTS = OF_ALL | PICKS
 
 
-def _writes(function: Any) -> bool:
-    """Whether an operation is ``x[index] = w``, out of place."""
+def is_assignment(function: Any) -> bool:
+    """Whether an operation is ``x[index] = w``, out of place: another of these."""
     changes = function.function if isinstance(function, Changed) else None
     return getattr(changes, "__wrapped__", changes) is Tensor.__setitem__
 

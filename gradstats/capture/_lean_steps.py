@@ -49,7 +49,7 @@ from gradstats.capture._lean_products import (
     subtracted,
 )
 from gradstats.capture._lean_reductions import MEASURES, reduced
-from gradstats.capture._lean_selections import selected, selects
+from gradstats.capture._lean_selections import SELECTS, is_assignment, selected
 from gradstats.capture._names import function_class_of
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._operations import TRANSPOSING_GETTERS, function_variants, variants
@@ -68,17 +68,14 @@ def lean_step(node: Derived):
     ):
         return None
     step = LEAN_STEPS.get(node.function)
-    if step is None and function_class_of(node.function) is not None:
+    if function_class_of(node.function) is not None:
         step = passed_through
-    if step is None and selects(node.function):
-        return selected
-    # An operand that stands in two places is one for an elementwise function alone.
-    repeated = len(set(node.parents)) < len(node.parents)
-    if (step is None or repeated) and node.function in ELEMENTWISE:
-        return elementwise
-    if step is None and (node.function in REDUCES or node.function in MEASURES):
-        step = reduced
-    return step if len(node.parents) == 1 or (step in OF_SEVERAL and not repeated) else None
+    elif is_assignment(node.function):
+        step = selected
+    if len(set(node.parents)) < len(node.parents) and step is not selected:
+        # An operand that stands in two places is one for an elementwise function alone.
+        step = elementwise if node.function in ELEMENTWISE else None
+    return step if len(node.parents) == 1 or step in OF_SEVERAL else None
 
 
 def rearranged_root(node: Node) -> Root | None:
@@ -247,7 +244,13 @@ def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
     return ids.reshape(-1).long(), example
 
 
+ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
+
 LEAN_STEPS = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(REDUCES.keys() | MEASURES, reduced),
+    **dict.fromkeys(SELECTS, selected),
+    # Of those that follow, some are elementwise too: what is known of them is leaner.
     # T and mT: the other getters conjugate as well.
     **dict.fromkeys([*variants("t", "transpose", "permute"), *TRANSPOSING_GETTERS[:2]], _permuted),
     **dict.fromkeys(variants("to", "type_as", "contiguous", "clone"), _same_shape),
@@ -275,12 +278,12 @@ LEAN_STEPS = {
     torch.nn.functional.embedding: _embedded,
 }
 
-ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
-
 # Steps of operations whose gradient reaches each of several operands. Of all others, as
 # ``w.type_as(v)``, an operand may have none.
 OF_SEVERAL = frozenset(
     {
+        elementwise,
+        selected,
         shifted,
         subtracted,
         scaled,
