@@ -161,7 +161,7 @@ def _of_padding(tracker: Context, args, kwargs, results) -> Layouts:
 def _of_cell(tracker: Context, args, kwargs, results) -> Layouts:
     if any(map(tracker.is_trained, args[2:])):
         return [None] * len(results)
-    return [_common_along(tracker, (args[0], *_states(args[1])), 0)] * len(results)
+    return [_common_along(tracker, (args[0], *states_of(args[1])), 0)] * len(results)
 
 
 def _of_recurrent_layer(tracker: Context, args, kwargs, results) -> Layouts:
@@ -174,7 +174,7 @@ def _of_recurrent_layer(tracker: Context, args, kwargs, results) -> Layouts:
         return [_layout(tracker, args[0]), *[states] * (len(results) - 1)]
     axis = 0 if args[8] else 1
     own = _common_along(tracker, (args[0],), axis)
-    given = [state for state in _states(args[1]) if _layout(tracker, state) is not None]
+    given = [state for state in states_of(args[1]) if _layout(tracker, state) is not None]
     if given:
         places = _common_along(tracker, given, 1)
         trained = any(state.requires_grad for state in given)
@@ -276,8 +276,9 @@ def _lie_beside(
     return True
 
 
-def _states(hx) -> tuple[Tensor, ...]:
-    return tuple(hx) if isinstance(hx, (list, tuple)) else (hx,)
+def states_of(hx) -> list[Tensor]:
+    """Return the states that a recurrent operation was given: those of an LSTM are two."""
+    return list(hx) if isinstance(hx, (list, tuple)) else [hx]
 
 
 def _along(layout: Examples | None, axis: int) -> Examples | None:

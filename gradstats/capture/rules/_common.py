@@ -189,15 +189,21 @@ def autocast_dtype(data: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+def product_dtype(data: Tensor) -> torch.dtype:
+    """Return the dtype in which PyTorch multiplies data with weights: autocast leaves float64."""
+    dtype = autocast_dtype(data)
+    eligible = data.is_floating_point() and data.dtype != torch.float64
+    return dtype if dtype is not None and eligible else data.dtype
+
+
 def cast_for_autocast(tracker, data: Tensor) -> Tensor:
     """Return data in the dtype in which autocast computes matrix products on its device.
 
     Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
-    which caches it. Autocast leaves float64 as it is. What is known of the data is so of the copy.
+    which caches it. What is known of the data is so of the copy.
     """
-    dtype = autocast_dtype(data)
-    eligible = data.is_floating_point() and data.dtype != torch.float64
-    if dtype is None or not eligible or data.dtype == dtype:
+    dtype = product_dtype(data)
+    if data.dtype == dtype:
         return data
     cast = data.to(dtype)
     tracker.place_like(cast, data)

@@ -37,14 +37,19 @@ from gradstats.capture._recurrence import (
     Sweep,
 )
 from gradstats.capture._refusals import refuse
-from gradstats.capture._sequences import RECURRENT_CELLS, RECURRENT_LAYERS, packed_places
+from gradstats.capture._sequences import (
+    RECURRENT_CELLS,
+    RECURRENT_LAYERS,
+    packed_places,
+    states_of,
+)
 from gradstats.capture._tensors import first_node, node_of, nodes_of
 from gradstats.capture.rules._common import (
     Examples,
     are_of_one,
     as_data,
-    autocast_dtype,
     plain,
+    product_dtype,
     rows_along,
 )
 from gradstats.errors import ExampleAxisError
@@ -213,7 +218,7 @@ def layers(tracker, func, *args):
 
 def _padded(tracker, func, input, hx, weights, *options):
     *shared, batch_first = options
-    states = _listed(hx)
+    states = states_of(hx)
     node = first_node(input, *states, *weights)
     if input.dim() != 3:
         refuse(func, node, f"of an input of shape {tuple(input.shape)} has no rule")
@@ -226,7 +231,7 @@ def _padded(tracker, func, input, hx, weights, *options):
 
 
 def _packed(tracker, func, data, batch_sizes, hx, weights, *options):
-    states = _listed(hx)
+    states = states_of(hx)
     node = first_node(data, *states, *weights)
     examples = packed_places(tracker, data, batch_sizes) if node_of(data) is None else None
     if examples is None:
@@ -281,7 +286,7 @@ def _stack(tracker, func, data, rows, states, weights, options, form, sizes, exa
             form=form,
             sizes=sizes,
             examples=examples,
-            dtype=_product_dtype(data),
+            dtype=product_dtype(data),
         )
         own_states = [state[own] for state in states]
         data, *final = _attach(tracker, operation, data, own_states, its_weights)
@@ -291,7 +296,7 @@ def _stack(tracker, func, data, rows, states, weights, options, form, sizes, exa
 
 def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
     """One step on data of shape (B, d)."""
-    states = _listed(hx)
+    states = states_of(hx)
     weights = [item for item in (w_ih, w_hh, b_ih, b_hh) if item is not None]
     node = first_node(input, *states, *weights)
     _check_weights(tracker, func, node, input, weights)
@@ -312,7 +317,7 @@ def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
         form="cell",
         sizes=(examples.rows,),
         examples=examples,
-        dtype=_product_dtype(data),
+        dtype=product_dtype(data),
     )
     results = _attach(tracker, operation, data, states, weights)
     return results if len(states) > 1 else results[0]
@@ -335,16 +340,6 @@ def _attach(tracker, operation, data, states, weights):
     if not tracked:
         return operation.native(*tensors)
     return recomputed(tracker, list(tracked.values()), tuple(tracked), own, operation, *tensors)
-
-
-def _product_dtype(data: Tensor) -> torch.dtype:
-    """Return the dtype in which PyTorch multiplies data with weights."""
-    dtype = autocast_dtype(data)
-    return data.dtype if dtype is None or data.dtype == torch.float64 else dtype
-
-
-def _listed(hx) -> list[Tensor]:
-    return list(hx) if isinstance(hx, (list, tuple)) else [hx]
 
 
 RULES = {
