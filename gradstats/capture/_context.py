@@ -82,9 +82,6 @@ class Context(Repeated):
         """Return the mode that follows constants, for code that runs while it is set aside."""
         raise NotImplementedError
 
-    def check_leaf(self, leaf: Tensor) -> None:
-        """Raise for a leaf of the graph whose gradient nobody would measure."""
-
     def check_known(self, leaves: Sequence[Tensor]) -> None:
         """Raise for leaves of the graph that should be tracked and are not."""
 

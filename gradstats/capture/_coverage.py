@@ -116,7 +116,6 @@ def _walk(
             if id(leaf) in of_graphs:
                 reports.append(of_graphs[id(leaf)])
                 continue
-            tracker.check_leaf(leaf)
             if isinstance(root, Root) and root in roots:
                 raise _unseen(node, root)
             others.append(leaf)  # not tracked, or not by this context

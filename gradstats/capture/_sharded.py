@@ -108,14 +108,16 @@ class ShardedParameters:
         """Whether a leaf of the graph is a whole parameter that was seen."""
         return id(leaf) in self._whole
 
-    def check_known(self, leaf: torch.Tensor) -> None:
-        """Raise for a whole parameter in the graph that no hook saw."""
-        if self._places and isinstance(leaf, nn.Parameter) and not self.knows(leaf):
-            raise CoverageError(
-                f"a parameter of shape {tuple(leaf.shape)} was used outside the forward of the "
-                "module that fully_shard manages, where it cannot be tracked. Run the model "
-                "through its forward, or apply fully_shard to the module whose parameters are used."
-            )
+    def check_known(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Raise for a whole parameter among the leaves of the graph that no hook saw."""
+        for leaf in leaves if self._places else ():
+            if isinstance(leaf, nn.Parameter) and not self.knows(leaf):
+                raise CoverageError(
+                    f"a parameter of shape {tuple(leaf.shape)} was used outside the forward of the "
+                    "module that fully_shard manages, where it cannot be tracked. Run the model "
+                    "through its forward, or apply fully_shard to the module whose parameters are "
+                    "used."
+                )
 
 
 def _managed(module: nn.Module, managed_type: type) -> Iterator[nn.Module]:

@@ -196,11 +196,12 @@ class Tracker(Threaded, Context):
             self._unfrozen.append(tensor)
 
     def check_known(self, leaves: Sequence[Tensor]) -> None:
-        """Raise for parameters that were unfrozen or created inside the context.
+        """Raise for parameters that were unfrozen or created inside the context, or missed.
 
         Args:
             leaves: the leaves of the graph that are not tracked.
         """
+        self.sharded.check_known(leaves)
         unfrozen = {id(each) for each in self._unfrozen if each.requires_grad}
         if unfrozen:
             names = sorted(name for each, name in self._names().items() if each in unfrozen)
@@ -283,10 +284,6 @@ class Tracker(Threaded, Context):
     def watching(self) -> ConstantTracking:
         """Return the mode that follows constants, for code that runs while it is set aside."""
         return self._mode
-
-    def check_leaf(self, leaf: Tensor) -> None:
-        """Raise for a leaf of the graph whose gradient nobody would measure."""
-        self.sharded.check_known(leaf)
 
     def note_losses(self, losses: Tensor) -> None:
         """Remember the example of each loss, if the model put the examples in another order."""
