@@ -51,9 +51,6 @@ from gradstats.capture._written import Change
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-# Names that operations give their first operand.
-FIRST_NAMES = frozenset({"input", "x", "A", "self", "query"})
-
 # Operations of which ``keeps_examples`` cannot tell.
 WATCHED = (
     frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES.keys() | FACTORIES
@@ -114,9 +111,6 @@ def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, A
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
         args, kwargs = by_place(func, args, kwargs)
         named = any(map(tracker.is_of_data, kwargs.values()))
-    if not args and not FIRST_NAMES.isdisjoint(kwargs):
-        kwargs = dict(kwargs)
-        args = (kwargs.pop(next(name for name in kwargs if name in FIRST_NAMES)),)
     if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
         func = torch.maximum  # of two operands, whichever it is
     return func, args, kwargs, named

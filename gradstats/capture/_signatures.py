@@ -19,6 +19,9 @@ from gradstats.capture._writes import WRITES
 # Operations that are followed by the places of their operands.
 BY_PLACE = FOLLOWED | PRESCRIBES.keys() | WRITES.keys()
 
+# NumPy's names for operands, which PyTorch's own functions take as well.
+ALSO_NAMED = {"input": ("x", "a", "x1"), "other": ("x2",)}
+
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -29,14 +32,15 @@ def by_place(
 
     An argument behind one that is left out stays where it is.
     """
-    moved: tuple[str, ...] = ()
+    moved: list[str] = []
     for names in names_of(func) if func in BY_PLACE else ():
-        place = len(args)
-        while place < len(names) and names[place] in kwargs:
-            place += 1
-        found = names[len(args) : place]
-        if len(found) > len(moved):
-            moved = found
+        found: list[str] = []
+        for name in names[len(args) :]:
+            given = [each for each in (name, *ALSO_NAMED.get(name, ())) if each in kwargs]
+            if not given:
+                break
+            found += given
+        moved = max(moved, found, key=len)
     if not moved:
         return args, kwargs
     left = {name: item for name, item in kwargs.items() if name not in moved}
