@@ -160,9 +160,9 @@ def leaves(func, source: Tensor, axis: int, result) -> bool:
     """Whether an operation over other axes leaves the examples' axis in its place."""
     if not isinstance(result, Tensor):
         result = result[0]
-    if axis == 0:
-        return 0 < result.dim() <= source.dim() and func not in QUANTILES
-    return result.dim() == source.dim()
+    if func in QUANTILES:
+        return False  # several add an axis
+    return 0 < result.dim() <= source.dim() if axis == 0 else result.dim() == source.dim()
 
 
 def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:

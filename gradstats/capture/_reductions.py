@@ -45,12 +45,13 @@ def reduced(
     if layout.axis in dims or not dims:
         return None
     quantiles = argument_of(args, kwargs, 1, "q") if func in QUANTILES else None
-    if isinstance(quantiles, Tensor) and quantiles.dim():
-        return None  # several quantiles add an axis in front
-    if result.dim() == source.dim():
-        return layout
-    if result.dim() == source.dim() - len(dims):
-        return layout.along(layout.axis - sum(d < layout.axis for d in dims))
+    # Several quantiles add an axis in front.
+    axis = layout.axis + (isinstance(quantiles, Tensor) and quantiles.dim())
+    count = result.dim() - (axis - layout.axis)
+    if count == source.dim():
+        return layout.along(axis)
+    if count == source.dim() - len(dims):
+        return layout.along(axis - sum(d < layout.axis for d in dims))
     # Some of these axes are left, as where matrices have vectors for results; or others are gone
     # too, as where losses are averaged.
     lead = layout.axis + 1

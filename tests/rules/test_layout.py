@@ -56,6 +56,67 @@ def test_attention_written_as_einsum(positions):
     check_operation(function, parameters, normal(BATCH, positions, 4))
 
 
+JOINED = {
+    "one alone in front": lambda x: torch.cat([x[0][None], x[1:]]),
+    "one alone behind": lambda x: torch.cat([x[:-1], x[-1].unsqueeze(0)]),
+    "one alone between": lambda x: torch.cat([x[:1], x[1][None], x[2:]]),
+    "in another order": lambda x: torch.cat([x[1:], x[0][None]])[torch.tensor([2, 0, 1])],
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_rows_of_one_example_beside_rows_of_others(name):
+    check_operation(
+        lambda m, x: m.last(JOINED[name](m.layer(x).tanh())),
+        {"layer": nn.Linear(4, 4), "last": nn.Linear(4, 2)},
+        normal(BATCH, 5, 4),
+    )
+
+
+QUANTILES = {
+    "one": lambda x, dim: x.quantile(0.3, dim),
+    "one in a tensor": lambda x, dim: x.nanquantile(torch.tensor(0.3).double(), dim),
+    "several": lambda x, dim: x.quantile(torch.tensor([0.2, 0.7]).double(), dim)[0],
+    "several along an axis that is kept": lambda x, dim: x.quantile(
+        torch.tensor([0.2, 0.7]).double(), dim, keepdim=True
+    ).sum((0, 1 + dim)),
+}
+
+
+@pytest.mark.parametrize("positions", [2, BATCH])
+@pytest.mark.parametrize("name", QUANTILES)
+def test_quantiles(name, positions):
+    """Several stand along a new axis in front of the examples'."""
+
+    def function(m, x):
+        of_positions = QUANTILES[name](m.layer(x), 1)
+        of_features = QUANTILES[name](m.layer(x), 2)
+        return torch.cat([m.last(of_positions), of_features], 1)
+
+    parameters = {"layer": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+    check_operation(function, parameters, normal(BATCH, positions, 4))
+
+
+BY_NUMPYS_NAMES = {
+    "sum": lambda x: torch.sum(x=x.transpose(0, 1), axis=0),
+    "add": lambda x: torch.add(x1=x, x2=x.tanh()),
+    "reshape": lambda x: torch.reshape(a=x.transpose(0, 1), shape=(-1, 2, 2)).unflatten(
+        0, (-1, BATCH)
+    )[0],
+    "index_select": lambda x: torch.index_select(a=x, dim=1, index=torch.tensor([1, 0])),
+    "transpose": lambda x: torch.transpose(x=x, dim0=0, dim1=1).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", BY_NUMPYS_NAMES)
+def test_operands_by_numpys_names(name):
+    check_operation(
+        lambda m, x: BY_NUMPYS_NAMES[name](m.layer(x)),
+        {"layer": nn.Linear(4, 4)},
+        normal(BATCH, BATCH, 4),
+    )
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_inner_product_with_a_number(first):
     def function(m, x):
