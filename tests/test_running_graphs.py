@@ -359,6 +359,22 @@ def check_against(gradients, model, x, loss_fn):
             torch.testing.assert_close(parameter.grad, gradients[name].mean(0))
 
 
+class OfAList(nn.Module):
+    """Contracts operands that stand in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x):
+        return torch.einsum("bi,io->bo", [self.first(x), self.weight])
+
+
+def test_an_equation_of_a_list_in_a_graph():
+    model = Compiled(OfAList()).double()
+    check_graphs(model, torch.randn(B, 4).double(), sines)
+
+
 class Written(nn.Module):
     """Changes data in place, by a parameter, in a statement of its own."""
 

@@ -211,6 +211,19 @@ def test_tensor_products(positions):
     check_operation(function, parameters, normal(BATCH, positions, WIDTH))
 
 
+def test_solutions_for_vectors():
+    """As many matrices as right-hand sides, or one of both for an example in a loop."""
+
+    def function(m, x):
+        matrices = x + 5 * torch.eye(WIDTH).double()
+        own = torch.linalg.solve(matrices, m.w)
+        each = [torch.linalg.solve(matrix, m.w[0]) for matrix in matrices]
+        return own * torch.stack([torch.linalg.solve(m.v, row) for row in each])
+
+    parameters = {"w": (BATCH, WIDTH), "v": torch.randn(WIDTH, WIDTH) + 5 * torch.eye(WIDTH)}
+    check_operation(function, parameters, normal(BATCH, WIDTH, WIDTH))
+
+
 def test_products_with_vectors():
     check_operation(lambda m, x: x.mv(m.w) + torch.mv(x, m.w) ** 2, {"w": (4,)}, normal(BATCH, 4))
 

@@ -110,6 +110,13 @@ MATRICES = {
     "kronecker product of functions": ((1, 2), lambda w: mixed(4, 1).kron(w.exp()).tanh()),
     "kronecker product of vectors": ((2,), lambda w: torch.kron(w, mixed(4, 1)[:, 0]).view(4, 2)),
     "kronecker product of itself": ((2, 1), lambda w: torch.kron(w, w) @ mixed(1, 2)),
+    "kronecker product of stacks": ((1, 2, 1), lambda w: torch.kron(w, mixed(2, 2)[None])[0]),
+    "sparse matrix times a vector": (
+        (3,),
+        lambda w: torch.mv(mixed(WIDTH * 2, 3).to_sparse(), w).view(WIDTH, 2),
+    ),
+    "larger of a constant": ((WIDTH, 2), lambda w: torch.max(w, mixed(WIDTH, 2))),
+    "largest along a middle axis": ((WIDTH, 3, 2), lambda w: w.amax(1)),
     "one number each": ((1, 1), lambda w: (w * 3 / 7).expand(WIDTH, 2)),
     "multiple added": ((WIDTH, 2), lambda w: torch.add(mixed(WIDTH, 2), w, alpha=3)),
     "added to a multiple": ((WIDTH, 2), lambda w: w.add(mixed(WIDTH, 2), alpha=3)),

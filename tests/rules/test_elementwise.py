@@ -646,6 +646,21 @@ def test_repeating_the_only_example_is_refused(operation):
     )
 
 
+BESIDE_A_LOOP = {
+    "a number": lambda row, w: torch.lerp(row, w, 0.3),
+    "a constant": lambda row, w: torch.addcmul(row, w, torch.arange(4).double(), value=0.5),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_A_LOOP)
+def test_one_example_after_the_other_with(name):
+    check_operation(
+        lambda m, x: torch.stack([BESIDE_A_LOOP[name](row, m.w) for row in x]),
+        {"w": (4,)},
+        normal(3, 4),
+    )
+
+
 @pytest.mark.parametrize("shape", [(5,), (1, 5), (1,), (), (2, 5), (2, 1)], ids=str)
 def test_broadcast_tensors(shape):
     def function(m, x):

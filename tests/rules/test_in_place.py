@@ -132,6 +132,11 @@ def part_of_the_positions(m, x):
     return hidden @ m.w
 
 
+def beside_a_parameter(m, x):
+    hidden = m.w[:2].expand(len(x), -1, -1).clone()
+    return hidden.addcmul_(x[:, :1], m.w[0])
+
+
 def running_total(m, x):
     """As flows add up their terms, some of which no example changes."""
     total = x.new_zeros(len(x))
@@ -143,7 +148,15 @@ def running_total(m, x):
 
 @pytest.mark.parametrize("batch", [BATCH, POSITIONS])
 @pytest.mark.parametrize(
-    "function", [token_first, positions_first, queries, part_of_the_positions, running_total]
+    "function",
+    [
+        token_first,
+        positions_first,
+        queries,
+        part_of_the_positions,
+        beside_a_parameter,
+        running_total,
+    ],
 )
 def test_data_written_into_what_was_made_of_parameters(function, batch):
     check_operation(function, {"w": (WIDTH, WIDTH)}, normal(batch, POSITIONS, WIDTH))

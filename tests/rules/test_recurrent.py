@@ -290,6 +290,29 @@ def test_examples_along_the_axis_of_steps():
         )
 
 
+def test_initial_states_of_other_examples_are_refused():
+    check_refused(
+        lambda m, x: m.layer(x, m.start(x[:, 0]).flip(0)[None])[0],
+        {"layer": nn.GRU(WIDTH, HIDDEN, batch_first=True), "start": nn.Linear(WIDTH, HIDDEN)},
+        normal(BATCH, 2, WIDTH),
+        match="initial states in another order",
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=["fused", "unfused"])
+def test_derivatives_through_a_layer_are_refused(options):
+    model, x = nn.GRU(WIDTH, HIDDEN, batch_first=True).double(), normal(BATCH, 2, WIDTH)
+
+    def losses(model, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+        return slope.square().sum((1, 2))
+
+    with pytest.raises(gs.UnsupportedOperationError, match="ran through a recurrent layer"):
+        with gs.track(model, batch_size=BATCH, **options) as tracker:
+            tracker.backward(losses(model, x))
+
+
 CELLS = {
     "lstm": nn.LSTMCell,
     "gru": nn.GRUCell,
