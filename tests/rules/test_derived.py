@@ -116,6 +116,7 @@ MATRICES = {
         lambda w: torch.mv(mixed(WIDTH * 2, 3).to_sparse(), w).view(WIDTH, 2),
     ),
     "larger of a constant": ((WIDTH, 2), lambda w: torch.max(w, mixed(WIDTH, 2))),
+    "determinants of a stack": ((WIDTH, 2, 2, 2), torch.linalg.det),
     "largest along a middle axis": ((WIDTH, 3, 2), lambda w: w.amax(1)),
     "one number each": ((1, 1), lambda w: (w * 3 / 7).expand(WIDTH, 2)),
     "multiple added": ((WIDTH, 2), lambda w: torch.add(mixed(WIDTH, 2), w, alpha=3)),
