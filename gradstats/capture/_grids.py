@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from gradstats.capture._call import Call
 from gradstats.capture._examples import MIXED, Examples, Grid, Mixed, Whole, same_layout
 from gradstats.capture._layout import follow
 from gradstats.capture._marks import Marks
-from gradstats.capture._operations import BROADCASTS, MOVES, PADS, POINTWISE, RESHAPES, variants
+from gradstats.capture._operations import (
+    BROADCASTS,
+    MOVES,
+    PADS,
+    PICKS,
+    POINTWISE,
+    RESHAPES,
+    variants,
+)
 from gradstats.capture._reductions import OVER_AXES, REDUCES, runs_over
 from gradstats.capture._reindexed import picked
 
 # Operations that move, cut or pick elements of their first operand, and nothing else.
-PICKS = (
-    MOVES
-    | RESHAPES
-    | frozenset(
-        variants(
-            "as_strided", "broadcast_to", "chunk", "diagonal", "dsplit", "expand", "expand_as",
-            "flip", "gather", "hsplit", "index_select", "masked_select", "narrow", "repeat",
-            "roll", "select", "split", "split_with_sizes", "take", "take_along_dim",
-            "tensor_split", "tile", "unbind", "vsplit",
-        )
-    )
-    | {Tensor.__getitem__, Tensor.unfold}
-)  # fmt: skip
+REARRANGES = MOVES | RESHAPES | PICKS | frozenset(variants("as_strided"))
 
 # Operations that compute each element of what stands in its place, or along some axes alone.
 COMPUTES = POINTWISE | BROADCASTS | OVER_AXES.keys() | PADS
@@ -51,7 +45,7 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
     grids = [(item, marks.grid_of(item)) for item in trained or data]
     source, grid = next((item, own) for item, own in grids if own is not None)
     first = bool(args) and args[0] is source
-    if func in PICKS:
+    if func in REARRANGES:
         return picked(func, args, kwargs, source, grid, result) if first else None
     if func not in COMPUTES:
         return None

@@ -41,7 +41,7 @@ from gradstats.contractions import lean
 OF_ALL = JOINS.keys() | {torch.block_diag}
 
 # Of which the first operand alone gives elements; others say which.
-PICKS = PADS | {
+OF_FIRST = PADS | {
     *variants("flip", "fliplr", "flipud", "roll", "rot90", "repeat", "tile"),
     *variants("repeat_interleave", "index_select", "take", "take_along_dim", "gather"),
     *variants("diag", "diag_embed", "diagflat", "diagonal"),
@@ -49,7 +49,7 @@ PICKS = PADS | {
 
 
 # Operations every element of whose result is one of their operands', or a constant.
-SELECTS = OF_ALL | PICKS
+SELECTS = OF_ALL | OF_FIRST
 
 
 def is_assignment(function: Any) -> bool:
@@ -141,7 +141,7 @@ class Numbering:
         args, kwargs = node.args, node.kwargs
         if node.function in OF_ALL:
             args, kwargs = rebuild((args, kwargs), numbered)
-        elif node.function in PICKS:
+        elif node.function in OF_FIRST:
             args, kwargs = rebuild(
                 (args, kwargs), lambda item: numbered(item) if isinstance(item, Node) else item
             )

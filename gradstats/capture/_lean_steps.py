@@ -52,7 +52,7 @@ from gradstats.capture._lean_reductions import MEASURES, reduced
 from gradstats.capture._lean_selections import SELECTS, is_assignment, selected
 from gradstats.capture._names import function_class_of
 from gradstats.capture._nodes import Node, Root
-from gradstats.capture._operations import TRANSPOSING_GETTERS, function_variants, variants
+from gradstats.capture._operations import EXPANDS, TRANSPOSING_GETTERS, function_variants, variants
 from gradstats.capture._reductions import REDUCES
 from gradstats.capture._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
 from gradstats.contractions import lean
@@ -274,7 +274,7 @@ LEAN_STEPS = {
         _reshaped,
     ),
     Tensor.__getitem__: _indexed,
-    **dict.fromkeys(variants("expand", "expand_as", "broadcast_to"), _expanded),
+    **dict.fromkeys(EXPANDS, _expanded),
     torch.nn.functional.embedding: _embedded,
 }
 

@@ -20,7 +20,7 @@ from gradstats.capture._indexing import items_of, read_at
 from gradstats.capture._memory import extent
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import same_storage
-from gradstats.capture._operations import PADS, variants
+from gradstats.capture._operations import EXPANDS, PADS, variants
 from gradstats.capture._reductions import KEYWORD
 
 
@@ -323,7 +323,7 @@ REINDEXES = {
     ),
     **dict.fromkeys(variants("narrow", "unbind"), _sliced(1)),
     **dict.fromkeys(variants("select"), _chosen),
-    **dict.fromkeys(variants("expand", "expand_as", "broadcast_to"), _expanded),
+    **dict.fromkeys(EXPANDS, _expanded),
     **dict.fromkeys(variants("repeat", "tile"), _repeated),
     **dict.fromkeys(PADS, _padded),
     **dict.fromkeys(variants("masked_select"), _masked),

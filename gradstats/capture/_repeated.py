@@ -17,7 +17,14 @@ from gradstats.capture._data import Data
 from gradstats.capture._examples import Examples
 from gradstats.capture._layout import FOLLOWED
 from gradstats.capture._marks import CONSTANTS
-from gradstats.capture._operations import BLANKS, CALLERS_VALUES, FACTORIES, IN_PLACE, variants
+from gradstats.capture._operations import (
+    BLANKS,
+    CALLERS_VALUES,
+    EXPANDS,
+    FACTORIES,
+    IN_PLACE,
+    variants,
+)
 from gradstats.capture._reductions import QUANTILES
 from gradstats.capture._reindexed import REINDEXES
 from gradstats.capture._sequences import PRESCRIBES
@@ -25,12 +32,13 @@ from gradstats.capture._tensors import TRACKED_TYPES, node_of
 from gradstats.capture._writes import WRITES
 
 # Operations that pick rows by numbers among their arguments, not by numbers in tensors.
-REINDEXES_BY_NUMBERS = frozenset(
+REINDEXES_BY_NUMBERS = EXPANDS.union(
     variants(
-        "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "expand", "expand_as",
-        "broadcast_to", "repeat", "tile", "flip", "roll",
-    )
-) | {Tensor.__getitem__}  # fmt: skip
+        "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "repeat", "tile",
+        "flip", "roll",
+    ),
+    {Tensor.__getitem__},
+)  # fmt: skip
 
 # Operations for which forms decide how the results lie, and nothing else is noted.
 REPEATABLE = FOLLOWED.difference(

@@ -27,6 +27,7 @@ from gradstats.capture._operations import (
     OUTER_PRODUCTS,
     PAD_SEQUENCE,
     PADS,
+    PICKS,
     PRODUCTS,
     RESHAPES,
     TENSOR_PRODUCTS,
@@ -43,12 +44,12 @@ if TYPE_CHECKING:
 ADDED = ("add", "sub", "subtract")
 ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
 
-# What picks one value of several: which that is does not change.
-PICKS = frozenset(variants("max", "min", "amax", "amin", "median"))
+# What returns one value of several: which that is does not change.
+CHOOSES = frozenset(variants("max", "min", "amax", "amin", "median"))
 
 # Functions made of straight pieces: of what was summed over all examples they return such a sum, as
 # which piece it lies on does not change. Absolute values of complex numbers are roots.
-BENT = PICKS | frozenset(
+BENT = CHOOSES | frozenset(
     [
         functional.relu,
         *variants(
@@ -79,6 +80,7 @@ KEEPS_SUMS = (
     | RESHAPES
     | JOINS.keys()
     | PADS
+    | PICKS
     | frozenset(
         [
             *function_variants(
@@ -86,19 +88,15 @@ KEEPS_SUMS = (
             ),
             *variants(
                 "rsub", "clone", "contiguous", "to", "float", "double", "half", "bfloat16",
-                "type_as", "select", "narrow", "unbind", "chunk", "split", "expand", "expand_as",
-                "broadcast_to", "index_select", "diagonal", "diag", "diag_embed", "trace", "tril",
-                "triu", "flip", "roll", "repeat", "tile", "take", "gather", "masked_select",
-                "masked_fill", "cumsum", "diff", "sum_to_size", "real", "imag", "conj", "type",
-                "cpu", "cuda", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors",
-                "dropout", "tensor_split", "hsplit", "vsplit", "dsplit", "unfold",
-                "take_along_dim", "block_diag", "complex", "view_as_real", "view_as_complex",
-                "cfloat", "cdouble", "resolve_conj", "resolve_neg", "repeat_interleave",
+                "type_as", "diag", "diag_embed", "trace", "tril", "triu", "masked_fill", "cumsum",
+                "diff", "sum_to_size", "real", "imag", "conj", "type", "cpu", "cuda", "atleast_1d",
+                "atleast_2d", "atleast_3d", "broadcast_tensors", "dropout", "block_diag", "complex",
+                "view_as_real", "view_as_complex", "cfloat", "cdouble", "resolve_conj",
+                "resolve_neg", "repeat_interleave",
             ),
             *VIEW_GETTERS,
             functional.dropout,
             PAD_SEQUENCE,
-            Tensor.__getitem__,
         ]
     )
 )  # fmt: skip
@@ -112,7 +110,7 @@ LOSSES = ELEMENT_LOSSES | frozenset(
 )
 
 # Sums over the examples, and one of their values.
-JOINS_EXAMPLES = LOSSES | PICKS | frozenset(variants("nanmedian"))
+JOINS_EXAMPLES = LOSSES | CHOOSES | frozenset(variants("nanmedian"))
 
 # Products: sums if one of their operands has a gradient.
 MULTIPLIES = (

@@ -25,11 +25,11 @@ from gradstats.capture._lineage import Pulled
 from gradstats.capture._modes import without_contexts
 from gradstats.capture._nested import flatten
 from gradstats.capture._nodes import Node, Root
-from gradstats.capture._operations import variants
+from gradstats.capture._operations import EXPANDS, variants
 from gradstats.contractions import lean, total
 from gradstats.errors import GradStatsError
 
-REPEATS = frozenset(variants("expand", "expand_as", "broadcast_to", "repeat"))
+REPEATS = EXPANDS | frozenset(variants("repeat"))
 
 
 def repeated_in(node: Node, batch: int) -> list[Derived]:
