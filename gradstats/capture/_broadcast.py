@@ -121,20 +121,20 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
 
 
 def _broadcast_again(ctx, grad: Tensor, x: Tensor | None = None, value: Tensor | None = None):
-    if not ctx.needs_input_grad[4]:
+    if not ctx.needs_input_grad[3]:
         return ()
     if ctx.multiply:
         node = ctx.use.nodes[0]
-        grad = grad * example_view(node.tracker, node, ctx.plan.layout)
-    return ((4, grad.to(ctx.dtypes[0])),)
+        grad = grad * example_view(node, ctx.plan.layout)
+    return ((3, grad.to(ctx.dtypes[0])),)
 
 
 class BroadcastUse(torch.autograd.Function):
     """x ∘ w or x + b whose backward computes all gradients and the squared norms in one pass."""
 
     @staticmethod
-    def forward(ctx, use, settings, plan, multiply, x, value):
-        ctx.use, ctx.settings, ctx.plan, ctx.multiply = use, settings, plan, multiply
+    def forward(ctx, use, plan, multiply, x, value):
+        ctx.use, ctx.plan, ctx.multiply = use, plan, multiply
         ctx.dtypes = x.dtype, value.dtype
         if not multiply:
             return x + value
@@ -144,8 +144,8 @@ class BroadcastUse(torch.autograd.Function):
     @staticmethod
     @unseen(_broadcast_again)
     def backward(ctx, grad, x=None, value=None):
-        use, settings, plan = ctx.use, ctx.settings, ctx.plan
-        _, _, _, _, want_x, want_value = ctx.needs_input_grad
+        use, settings, plan = ctx.use, ctx.use.settings, ctx.plan
+        _, _, _, want_x, want_value = ctx.needs_input_grad
         want_value = want_value and settings.weight_gradients
         factor = plan.factor(grad, x)
         (node,) = use.nodes
@@ -171,4 +171,4 @@ class BroadcastUse(torch.autograd.Function):
             grad_x = (grad * value if ctx.multiply else grad).to(ctx.dtypes[0])
         if total is not None:
             total = total.to(ctx.dtypes[1])
-        return None, None, None, None, grad_x, total
+        return None, None, None, grad_x, total

@@ -24,7 +24,7 @@ from gradstats.capture._examples import Examples
 from gradstats.capture._linear import bias_factor, bias_report
 from gradstats.capture._nodes import Node
 from gradstats.capture._together import Joinable
-from gradstats.capture._uses import Settings, Use, attach, derived, fuse, unseen
+from gradstats.capture._uses import Use, attach, derived, fuse, unseen
 from gradstats.contractions import Fused, _triton, on_chip
 
 
@@ -64,15 +64,15 @@ class ConvolutionFactors(Joinable):
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:
         """Return the gradient of x, computed by tracked operations."""
-        return (self.data_gradient(nodes[0], nodes[0].tracker.settings, grad, x),)
+        return (self.data_gradient(nodes[0], grad, x),)
 
-    def data_gradient(self, node: Node, settings: Settings, grad: Tensor, x: Tensor) -> Tensor:
+    def data_gradient(self, node: Node, grad: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of x, by an operation that counts as one more use of the weight."""
         call = adjoint_convolution(self.call, x.shape[2:], self.shape[2:], grad.shape[2:])
         if node.value.dtype != grad.dtype:
             node = derived(node, Tensor.to, grad.dtype)
         again = ConvolutionFactors(True, False, self.examples, self.shape, call)
-        return attach(ConvolutionUse, Use([node]), settings, again, grad, node.value, None)
+        return attach(ConvolutionUse, Use([node]), again, grad, node.value, None)
 
 
 def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
@@ -80,15 +80,15 @@ def _convolution_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
     weight_is_data, bias_is_data = layer.data
     found: list[tuple[int, Tensor]] = []
     if bias_is_data:
-        found.append((5, _channel_sum(grad).to(ctx.bias_dtype)))
+        found.append((4, _channel_sum(grad).to(ctx.bias_dtype)))
     if weight_is_data:
         wanted = [False, True, False]
-        found.append((4, convolution_gradients(layer.call, grad, x, weight, wanted)[1]))
-    if ctx.needs_input_grad[3] and layer.weight:
-        found.append((3, layer.data_gradient(ctx.use.nodes[0], ctx.settings, grad, x)))
-    elif ctx.needs_input_grad[3]:
+        found.append((3, convolution_gradients(layer.call, grad, x, weight, wanted)[1]))
+    if ctx.needs_input_grad[2] and layer.weight:
+        found.append((2, layer.data_gradient(ctx.use.nodes[0], grad, x)))
+    elif ctx.needs_input_grad[2]:
         call = adjoint_convolution(layer.call, x.shape[2:], weight.shape[2:], grad.shape[2:])
-        found.append((3, torch.convolution(grad, weight, None, *call)))
+        found.append((2, torch.convolution(grad, weight, None, *call)))
     return found
 
 
@@ -130,8 +130,8 @@ class ConvolutionUse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layer, x, weight, bias):
-        ctx.use, ctx.settings, ctx.layer = use, settings, layer
+    def forward(ctx, use, layer, x, weight, bias):
+        ctx.use, ctx.layer = use, layer
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return layer.forward(x, weight, bias)
@@ -139,9 +139,9 @@ class ConvolutionUse(torch.autograd.Function):
     @staticmethod
     @unseen(_convolution_again)
     def backward(ctx, grad, x, weight):
-        use, settings, layer = ctx.use, ctx.settings, ctx.layer
+        use, settings, layer = ctx.use, ctx.use.settings, ctx.layer
         weight_is_data, bias_is_data = layer.data
-        _, _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
+        _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
         want_weight = want_weight and (settings.weight_gradients or weight_is_data)
         want_bias = want_bias and (settings.weight_gradients or bias_is_data)
         factors: list[Factor | Fused] = []
@@ -161,7 +161,7 @@ class ConvolutionUse(torch.autograd.Function):
         if layer.bias:
             bias = channel_factor(layer.examples, grad)
             reported, grad_bias = bias_report(
-                use, settings, bias, len(factors), ctx.bias_dtype if want_bias else None
+                use, bias, len(factors), ctx.bias_dtype if want_bias else None
             )
             factors.append(reported)
         elif want_bias:
@@ -172,7 +172,7 @@ class ConvolutionUse(torch.autograd.Function):
             wanted = [want_x, want_weight, False]
             grad_x, native, _ = convolution_gradients(layer.call, grad, x, weight, wanted)
             grad_weight = native if want_weight else grad_weight
-        return None, None, None, grad_x, grad_weight, grad_bias
+        return None, None, grad_x, grad_weight, grad_bias
 
 
 def channel_factor(examples: Examples, grad: Tensor) -> Vector | Elementwise:

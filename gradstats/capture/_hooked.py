@@ -30,7 +30,7 @@ from gradstats.capture._graph import (
 from gradstats.capture._nodes import Root
 from gradstats.capture._tensors import node_of
 from gradstats.capture._together import Group, norms_of
-from gradstats.capture._uses import Settings, Use, check_derivatives
+from gradstats.capture._uses import Use, check_derivatives
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -71,7 +71,6 @@ class Hooked(Use):
 
     Attributes:
         place: where the node keeps its data.
-        settings: of the context.
         factors_of: as ``tap`` takes it, and as ``Joinable`` has it.
         group: the operations that it may wait for; None if it may not wait.
     """
@@ -80,14 +79,12 @@ class Hooked(Use):
         self,
         roots: Sequence[Root],
         place: Place,
-        settings: Settings,
         factors_of,
         lookup: Lookup | None,
         group: Group | None,
     ):
         super().__init__(roots)
         self.place = place
-        self.settings = settings
         self.factors_of = factors_of
         self.lookup = lookup
         self.group = group
@@ -106,7 +103,7 @@ class Hooked(Use):
         """
         grad = given[0]
         if torch.is_grad_enabled():
-            check_derivatives(self, self.settings)
+            check_derivatives(self)
             return self._with_tracked(grads, grad)
         if self.is_due():
             if grad is None:
@@ -186,7 +183,7 @@ def hooked(
     if node is None:
         return None
     group = tracker.together.group(factors_of, result)
-    use = Hooked(roots, place, settings, factors_of, lookup, group)
+    use = Hooked(roots, place, factors_of, lookup, group)
     node.metadata[KEY] = use
     node.register_hook(use.after_backward)
     tracker.note_followed(result, examples)

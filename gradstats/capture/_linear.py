@@ -91,29 +91,29 @@ class LinearFactors(Joinable):
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:
         """Return the gradient of x, computed by tracked operations."""
-        return (self.data_gradient(nodes[0], nodes[0].tracker.settings, grad),)
+        return (self.data_gradient(nodes[0], grad),)
 
-    def data_gradient(self, node: Node, settings: Settings, grad: Tensor) -> Tensor:
+    def data_gradient(self, node: Node, grad: Tensor) -> Tensor:
         """Return the gradient of x, by an operation that counts as one more use of the weight."""
         if node.value.dtype != grad.dtype:
             node = derived(node, Tensor.to, grad.dtype)
         again = LinearFactors(True, False, self.examples, self.shape, not self.inputs_first)
-        return attach(LinearUse, Use([node]), settings, again, grad, node.value, None)
+        return attach(LinearUse, Use([node]), again, grad, node.value, None)
 
 
 def _linear_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
     layer = ctx.layer
     found: list[tuple[int, Tensor]] = []
-    if ctx.needs_input_grad[3] and layer.weight:
-        found.append((3, layer.data_gradient(ctx.use.nodes[0], ctx.settings, grad)))
-    elif ctx.needs_input_grad[3]:
+    if ctx.needs_input_grad[2] and layer.weight:
+        found.append((2, layer.data_gradient(ctx.use.nodes[0], grad)))
+    elif ctx.needs_input_grad[2]:
         matrix = weight.to(grad.dtype)
-        found.append((3, grad.matmul(matrix.t() if layer.inputs_first else matrix)))
+        found.append((2, grad.matmul(matrix.t() if layer.inputs_first else matrix)))
     weight_is_data, bias_is_data = layer.data
     if weight_is_data:
-        found.append((4, cast(layer.weight_gradient(grad, x, weight), ctx.dtypes[0])))
+        found.append((3, cast(layer.weight_gradient(grad, x, weight), ctx.dtypes[0])))
     if bias_is_data:
-        found.append((5, cast(grad.flatten(0, -2).sum(0), ctx.dtypes[1])))
+        found.append((4, cast(grad.flatten(0, -2).sum(0), ctx.dtypes[1])))
     return found
 
 
@@ -124,8 +124,8 @@ class LinearUse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layer, x, weight, bias):
-        ctx.use, ctx.settings, ctx.layer = use, settings, layer
+    def forward(ctx, use, layer, x, weight, bias):
+        ctx.use, ctx.layer = use, layer
         ctx.save_for_backward(x, weight)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         result = layer.forward(x, weight, bias)
@@ -138,17 +138,17 @@ class LinearUse(torch.autograd.Function):
     @staticmethod
     @unseen(_linear_again)
     def backward(ctx, grad, x, weight):
-        use, settings, layer = ctx.use, ctx.settings, ctx.layer
+        use, settings, layer = ctx.use, ctx.use.settings, ctx.layer
         weight_dtype, bias_dtype = ctx.dtypes
         grad_x = grad_weight = grad_bias = None
-        _, _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
+        _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
         weight_is_data, bias_is_data = layer.data
         want_weight = want_weight and (settings.weight_gradients or weight_is_data)
         want_bias = want_bias and (settings.weight_gradients or bias_is_data)
         factors: list[Factor | Fused] = []
         if layer.weight:
             factor = layer.of_weight(grad, x)
-            if not _is_contracted_here(use, settings, factor, want_weight):
+            if not _is_contracted_here(use, factor, want_weight):
                 factors.append(factor)
             else:
                 fused = fuse(factor, settings, want_weight)
@@ -160,7 +160,7 @@ class LinearUse(torch.autograd.Function):
         if layer.bias:
             bias = bias_factor(layer.examples, grad)
             reported, grad_bias = bias_report(
-                use, settings, bias, len(factors), bias_dtype if want_bias else None
+                use, bias, len(factors), bias_dtype if want_bias else None
             )
             factors.append(reported)
         elif want_bias:
@@ -174,7 +174,7 @@ class LinearUse(torch.autograd.Function):
             # from layer to layer in the training gradients.
             product = torch.mm if settings.weight_gradients else multiply
             grad_x = product(rows_of(grad), matrix).view(*grad.shape[:-1], matrix.shape[1])
-        return None, None, None, grad_x, grad_weight, grad_bias
+        return None, None, grad_x, grad_weight, grad_bias
 
 
 def is_pytorchs_own(
@@ -205,13 +205,12 @@ def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == torch.float32 and pays(product(x.shape[:-1]) * weight.numel())
 
 
-def _is_contracted_here(
-    use: Use, settings: Settings, factor: Outer | Ragged, want_sum: bool
-) -> bool:
+def _is_contracted_here(use: Use, factor: Outer | Ragged, want_sum: bool) -> bool:
     """Whether the norms of a weight's factor are computed in the backward of its layer.
 
     In a graph they are where a kernel gives both: loops over the examples would be unrolled there.
     """
+    settings = use.settings
     with_sum = want_sum and settings.fused
     if is_compiling() and not on_chip(factor):
         return False
@@ -261,7 +260,6 @@ def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vecto
 
 def bias_report(
     use: Use,
-    settings: Settings,
     factor: Vector | Elementwise,
     place: int,
     wanted: torch.dtype | None,
@@ -269,14 +267,14 @@ def bias_report(
     """Return what to report of a bias, and Σ_i G_i where wanted, in one pass where possible.
 
     Args:
-        use, settings: of the operation and its context.
+        use: of the operation.
         factor: the factor of the bias.
         place: the bias's place among the use's nodes.
         wanted: the dtype of the bias's gradient; None where it is not wanted.
     """
-    sole = settings.consumer is None and use.is_sole(place)
+    sole = use.settings.consumer is None and use.is_sole(place)
     if sole and isinstance(factor, Elementwise):
-        fused = fuse(factor, settings, wanted is not None, wanted)
+        fused = fuse(factor, use.settings, wanted is not None, wanted)
         return fused, None if fused.total is None else fused.total.to(wanted)
     if wanted is None:
         return factor, None

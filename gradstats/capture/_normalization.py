@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def _normalisation_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor):
-    if not ctx.needs_input_grad[4]:
+    if not ctx.needs_input_grad[3]:
         return ()
-    return ((4, ctx.layer.input_gradient(ctx.use.nodes, grad, x, weight, *statistics)),)
+    return ((3, ctx.layer.input_gradient(ctx.use.nodes, grad, x, weight, *statistics)),)
 
 
 class NormalisationUse(torch.autograd.Function):
@@ -30,8 +30,8 @@ class NormalisationUse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layer, run: Callable, x, weight, bias, *statistics):
-        ctx.use, ctx.settings, ctx.layer = use, settings, layer
+    def forward(ctx, use, layer, run: Callable, x, weight, bias, *statistics):
+        ctx.use, ctx.layer = use, layer
         ctx.save_for_backward(x, weight, *statistics)
         ctx.parameters = [None if p is None else (p.shape, p.dtype) for p in (weight, bias)]
         return free_of_views(run(x, weight, bias))
@@ -39,8 +39,8 @@ class NormalisationUse(torch.autograd.Function):
     @staticmethod
     @unseen(_normalisation_again)
     def backward(ctx, grad, x, weight, *statistics):
-        use, settings, layer = ctx.use, ctx.settings, ctx.layer
-        wanted = [need and settings.weight_gradients for need in ctx.needs_input_grad[5:7]]
+        use, layer = ctx.use, ctx.layer
+        wanted = [need and use.settings.weight_gradients for need in ctx.needs_input_grad[4:6]]
         # Under autocast layers normalise, and gradients come, in a wider dtype than the input's.
         own = dtype = x.dtype
         if grad.dtype != own:
@@ -52,7 +52,7 @@ class NormalisationUse(torch.autograd.Function):
         if len(dtypes) == 2 and dtypes[0] != dtypes[1]:
             total_dtype = torch.float32
         result = layer.backward(
-            grad, x, weight, (ctx.needs_input_grad[4], total_dtype), *statistics
+            grad, x, weight, (ctx.needs_input_grad[3], total_dtype), *statistics
         )
         totals: list[Tensor | None] = [None, None]
         for index, total in enumerate((result.scale, result.shift)):
@@ -64,7 +64,7 @@ class NormalisationUse(torch.autograd.Function):
         use.deliver(factors)
         grad_x = None if result.input is None else cast(result.input, own)
         none = (None for _ in statistics)
-        return (None, None, None, None, grad_x, *totals, *none)
+        return (None, None, None, grad_x, *totals, *none)
 
 
 def _factors(

@@ -136,7 +136,7 @@ class ProductFactor:
             (0, 2, 1),
         )
         result = torch.einsum("bktp,kpq->bktq", left, matrix.value)
-        result = tap(node.tracker, [matrix], result, again, left)
+        result = tap([matrix], result, again, left)
         # Along axes that the product summed away the gradient is the same everywhere.
         sizes = [x.shape[axis] for axis in self.right]
         kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])

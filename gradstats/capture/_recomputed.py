@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradstats._factors import Factor
 from gradstats.capture._nodes import Node
-from gradstats.capture._uses import Settings, Use, free_of_views
+from gradstats.capture._uses import Use, free_of_views
 from gradstats.contractions import Fused, sqnorm_and_sum
 from gradstats.errors import UnsupportedOperationError
 
@@ -69,9 +69,8 @@ class Recomputed(torch.autograd.Function):
     """The results of an operation, with a backward that computes the operation again."""
 
     @staticmethod
-    def forward(ctx, use, settings, operation, tracked, data, *tensors):
-        ctx.use, ctx.settings, ctx.operation, ctx.tracked = use, settings, operation, tracked
-        ctx.data = data
+    def forward(ctx, use, operation, tracked, data, *tensors):
+        ctx.use, ctx.operation, ctx.tracked, ctx.data = use, operation, tracked, data
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         results = tuple(map(free_of_views, operation.native(*tensors)))
@@ -83,25 +82,23 @@ class Recomputed(torch.autograd.Function):
         tensors = ctx.saved_tensors
         _refuse_derivatives(ctx.use)
         with torch._C.DisableTorchFunction():
-            wanted = ctx.needs_input_grad[5:]
+            wanted, settings = ctx.needs_input_grad[4:], ctx.use.settings
             gradients, sites = _taken_apart(ctx, grads, tensors, wanted)
             factors: dict[int, Factor | Fused] = {}
             for site in sites:
-                train = wanted[site.slot] and (
-                    ctx.settings.weight_gradients or site.slot in ctx.data
-                )
+                train = wanted[site.slot] and (settings.weight_gradients or site.slot in ctx.data)
                 if site.slot in ctx.tracked:
                     factor = ctx.operation.factor(site)
                     sole = ctx.use.is_sole(ctx.tracked.index(site.slot))
                     factors[site.slot] = factor
                     if train and site.right is not None and sole:
-                        norms, total = sqnorm_and_sum(factor, ctx.settings.workspace)
+                        norms, total = sqnorm_and_sum(factor, settings.workspace)
                         factors[site.slot] = Fused(factor, norms, total)
                         gradients[site.slot] = total.to(tensors[site.slot].dtype)
                 if train and gradients[site.slot] is None:
                     gradients[site.slot] = site.total().to(tensors[site.slot].dtype)
             ctx.use.deliver([factors[slot] for slot in ctx.tracked])
-        return (None, None, None, None, None, *gradients)
+        return (None, None, None, None, *gradients)
 
 
 class JointTap(torch.autograd.Function):
@@ -135,7 +132,6 @@ def _taken_apart(ctx, grads, tensors, wanted) -> tuple[list[Tensor | None], list
 
 
 def recomputed(
-    tracker,
     nodes: Sequence[Node],
     tracked: tuple[int, ...],
     data: tuple[int, ...],
@@ -145,7 +141,6 @@ def recomputed(
     """Return an operation's results with the factors of ``nodes`` attached.
 
     Args:
-        tracker: the context.
         nodes: the tracked operands.
         tracked: their positions among ``tensors``.
         data: the positions of operands that stand in a parameter's place but were computed from
@@ -157,15 +152,14 @@ def recomputed(
     kept in memory.
     """
     use = Use(nodes)
-    settings: Settings = tracker.settings
-    if settings.exact:
+    if use.settings.exact:
         results = tuple(map(free_of_views, operation.native(*tensors)))
         # The tap marks the results as changed but leaves their values alone: without this, an
         # operation that needs its own result in the backward would raise an error.
         with torch.autograd._unsafe_preserve_version_counter(results):
             kept = Kept(results[0])
             return JointTap.apply(use, operation, tracked, kept, len(results), *results, *tensors)
-    return Recomputed.apply(use, settings, operation, tracked, data, *tensors)
+    return Recomputed.apply(use, operation, tracked, data, *tensors)
 
 
 def _refuse_derivatives(use: Use) -> None:

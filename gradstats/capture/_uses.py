@@ -60,6 +60,7 @@ class Use:
         nodes: the tracked tensors.
         roots: the parameters that they are computed from.
         direct: whether the nodes are parameters, all of them different.
+        tracker, settings: the context, and what it asks of its uses.
         lookup: the look-up, if this is one, on which what is kept for cross terms depends.
     """
 
@@ -70,6 +71,7 @@ class Use:
         self.roots = unique_roots(self.nodes)
         self.direct = self.roots == self.nodes
         self.tracker = nodes[0].tracker
+        self.settings: Settings = self.tracker.settings
         for root in self.roots:
             root.registered += 1
 
@@ -112,9 +114,13 @@ class Use:
 
     def is_due(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
+        self.check_open()
+        return self.tracker.is_backward_of_losses()
+
+    def check_open(self) -> None:
+        """Raise where a backward comes after the end of the context."""
         if self.tracker.closed:
             raise closed_before(self.nodes[0])
-        return self.tracker.is_backward_of_losses()
 
     def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
         """Hand the roots the factor of each node in turn.
@@ -127,9 +133,8 @@ class Use:
                 return self.deliver(factors)
         if not self.is_due():
             return
-        tracker = self.tracker
         if self.direct or (len(factors) == 1 and isinstance(factors[0], Fused)):
-            settings = tracker.settings
+            settings = self.settings
             for root, factor in zip(self.roots, factors, strict=True):
                 if factor is not None and settings.consumer is None and root.has_one_use:
                     root.settle_alone(_norms(factor, settings))
@@ -225,7 +230,7 @@ def unseen(again):
                     return backward(ctx, grad, *saved)
             if torch.is_grad_enabled():
                 gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-                check_derivatives(ctx.use, ctx.settings)
+                check_derivatives(ctx.use)
                 for position, gradient in again(ctx, grad, *saved):
                     gradients[position] = gradient
                 return tuple(gradients)
@@ -237,8 +242,9 @@ def unseen(again):
     return decorate
 
 
-def check_derivatives(use: Use, settings: Settings) -> None:
+def check_derivatives(use: Use) -> None:
     """Raise where a context cannot serve a loss that contains derivatives of the network."""
+    use.check_open()
     if transform_level() is not None:
         raise HiddenError(
             "torch.autograd.grad(..., create_graph=True) inside a torch.func transform (vmap, "
@@ -247,7 +253,7 @@ def check_derivatives(use: Use, settings: Settings) -> None:
             "is_grads_batched=True for several vectors at once.",
             use.names,
         )
-    if settings.exact:
+    if use.settings.exact:
         raise UnsupportedOperationError(
             "the loss contains derivatives of the network (torch.autograd.grad with "
             f"create_graph=True ran through {use.nodes[0].describe()}). With fused=False gradients "
@@ -269,7 +275,7 @@ def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
         )
     gradients = method(ctx.use.nodes, grad, *saved)
     if gradients is None:
-        return ((3, grad),)
+        return ((2, grad),)
     return zip(ctx.data, gradients, strict=True)
 
 
@@ -288,9 +294,9 @@ class Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, factors_of, result, *saved):
-        ctx.use, ctx.settings, ctx.factors_of = use, settings, factors_of
-        ctx.data = range(4, 4 + len(saved))
+    def forward(ctx, use, factors_of, result, *saved):
+        ctx.use, ctx.factors_of = use, factors_of
+        ctx.data = range(3, 3 + len(saved))
         ctx.save_for_backward(*saved)
         ctx.mark_dirty(result)
         return result
@@ -299,18 +305,17 @@ class Tap(torch.autograd.Function):
     @unseen(_tap_again)
     def backward(ctx, grad, *saved):
         factors = None
-        if ctx.settings.consumer is None and ctx.use.all_sole:
+        if ctx.use.settings.consumer is None and ctx.use.all_sole:
             method = getattr(ctx.factors_of, "norms", None)
             norms = None if method is None else method(grad, *saved)
             factors = None if norms is None else [Fused(None, each, None) for each in norms]
         if factors is None:
             factors = ctx.factors_of(grad, *saved)
         ctx.use.deliver(factors)
-        return (None, None, None, grad, *(None for _ in saved))
+        return (None, None, grad, *(None for _ in saved))
 
 
 def tap(
-    tracker,
     nodes: Sequence[Node],
     result: Tensor,
     factors_of,
@@ -320,7 +325,6 @@ def tap(
     """Return ``result`` with the factors of ``nodes`` attached to its gradient.
 
     Args:
-        tracker: the context.
         nodes: the tracked operands of the operation.
         result: what the operation returned, still connected to the operands as PyTorch connects it.
         factors_of: called as factors_of(grad, *saved); returns one factor for each node. Its
@@ -335,10 +339,10 @@ def tap(
     use = Use(nodes)
     use.lookup = lookup
     if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
-        return attach(Tap, use, tracker.settings, factors_of, result, *saved)
+        return attach(Tap, use, factors_of, result, *saved)
     # Dispatch modes, such as selective checkpoints, may check that results were not changed.
     with torch.autograd._unsafe_preserve_version_counter(result):
-        return attach(Tap, use, tracker.settings, factors_of, result, *saved)
+        return attach(Tap, use, factors_of, result, *saved)
 
 
 def free_of_views(tensor: Tensor) -> Tensor:

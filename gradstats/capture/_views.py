@@ -23,8 +23,8 @@ class ExampleView(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, use, settings, layout, value):
-        ctx.use, ctx.settings, ctx.layout = use, settings, layout
+    def forward(ctx, use, layout, value):
+        ctx.use, ctx.layout = use, layout
         ctx.shape = tuple(value.shape)
         return layout.view(value)
 
@@ -34,9 +34,9 @@ class ExampleView(torch.autograd.Function):
         with torch._C.DisableTorchFunction():
             ctx.use.deliver([layout.factor(grad.detach(), ctx.shape)])
         grad_value = None
-        if ctx.settings.weight_gradients and ctx.needs_input_grad[3]:
+        if ctx.use.settings.weight_gradients and ctx.needs_input_grad[2]:
             grad_value = layout.total(grad, ctx.shape)
-        return None, None, None, grad_value
+        return None, None, grad_value
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class ExampleLayout:
         return grad.reshape(shape)
 
 
-def example_view(tracker, node: Node, layout: ExampleLayout) -> Tensor:
+def example_view(node: Node, layout: ExampleLayout) -> Tensor:
     """Return the node's value as each example sees it, with its statistics attached."""
     # The parameter itself is used rather than its alias, unless training gradients are to be
     # PyTorch's own to the bit: then those of all uses are added up at the alias.
-    bare = isinstance(node, Root) and not tracker.settings.exact
+    bare = isinstance(node, Root) and not node.tracker.settings.exact
     value = node.parameter if bare else node.value  # type: ignore[attr-defined]
-    return attach(ExampleView, Use([node]), tracker.settings, layout, value)
+    return attach(ExampleView, Use([node]), layout, value)

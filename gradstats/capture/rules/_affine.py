@@ -252,7 +252,7 @@ class AffineFactors(Joinable):
             if self.channel_axis is not None:
                 node = derived(node, Tensor.view, (-1, *ones))
             layout = ExampleLayout(normalised.dim(), self.examples.along(0))
-            normalised = normalised * example_view(node.tracker, node, layout)
+            normalised = normalised * example_view(node, layout)
         elif weight is not None:
             normalised = normalised * (
                 weight if self.channel_axis is None else weight.view(-1, *ones)

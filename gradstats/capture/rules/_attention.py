@@ -92,8 +92,8 @@ def multi_head_attention(
     extra = 0
     if bias_k is not None:
         extra += 1
-        k = torch.cat([k, _repeated(tracker, bias_k, examples)])
-        v = torch.cat([v, _repeated(tracker, bias_v, examples)])
+        k = torch.cat([k, _repeated(bias_k, examples)])
+        v = torch.cat([v, _repeated(bias_v, examples)])
     q = q.view(length, rows * num_heads, -1).transpose(0, 1)
     k = k.view(len(k), rows * num_heads, -1).transpose(0, 1) if static_k is None else static_k
     v = v.view(len(v), rows * num_heads, -1).transpose(0, 1) if static_v is None else static_v
@@ -118,7 +118,7 @@ def multi_head_attention(
     )
     dropout_p = dropout_p if training else 0.0
     if need_weights:
-        logits = _logits(tracker, examples.along(0), q * math.sqrt(1.0 / q.shape[2]), k, mask)
+        logits = _logits(examples.along(0), q * math.sqrt(1.0 / q.shape[2]), k, mask)
         attended = logits.softmax(-1)
         if dropout_p > 0.0:
             attended = functional.dropout(attended, dropout_p)
@@ -168,12 +168,12 @@ def _split(tracker, packed, sizes: list[int]):
     return run(tracker, Tensor.split, packed, sizes)
 
 
-def _repeated(tracker, bias: Tensor, examples: Examples) -> Tensor:
+def _repeated(bias: Tensor, examples: Examples) -> Tensor:
     """Return a (1, 1, E) key or value that every row has beside its own."""
     node = node_of(bias)
     if node is None:
         return bias.expand(1, examples.rows, -1)
-    return example_view(tracker, node, ExampleLayout(3, examples))
+    return example_view(node, ExampleLayout(3, examples))
 
 
 def _merged_mask(tracker, func, node: Node, mask, padding, extra, examples: Examples, heads, dtype):
@@ -214,7 +214,7 @@ def _added(tracker, mask: Tensor, dtype: torch.dtype) -> Tensor:
     return added
 
 
-def _logits(tracker, examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
+def _logits(examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
     """Return q kᵀ + mask, (N·H, L, S)."""
     if mask is None:
         return torch.bmm(q, k.mT)
@@ -230,7 +230,7 @@ def _logits(tracker, examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
         return logits
     layout = ExampleLayout(4, examples)
     factors = HeadsFactors(BroadcastFactors(layout, tuple(mask.shape)), heads)
-    return tap(tracker, [node], logits, factors, None)
+    return tap([node], logits, factors, None)
 
 
 @dataclass(frozen=True)

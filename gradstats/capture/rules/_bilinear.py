@@ -28,7 +28,7 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
     result = func(input1, input2, plain(weight), plain(bias))
     tracked = (node_of(weight) is not None, node_of(bias) is not None)
     factors = BilinearFactors(*tracked, examples, tuple(weight.shape))
-    return tap(tracker, nodes, result, factors, input1, input2)
+    return tap(nodes, result, factors, input1, input2)
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,6 @@ def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tens
             f"{examples.rows} rows of {examples.batch} examples has no rule",
         )
     # A view also where nothing is tracked, so that no mark is left on a tensor of the user's.
-    item = item.view_as(item) if own is None else example_view(tracker, own, layout)
+    item = item.view_as(item) if own is None else example_view(own, layout)
     tracker.place(item, examples)
     return item

@@ -83,7 +83,7 @@ def _euclidean(tracker, func, x1, x2, data: int, examples: Examples, kwargs) -> 
     saved = x, distances.detach(), plain(points).detach()
     # PyTorch's backward needs its result as it is, and what is tapped counts as changed.
     result = torch.ops.aten._unsafe_view(distances, distances.shape)
-    result = tap(tracker, [first_node(points)], result, DistanceFactors(examples, data), *saved)
+    result = tap([first_node(points)], result, DistanceFactors(examples, data), *saved)
     tracker.place(result, examples.along(data))
     tracker.followed = result
     return result

@@ -107,11 +107,11 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     x = cast_for_autocast(tracker, input)
     if settings.exact:
         result = layer.forward(*_cast(x, plain(weight), plain(bias)))
-        return tap(tracker, nodes, result, layer, x)
+        return tap(nodes, result, layer, x)
     use = Use(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    result = attach(ConvolutionUse, use, settings, layer, *operands)
+    result = attach(ConvolutionUse, use, layer, *operands)
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result

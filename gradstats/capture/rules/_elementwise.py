@@ -117,9 +117,9 @@ def _product_or_sum(
     if plan is not None and (settings.exact or changes_type((first, second))):
         result = func(plain(first), plain(second))
         saved = (x.detach(),) if multiply else ()
-        return tap(tracker, [node], result, plan, *saved)
+        return tap([node], result, plan, *saved)
     if plan is not None:
-        return attach(BroadcastUse, Use([node]), settings, plan, multiply, x, node.value)
+        return attach(BroadcastUse, Use([node]), plan, multiply, x, node.value)
     # Beside training the data are read once more for the norms. In half precision PyTorch rounds
     # the sums of one example, so that there is nothing to share.
     large = x.numel() > SMALL and x.dtype.itemsize > 2
@@ -149,7 +149,7 @@ class MultipliedFactors(BroadcastFactors):
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]
         """Return the gradient of the data as tracked operations compute it."""
         (node,) = nodes
-        gradient = grad * example_view(node.tracker, node, self.layout)
+        gradient = grad * example_view(node, self.layout)
         return (gradient.sum_to_size(x.shape).to(x.dtype),)
 
 
@@ -292,7 +292,7 @@ def _assign_where(tracker, func, node: Node, input, mask, value) -> None:
     layout = lined_up(tracker, func, node, (input, shown))
     func(input, mask, node.value)
     factors = MaskedFactors(BroadcastFactors(layout, tuple(value.shape)))
-    tap(tracker, [node], input, factors, shown)
+    tap([node], input, factors, shown)
 
 
 @dataclass(frozen=True)
@@ -325,9 +325,9 @@ def broadcast_tensors(tracker, func, *tensors):
         if not layout.serves(item.shape):
             refuse(func, node, "with a part for each of an example's rows has no rule")
         if not tracker.settings.exact:
-            return example_view(tracker, node, layout).expand(shape)
+            return example_view(node, layout).expand(shape)
         factors = BroadcastFactors(layout, tuple(item.shape))
-        return tap(tracker, [node], free_of_views(node.value.expand(shape)), factors, None)
+        return tap([node], free_of_views(node.value.expand(shape)), factors, None)
 
     return tuple(map(expanded, tensors))
 

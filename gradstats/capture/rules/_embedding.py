@@ -57,7 +57,7 @@ def embedding(
         result = hooked(tracker, LOOKED_UP, (weight,), factors, examples, run, lookup)
         if result is not None:
             return result
-    return tap(tracker, [node], run(plain(weight)), factors, input, lookup=lookup)
+    return tap([node], run(plain(weight)), factors, input, lookup=lookup)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def embedding_bag(
         input, plain(weight), offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
         per_sample_weights, include_last_offset, padding_idx,
     )  # fmt: skip
-    return tap(tracker, [node], result, BagFactors(examples, tuple(weight.shape)), ids, bag, share)
+    return tap([node], result, BagFactors(examples, tuple(weight.shape)), ids, bag, share)
 
 
 def largest_of_bags(
@@ -229,7 +229,7 @@ def index(tracker, func, input, indices):
     ids = numbered(chosen, [input.shape[place] for place in places])
     before, _ = found_at(items)
     factors = TableFactors(examples.on(input.device), tuple(table.shape), before=before)
-    return tap(tracker, [first_node(table)], result, factors, ids)
+    return tap([first_node(table)], result, factors, ids)
 
 
 def _masked(tracker, func, node: Node, input, indices, axis: int, mask: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def index_select(tracker, func, input, dim, index):
     result = func(plain(input), dim, index)
     table = leading_axes(tracker, input, [dim])
     factors = TableFactors(examples, tuple(table.shape), before=dim)
-    return tap(tracker, [first_node(table)], result, factors, index)
+    return tap([first_node(table)], result, factors, index)
 
 
 def gather(tracker, func, input, dim, index, **kwargs):

@@ -29,7 +29,7 @@ def grouped_mm(tracker, func, mat_a, mat_b, *, offs=None, bias=None, out_dtype=N
     examples = locate(tracker, func, node, mat_a, axis=0, folds=True, trailing=1)
     result = func(mat_a, plain(mat_b), offs=offs, out_dtype=out_dtype)
     factors = ExpertFactors(examples, tuple(mat_b.shape))
-    return tap(tracker, [node], result, factors, mat_a, offs)
+    return tap([node], result, factors, mat_a, offs)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def _become_data(tracker, func, target: Tensor, write: Write) -> Examples:
     # In a trace no tensor can take the place of another: the graph runs operation by operation.
     if layout is None or not isinstance(node, Derived) or is_compiling() or not node.is_alone():
         refuse_change(func, node)
-    seen = example_view(tracker, node, ExampleLayout(target.dim(), layout)).clone()
+    seen = example_view(node, ExampleLayout(target.dim(), layout)).clone()
     if not same_storage(target, node.value):
         # Whatever else shows the memory of a constant goes on doing so.
         seen.data = target.detach().copy_(seen.detach())

@@ -47,8 +47,7 @@ def _attach(
     if not own and factors.one_pass(tracker.settings, input):
         use = Use(nodes_of((weight, bias)))
         result = attach(
-            NormalisationUse, use, tracker.settings, factors, run, input,
-            plain(weight), plain(bias), *statistics,
+            NormalisationUse, use, factors, run, input, plain(weight), plain(bias), *statistics,
         )  # fmt: skip
         if place is not None:
             tracker.note_followed(result, examples)
@@ -58,7 +57,7 @@ def _attach(
         if found is not None:
             return found
     result = free_of_views(run(input, plain(weight), plain(bias)))
-    return tap(tracker, nodes_of((weight, bias)), result, factors, input, *statistics)
+    return tap(nodes_of((weight, bias)), result, factors, input, *statistics)
 
 
 def _node_of(func, input, *parameters: Tensor | None) -> Node:

@@ -55,11 +55,11 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | 
                 "parameter, has no rule",
             )
     if tracker.settings.exact or changes_type((args, kwargs)):
-        return _tapped(tracker, func, layout, args, kwargs)
+        return _tapped(func, layout, args, kwargs)
 
     def view(item):
         node = node_of(item)
-        return item if node is None else example_view(tracker, node, layout)
+        return item if node is None else example_view(node, layout)
 
     return func(*rebuild(args, view), **rebuild(kwargs, view))
 
@@ -120,7 +120,7 @@ def _shape_of(func, args, kwargs) -> torch.Size:
         return func(*rebuild(args, empty), **rebuild(kwargs, empty)).shape
 
 
-def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
+def _tapped(func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` as PyTorch does and find the factors by differentiating it again in backward."""
     nodes: list[Node] = []
     tensors: list[Tensor] = []
@@ -144,7 +144,7 @@ def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
     result = func(*rebuild(args, plain), **rebuild(kwargs, plain))
     # The tap changes nothing, so an operation that needs its own result in backward may find it.
     with torch.autograd._unsafe_preserve_version_counter(result):
-        return tap(tracker, nodes, result, RecomputedFactors(number_of(func), call, layout), *saved)
+        return tap(nodes, result, RecomputedFactors(number_of(func), call, layout), *saved)
 
 
 def _shape_alone(tensor: Tensor) -> Tensor:

@@ -94,10 +94,10 @@ def linear_layer(tracker, func, x, weight, bias, *, inputs_first=False):
         x = cast_for_autocast(tracker, x)
     if settings.exact:
         result = layer.forward(x, plain(weight), plain(bias))
-        return tap(tracker, nodes, free_of_views(result), layer, x)
+        return tap(nodes, free_of_views(result), layer, x)
     use = Use(nodes)
     operands = bare(weight, autocast), bare(bias, autocast)
-    result = attach(LinearUse, use, settings, layer, x, *operands)
+    result = attach(LinearUse, use, layer, x, *operands)
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result
@@ -120,7 +120,7 @@ def matmul(tracker, func, input, other=None, **kwargs):
     input, other = cast_data(tracker, input), cast_data(tracker, other)
     node, x, factors = product_factors(tracker, func, input, other)
     result = func(plain(input), plain(other))
-    return tap(tracker, [node], free_of_views(result), factors, x)
+    return tap([node], free_of_views(result), factors, x)
 
 
 def own_slices(tracker, *operands: Tensor) -> list[Tensor]:
@@ -143,7 +143,7 @@ def own_slices(tracker, *operands: Tensor) -> list[Tensor]:
         shape, axis = _repeated_source(operand, data).shape, layout.axis - data.dim()
         if -len(shape) <= axis < -2 and shape[axis] == tracker.batch_size:
             own = ExampleLayout(operand.dim(), layout.along(operand.dim() + axis))
-            shown[position] = example_view(tracker, node, own)
+            shown[position] = example_view(node, own)
     return shown
 
 
@@ -284,12 +284,12 @@ def einsum(tracker, func, equation, *operands):
         own = ExampleLayout(len(inputs[param]), layout.along(axis))
         check_rows(func, node, own, [operands[param]])
         views = list(operands)
-        views[param] = example_view(tracker, node, own)
+        views[param] = example_view(node, own)
         return func(equation, *views)
     result = func(equation, *(plain(operand) for operand in operands))
     operands = tuple(cast_data(tracker, operand) for operand in operands)
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
-    return tap(tracker, [node], free_of_views(result), factors, x)
+    return tap([node], free_of_views(result), factors, x)
 
 
 def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:

@@ -339,7 +339,7 @@ def _attach(tracker, operation, data, states, weights):
     own = tuple(slot for slot, item in slots.items() if tracker.is_trained(item))
     if not tracked:
         return operation.native(*tensors)
-    return recomputed(tracker, list(tracked.values()), tuple(tracked), own, operation, *tensors)
+    return recomputed(list(tracked.values()), tuple(tracked), own, operation, *tensors)
 
 
 RULES = {

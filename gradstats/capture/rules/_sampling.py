@@ -39,7 +39,7 @@ def _of_one_image(tracker, func, input, grid, examples, mode, padding_mode, alig
     sizes = (input.shape[0], *input.shape[2:])
     shape = (*table.shape,)
     factors = SampleFactors(examples, sizes, shape, mode, padding_mode, bool(align_corners))
-    result = tap(tracker, [first_node(table)], free_of_views(result), factors, grid)
+    result = tap([first_node(table)], free_of_views(result), factors, grid)
     # Channels stand in the result where they stand in the image, in front of what grid has.
     tracker.place(result, examples.along(examples.axis + 1))
     tracker.followed = result

@@ -93,4 +93,4 @@ def summed(tracker, func, result, x, parts, *terms):
             parts.append(Part(node, BroadcastFactors(layout, tuple(term.shape)), scale))
     factors = SumFactors(tuple(part.factors for part in parts), tuple(part.scale for part in parts))
     nodes = [part.node for part in parts]
-    return tap(tracker, nodes, free_of_views(result), factors, x)
+    return tap(nodes, free_of_views(result), factors, x)
