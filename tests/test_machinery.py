@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import gradstats as gs
 from gradstats.capture import _marks
+from gradstats.capture._call import Call
 from gradstats.capture._examples import Examples
 from gradstats.capture._layout import follow, stays
 from tests.functions import recomputing
@@ -781,7 +782,8 @@ def test_views_that_stay_are_those_that_following_leaves_in_place(axis):
                 quick = stays(func, source, layout, view)
                 answers.add(quick)
                 if quick:
-                    after = follow(func, (source, *args), {}, source, layout, view)
+                    call = Call(func, (source, *args), {}, [source], view)
+                    after = follow(call, source, layout)
                     assert after is not None and after.plain and after.axis == axis, func
     assert answers == {True, False}
 

@@ -24,6 +24,6 @@ class Call(NamedTuple):
     data: list[Tensor]
     result: Tensor
 
-    def argument(self, position: int, name: str) -> Any:
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument, whether it was given by name, by position or not at all."""
-        return argument_of(self.args, self.kwargs, position, name)
+        return argument_of(self.args, self.kwargs, position, name, default)

@@ -22,7 +22,7 @@ from gradstats.capture._multiplied import (
     convolved_over,
     in_front,
 )
-from gradstats.capture._nested import argument_of, operands_of
+from gradstats.capture._nested import operands_of
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BROADCASTS,
@@ -49,7 +49,7 @@ def _of_linear(marks: Following, call: Call) -> Layout | Unchanged:
     if not sums and not any(map(marks.is_trained, call.args[1:])):
         return marks.by_first(call)
     after = _of_product(marks, call)
-    bias = argument_of(call.args, call.kwargs, 2, "bias")
+    bias = call.argument(2, "bias")
     biases = [tensor for tensor in call.data if tensor is bias]
     if biases and marks.broadcast(biases, call.result) != after:
         marks.note_meeting(call.result)
@@ -113,7 +113,7 @@ def _of_convolution(marks: Following, call: Call) -> Layout | Unchanged:
     if is_one(func, args[0]):
         return marks.by_first(call)
     named = [kwargs[name] for name in ("weight", "bias") if name in kwargs]
-    lies = partial(convolved, func, args, kwargs, result)
+    lies = partial(convolved, call)
     operands = operands_of((*args, *named), {})
     return contraction(marks, operands, lies, result, partial(convolved_over, func))
 
@@ -123,7 +123,7 @@ def _of_tensor_product(marks: Following, call: Call) -> Layout:
     first, second = (operand.dim() for operand in operands)
     dims: Any = ([-1], [-1])
     if call.func is torch.tensordot:
-        dims = argument_of(call.args, call.kwargs, 2, "dims", 2)
+        dims = call.argument(2, "dims", 2)
     elif call.func in OUTER_PRODUCTS or 0 in (first, second):
         dims = ([], [])
     return by_equation(marks, operands, tensor_product(dims, first, second), call.result)

@@ -210,7 +210,7 @@ class Following(Marks):
             changes = lost = True
         source, layout = self._deciding(data)
         beside = data if func in ROLES else operands_of(args, kwargs)
-        beside = [item for item in beside if not is_shared(func, args, kwargs, item)]
+        beside = [item for item in beside if not is_shared(call, item)]
         dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
             changes = lost = True  # it may be broadcast: then axes count from the right
@@ -223,9 +223,9 @@ class Following(Marks):
         if lost or layout is None:
             after = None
         elif func in REINDEXES and constant:
-            after = looked_up(func, args, kwargs, source, layout)
+            after = looked_up(call, source, layout)
         else:
-            after = follow(func, args, kwargs, source, layout, result)
+            after = follow(call, source, layout)
         decides = func in MOVES or is_trusted(func)
         if after is None and layout is not None and decides:
             # Shape can decide after all where no other axis has the batch's size.
@@ -241,15 +241,13 @@ class Following(Marks):
             call: the operation.
             constant: whether its first operand is none of data.
         """
-        func, args, kwargs, data, result = call
+        func, _, _, data, result = call
         return (
             func in UNFOLLOWED
             or type(func) in OPAQUE
             or (func not in FOLLOWED and func is not None and result.requires_grad)
             or (func in LOOKS_AT_FIRST and constant)
-            or any(
-                tensor.requires_grad and is_shared(func, args, kwargs, tensor) for tensor in data
-            )
+            or any(tensor.requires_grad and is_shared(call, tensor) for tensor in data)
             or is_one(func, data[0])
         )
 
@@ -265,7 +263,7 @@ class Following(Marks):
 
     def _agree(self, call: Call) -> bool:
         """Whether trained operands have the same examples in the same places; note where not."""
-        func, args, kwargs, data, result = call
+        func, args, _, data, result = call
         trained = [tensor for tensor in data if tensor.requires_grad]
         if any(self.is_lost(tensor) for tensor in trained):
             return False
@@ -274,7 +272,7 @@ class Following(Marks):
         if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
             self.note_meeting(result)
             return False
-        if any(is_shared(func, args, kwargs, tensor) for tensor in trained):
+        if any(is_shared(call, tensor) for tensor in trained):
             self.note_meeting(result)
             return False
         # Axes are counted from the right, as in broadcasting.

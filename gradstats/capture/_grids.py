@@ -46,7 +46,7 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
     source, grid = next((item, own) for item, own in grids if own is not None)
     first = bool(args) and args[0] is source
     if func in REARRANGES:
-        return picked(func, args, kwargs, source, grid, result) if first else None
+        return picked(call, source, grid) if first else None
     if func not in COMPUTES:
         return None
     for item, own in grids if trained else ():
@@ -61,7 +61,7 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
         if func not in REDUCES:
             marks.couple(result, "runs over the examples")
         return MIXED
-    rows, columns = (follow(func, args, kwargs, source, side, result) for side in grid.sides)
+    rows, columns = (follow(call, source, side) for side in grid.sides)
     if not isinstance(rows, Examples) or not isinstance(columns, Examples):
         return None
     as_before = all(side.plain and side.fits(result) for side in (rows, columns))

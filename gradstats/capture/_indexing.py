@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradstats.capture._call import Call
 from gradstats.capture._examples import Examples, Whole
-from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import variants
 
 INDEX_SELECT = frozenset(variants("index_select"))
@@ -91,18 +91,18 @@ def _is_ordinary(item) -> bool:
     return item is None or (isinstance(item, (int, slice)) and not isinstance(item, bool))
 
 
-def looked_up(func, args, kwargs, index: Tensor, layout: Examples) -> Examples | None:
+def looked_up(call: Call, index: Tensor, layout: Examples) -> Examples | None:
     """Return where the examples lie in what data, as indices, pick out of a constant.
 
     Args:
-        func, args, kwargs: the operation and its arguments.
+        call: the operation.
         index: the indices, and ``layout``, where the examples lie in them.
     """
-    if func in INDEX_SELECT:
-        return layout.along(argument_of(args, kwargs, 1, "dim") % args[0].dim())
-    if func is not Tensor.__getitem__:
-        return layout if func in ALONG_INDICES else None
-    items = items_of(*args)
+    if call.func in INDEX_SELECT:
+        return layout.along(call.argument(1, "dim") % call.args[0].dim())
+    if call.func is not Tensor.__getitem__:
+        return layout if call.func in ALONG_INDICES else None
+    items = items_of(*call.args)
     if index.dtype == torch.bool:
         return None
     before, dims = found_at(items)

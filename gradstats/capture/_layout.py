@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats.capture._call import Call
 from gradstats.capture._examples import Examples, Grid, Whole
-from gradstats.capture._nested import argument_of, flatten
+from gradstats.capture._nested import flatten
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
     BATCH_FIRST,
@@ -43,25 +44,18 @@ from gradstats.capture._reindexed import REINDEXES, moved, reshaped
 from gradstats.capture._tensors import node_of
 
 
-def follow(
-    func,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    source: Tensor,
-    layout: Examples,
-    result: Tensor,
-) -> Examples | Whole | Grid | None:
+def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | Grid | None:
     """Return the layout of an operation's result, given the layout of its first data operand.
 
     Args:
-        func, args, kwargs: the operation and its arguments.
+        call: the operation.
         source: the operand.
         layout: its layout.
-        result: the operation's result.
 
     Returns:
         The layout; None if the operation may have lost it.
     """
+    func, result = call.func, call.result
     if func in SCRAMBLES or takes_for_channels(func, source, layout) or is_one(func, source):
         return None
     if func in MOVES:
@@ -69,10 +63,10 @@ def follow(
     if func in RESHAPES:
         return reshaped(source, layout, result)
     if func in REINDEXES:
-        return REINDEXES[func](func, args, kwargs, source, layout, result)
+        return REINDEXES[func](call, source, layout)
     if func in OVER_AXES:
         if func in QUANTILES or result.dim() < source.dim():
-            return reduced(func, args, kwargs, source, layout, result)
+            return reduced(call, source, layout)
         # It may have more axes where it was broadcast against other operands, and the axes that
         # were reduced may be kept with size 1.
         kept = result.shape[layout.axis] == source.shape[layout.axis]
@@ -193,12 +187,10 @@ ON_NESTED = (
 )
 
 
-def is_shared(func, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> bool:
+def is_shared(call: Call, tensor: Tensor) -> bool:
     """Whether a tensor is the weight of an operation of ``SHARED_WEIGHT``."""
-    place = SHARED_WEIGHT.get(func)
-    if place is None:
-        return False
-    return tensor is argument_of(args, kwargs, place, "weight")
+    place = SHARED_WEIGHT.get(call.func)
+    return place is not None and tensor is call.argument(place, "weight")
 
 
 # Operations with an operand that all examples share, unless it was computed from data.

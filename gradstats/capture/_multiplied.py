@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gradstats.capture._apart import scores, scores_keep_apart, weights_keep_apart, without_columns
+from gradstats.capture._call import Call
 from gradstats.capture._einsum import Equation
 from gradstats.capture._examples import (
     MIXED,
@@ -19,7 +20,6 @@ from gradstats.capture._examples import (
     same_rows,
 )
 from gradstats.capture._marks import Marks
-from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import TRANSPOSED_CONVOLUTIONS
 
 
@@ -95,10 +95,9 @@ def in_front(result: Tensor, place: int, layout: Examples) -> Examples | None:
     return layout if layout.axis < result.dim() - 1 else None
 
 
-def convolved(
-    func, args: tuple[Any, ...], kwargs, result: Tensor, place: int, layout: Examples
-) -> Examples | None:
+def convolved(call: Call, place: int, layout: Examples) -> Examples | None:
     """With groups of channels, the same number for each example, each has a kernel of its own."""
+    result = call.result
     if layout.batch == 1:
         return Examples(1, 0, len(result))
     if place == 0 and layout.axis == 0:
@@ -106,8 +105,8 @@ def convolved(
     if layout.axis != (1 if place == 0 else 0):
         return None
     owner = layout.owner(result.device)
-    if place == 0 or (place == 1 and func in TRANSPOSED_CONVOLUTIONS):
-        groups = argument_of(args, kwargs, 6, "groups", 1)
+    if place == 0 or (place == 1 and call.func in TRANSPOSED_CONVOLUTIONS):
+        groups = call.argument(6, "groups", 1)
         owners = owner.view(groups, -1)
         if not bool((owners == owners[:, :1]).all()):
             return None  # examples are summed

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._call import Call
 from gradstats.capture._examples import Examples
 from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import variants
@@ -33,18 +34,17 @@ REDUCES: dict[Any, int] = {
 }  # fmt: skip
 
 
-def reduced(
-    func, args, kwargs, source: Tensor, layout: Examples, result: Tensor
-) -> Examples | None:
+def reduced(call: Call, source: Tensor, layout: Examples) -> Examples | None:
     """Return the layout of a reduction's result; None where it runs over the examples."""
+    func, result = call.func, call.result
     position, default = OVER_AXES[func]
-    dim = argument_of(args, kwargs, position, "dim", default)
+    dim = call.argument(position, "dim", default)
     if dim is None or isinstance(dim, str):
         return None
     dims = {d % source.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
     if layout.axis in dims or not dims:
         return None
-    quantiles = argument_of(args, kwargs, 1, "q") if func in QUANTILES else None
+    quantiles = call.argument(1, "q") if func in QUANTILES else None
     # Several quantiles add an axis in front.
     axis = layout.axis + (isinstance(quantiles, Tensor) and quantiles.dim())
     count = result.dim() - (axis - layout.axis)

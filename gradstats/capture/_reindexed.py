@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats._cost import product
+from gradstats.capture._call import Call
 from gradstats.capture._examples import Examples, Grid, Whole, spread
 from gradstats.capture._indexing import items_of, read_at
 from gradstats.capture._memory import extent
-from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import same_storage
 from gradstats.capture._operations import EXPANDS, PADS, variants
 from gradstats.capture._reductions import KEYWORD
@@ -80,10 +80,10 @@ def _same_behind(first: Sequence[Any], second: Sequence[Any]) -> int:
     return len(list(pairs))
 
 
-def _indexed(func, args, kwargs, source, layout, result) -> Examples | Whole | Grid | None:
+def _indexed(call: Call, source, layout) -> Examples | Whole | Grid | None:
     """x[…]: the index at the example axis selects the examples too."""
-    found = read_at(source, items_of(source, args[1]), layout)
-    return picked(func, args, kwargs, source, layout, result) if found is None else found
+    found = read_at(source, items_of(source, call.args[1]), layout)
+    return picked(call, source, layout) if found is None else found
 
 
 def _along(name: str, position: int, change, default: int | tuple[int, ...] | None = None):
@@ -91,22 +91,22 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
 
     Args:
         name, position: name and position of the axis among the operation's arguments.
-        change: called as change(owner, args, kwargs) with the example of each row, returns that of
+        change: called as change(owner, call) with the example of each row, returns that of
             each new row; None where elements are picked one by one.
         default: the axis where none is given.
     """
 
-    def rule(func, args, kwargs, source, layout, result):
-        dim = argument_of(args, kwargs, position, name, default)
+    def rule(call: Call, source, layout):
+        dim = call.argument(position, name, default)
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
         if name == "dims" and len(dims) == 1:
-            dims = (*dims, *args[position + 1 :])  # x.flip(0, 1)
+            dims = (*dims, *call.args[position + 1 :])  # x.flip(0, 1)
         # Without any axis, a roll goes over all elements.
         if dims and dim is not None and all(d % source.dim() != layout.axis for d in dims):
             return layout
         if dim is None or len(dims) != 1 or change is None:
-            return picked(func, args, kwargs, source, layout, result)
-        owner = change(layout.owner(source.device), args, kwargs)
+            return picked(call, source, layout)
+        owner = change(layout.owner(source.device), call)
         return layout.owned_by(owner.reshape(-1), layout.axis)
 
     return rule
@@ -115,8 +115,8 @@ def _along(name: str, position: int, change, default: int | tuple[int, ...] | No
 def _ranked(position: int, default: int):
     """Return a rule for operations that sort elements along an axis."""
 
-    def rule(func, args, kwargs, source, layout, result):
-        dim = argument_of(args, kwargs, position, "dim", default)
+    def rule(call: Call, source, layout):
+        dim = call.argument(position, "dim", default)
         return None if dim % source.dim() == layout.axis else layout
 
     return rule
@@ -125,8 +125,9 @@ def _ranked(position: int, default: int):
 def _sliced(position: int, default: int = 0):
     """Return a rule for operations whose results are slices of their operand."""
 
-    def rule(func, args, kwargs, source, layout, result):
-        dim = argument_of(args, kwargs, position, "dim", default)
+    def rule(call: Call, source, layout):
+        result = call.result
+        dim = call.argument(position, "dim", default)
         dim %= source.dim()
         lost = source.dim() - result.dim()
         if dim != layout.axis:
@@ -146,66 +147,70 @@ def _sliced(position: int, default: int = 0):
     return rule
 
 
-def _chosen(func, args, kwargs, source, layout, result) -> Examples | Whole:
+def _chosen(call: Call, source, layout) -> Examples | Whole:
     """One place along an axis."""
-    dim = argument_of(args, kwargs, 1, "dim") % source.dim()
+    dim = call.argument(1, "dim") % source.dim()
     if dim == layout.axis:
-        return layout.whole(argument_of(args, kwargs, 2, "index"))
+        return layout.whole(call.argument(2, "index"))
     return layout.along(layout.axis - (dim < layout.axis))
 
 
-def _backwards(owner: Tensor, args, kwargs) -> Tensor:
+def _backwards(owner: Tensor, call: Call) -> Tensor:
     return owner.flip(0)
 
 
 _rows_repeated = _along(
-    "dim", 2, lambda owner, a, k: owner.repeat_interleave(argument_of(a, k, 1, "repeats"))
+    "dim", 2, lambda owner, call: owner.repeat_interleave(call.argument(1, "repeats"))
 )
 
 
-def _repeated_in_place(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+def _repeated_in_place(call: Call, source, layout) -> Examples | Whole | None:
     """Each row repeated in place; given counts alone, the number of each row repeated so."""
-    if len(args) == 1 and "repeats" not in kwargs:
+    if len(call.args) == 1 and "repeats" not in call.kwargs:
         return layout.owned_by(layout.owner(source.device).repeat_interleave(source), 0)
-    return _rows_repeated(func, args, kwargs, source, layout, result)
+    return _rows_repeated(call, source, layout)
 
 
-def _expanded(func, args, kwargs, source, layout, result) -> Examples | None:
+def _expanded(call: Call, source, layout) -> Examples | None:
     """New axes stand in front; the only example's axis, of size 1, may be expanded itself."""
+    result = call.result
     after = layout.axis + result.dim() - source.dim()
     return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
 
 
-def _masked(func, args, kwargs, source, layout, result) -> Examples | Whole | None:
+def _masked(call: Call, source, layout) -> Examples | Whole | None:
     """The elements where a mask is true, one after the other."""
-    mask = argument_of(args, kwargs, 1, "mask")
+    mask = call.argument(1, "mask")
     if torch.broadcast_shapes(mask.shape, source.shape) != source.shape:
         return None  # the mask repeats the operand
     return read_at(source, [mask.expand(source.shape)], layout)
 
 
-def _with_axes(func, args, kwargs, source, layout, result) -> Examples | Whole | Grid | None:
+def _with_axes(call: Call, source, layout) -> Examples | Whole | Grid | None:
     """A reshape to a least number of axes, if one tensor was given."""
-    return reshaped(source, layout, result) if len(args) == 1 and args[0] is source else None
+    alone = len(call.args) == 1 and call.args[0] is source
+    return reshaped(source, layout, call.result) if alone else None
 
 
-def _made_diagonal(func, args, kwargs, source, layout, result) -> Examples | None:
+def _made_diagonal(call: Call, source, layout) -> Examples | None:
     """The last axis becomes the diagonal of two, which may stand anywhere among the others."""
     if layout.axis == source.dim() - 1:
         return None
+    args, kwargs, result = call.args, call.kwargs, call.result
     given = tuple(args[1:]) + (0, -2, -1)[len(args) - 1 :]
     made = {kwargs.get(f"dim{k}", given[k]) % result.dim() for k in (1, 2)}
     return layout.along([axis for axis in range(result.dim()) if axis not in made][layout.axis])
 
 
-def _padded(func, args, kwargs, source, layout, result) -> Examples | None:
+def _padded(call: Call, source, layout) -> Examples | None:
     """Padding, given as widths for both sides of each axis, the last axis first."""
     place = 2 * (source.dim() - 1 - layout.axis)
-    return None if any(argument_of(args, kwargs, 1, "pad")[place : place + 2]) else layout
+    return None if any(call.argument(1, "pad")[place : place + 2]) else layout
 
 
-def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
+def _repeated(call: Call, source, layout) -> Examples | None:
     """The whole tensor several times, along new axes in front and along its own."""
+    result = call.result
     after = layout.axis + result.dim() - source.dim()
     times = result.shape[after] // source.shape[layout.axis]
     if times == 1:
@@ -213,10 +218,9 @@ def _repeated(func, args, kwargs, source, layout, result) -> Examples | None:
     return layout.owned_by(layout.owner(source.device).repeat(times), after)
 
 
-def picked(
-    func, args, kwargs, source: Tensor, layout: Examples | Grid, result: Tensor
-) -> Examples | Whole | Grid | None:
+def picked(call: Call, source: Tensor, layout: Examples | Grid) -> Examples | Whole | Grid | None:
     """Elements picked one by one: the operation is repeated on the examples' numbers."""
+    func, args, kwargs, _, result = call
     if not source.numel() or not result.numel() or is_compiling():
         return None  # a graph has no values to look at
     owner = layout.of_elements(source)
@@ -267,25 +271,26 @@ def _steps_over(same: int, source: Tensor, result: Tensor, start: int) -> bool:
 def _of_batch(dims: int) -> Callable[..., Examples | None]:
     """Return the rule of an operation that takes data of this many axes for a batch."""
 
-    def rule(func, args, kwargs, source, layout, result) -> Examples | None:
+    def rule(call: Call, source, layout) -> Examples | None:
         return layout if layout.axis == 0 and source.dim() == dims else None
 
     return rule
 
 
-def _jagged(func, args, kwargs, source, layout, result) -> Examples | None:
+def _jagged(call: Call, source, layout) -> Examples | None:
     """Rows between bounds become one row of a nested tensor each."""
-    if layout.axis != 0 or is_compiling() or argument_of(args, kwargs, 3, "lengths") is not None:
+    if layout.axis != 0 or is_compiling() or call.argument(3, "lengths") is not None:
         return None
-    return layout.in_pieces(args[1][:-1])
+    return layout.in_pieces(call.args[1][:-1])
 
 
-def _segments(func, args, kwargs, source, layout, result) -> Examples | None:
+def _segments(call: Call, source, layout) -> Examples | None:
     """Rows between bounds become one row each."""
-    axis = argument_of(args, kwargs, KEYWORD, "dim", 0) % source.dim()
+    axis = call.argument(KEYWORD, "dim", 0) % source.dim()
     if layout.axis != axis:
         return layout
-    lengths, offsets = kwargs.get("lengths"), kwargs.get("offsets")
+    lengths: Any = call.kwargs.get("lengths")
+    offsets: Any = call.kwargs.get("offsets")
     if axis or is_compiling() or (lengths is None) == (offsets is None):
         return None
     return layout.in_pieces(offsets[:-1] if lengths is None else lengths.cumsum(0) - lengths)
@@ -296,7 +301,7 @@ REINDEXES = {
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(
         variants("index_select"),
-        _along("dim", 1, lambda owner, a, k: owner[argument_of(a, k, 2, "index")]),
+        _along("dim", 1, lambda owner, call: owner[call.argument(2, "index")]),
     ),
     **dict.fromkeys(variants("repeat_interleave"), _repeated_in_place),
     **dict.fromkeys(variants("flip"), _along("dims", 1, _backwards)),
@@ -305,7 +310,7 @@ REINDEXES = {
     **dict.fromkeys(variants("rot90"), _along("dims", 2, None, (0, 1))),
     **dict.fromkeys(
         variants("roll"),
-        _along("dims", 2, lambda owner, a, k: owner.roll(argument_of(a, k, 1, "shifts"))),
+        _along("dims", 2, lambda owner, call: owner.roll(call.argument(1, "shifts"))),
     ),
     **dict.fromkeys(
         (torch.fft.fftshift, torch.fft.ifftshift, *variants("gather")), _along("dim", 1, None)
