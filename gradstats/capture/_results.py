@@ -42,7 +42,7 @@ from gradstats.capture._operations import (
 )
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._refusals import check_has_sizes
-from gradstats.capture._sequences import PRESCRIBES, prescribed_layouts
+from gradstats.capture._sequences import PRESCRIBES
 from gradstats.capture._signatures import by_place
 from gradstats.capture._tensors import node_of
 from gradstats.capture._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
@@ -182,7 +182,8 @@ def _follow_data(
     if own is not None and torch.is_grad_enabled():
         own.follow(tracker, args, kwargs, results)
         return
-    layouts = prescribed_layouts(tracker, func, args, kwargs, results)
+    prescribed = PRESCRIBES.get(func)
+    layouts = None if prescribed is None else prescribed(tracker, args, kwargs, results)
     if layouts is not None:
         one = tracker.sole_example(data)
         for tensor, layout in zip(results, layouts, strict=False):

@@ -45,19 +45,6 @@ RECURRENT_CELLS = torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rn
 Layouts = Sequence[Examples | Whole | Grid | None] | None
 
 
-def prescribed_layouts(
-    tracker: Context,
-    func,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    results: Sequence[Tensor],
-) -> Layouts:
-    """Return the layout of each result; None where the operation prescribes nothing."""
-    if func not in PRESCRIBES:
-        return None
-    return PRESCRIBES[func](tracker, args, kwargs, results)
-
-
 def _of_bags(tracker: Context, args, kwargs, results) -> Layouts:
     argument = partial(argument_of, args, kwargs)
     offsets, shares = argument(2, "offsets"), argument(8, "per_sample_weights")
@@ -304,7 +291,8 @@ def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Exa
     return first
 
 
-# Called with the context, the operation's arguments, and its results.
+# Called with the context, the operation's arguments, and its results; returns where the examples
+# lie in these, or None where the operation says nothing of them.
 PRESCRIBES: dict[Any, Callable[..., Layouts]] = {
     MULTI_HEAD_ATTENTION: _of_attention,
     FLEX_ATTENTION: _of_flex_attention,
