@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -146,10 +144,6 @@ class Following(Marks):
         else:
             # Of several operations that cannot be followed, the first is to blame.
             self._mark(result, None, self.lost_at(lost) if self.is_marked(lost) else at)
-
-    def is_trained(self, item: Any) -> bool:
-        """Whether an operand was computed from data and has a gradient to pass on."""
-        return self.is_of_data(item) and item.requires_grad
 
     def sole_example(self, data: list[Tensor]) -> Whole | None:
         """Return the one example to which operands of data belong; None if there is none.

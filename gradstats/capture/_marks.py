@@ -155,6 +155,14 @@ class Marks(Meetings):
         """Whether an operand is a tensor that may carry examples, and not a tracked one."""
         return isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
 
+    def is_trained(self, item: Any) -> bool:
+        """Whether an operand was computed from data and has a gradient to pass on."""
+        return self.is_of_data(item) and item.requires_grad
+
+    def data_among(self, items: Iterable[Any]) -> list[Tensor]:
+        """Return the tensors of data among what an operation is given."""
+        return [item for item in items if self.is_of_data(item)]
+
     def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
         """Return whether values given or drawn in the forward count as data for their size.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -255,10 +255,6 @@ class Written(Following):
         assumed = self.owned(target) if before else self.by_contract(target)
         if layout is None or assumed is None or not same_layout(layout, assumed):
             self.note_rearranged(target)
-
-    def data_among(self, items: Iterable[Any]) -> list[Tensor]:
-        """Return the tensors of data among what an operation is given."""
-        return [item for item in items if self.is_of_data(item)]
 
     def _continued(self, change: Change, values: list[Tensor], owned: Owned) -> Filling | None:
         """Return all that was written into a tensor, if it was blank at first; None otherwise.
