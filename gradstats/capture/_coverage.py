@@ -137,15 +137,6 @@ def _walk(
     return reporting
 
 
-def where_examples_met(tracker: Context, tensor: Tensor) -> str:
-    """Return a sentence about an operation behind a tensor in which examples met; '' if none."""
-    for node in nodes_behind(tensor):
-        how = tracker.how_met(node)
-        if how is not None:
-            return f"Before it {node.name()} {how}."
-    return ""
-
-
 def _unseen(node, used: Node) -> UnsupportedOperationError:
     if node.name().startswith("Sparse"):
         return UnsupportedOperationError(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from gradstats._factors import Segments
 from gradstats.capture._enclosed import Surroundings, of_layers
 from gradstats.capture._examples import APART, IF_A_CONSTANT, MIXED, Examples, Whole, same_layout
-from gradstats.capture._graph import nodes_behind
 from gradstats.capture._meetings import EXCHANGED
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import argument_of, flatten, operands_of, tensors_in
@@ -315,9 +314,9 @@ class Data(Written):
 
     def _refusal_of_lost(self, losses: Tensor) -> ExampleAxisError | CoupledExamplesError:
         """Return the error about losses of which it is not known to which examples they belong."""
-        for node in nodes_behind(losses):
-            if self.how_met(node) is not None:
-                return self.refusal_of_meeting(node)
+        met = self.met_behind(losses)
+        if met is not None:
+            return self.refusal_of_meeting(met)
         return ExampleAxisError(
             f"which loss belongs to which example was lost {self._where_lost(losses)}: the losses, "
             "or what was combined with them, were moved or reduced along the example axis in a way "

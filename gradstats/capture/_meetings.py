@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture._examples import IF_A_CONSTANT
+from gradstats.capture._graph import nodes_behind
 from gradstats.errors import CoupledExamplesError
 
 MEETS = "combines trained values of different examples"
@@ -56,6 +57,11 @@ class Meetings:
     def how_met(self, node: GraphNode) -> str | None:
         """Return how an autograd node combines several examples; None if it is not known to."""
         return self.coupled.get(node, self.added.get(node))
+
+    def met_behind(self, tensor: Tensor) -> GraphNode | None:
+        """Return an autograd node behind a tensor that combines several examples, if any does."""
+        found = (node for node in nodes_behind(tensor) if self.how_met(node) is not None)
+        return next(found, None)
 
     def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
         """Return the error about losses that depend on a node in which examples met."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradstats.capture._coverage import where_examples_met
 from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import derive
 from gradstats.capture._examples import IF_A_CONSTANT, WHERE_THE_NUMBER_IS_FROM, same_rows
@@ -100,11 +99,14 @@ def locate(
 def _refusal(tracker, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
     """Return the error about data whose rows cannot be told apart by example."""
     got, expected = f"data of shape {tuple(data.shape)}", tracker.expected_along(axis)
-    lost, met = tracker.lost_at(data), where_examples_met(tracker, data)
+    lost, met = tracker.lost_at(data), tracker.met_behind(data)
+    why = []
+    if met is not None:
+        why.append(f"Before it {met.name()} {tracker.how_met(met)}.")
     if lost is not None:
-        met += f" Which row is whose was lost at {lost}, or rows of several meet there."
-    if met:
-        got, expected = f"{got}. {met.strip()}", f"rows of one example each, {expected}"
+        why.append(f"Which row is whose was lost at {lost}, or rows of several meet there.")
+    if why:
+        got, expected = f"{got}. {' '.join(why)}", f"rows of one example each, {expected}"
         remedies = [
             "Combine each example with its own values alone, or detach what comes from others.",
             IF_A_CONSTANT,
