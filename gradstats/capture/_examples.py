@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -261,51 +260,6 @@ def spread(owner: Tensor, batch: int) -> Examples | Whole | Grid | None:
         if bool((places == places[..., :1]).all()):
             return Grid(batch, axes, places[..., 0].long())
     return None
-
-
-def joined(layouts: Sequence[Examples], dim: int, device: torch.device) -> Examples | None:
-    """Return the layout of tensors joined along ``dim``, given the layout of each of them."""
-    first = layouts[0]
-    if any(layout.axis != first.axis for layout in layouts):
-        return None
-    if dim != first.axis:
-        return first if all(same_rows(first, layout) for layout in layouts) else None
-    return first.owned_by(torch.cat([layout.owner(device) for layout in layouts]), dim)
-
-
-def candidates(target: Tensor, contract: Examples, owned: Examples | Whole) -> Iterator[Examples]:
-    """Yield the possible layouts of a tensor that held nothing of any example before a write.
-
-    Args:
-        target: the tensor.
-        contract: where examples lie by contract.
-        owned: whose the value is that is written into it.
-    """
-    axes = range(target.dim())
-    for layout in (contract, owned):
-        if isinstance(layout, Examples):
-            yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
-    if contract.batch:
-        # Packed examples may get one row each, as pooled graphs do.
-        fewest = 2 if contract.segments is None else 1
-        yield from _several(target, contract, Examples(contract.batch, 0), fewest)
-    if contract.segments is not None and contract.rows:
-        # Or several for each of their rows, as the nodes of graphs have for their neighbours.
-        yield from _several(target, contract, contract, 2)
-
-
-def _several(target: Tensor, contract: Examples, each: Examples, fewest: int) -> Iterator[Examples]:
-    """Yield the layouts with equally many rows, ``fewest`` or more, for each row of ``each``."""
-    for axis in range(target.dim()):
-        count, rest = divmod(target.shape[axis], each.rows)
-        if count < fewest or rest > 1:
-            continue
-        if each.plain and not rest:
-            yield Examples(contract.batch, axis, count)
-            continue
-        owner = each.owner(target.device).repeat_interleave(count)
-        # A last one may take what overflows.
-        yield contract.owned_by(torch.cat([owner, owner[-1:]]) if rest else owner, axis)
 
 
 def same_rows(first: Examples, second: Examples) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture._call import Call
-from gradstats.capture._examples import Examples, Mixed, Whole, joined, sole_of
+from gradstats.capture._examples import Examples, Mixed, Whole, same_rows, sole_of
 from gradstats.capture._marks import Marks
 from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import JOINS, PAD_SEQUENCE
@@ -76,7 +76,17 @@ def _in_line(
         dim = -1
     elif dim == known[0].axis and len(known) < len(tensors):
         return None  # along other axes than the examples' constants may stand beside data
-    return joined(known, dim, result.device)
+    return _joined(known, dim, result.device)
+
+
+def _joined(layouts: Sequence[Examples], dim: int, device: torch.device) -> Examples | None:
+    """Return the layout of tensors joined along ``dim``, given the layout of each of them."""
+    first = layouts[0]
+    if any(layout.axis != first.axis for layout in layouts):
+        return None
+    if dim != first.axis:
+        return first if all(same_rows(first, layout) for layout in layouts) else None
+    return first.owned_by(torch.cat([layout.owner(device) for layout in layouts]), dim)
 
 
 def _side_by_side(

@@ -15,7 +15,6 @@ from gradstats.capture._examples import (
     Mixed,
     Scores,
     Whole,
-    candidates,
     same_layout,
 )
 from gradstats.capture._filled import Filling, Piece
@@ -295,7 +294,17 @@ class Written(Following):
             target: the tensor.
             owned: whose the value is that is written into it.
         """
-        return candidates(target, self._contract, owned)
+        contract, axes = self._contract, range(target.dim())
+        for layout in (contract, owned):
+            if isinstance(layout, Examples):
+                yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
+        if contract.batch:
+            # Packed examples may get one row each, as pooled graphs do.
+            fewest = 2 if contract.segments is None else 1
+            yield from _several(target, Examples(contract.batch, 0), fewest)
+        if contract.segments is not None and contract.rows:
+            # Or several for each of their rows, as the nodes of graphs have for their neighbours.
+            yield from _several(target, contract, 2)
 
     def _note_base(self, view: Tensor, owned: Examples | Whole | None, *, first: bool) -> None:
         """Note where the examples lie in the base of a view that was written into.
@@ -343,6 +352,20 @@ class Written(Following):
         self.place(
             tensor, self._contract.along(sizes.index(self._contract.rows)) if plain else None
         )
+
+
+def _several(target: Tensor, each: Examples, fewest: int) -> Iterator[Examples]:
+    """Yield the layouts with equally many rows, ``fewest`` or more, for each row of ``each``."""
+    for axis in range(target.dim()):
+        count, rest = divmod(target.shape[axis], each.rows)
+        if count < fewest or rest > 1:
+            continue
+        if each.plain and not rest:
+            yield Examples(each.batch, axis, count)
+            continue
+        owner = each.owner(target.device).repeat_interleave(count)
+        # A last one may take what overflows.
+        yield each.owned_by(torch.cat([owner, owner[-1:]]) if rest else owner, axis)
 
 
 def _one_of(owned: Owned) -> Whole | None:
