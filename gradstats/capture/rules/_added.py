@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gradstats.capture._derived import derive
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture.rules._common import are_of_one, locate, plain
+from gradstats.capture._tensors import first_node, node_of, value_of
+from gradstats.capture.rules._common import are_of_one, locate
 from gradstats.capture.rules._products import cast_data, linear_layer, own_slices, product_factors
 from gradstats.capture.rules._summed import Part, summed
 
@@ -69,7 +69,7 @@ def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
             node = first_node(input)
             if locate(tracker, func, node, item, folds=True).axis == item.dim() + axis:
                 refuse(func, node, "sums over the examples of its data, which has no rule")
-    result = func(plain(input), plain(first), plain(second), beta=beta, alpha=alpha)
+    result = func(value_of(input), value_of(first), value_of(second), beta=beta, alpha=alpha)
     return summed(tracker, func, result, x, parts, *terms)
 
 

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._derived import derive
+from gradstats.capture._examples import Examples
 from gradstats.capture._nested import argument_of
 from gradstats.capture._nodes import Node
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
-from gradstats.capture.rules._common import Examples, as_data, plain, rows_along, run
+from gradstats.capture.rules._common import as_data, rows_along, run
 from gradstats.capture.rules._per_example import per_example
 from gradstats.capture.rules._summed import BroadcastFactors
 
@@ -219,7 +220,7 @@ def _logits(examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
     if mask is None:
         return torch.bmm(q, k.mT)
     node = node_of(mask)
-    value = plain(mask)
+    value = value_of(mask)
     heads = len(q) // examples.rows
     if value.shape[:2] == (1, 1):
         flat = value.view(1, *value.shape[2:])

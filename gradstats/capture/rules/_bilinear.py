@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture._examples import Examples
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture._uses import tap
-from gradstats.capture.rules._common import Examples, common_rows, locate, plain
+from gradstats.capture.rules._common import common_rows, locate
 
 
 def bilinear(tracker, func, input1, input2, weight, bias=None):
@@ -25,7 +26,7 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
     data = tracker.data_among((input1, input2))
     layouts = [locate(tracker, func, nodes[0], x, folds=True, trailing=1) for x in data]
     examples = common_rows(func, nodes[0], layouts)
-    result = func(input1, input2, plain(weight), plain(bias))
+    result = func(input1, input2, value_of(weight), value_of(bias))
     tracked = (node_of(weight) is not None, node_of(bias) is not None)
     factors = BilinearFactors(*tracked, examples, tuple(weight.shape))
     return tap(nodes, result, factors, input1, input2)

@@ -9,14 +9,17 @@ from torch import Tensor
 
 from gradstats.capture._derivation import Derived
 from gradstats.capture._derived import derive
-from gradstats.capture._examples import IF_A_CONSTANT, WHERE_THE_NUMBER_IS_FROM, same_rows
-from gradstats.capture._examples import Examples as Examples
+from gradstats.capture._examples import (
+    IF_A_CONSTANT,
+    WHERE_THE_NUMBER_IS_FROM,
+    Examples,
+    same_rows,
+)
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import node_of, wrap
-from gradstats.capture._tensors import value_of as plain
+from gradstats.capture._tensors import node_of, value_of, wrap
 from gradstats.capture._uses import derived
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
@@ -31,7 +34,7 @@ def bare(item, autocast: bool):
     node = node_of(item)
     if isinstance(node, Root) and not autocast:
         return node.parameter
-    return plain(item)
+    return value_of(item)
 
 
 def are_of_one(tracker, data: Sequence[Tensor]) -> bool:

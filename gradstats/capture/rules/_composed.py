@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from gradstats._factors import Distances
 from gradstats.capture._einsum import parse_equation, tensor_product
+from gradstats.capture._examples import Examples
 from gradstats.capture._grafted import Composed, Grafted
 from gradstats.capture._operations import OUTER_PRODUCTS, solves_vector, variants
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, value_of
 from gradstats.capture._uses import tap
 from gradstats.capture.rules import _products
-from gradstats.capture.rules._common import Examples, lined_up, locate, plain
+from gradstats.capture.rules._common import lined_up, locate
 from gradstats.capture.rules._per_example import per_example
 
 
@@ -79,8 +80,8 @@ def cdist(tracker, func, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_
 def _euclidean(tracker, func, x1, x2, data: int, examples: Examples, kwargs) -> Tensor:
     """Distances of two matrices, each row of data from all rows of the tracked one."""
     x, points = (x1, x2) if data == 0 else (x2, x1)
-    distances = func(plain(x1), plain(x2), **kwargs)
-    saved = x, distances.detach(), plain(points).detach()
+    distances = func(value_of(x1), value_of(x2), **kwargs)
+    saved = x, distances.detach(), value_of(points).detach()
     # PyTorch's backward needs its result as it is, and what is tapped counts as changed.
     result = torch.ops.aten._unsafe_view(distances, distances.shape)
     result = tap([first_node(points)], result, DistanceFactors(examples, data), *saved)

@@ -11,20 +11,14 @@ from torch.nn import functional
 from gradstats._cost import product
 from gradstats.capture._convolution import ConvolutionFactors, ConvolutionUse
 from gradstats.capture._derived import derive
+from gradstats.capture._examples import Examples
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import CONVOLVED, hooked
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture._together import is_small
 from gradstats.capture._uses import Use, attach, tap
-from gradstats.capture.rules._common import (
-    Examples,
-    as_data,
-    bare,
-    cast_for_autocast,
-    locate,
-    plain,
-)
+from gradstats.capture.rules._common import as_data, bare, cast_for_autocast, locate
 
 
 def convolution(
@@ -106,7 +100,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
             return result
     x = cast_for_autocast(tracker, input)
     if settings.exact:
-        result = layer.forward(*_cast(x, plain(weight), plain(bias)))
+        result = layer.forward(*_cast(x, value_of(weight), value_of(bias)))
         return tap(nodes, result, layer, x)
     use = Use(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)

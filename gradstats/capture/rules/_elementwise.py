@@ -30,7 +30,7 @@ from gradstats.capture._operations import (
     function_variants,
 )
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
@@ -40,7 +40,6 @@ from gradstats.capture.rules._common import (
     common_rows,
     lined_up,
     locate,
-    plain,
     rows_along,
     run,
 )
@@ -115,7 +114,7 @@ def _product_or_sum(
     x, value = (first, second) if position == 0 else (second, first)
     plan = on_chip(layout, x, value, multiply=multiply)
     if plan is not None and (settings.exact or changes_type((first, second))):
-        result = func(plain(first), plain(second))
+        result = func(value_of(first), value_of(second))
         saved = (x.detach(),) if multiply else ()
         return tap([node], result, plan, *saved)
     if plan is not None:

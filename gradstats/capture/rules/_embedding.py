@@ -13,6 +13,7 @@ from torch.nn import functional
 from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup, Rows, cast, compute_dtype
 from gradstats.capture._derived import derive
+from gradstats.capture._examples import Examples
 from gradstats.capture._grafted import Composed, watched
 from gradstats.capture._hooked import LOOKED_UP, hooked
 from gradstats.capture._indexing import axis_of, found_at, items_of
@@ -21,10 +22,10 @@ from gradstats.capture._nested import operands_of
 from gradstats.capture._nodes import Node, Root
 from gradstats.capture._refusals import refuse
 from gradstats.capture._sequences import layout_of_bags, starts_of_bags
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, value_of
 from gradstats.capture._together import Joinable
 from gradstats.capture._uses import tap
-from gradstats.capture.rules._common import Examples, as_data, lined_up, locate, plain
+from gradstats.capture.rules._common import as_data, lined_up, locate
 from gradstats.contractions import FEW, Contraction, _triton, sqnorm_of_few
 
 
@@ -57,7 +58,7 @@ def embedding(
         result = hooked(tracker, LOOKED_UP, (weight,), factors, examples, run, lookup)
         if result is not None:
             return result
-    return tap([node], run(plain(weight)), factors, input, lookup=lookup)
+    return tap([node], run(value_of(weight)), factors, input, lookup=lookup)
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def embedding_bag(
     if per_sample_weights is not None:
         share = share * per_sample_weights.detach().reshape(-1)
     result = func(
-        input, plain(weight), offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
+        input, value_of(weight), offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
         per_sample_weights, include_last_offset, padding_idx,
     )  # fmt: skip
     return tap([node], result, BagFactors(examples, tuple(weight.shape)), ids, bag, share)
@@ -222,7 +223,7 @@ def index(tracker, func, input, indices):
     ):
         refuse(func, node, "with other than integer indices has no rule")
     examples = lined_up(tracker, func, node, [index for index in chosen if index.dim()]).examples
-    result = func(plain(input), indices)
+    result = func(value_of(input), indices)
     table = leading_axes(tracker, input, places)
     # PyTorch takes indices on the host too.
     chosen = [index.to(input.device) for index in chosen]
@@ -307,7 +308,7 @@ def index_select(tracker, func, input, dim, index):
         refuse(func, node, "of data by tracked indices has no rule")
     dim %= input.dim()
     examples = locate(tracker, func, node, index, folds=True)
-    result = func(plain(input), dim, index)
+    result = func(value_of(input), dim, index)
     table = leading_axes(tracker, input, [dim])
     factors = TableFactors(examples, tuple(table.shape), before=dim)
     return tap([first_node(table)], result, factors, index)

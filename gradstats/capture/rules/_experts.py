@@ -10,9 +10,9 @@ from torch import Tensor
 from gradstats._factors import Experts, Ragged
 from gradstats.capture._examples import Examples
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, value_of
 from gradstats.capture._uses import tap
-from gradstats.capture.rules._common import locate, plain
+from gradstats.capture.rules._common import locate
 
 
 def grouped_mm(tracker, func, mat_a, mat_b, *, offs=None, bias=None, out_dtype=None):
@@ -27,7 +27,7 @@ def grouped_mm(tracker, func, mat_a, mat_b, *, offs=None, bias=None, out_dtype=N
             func, node, "with other than rows of data, offsets and weights of experts has no rule"
         )
     examples = locate(tracker, func, node, mat_a, axis=0, folds=True, trailing=1)
-    result = func(mat_a, plain(mat_b), offs=offs, out_dtype=out_dtype)
+    result = func(mat_a, value_of(mat_b), offs=offs, out_dtype=out_dtype)
     factors = ExpertFactors(examples, tuple(mat_b.shape))
     return tap([node], result, factors, mat_a, offs)
 

@@ -15,10 +15,10 @@ from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of
+from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture.rules._affine import AffineFactors
-from gradstats.capture.rules._common import locate, plain
+from gradstats.capture.rules._common import locate
 from gradstats.contractions import _triton_layers
 from gradstats.contractions._result import ones
 from gradstats.contractions._triton_layers import NormGradients
@@ -46,9 +46,8 @@ def _attach(
         return result + bias.view(*bias.shape, *axes)
     if not own and factors.one_pass(tracker.settings, input):
         use = Use(nodes_of((weight, bias)))
-        result = attach(
-            NormalisationUse, use, factors, run, input, plain(weight), plain(bias), *statistics,
-        )  # fmt: skip
+        operands = input, value_of(weight), value_of(bias), *statistics
+        result = attach(NormalisationUse, use, factors, run, *operands)
         if place is not None:
             tracker.note_followed(result, examples)
         return result
@@ -56,7 +55,7 @@ def _attach(
         found = hooked(tracker, place, (weight, bias), factors, examples, partial(run, input))
         if found is not None:
             return found
-    result = free_of_views(run(input, plain(weight), plain(bias)))
+    result = free_of_views(run(input, value_of(weight), value_of(bias)))
     return tap(nodes_of((weight, bias)), result, factors, input, *statistics)
 
 

@@ -14,10 +14,10 @@ from gradstats.capture._nested import flatten, rebuild
 from gradstats.capture._nodes import Node
 from gradstats.capture._operations import ELEMENTWISE, JOINS, function_variants, in_place_variants
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._tensors import first_node, node_of, value_of
 from gradstats.capture._uses import tap
 from gradstats.capture._views import ExampleLayout, example_view
-from gradstats.capture.rules._common import in_order, plain, slices_of
+from gradstats.capture.rules._common import in_order, slices_of
 
 ELEMENTWISE_IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 
@@ -114,7 +114,7 @@ def _shape_of(func, args, kwargs) -> torch.Size:
     """Return the shape of an operation's result without computing it."""
 
     def empty(item):
-        return torch.empty_like(plain(item), device="meta") if isinstance(item, Tensor) else item
+        return torch.empty_like(value_of(item), device="meta") if isinstance(item, Tensor) else item
 
     with torch.no_grad():
         return func(*rebuild(args, empty), **rebuild(kwargs, empty)).shape
@@ -131,7 +131,7 @@ def _tapped(func, layout: ExampleLayout, args, kwargs):
         node = node_of(item)
         if node is not None:
             nodes.append(node)
-        tensors.append(plain(item))
+        tensors.append(value_of(item))
         return Slot(len(tensors) - 1, node is not None)
 
     call = rebuild((args, kwargs), keep)
@@ -141,7 +141,7 @@ def _tapped(func, layout: ExampleLayout, args, kwargs):
         saved = [item if item.dtype == torch.bool else _shape_alone(item) for item in saved]
     elif func in ELEMENTWISE_IN_PLACE:
         saved[0] = saved[0].clone()
-    result = func(*rebuild(args, plain), **rebuild(kwargs, plain))
+    result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
     # The tap changes nothing, so an operation that needs its own result in backward may find it.
     with torch.autograd._unsafe_preserve_version_counter(result):
         return tap(nodes, result, RecomputedFactors(number_of(func), call, layout), *saved)

@@ -20,7 +20,7 @@ from gradstats.capture._nodes import Node
 from gradstats.capture._operations import PRODUCTS
 from gradstats.capture._product import ProductFactor
 from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, wrap
+from gradstats.capture._tensors import first_node, node_of, value_of, wrap
 from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
@@ -30,7 +30,6 @@ from gradstats.capture.rules._common import (
     check_rows,
     in_order,
     locate,
-    plain,
     run,
     slices_of,
 )
@@ -57,7 +56,7 @@ def linear(tracker, func, input, weight, bias=None):
         node = first_node(weight)
         examples = locate(tracker, func, node, x, folds=True, trailing=1)
         parts.append(Part(node, LinearFactors(True, False, examples, tuple(weight.shape))))
-    result = func(x, plain(weight), plain(bias))
+    result = func(x, value_of(weight), value_of(bias))
     return summed(tracker, func, result, x, parts, (bias, 1), (x, None))
 
 
@@ -93,7 +92,7 @@ def linear_layer(tracker, func, x, weight, bias, *, inputs_first=False):
     if autocast:
         x = cast_for_autocast(tracker, x)
     if settings.exact:
-        result = layer.forward(x, plain(weight), plain(bias))
+        result = layer.forward(x, value_of(weight), value_of(bias))
         return tap(nodes, free_of_views(result), layer, x)
     use = Use(nodes)
     operands = bare(weight, autocast), bare(bias, autocast)
@@ -119,7 +118,7 @@ def matmul(tracker, func, input, other=None, **kwargs):
         return func(input, other)
     input, other = cast_data(tracker, input), cast_data(tracker, other)
     node, x, factors = product_factors(tracker, func, input, other)
-    result = func(plain(input), plain(other))
+    result = func(value_of(input), value_of(other))
     return tap([node], free_of_views(result), factors, x)
 
 
@@ -286,7 +285,7 @@ def einsum(tracker, func, equation, *operands):
         views = list(operands)
         views[param] = example_view(node, own)
         return func(equation, *views)
-    result = func(equation, *(plain(operand) for operand in operands))
+    result = func(equation, *(value_of(operand) for operand in operands))
     operands = tuple(cast_data(tracker, operand) for operand in operands)
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
     return tap([node], free_of_views(result), factors, x)

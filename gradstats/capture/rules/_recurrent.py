@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Factor, cast, compute_dtype
-from gradstats.capture._examples import same_rows
+from gradstats.capture._examples import Examples, same_rows
 from gradstats.capture._gates import as_given, weights_apart
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._names import function_name
@@ -43,15 +43,8 @@ from gradstats.capture._sequences import (
     packed_places,
     states_of,
 )
-from gradstats.capture._tensors import first_node, node_of, nodes_of
-from gradstats.capture.rules._common import (
-    Examples,
-    are_of_one,
-    as_data,
-    plain,
-    product_dtype,
-    rows_along,
-)
+from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
+from gradstats.capture.rules._common import are_of_one, as_data, product_dtype, rows_along
 from gradstats.errors import ExampleAxisError
 
 CELLS: dict[Callable, Any] = {
@@ -332,7 +325,7 @@ def _check_weights(tracker, func, node, data: Tensor, weights: Sequence[Tensor])
 
 def _attach(tracker, operation, data, states, weights):
     """Run the operation with the factors of its tracked weights attached."""
-    tensors = [data, *states, *map(plain, weights)]
+    tensors = [data, *states, *map(value_of, weights)]
     slots = dict(enumerate(weights, 1 + len(states)))
     nodes = {slot: node_of(item) for slot, item in slots.items()}
     tracked = {slot: node for slot, node in nodes.items() if node is not None}

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._tensors import first_node, node_of
+from gradstats.capture._examples import Examples
+from gradstats.capture._tensors import first_node, node_of, value_of
 from gradstats.capture._uses import free_of_views, tap
-from gradstats.capture.rules._common import Examples, as_data, locate, plain, rows_along, run
+from gradstats.capture.rules._common import as_data, locate, rows_along, run
 from gradstats.capture.rules._embedding import table_rows
 
 
@@ -34,7 +35,7 @@ def grid_sample(
 
 
 def _of_one_image(tracker, func, input, grid, examples, mode, padding_mode, align_corners):
-    result = func(plain(input), grid, mode, padding_mode, align_corners)
+    result = func(value_of(input), grid, mode, padding_mode, align_corners)
     table = run(tracker, Tensor.flatten, run(tracker, Tensor.movedim, input, 1, -1), 0, -2)
     sizes = (input.shape[0], *input.shape[2:])
     shape = (*table.shape,)
