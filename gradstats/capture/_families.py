@@ -59,16 +59,15 @@ def _of_linear(marks: Following, call: Call) -> Layout | Unchanged:
 
 def _of_product(marks: Following, call: Call) -> Layout:
     operands = operands_of(call.args, call.kwargs)[:2]
-    return _multiplied(marks, operands, call.result, of_rows=call.func in ROW_PRODUCTS)
+    return _by_matrices(marks, operands, call.result, of_rows=call.func in ROW_PRODUCTS)
 
 
-def _multiplied(
+def _by_matrices(
     marks: Following, operands: Sequence[Tensor], result: Tensor, *, of_rows: bool = False
 ) -> Layout:
-    first, second = operands
-    return by_equation(
-        marks, operands, matrix_product(first.dim(), second.dim(), of_rows=of_rows), result
-    )
+    first, second = (operand.dim() for operand in operands)
+    equation = matrix_product(first, second, of_rows=of_rows)
+    return by_equation(marks, operands, equation, result)
 
 
 def _of_added_product(marks: Following, call: Call) -> Layout:
@@ -78,7 +77,7 @@ def _of_added_product(marks: Following, call: Call) -> Layout:
     tensors = [item for item in (*args, *named) if isinstance(item, Tensor)]
     first, factors = tensors[0], tensors[1:3]
     of_data = any(item is tensor for item in factors for tensor in data)
-    after = _multiplied(marks, factors, result) if of_data else None
+    after = _by_matrices(marks, factors, result) if of_data else None
     if any(tensor is first for tensor in data):
         added = marks.broadcast([first], result)
         same = added is not None and after is not None and same_layout(added, after)

@@ -1,4 +1,4 @@
-"""Where the examples lie in products of data."""
+"""Where the examples lie in products and convolutions of data."""
 
 from __future__ import annotations
 
