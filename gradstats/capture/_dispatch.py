@@ -19,7 +19,7 @@ from gradstats.capture._derived import change, change_any, derive, note_alias
 from gradstats.capture._grafted import Grafted
 from gradstats.capture._memory import unwrapped
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import operands_of, rebuild, tensors_in, with_dim
+from gradstats.capture._nested import operands_of, rebuild, tensors_in
 from gradstats.capture._nodes import Node, unique_roots
 from gradstats.capture._operations import (
     ADDED_PRODUCTS,
@@ -31,6 +31,7 @@ from gradstats.capture._operations import (
     reads_property,
 )
 from gradstats.capture._refusals import check_nested, refuse
+from gradstats.capture._signatures import in_pytorchs_names
 from gradstats.capture._tensors import node_of
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.errors import TrackingError
@@ -78,8 +79,8 @@ def dispatch(
             if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
                 refuse(func, nodes[0], "of complex numbers has no rule")
         if rule is not None:
-            if "axis" in kwargs and not isinstance(rule, Grafted):
-                kwargs = with_dim(kwargs)
+            if kwargs and not isinstance(rule, Grafted):
+                kwargs = in_pytorchs_names(func, kwargs)
             return rule(tracker, func, *args, **kwargs)
         if not is_compiling():
             # A size that stands in the batch, as that of an image, belongs to no example.

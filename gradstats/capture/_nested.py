@@ -52,11 +52,6 @@ def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-def with_dim(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the named arguments of one of PyTorch's functions, NumPy's ``axis`` as ``dim``."""
-    return {"dim" if name == "axis" else name: value for name, value in kwargs.items()}
-
-
 def argument_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str, default: Any = None
 ):

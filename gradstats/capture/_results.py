@@ -25,7 +25,7 @@ from gradstats.capture._layout import (
     stays,
 )
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import flatten, operands_of, tensors_in, with_dim
+from gradstats.capture._nested import flatten, operands_of, tensors_in
 from gradstats.capture._operations import (
     BLANKS,
     CALLERS_VALUES,
@@ -43,7 +43,7 @@ from gradstats.capture._operations import (
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._refusals import check_has_sizes
 from gradstats.capture._sequences import PRESCRIBES
-from gradstats.capture._signatures import by_place
+from gradstats.capture._signatures import by_place, in_pytorchs_names
 from gradstats.capture._tensors import node_of
 from gradstats.capture._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
 from gradstats.capture._written import Change
@@ -105,8 +105,8 @@ def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, A
     Returns:
         The function, positional and named arguments, and whether data are among those still named.
     """
-    if "axis" in kwargs:
-        kwargs = with_dim(kwargs)
+    if kwargs:
+        kwargs = in_pytorchs_names(func, kwargs)
     named = False
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
         args, kwargs = by_place(func, args, kwargs)

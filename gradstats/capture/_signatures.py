@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,10 +20,21 @@ from gradstats.capture._writes import WRITES
 # Operations that are followed by the places of their operands.
 BY_PLACE = FOLLOWED | PRESCRIBES.keys() | WRITES.keys()
 
-# NumPy's names for operands, which PyTorch's own functions take as well.
-ALSO_NAMED = {"input": ("x", "a", "x1"), "other": ("x2",)}
+# NumPy's names for arguments, which PyTorch's own functions take as well, and theirs.
+NUMPYS = {"axis": "dim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def in_pytorchs_names(func, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the named arguments of an operation under PyTorch's own names."""
+    if NUMPYS.keys().isdisjoint(kwargs):
+        return kwargs
+    # Those of a user's own operations may mean anything.
+    own = {*NUMPYS} - {"axis"}
+    if func in BY_PLACE:
+        own = {name for names in names_of(func) for name in names}
+    return {name if name in own else NUMPYS.get(name, name): kwargs[name] for name in kwargs}
 
 
 def by_place(
@@ -34,12 +46,7 @@ def by_place(
     """
     moved: list[str] = []
     for names in names_of(func) if func in BY_PLACE else ():
-        found: list[str] = []
-        for name in names[len(args) :]:
-            given = [each for each in (name, *ALSO_NAMED.get(name, ())) if each in kwargs]
-            if not given:
-                break
-            found += given
+        found = [*takewhile(kwargs.__contains__, names[len(args) :])]
         moved = max(moved, found, key=len)
     if not moved:
         return args, kwargs

@@ -117,6 +117,14 @@ def test_operands_by_numpys_names(name):
     )
 
 
+def test_parameters_by_numpys_names():
+    def function(m, x):
+        product = torch.mm(x=x, mat2=torch.mul(x1=m.w, x2=m.v))
+        return torch.add(x1=product, x2=torch.sum(a=m.w, axis=1))
+
+    check_operation(function, {"w": (4, 4), "v": (4,)}, normal(BATCH, 4))
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_inner_product_with_a_number(first):
     def function(m, x):
