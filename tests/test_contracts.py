@@ -321,6 +321,16 @@ def test_a_backward_after_the_context_closed(model, batch):
         pass
 
 
+def test_a_derivative_after_the_context_closed(model, batch):
+    x, y = batch
+    x = x.clone().requires_grad_()
+    with gs.track(model, batch_size=B) as tracker:
+        losses = per_example_cross_entropy(model, (x, y))
+        tracker.backward(per_example_cross_entropy(model, (x, y)))
+    with pytest.raises(gs.TrackingError, match="after its tracking context was closed"):
+        torch.autograd.grad(losses.sum(), x, create_graph=True)
+
+
 def test_a_backward_before_the_context_was_opened(model, batch):
     tracker = gs.track(model, batch_size=B)
     with pytest.raises(gs.TrackingError, match="outside its context"):

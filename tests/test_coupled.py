@@ -320,6 +320,20 @@ def test_one_examples_values_beside_everybodys_inputs(meet):
         gs.per_example_norms(model, batch(), loss_fn)
 
 
+OF_ONE_AND_ALL = {
+    "matmul": lambda h: h @ h[0].T,
+    "einsum": lambda h: torch.einsum("btd,sd->bts", h, h[0]),
+    "tensordot": lambda h: torch.tensordot(h, h[0], ([2], [1])),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_AND_ALL)
+def test_products_of_one_examples_values_with_those_of_all(name):
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(3, 2, WIDTH).double()
+    with pytest.raises(gs.CoupledExamplesError, match="combines trained values of different"):
+        gs.per_example_norms(model, x, lambda m, x: OF_ONE_AND_ALL[name](m(x)).sum((1, 2)))
+
+
 def test_a_loss_beside_a_mean_over_the_batch():
     """Where the losses are one scalar the graph shows what they were."""
 
