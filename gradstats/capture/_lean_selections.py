@@ -208,6 +208,12 @@ class Places:
                 return picks
         return None
 
+    def of_rows(self, rows: int) -> Picks | None:
+        """Do the same for an operand whose rows lie along its first axis."""
+        if not self.shape:
+            return None
+        return self._divided(rows, self.size // rows, product(self.shape[1:]))
+
     def _divided(self, rows: int, columns: int, width: int) -> Picks | None:
         """Do the same for an operand whose rows have ``width`` elements."""
         height = product(self.shape) // width
@@ -298,8 +304,8 @@ def _of_outer(factor: Outer, places: Places) -> Factor | None:
 
 
 def _of_ragged(factor: Ragged, places: Places) -> Factor | None:
-    picks = places.of_matrix(factor.left.shape[1])
-    if picks is None or places.shape[:1] != (picks.height,):
+    picks = places.of_rows(factor.left.shape[1])
+    if picks is None:
         return None
     left, right = picks.of(factor.left, factor.right)
     return replace(factor, left=left, right=right, shape=places.shape)
@@ -312,8 +318,8 @@ def _of_experts(factor: Experts, places: Places) -> Factor | None:
 
 def _of_rows(factor: Rows, places: Places) -> Factor | None:
     """Rows of a table that stand in another, as they are."""
-    picks = places.of_matrix(factor.shape[0])
-    if picks is None or places.shape[:1] != (picks.height,):
+    picks = places.of_rows(factor.shape[0])
+    if picks is None:
         return None
     whole = torch.arange(1, 1 + picks.width, device=picks.columns.device)
     if not torch.equal(picks.columns, whole):
@@ -327,10 +333,8 @@ def _of_rows(factor: Rows, places: Places) -> Factor | None:
 def _of_patches(factor: Patches, places: Places) -> Factor | None:
     """Filters, and channels of them."""
     kernel = factor.shape[2:]
-    picks = places.of_matrix(factor.shape[0])
+    picks = places.of_rows(factor.shape[0])
     if picks is None or factor.geometry.groups > 1 or places.shape[2:] != kernel:
-        return None
-    if places.shape[:1] != (picks.height,):
         return None
     columns = picks.columns.view(factor.shape[1], -1)
     size = columns.shape[1]
