@@ -174,8 +174,9 @@ def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """X @ Y of matrices: one operand of G is multiplied; of a vector, G is its outer product."""
     if node.kwargs or len(node.args) != 2:
         return None
-    if isinstance(lean(factor), Vector):
-        return _multiplied_vector(factor, node, parent)
+    vector = lean(factor)
+    if isinstance(vector, Vector):
+        return _multiplied_vector(vector, node, parent)
     if not isinstance(factor, (Outer, Ragged)):
         return None
     first, second = node.args
@@ -194,11 +195,9 @@ def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     return replace(factor, left=left @ matrix, shape=shape)
 
 
-def _multiplied_vector(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+def _multiplied_vector(factor: Vector, node: Derived, parent: Node) -> Factor | None:
     """x · y, X y and x Y, of vectors x and y."""
     first, second = node.args
-    factor = lean(factor)
-    assert isinstance(factor, Vector)
     if factor.axis is not None or 1 not in (len(first.shape), len(second.shape)):
         return None
     if max(len(first.shape), len(second.shape)) > 2:
