@@ -114,13 +114,9 @@ class Use:
 
     def is_due(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
-        self.check_open()
-        return self.tracker.is_backward_of_losses()
-
-    def check_open(self) -> None:
-        """Raise where a backward comes after the end of the context."""
         if self.tracker.closed:
             raise closed_before(self.nodes[0])
+        return self.tracker.is_backward_of_losses()
 
     def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
         """Hand the roots the factor of each node in turn.
@@ -244,7 +240,8 @@ def unseen(again):
 
 def check_derivatives(use: Use) -> None:
     """Raise where a context cannot serve a loss that contains derivatives of the network."""
-    use.check_open()
+    if use.tracker.closed:
+        raise closed_before(use.nodes[0])
     if transform_level() is not None:
         raise HiddenError(
             "torch.autograd.grad(..., create_graph=True) inside a torch.func transform (vmap, "
