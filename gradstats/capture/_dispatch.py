@@ -31,7 +31,7 @@ from gradstats.capture._operations import (
     reads_property,
 )
 from gradstats.capture._refusals import check_nested, refuse
-from gradstats.capture._signatures import in_pytorchs_names
+from gradstats.capture._signatures import NUMPYS, in_pytorchs_names
 from gradstats.capture._tensors import node_of
 from gradstats.capture._transforms import HiddenError, transform_level
 from gradstats.errors import TrackingError
@@ -79,7 +79,7 @@ def dispatch(
             if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
                 refuse(func, nodes[0], "of complex numbers has no rule")
         if rule is not None:
-            if kwargs and not isinstance(rule, Grafted):
+            if kwargs and not (NUMPYS.isdisjoint(kwargs) or isinstance(rule, Grafted)):
                 kwargs = in_pytorchs_names(func, kwargs)
             return rule(tracker, func, *args, **kwargs)
         if not is_compiling():

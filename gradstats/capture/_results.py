@@ -43,7 +43,7 @@ from gradstats.capture._operations import (
 from gradstats.capture._reductions import OVER_AXES, runs_over
 from gradstats.capture._refusals import check_has_sizes
 from gradstats.capture._sequences import PRESCRIBES
-from gradstats.capture._signatures import by_place, in_pytorchs_names
+from gradstats.capture._signatures import NUMPYS, by_place, in_pytorchs_names
 from gradstats.capture._tensors import node_of
 from gradstats.capture._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
 from gradstats.capture._written import Change
@@ -105,7 +105,7 @@ def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, A
     Returns:
         The function, positional and named arguments, and whether data are among those still named.
     """
-    if kwargs:
+    if kwargs and not NUMPYS.isdisjoint(kwargs):
         kwargs = in_pytorchs_names(func, kwargs)
     named = False
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):

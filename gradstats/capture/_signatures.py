@@ -20,21 +20,20 @@ from gradstats.capture._writes import WRITES
 # Operations that are followed by the places of their operands.
 BY_PLACE = FOLLOWED | PRESCRIBES.keys() | WRITES.keys()
 
-# NumPy's names for arguments, which PyTorch's own functions take as well, and theirs.
-NUMPYS = {"axis": "dim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+# PyTorch's names for arguments that its own functions take by NumPy's as well.
+PYTORCHS = {"axis": "dim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+NUMPYS = frozenset(PYTORCHS)
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def in_pytorchs_names(func, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the named arguments of an operation under PyTorch's own names."""
-    if NUMPYS.keys().isdisjoint(kwargs):
-        return kwargs
+    """Return the named arguments of an operation, some by NumPy's names, under PyTorch's."""
     # Those of a user's own operations may mean anything.
-    own = {*NUMPYS} - {"axis"}
+    own = NUMPYS - {"axis"}
     if func in BY_PLACE:
-        own = {name for names in names_of(func) for name in names}
-    return {name if name in own else NUMPYS.get(name, name): kwargs[name] for name in kwargs}
+        own = frozenset(name for names in names_of(func) for name in names)
+    return {name if name in own else PYTORCHS.get(name, name): kwargs[name] for name in kwargs}
 
 
 def by_place(
