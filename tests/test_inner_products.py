@@ -462,21 +462,6 @@ def test_kept_bytes_are_those_of_the_factors():
     assert kept.nbytes == 4 * 4 * 6
 
 
-def test_a_device_budget(monkeypatch):
-    from gradstats.capture import _consumers
-
-    moved = []
-    monkeypatch.setattr(_consumers, "to_host", lambda x: (moved.append(x), x.clone())[1])
-    model, batch = mlp(), labelled(B, 4)
-    everything = keep(model, batch, classification).nbytes
-    keep(model, batch, classification, device_bytes=everything)
-    assert not moved
-    kept = keep(model, batch, classification, device_bytes=everything // 2)
-    assert moved
-    (result,) = products([kept], model, batch, classification)
-    assert_products(result.values, rows_of(model, batch), rows_of(model, batch), 1e-9)
-
-
 # What is refused.
 
 
@@ -709,10 +694,8 @@ def test_layers_without_outputs_have_gradients_without_elements():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("device_bytes", [None, 0])
 @pytest.mark.parametrize("positions", [3, 12])
-def test_on_a_gpu(device_bytes, positions):
-    """The kernels' inner products, with factors on the device and in the host's pinned memory."""
+def test_on_a_gpu(positions):
     model = Transformer(layers=2, width=64, heads=2, vocabulary=300, positions=12)
     model.head.weight = model.tokens.weight
     other = perturbed(model, 0.02)
@@ -720,7 +703,7 @@ def test_on_a_gpu(device_bytes, positions):
     rows, columns = rows_of(model, first, next_token), rows_of(other, second, next_token)
     model, other = model.cuda(), other.cuda()
     first, second = (tuple(x.cuda() for x in batch) for batch in (first, second))
-    kept = keep(model, first, next_token, device_bytes=device_bytes)
+    kept = keep(model, first, next_token)
     for pairs, chosen in (("all", second), ("diagonal", first)):
         (result,) = products([kept], other, chosen, next_token, pairs=pairs)
         theirs = (

@@ -11,7 +11,7 @@ the last to the first. What a consumer does not hold is freed before the next la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradstats._complex import as_real
-from gradstats._factors import Factor, map_tensors, tensors_of
+from gradstats._factors import Factor, map_tensors
 from gradstats.capture._lineage import Pulled
 from gradstats.capture._memory import parts_of, storage_of
 from gradstats.contractions import direction_inner, fold, inner_diagonal, inner_pairs, total
@@ -67,7 +67,10 @@ class KeptParameter:
 
 
 class Keep:
-    """Holds the factors of every parameter: on the device up to a budget, the rest on the host.
+    """Holds the factors of every parameter.
+
+    Args:
+        borrowed: the user's own tensors, which may change before the factors are used.
 
     Attributes:
         kept: name → factors and norms.
@@ -75,30 +78,14 @@ class Keep:
 
     needs_norms = True
 
-    def __init__(self, borrowed: Iterable[Tensor], device_bytes: int | None):
-        """Prepare to keep.
-
-        Args:
-            borrowed: the user's own tensors, which may change before the factors are used.
-            device_bytes: bytes of factors that may stay on the device; None for all.
-        """
+    def __init__(self, borrowed: Iterable[Tensor]):
         self.kept: dict[str, KeptParameter] = {}
         storages = (storage_of(part) for each in borrowed for part in parts_of(each))
         self._borrowed = {storage.data_ptr() for storage in storages if storage is not None}
-        self._bytes_left = device_bytes
-        self._on_device: set[int] = set()  # the storages that stayed
         self._replays: dict = {}
 
     def take(self, arrival: Arrival) -> None:
         factors = [self._owned(factor) for factor in fold(arrival.factors)]
-        if self._bytes_left is not None:
-            storages = storages_of(factors)
-            new = sum(storages[each] for each in storages.keys() - self._on_device)
-            if new > self._bytes_left:
-                factors = [map_tensors(factor, to_host) for factor in factors]
-            else:
-                self._bytes_left -= new
-                self._on_device |= storages.keys()
         self.kept[arrival.name] = KeptParameter(factors, arrival.sqnorm.sqrt())
 
     def _owned(self, factor: Factor) -> Factor:
@@ -112,7 +99,7 @@ class Keep:
         # A view of a larger tensor would keep all of it alive.
         larger = storage.nbytes() > 2 * max(1, tensor.numel()) * tensor.element_size()
         if larger or storage.data_ptr() in self._borrowed:
-            return _copied(tensor, torch.clone)
+            return _copied(tensor)
         return tensor
 
 
@@ -229,28 +216,7 @@ class WithinBatch:
             self.sum_sqnorm[name] = squared_norms(rows, rows.dtype)[0]
 
 
-def storages_of(factors: Iterable) -> dict[int, int]:
-    """Return the bytes of every storage that some factors hold, by its address."""
-    return {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for factor in factors
-        for tensor in tensors_of(factor)
-    }
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Return a tensor in the host's memory, pinned if it comes from a GPU."""
-    if tensor.device.type == "cpu":
-        return tensor
-    pin = tensor.device.type == "cuda"
-
-    def copy(source: Tensor) -> Tensor:
-        return torch.empty_like(source, device="cpu", pin_memory=pin).copy_(source)
-
-    return _copied(tensor, copy)
-
-
-def _copied(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+def _copied(tensor: Tensor) -> Tensor:
     """Return a copy in which expanded axes stay expanded."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-    return copy(tensor[once] if once else tensor).expand(tensor.shape)
+    return tensor[once].clone().expand(tensor.shape)

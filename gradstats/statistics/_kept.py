@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from gradstats._complex import real_shape
-from gradstats.capture._consumers import Against, Keep, KeptParameter, storages_of
+from gradstats._factors import tensors_of
+from gradstats.capture._consumers import Against, Keep, KeptParameter
 from gradstats.capture._nested import tensors_in
 from gradstats.errors import CoverageError, ExampleAxisError, TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, check_choice, shapes_of
@@ -53,8 +54,9 @@ class KeptGradients:
         Copies of the parameters that derived tensors (weight_norm, 1 + w) are computed from stay
         on the device and are not counted.
         """
-        factors = [f for parameter in self.parameters.values() for f in parameter.factors]
-        return sum(storages_of(factors).values())
+        factors = (f for parameter in self.parameters.values() for f in parameter.factors)
+        storages = [tensor.untyped_storage() for f in factors for tensor in tensors_of(f)]
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -84,15 +86,12 @@ def keep(
     loss_fn: LossFunction,
     *,
     nonfinite: str = "raise",
-    device_bytes: int | None = None,
     **options: Unpack[Options],
 ) -> KeptGradients:
     """Return the per-example gradients of a batch as factors, for any number of later products.
 
     Args:
         model, batch, loss_fn, nonfinite, options: as for per_example_norms.
-        device_bytes: bytes of factors that may stay on the device; what is beyond moves to pinned
-            memory of the host. None leaves all on the device.
 
     Cost:
         A forward and a backward without weight gradients, and per-example norms. The factors take
@@ -100,7 +99,7 @@ def keep(
         factors, that of the gradients.
     """
     borrowed = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-    consumer = Keep(borrowed, device_bytes)
+    consumer = Keep(borrowed)
     tracker, losses = run(model, batch, loss_fn, consumer, **options)
     check_finite(tracker, nonfinite)
     shapes = {root.name: real_shape(root.parameter) for root in tracker.roots}
