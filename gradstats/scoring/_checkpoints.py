@@ -101,9 +101,8 @@ class Checkpoints:
     """
 
     def __init__(self, sources: Any, *, lr: Any = None):
-        self._sources = _listed(sources)
-        self.names = tuple(name for name, _ in self._sources)
-        _check_once(self._sources)
+        self.names, self._sources = zip(*_listed(sources), strict=True)
+        _check_once(self.names, self._sources)
         if lr is None:
             raise CheckpointError(f"the checkpoints have no learning rates (lr=None). {REMEDY}")
         self._rates = _rates_of(lr, self.names)
@@ -128,21 +127,21 @@ class Checkpoints:
         Raises:
             CheckpointError: see the class.
         """
-        checkpoint, content = read_source(self._sources[index])
+        name, content = self.names[index], _read(self._sources[index])
         rates = self._rates_at(index, content, model, names)
         if is_zero(rates):
             others = (
-                self._rates_at(other, read_source(self._sources[other])[1], model, names)
+                self._rates_at(other, _read(self._sources[other]), model, names)
                 for other in range(len(self))
                 if other != index
             )
             if all(map(is_zero, others)):
                 raise _all_zero()
             warn(
-                f"the learning rate of every parameter is zero in {checkpoint}, so it adds nothing "
-                "to any score. Leave it out, or pass the rates of the steps before it with lr=.",
+                f"the learning rate of every parameter is zero in {name}, so it adds nothing to "
+                "any score. Leave it out, or pass the rates of the steps before it with lr=.",
             )
-        return Checkpoint(checkpoint, content.weights, rates)
+        return Checkpoint(name, content.weights, rates)
 
     def _rates_at(
         self, index: int, content: Content, model: nn.Module, names: Sequence[str]
@@ -157,8 +156,8 @@ class Checkpoints:
 
     def _optimizers_beside(self, index: int) -> tuple[Any, ...]:
         """Return what a file beside the weights says, where no other checkpoint lies there too."""
-        folders = [held.parent if isinstance(held, Path) else None for _, held in self._sources]
-        file = self._sources[index][1]
+        folders = [held.parent if isinstance(held, Path) else None for held in self._sources]
+        file = self._sources[index]
         if not isinstance(file, Path) or folders.count(file.parent) > 1 or _is_of_several(file):
             return ()
         return read_optimizer_beside(file)
@@ -176,34 +175,31 @@ class WeightsOnly:
 
     def __init__(self, sources: Any):
         if isinstance(sources, Checkpoints):
-            self._sources = sources._sources
+            self.names, self._sources = sources.names, sources._sources
         else:
-            self._sources = _listed(sources)
-        self.names = tuple(name for name, _ in self._sources)
+            self.names, self._sources = zip(*_listed(sources), strict=True)
 
     def __len__(self) -> int:
         return len(self._sources)
 
     def load(self, index: int) -> Checkpoint:
         """Return one checkpoint."""
-        name, content = read_source(self._sources[index])
-        return Checkpoint(name, content.weights, None)
+        return Checkpoint(self.names[index], _read(self._sources[index]).weights, None)
 
 
-def read_source(source: tuple[str, Any]) -> tuple[str, Content]:
-    """Return the name and the content of a file or of a state dict in memory."""
-    name, held = source
-    return name, read_file(held) if isinstance(held, Path) else held
+def _read(source: Path | Content) -> Content:
+    """Return the content of a file, or of a state dict in memory."""
+    return read_file(source) if isinstance(source, Path) else source
 
 
-def _listed(sources: Any) -> list[tuple[str, Any]]:
+def _listed(sources: Any) -> list[tuple[str, Path | Content]]:
     """Return (name, file or content) for each checkpoint."""
     _check_ordered(sources, "the list of checkpoints")
     if isinstance(sources, (str, Path, Mapping)):
         sources = [sources]
     elif not isinstance(sources, Sequence):
         sources = list(sources) if hasattr(sources, "__iter__") else [sources]
-    listed: list[tuple[str, Any]] = []
+    listed: list[tuple[str, Path | Content]] = []
     for number, source in enumerate(sources):
         if isinstance(source, Mapping):
             name = f"state dict {number}"
@@ -230,9 +226,9 @@ def _check_ordered(given: Any, what: str) -> None:
         )
 
 
-def _check_once(sources: Sequence[tuple[str, Any]]) -> None:
+def _check_once(names: Sequence[str], sources: Sequence[Path | Content]) -> None:
     seen: dict[Path, str] = {}
-    for name, held in sources:
+    for name, held in zip(names, sources, strict=True):
         if isinstance(held, Path):
             file = held.resolve()
             if file in seen:
