@@ -17,7 +17,7 @@ import torch
 
 from gradstats._warnings import warn
 from gradstats.errors import StoreError
-from gradstats.scoring._tiles import DAMAGED, Tiles, cannot_write
+from gradstats.scoring._tiles import DAMAGED, Tiles, Tiling, cannot_write
 
 try:
     import fcntl
@@ -104,27 +104,27 @@ class Folder:
         self,
         entry: dict[str, Any],
         circumstances: dict[str, str],
-        make: Callable[[Path], Tiles],
+        tiling: Tiling,
     ) -> Tiles:
         """Return the tiles of a checkpoint, made or checked; one process does this for all.
 
         Args:
             entry: name, weights, query_weights, rates, first_losses.
             circumstances: on which the bits of tiles depend: the same for all of a checkpoint.
-            make: the tiles of a folder.
+            tiling: of the tiles.
         """
         with locked(self.path):
             # Other calls may have added checkpoints.
             self.manifest = read_manifest(self.path)
-            return self._prepare(json.loads(json.dumps(entry)), circumstances, make)
+            return self._prepare(json.loads(json.dumps(entry)), circumstances, tiling)
 
-    def _prepare(self, entry, circumstances: dict[str, str], make) -> Tiles:
+    def _prepare(self, entry, circumstances: dict[str, str], tiling: Tiling) -> Tiles:
         known = self.manifest["checkpoints"]
         folder = f"checkpoint-{entry['weights'][:12]}"
         if folder in known:
             held = {key: known[folder].get(key) for key in entry if key != "name"}
             self._refuse(_differences(held, {k: entry[k] for k in held}), entry["name"])
-        tiles = make(self.path / folder)
+        tiles = Tiles(self.path / folder, tiling)
         tiles.create_or_check()
         if folder not in known:
             self._warn_of_another(entry["name"])

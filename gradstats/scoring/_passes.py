@@ -19,7 +19,7 @@ from gradstats.scoring._loaders import Data
 from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._scores import IDS, PARTS, Partial
 from gradstats.scoring._stream import Stream
-from gradstats.scoring._tiles import Array, Tiles
+from gradstats.scoring._tiles import Array, Tiles, Tiling
 from gradstats.scoring._top import Chunk, Lists, TopLists, chunks
 from gradstats.scoring._work import Work, amount, open_folder, open_tiles, plural
 
@@ -165,20 +165,17 @@ class Passes:
             "train_sqnorm": Array(("row",), np.dtype(np.float64)),
             "query_sqnorm": Array(("column",), np.dtype(np.float64)),
         }
+        tiling = Tiling(arrays, *self._spans)
         parts: list[Partial] = []
         with self._bar() as bar:
             for number in range(len(self._pairs)):
                 pair = self._move_to(number)
-                tiles, done = open_tiles(
-                    folder,
-                    lambda kind, path: kind(path, arrays, *self._spans),
-                    self._recognition.entry(*pair),
-                    self._work,
-                )
+                entry = self._recognition.entry(*pair)
+                tiles, done = open_tiles(folder, tiling, entry, self._work)
                 with closing(tiles):
                     self._check_held(tiles, done, *pair)
                     if number == 0:
-                        size = tiles.nbytes * len(self._pairs)
+                        size = tiling.nbytes * len(self._pairs)
                         _ranks.together(partial(self._announce, ~done, size, f"in {out}"))
                     bar.update(int(done.sum()))
                     _ranks.together(partial(self._stream.fill, ~done, tiles.write, bar))

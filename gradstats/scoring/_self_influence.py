@@ -29,7 +29,7 @@ from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates
 from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._table import FIELDS, SQNORM, SelfInfluence
-from gradstats.scoring._tiles import Array
+from gradstats.scoring._tiles import Array, MemoryTiles, Tiles, Tiling
 from gradstats.scoring._weights import load_weights
 from gradstats.scoring._work import (
     Work,
@@ -143,18 +143,17 @@ def _scored(
     measure = _Measurement(work, watch, Halving("examples", work.layout))
     values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))
     arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
-    columns = [slice(0, len(FIELDS))]
+    tiling = Tiling(arrays, data.spans, [slice(0, len(FIELDS))])
     recognition = Recognition(work, None if path is None else data)
     bar = work.bar(len(checkpoints) * data.batches, "self-influence")
     with borrowed(work.model, work.renewal), bar:
         for number in range(len(checkpoints)):
             checkpoint = _ranks.together(partial(_moved_to, work, checkpoints, number))
-            tiles, done = open_tiles(
-                folder,
-                lambda kind, path: kind(path, arrays, data.spans, columns),
-                recognition.entry(checkpoint, None),
-                work,
-            )
+            entry = recognition.entry(checkpoint, None)
+            tiles: Tiles | MemoryTiles = MemoryTiles(tiling)
+            done = np.zeros(tiling.grid, dtype=bool)
+            if folder is not None:
+                tiles, done = open_tiles(folder, tiling, entry, work)
             pending = np.flatnonzero(~done[:, 0]).tolist()
 
             def fill(pending=pending, checkpoint=checkpoint, tiles=tiles):
@@ -171,7 +170,7 @@ def _scored(
                 work.check_finite(sqnorms, data.ids[held], checkpoint.name, "training")
                 if number == 0:
                     where = "in memory" if path is None else f"in {path}"
-                    stored = f"{amount(tiles.nbytes * len(checkpoints))} {where}"
+                    stored = f"{amount(tiling.nbytes * len(checkpoints))} {where}"
                     announce = partial(_announce, work, data, len(checkpoints), stored, pending)
                     _ranks.together(partial(announce, partial(measure, checkpoint=checkpoint)))
                 bar.update(data.batches - len(pending))

@@ -9,6 +9,7 @@ a damaged file leaves behind fails its checksum and is computed again.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import tokenize
 import zlib
@@ -42,33 +43,61 @@ class Array:
     dtype: np.dtype
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """How some arrays divide into tiles.
+
+    Attributes:
+        arrays: name → Array.
+        rows, columns: the spans of the tiles along each kind of axis.
+    """
+
+    arrays: Mapping[str, Array]
+    rows: Sequence[slice]
+    columns: Sequence[slice]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Numbers of tiles along rows and columns."""
+        return len(self.rows), len(self.columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays when complete."""
+        return sum(
+            math.prod(self.shape(name)) * array.dtype.itemsize
+            for name, array in self.arrays.items()
+        )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of an array."""
+        ends = {"row": self.rows[-1].stop, "column": self.columns[-1].stop}
+        return tuple(ends[axis] for axis in self.arrays[name].axes)
+
+    def slices(self, name: str, row: int, column: int) -> tuple[slice, ...]:
+        """Return where a tile lies in an array."""
+        spans = {"row": self.rows[row], "column": self.columns[column]}
+        return tuple(spans[axis] for axis in self.arrays[name].axes)
+
+
 class Tiles:
     """The arrays of one folder.
 
     Args:
         folder: where they are; made if missing.
-        arrays: name → Array.
-        rows, columns: the spans of the tiles along each kind of axis.
+        tiling: theirs.
 
     Attributes:
         damaged: descriptions of what was found unreadable when the folder was opened.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        arrays: Mapping[str, Array],
-        rows: Sequence[slice],
-        columns: Sequence[slice],
-    ):
+    def __init__(self, folder: Path, tiling: Tiling):
         self.folder = folder
-        self._arrays = arrays
-        self._rows, self._columns = rows, columns
+        self._tiling = tiling
         self.damaged: list[str] = []
-        self._grid = (len(rows), len(columns))
         self._files: dict[str, FileIO] = {}
         self._starts: dict[str, int] = {}
-        self._written = np.zeros(self._grid, dtype=bool)
+        self._written = np.zeros(tiling.grid, dtype=bool)
 
     def create_or_check(self) -> None:
         """Make the files that are missing, at full size, and look at every tile that is there.
@@ -78,9 +107,9 @@ class Tiles:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             fresh = not self._path("done").exists()
-            for name in self._arrays:
-                self._make(self._path(name), self._shape(name), self._arrays[name].dtype, fresh)
-            self._make(self._path("done"), self._grid, np.dtype(np.uint64), fresh)
+            for name, array in self._tiling.arrays.items():
+                self._make(self._path(name), self._tiling.shape(name), array.dtype, fresh)
+            self._make(self._path("done"), self._tiling.grid, np.dtype(np.uint64), fresh)
             self.open()
             with closing(self):
                 self._drop_damaged()
@@ -90,7 +119,7 @@ class Tiles:
     def _drop_damaged(self) -> None:
         """Read every tile that is there; those that fail their checksum count as not written."""
         marks = np.array(self.view("done"))
-        views = {name: self.view(name) for name in self._arrays}
+        views = {name: self.view(name) for name in self._tiling.arrays}
         for row, column in np.argwhere(marks != 0):
             if int(marks[row, column]) != DONE + self._checksum(views, row, column):
                 self.damaged.append(f"{self.folder}: tile {row}, {column} fails its checksum")
@@ -101,7 +130,7 @@ class Tiles:
         """Open the files, made before, for writing."""
         files = {}
         with ExitStack() as opened:
-            for name in [*self._arrays, "done"]:
+            for name in [*self._tiling.arrays, "done"]:
                 files[name] = opened.enter_context(self._path(name).open("r+b", buffering=0))
                 _header(files[name])
                 self._starts[name] = files[name].tell()
@@ -135,10 +164,10 @@ class Tiles:
         """
         checksum = 0
         try:
-            for name, array in self._arrays.items():
+            for name, array in self._tiling.arrays.items():
                 value = np.asarray(values[name], dtype=array.dtype)
                 if self._is_shared(array.axes, row, column):
-                    value = self.view(name)[self._slices(name, row, column)]
+                    value = self.view(name)[self._tiling.slices(name, row, column)]
                 else:
                     self._put(name, row, column, value)
                 checksum = zlib.crc32(value.tobytes("F"), checksum)
@@ -151,20 +180,8 @@ class Tiles:
         """Return an array as a read-only memory map."""
         return np.load(self._path(name), mmap_mode="r", allow_pickle=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays when complete."""
-        return sum(
-            int(np.prod(self._shape(name))) * array.dtype.itemsize
-            for name, array in self._arrays.items()
-        )
-
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.npy"
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        ends = {"row": self._rows[-1].stop, "column": self._columns[-1].stop}
-        return tuple(ends[axis] for axis in self._arrays[name].axes)
 
     def _make(self, path: Path, shape: tuple[int, ...], dtype: np.dtype, fresh: bool) -> None:
         """Give a file its header and its full size; what a good header stands before is kept."""
@@ -175,7 +192,7 @@ class Tiles:
                     good = _header(file) == (shape, True, dtype)
                 except DAMAGED:
                     pass
-                size = file.tell() + int(np.prod(shape)) * dtype.itemsize
+                size = file.tell() + math.prod(shape) * dtype.itemsize
                 if good and path.stat().st_size == size:
                     return
         if not fresh:
@@ -185,11 +202,7 @@ class Tiles:
             header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": True, "shape": shape}
             npy.write_array_header_1_0(file, header)
             file.flush()
-            _reserve(file.fileno(), file.tell() + int(np.prod(shape)) * dtype.itemsize)
-
-    def _slices(self, name: str, row: int, column: int) -> tuple[slice, ...]:
-        spans = {"row": self._rows[row], "column": self._columns[column]}
-        return tuple(spans[axis] for axis in self._arrays[name].axes)
+            _reserve(file.fileno(), file.tell() + math.prod(shape) * dtype.itemsize)
 
     def _is_shared(self, axes: tuple[str, ...], row: int, column: int) -> bool:
         if len(axes) > 1:
@@ -199,7 +212,7 @@ class Tiles:
 
     def _put(self, name: str, row: int, column: int, value: np.ndarray) -> None:
         """Write one tile of one array, column by column: rows lie next to each other on disk."""
-        spans = self._slices(name, row, column)
+        spans = self._tiling.slices(name, row, column)
         shape = tuple(span.stop - span.start for span in spans)
         if value.shape != shape:
             raise ValueError(f"{name}: got a tile of shape {value.shape}, expected {shape}")
@@ -207,7 +220,7 @@ class Tiles:
         if len(spans) == 1:
             self._write(name, spans[0].start * size, value.tobytes())
             return
-        height = self._shape(name)[0]
+        height = self._tiling.shape(name)[0]
         for number in range(shape[1]):
             offset = (spans[1].start + number) * height + spans[0].start
             self._write(name, offset * size, np.ascontiguousarray(value[:, number]).tobytes())
@@ -220,40 +233,36 @@ class Tiles:
             data = data[put(file, data) :]
 
     def _mark(self, row: int, column: int, mark: int) -> None:
-        place = column * len(self._rows) + row
+        place = column * self._tiling.grid[0] + row
         self._write("done", place * 8, np.uint64(mark).tobytes())
 
     def _checksum(self, views: Mapping[str, np.ndarray], row: int, column: int) -> int:
         checksum = 0
         for name, view in views.items():
-            value = view[self._slices(name, row, column)]
+            value = view[self._tiling.slices(name, row, column)]
             checksum = zlib.crc32(value.tobytes("F"), checksum)
         return checksum
 
 
-class MemoryTiles(Tiles):
+class MemoryTiles:
     """The same arrays in memory; under torch.distributed each process holds its own tiles."""
 
-    def __init__(self, folder, arrays, rows, columns):
-        super().__init__(folder, arrays, rows, columns)
+    def __init__(self, tiling: Tiling):
+        self._tiling = tiling
         self._held = {
-            name: np.zeros(self._shape(name), array.dtype, order="F")
-            for name, array in arrays.items()
+            name: np.zeros(tiling.shape(name), array.dtype, order="F")
+            for name, array in tiling.arrays.items()
         }
 
-    @property
-    def done(self) -> np.ndarray:
-        return np.zeros(self._grid, dtype=bool)
-
     def write(self, row: int, column: int, values: Mapping[str, np.ndarray]) -> None:
-        for name in self._arrays:
-            self._held[name][self._slices(name, row, column)] = values[name]
+        for name, array in self._held.items():
+            array[self._tiling.slices(name, row, column)] = values[name]
 
     def view(self, name: str) -> np.ndarray:
         return self._held[name]
 
     def close(self) -> None:
-        pass
+        """Nothing is open."""
 
 
 def cannot_write(path: Path, error: OSError) -> StoreError:

@@ -34,7 +34,7 @@ from gradstats.scoring._folder import Folder, path_of, versions
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._renewal import Renewal
-from gradstats.scoring._tiles import MemoryTiles, Tiles
+from gradstats.scoring._tiles import Tiles, Tiling
 from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
 from gradstats.statistics._batches import on_a_copy
@@ -184,15 +184,14 @@ def _check_whole(model: nn.Module) -> None:
         )
 
 
-def check_checkpoints(checkpoints: Any) -> Checkpoints:
-    """Return the checkpoints, or raise where they are something else."""
+def check_checkpoints(checkpoints: Any) -> None:
+    """Raise unless they are gs.Checkpoints."""
     if not isinstance(checkpoints, Checkpoints):
         raise CheckpointError(
             f"checkpoints is {type(checkpoints).__name__}, expected gs.Checkpoints with learning "
             "rates. For the weights that the model has now pass "
             "gs.Checkpoints([model.state_dict()], lr=...)."
         )
-    return checkpoints
 
 
 def read_data(
@@ -248,31 +247,25 @@ def open_folder(
 
 
 def open_tiles(
-    folder: Folder | None,
-    make: Callable[[type, Path], Tiles],
-    entry: dict[str, Any],
-    work: Work,
+    folder: Folder, tiling: Tiling, entry: dict[str, Any], work: Work
 ) -> tuple[Tiles, np.ndarray]:
     """Return a checkpoint's tiles, and which of them are done, the same in every process.
 
     Args:
-        folder: of the call, None for results in memory.
-        make: the tiles of a folder.
+        folder: of the call.
+        tiling: of the tiles.
         entry: of the checkpoint.
         work: the call.
     """
-    if folder is None:
-        tiles = make(MemoryTiles, Path())
-        return tiles, tiles.done
 
     def first() -> tuple[str, list[str], np.ndarray]:
-        prepared = folder.prepare(entry, work.circumstances(), lambda path: make(Tiles, path))
+        prepared = folder.prepare(entry, work.circumstances(), tiling)
         return prepared.folder.name, prepared.damaged, prepared.done
 
     name, damaged, done = _ranks.on_first(first)
     for line in damaged:
         work.say(f"{line}: computing it again")
-    tiles = make(Tiles, folder.path / name)
+    tiles = Tiles(folder.path / name, tiling)
 
     def open_here() -> None:
         try:
