@@ -87,9 +87,7 @@ class Stream:
         self._train_at, self._query_at = train, train if query is None else query
         self._use(train)
 
-    def fill(
-        self, pending: np.ndarray, write: Callable[[int, int, Tile], None], bar: tqdm | None
-    ) -> None:
+    def fill(self, pending: np.ndarray, write: Callable[[int, int, Tile], None], bar: tqdm) -> None:
         """Compute this process's share of the pending tiles.
 
         Args:
@@ -110,7 +108,7 @@ class Stream:
         block: Sequence[KeptBatch],
         pending: np.ndarray,
         write: Callable[[int, int, Tile], None],
-        bar: tqdm | None,
+        bar: tqdm,
     ) -> None:
         """Compute the tiles of the kept query batches."""
         rows = np.flatnonzero(pending[:, [kept.number for kept in block]].any(1)).tolist()
@@ -118,8 +116,7 @@ class Stream:
             for kept, tile in zip(block, self._pass(block, row, batch), strict=True):
                 if pending[row, kept.number]:
                     write(row, kept.number, tile)
-                    if bar is not None:
-                        bar.update(min(_ranks.size(), bar.total - bar.n))
+                    bar.update(min(_ranks.size(), bar.total - bar.n))
 
     def trial(self, row: int, column: int) -> Trial:
         """Keep a query batch and pass a train batch by it, for timing; nothing is written."""

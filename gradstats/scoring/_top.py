@@ -58,16 +58,6 @@ class Held(NamedTuple):
             circumstances = json.loads(str(held["circumstances"]))
             return cls(lists, int(held["next_batch"]), names, circumstances)
 
-    def write(self, folder: Path) -> None:
-        """Write the lists so that a kill leaves these or the ones before."""
-        arrays: dict[str, Any] = {
-            "next_batch": np.array(self.next_batch), "checkpoints": np.array(self.checkpoints),
-            "circumstances": np.array(json.dumps(self.circumstances)),
-        }  # fmt: skip
-        for name, (positions, scores) in self.lists.items():
-            arrays[f"{name}_positions"], arrays[f"{name}_scores"] = positions, scores
-        write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
-
 
 class TopLists:
     """The lists so far.
@@ -109,8 +99,14 @@ class TopLists:
             )  # fmt: skip
 
     def save(self, folder: Path) -> None:
-        """Write the lists to a folder."""
-        Held(self.lists, self.next_batch, self._checkpoints, self.circumstances).write(folder)
+        """Write the lists to a folder, so that a kill leaves these or the ones before."""
+        arrays: dict[str, Any] = {
+            "next_batch": np.array(self.next_batch), "checkpoints": np.array(self._checkpoints),
+            "circumstances": np.array(json.dumps(self.circumstances)),
+        }  # fmt: skip
+        for name, (positions, scores) in self.lists.items():
+            arrays[f"{name}_positions"], arrays[f"{name}_scores"] = positions, scores
+        write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
 
     def restore(self, folder: Path) -> str | None:
         """Go on with the lists of a folder; return what is wrong with them, if anything."""
@@ -201,7 +197,7 @@ class TopScores(Rankings):
 
     def __init__(
         self,
-        lists: dict[str, tuple[np.ndarray, np.ndarray]],
+        lists: Lists,
         train_ids: np.ndarray,
         query_ids: np.ndarray,
         normalize: str | None,
