@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
-from gradstats.capture._attributes import PLAIN_TYPES, STANDARD_ATTRIBUTES, tensors_kept
+from gradstats.capture._attributes import PLAIN_TYPES, tensors_kept
 from gradstats.capture._modes import without_contexts
-from gradstats.scoring._surroundings import Surroundings
+from gradstats.scoring._surroundings import Surroundings, plain_attributes
 from gradstats.statistics._state import Versions
 
 CONTAINERS = (dict, list, set)
@@ -141,7 +141,9 @@ class Before:
         self._parameters = [(m, dict(m._parameters)) for m in self._modules]
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
         self._versions = Versions((*model.parameters(), *model.buffers()))
-        self._attributes = {m: {n: Attribute(vars(m), n) for n in _names(m)} for m in self._modules}
+        self._attributes = {
+            m: {n: Attribute(vars(m), n) for n in plain_attributes(m)} for m in self._modules
+        }
         self._buffers = [
             (m, {n: Attribute(m._buffers, n) for n in m._buffers}) for m in self._modules
         ]
@@ -157,7 +159,7 @@ class Before:
             return None
         found = []
         kept = [
-            *((_names(module), attributes) for module, attributes in self._attributes.items()),
+            *((plain_attributes(m), attributes) for m, attributes in self._attributes.items()),
             *((module._buffers, buffers) for module, buffers in self._buffers),
         ]
         for names, attributes in kept:
@@ -184,11 +186,7 @@ class Before:
             if not same_bits(tensor.detach(), own):
                 tensor.detach().copy_(own)
         for module, attributes in self._attributes.items():
-            for name in set(_names(module)) - attributes.keys():
+            for name in plain_attributes(module).keys() - attributes.keys():
                 del vars(module)[name]
             for attribute in attributes.values():
                 attribute.restore()
-
-
-def _names(module: nn.Module) -> list[str]:
-    return [name for name in vars(module) if name not in STANDARD_ATTRIBUTES]

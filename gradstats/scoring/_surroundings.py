@@ -25,7 +25,7 @@ class Surroundings:
             (module, dict(module._buffers), set(module._non_persistent_buffers_set))
             for module in modules
         ]
-        self._attributes = [(module, _attributes(module)) for module in modules]
+        self._attributes = [(module, plain_attributes(module)) for module in modules]
         every = (value for _, kept in self._attributes for value in kept.values())
         self._contents = [(each, _content(each)) for each in _containers(every)]
 
@@ -38,7 +38,7 @@ class Surroundings:
             module._non_persistent_buffers_set.clear()
             module._non_persistent_buffers_set.update(transient)
         for module, kept in self._attributes:
-            for name in _attributes(module).keys() - kept.keys():
+            for name in plain_attributes(module).keys() - kept.keys():
                 del vars(module)[name]
             vars(module).update(kept)
         for container, content in self._contents:
@@ -50,7 +50,7 @@ class Surroundings:
                     container.update(content)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of a module: no parameters, buffers, modules, modes or hooks."""
     return {name: value for name, value in vars(module).items() if name not in STANDARD_ATTRIBUTES}
 
