@@ -305,11 +305,12 @@ def merge(factors: list[Outer]) -> Outer:
     return Outer(left, right, first.shape, first.permutation, first.unfolded)
 
 
-def magnitude(factor: Outer, dtype: torch.dtype) -> Tensor:
-    """Return Σ_t ‖left_t‖‖right_t‖ of shape (B, K); its square bounds Σ|terms| of the Gram form."""
+def magnitude(factor: Outer) -> Tensor:
+    """Return Σ_t ‖left_t‖‖right_t‖ over the groups, (B,); its square bounds Σ|terms| of Gram."""
+    dtype = compute_dtype(factor.left, factor.right)
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
-    return (left * right).sum(2, dtype=torch.float64)
+    return (left * right).sum((1, 2), dtype=torch.float64)
 
 
 def summed(factor: Outer) -> Tensor:

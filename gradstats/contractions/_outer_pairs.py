@@ -11,13 +11,16 @@ inner products of the example are computed again by the direct form.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Outer, Rows, add_at, compute_dtype
+from gradstats._factors import Factor, Outer, Rows, add_at, compute_dtype, tensors_of
 from gradstats.contractions import _outer, _tied, _tiles, _triton
 from gradstats.contractions._multiply import multiply_groups
 from gradstats.contractions._result import product_roundoff
@@ -32,47 +35,72 @@ Sizes = tuple[Tensor, Tensor]
 def pairs(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least."""
     first, second = _plain(first, second)
-    positions = first.left.shape[2], second.left.shape[2]
-    if 0 in positions:
+    if 0 in (first.left.shape[2], second.left.shape[2]):
         return _tiles.zeros([first], first.batch, second.batch)
-    p, q = first.left.shape[3], first.right.shape[3]
     on_chip = _triton.serves(first, second)
-    examples = first.batch, second.batch
-    roundoff = product_roundoff(first.left, first.right, second.left, second.right)
-    form = _cost.choose_pair_form(*positions, p, q, *examples, on_chip=on_chip, roundoff=roundoff)
-    if form == "direct":
-        return _direct_pairs(first, second, workspace)
-    result = _triton.gram_pairs(first, second) if on_chip else gram_pairs(first, second, workspace)
-    if form != "gram":
-        return result
-    conditions = _conditions(first, second, sizes)
-    return recompute_pairs(
-        result, first, second, conditions, lambda one, two: _direct_pairs(one, two, workspace)
-    )
+    return by_form(
+        first, second, sizes, _form(first, second, first.batch, second.batch, on_chip=on_chip),
+        _triton.gram_pairs if on_chip else partial(gram_pairs, workspace=workspace),
+        partial(_direct_pairs, workspace=workspace), _outer.magnitude, recompute_pairs,
+    )  # fmt: skip
 
 
 def diagonal(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, by the form that costs least."""
     first, second = _plain(first, second)
-    positions = first.left.shape[2], second.left.shape[2]
-    if 0 in positions:
+    if 0 in (first.left.shape[2], second.left.shape[2]):
         return _tiles.zeros([first], first.batch)
-    p, q = first.left.shape[3], first.right.shape[3]
     on_chip = _triton.serves(first, second)
-    roundoff = product_roundoff(first.left, first.right, second.left, second.right)
-    form = _cost.choose_pair_form(*positions, p, q, 1, 1, on_chip=on_chip, roundoff=roundoff)
+    return by_form(
+        first, second, sizes, _form(first, second, 1, 1, on_chip=on_chip),
+        _triton.gram_diagonal if on_chip else partial(gram_diagonal, workspace=workspace),
+        partial(_direct_diagonal, workspace=workspace), _outer.magnitude, recompute_diagonal,
+    )  # fmt: skip
+
+
+def _form(
+    first: Outer, second: Outer, examples1: int, examples2: int, *, on_chip: bool
+) -> _cost.Form:
+    (_, _, positions, p), q = first.left.shape, first.right.shape[3]
+    return _cost.choose_pair_form(
+        positions, second.left.shape[2], p, q, examples1, examples2, on_chip=on_chip,
+        roundoff=product_roundoff(*tensors_of(first), *tensors_of(second)),
+    )  # fmt: skip
+
+
+def by_form(
+    first: Factor,
+    second: Factor,
+    sizes: Sizes,
+    form: _cost.Form,
+    gram: Callable[[Any, Any], Tensor],
+    direct: Callable[[Any, Any], Tensor],
+    magnitude: Callable[[Any], Tensor],
+    again: Callable[..., Tensor],
+) -> Tensor:
+    """Return products of two factors in one form, those that cancel computed again by the other.
+
+    Args:
+        first, second: the factors.
+        sizes: norms of both sides' gradients.
+        form: which is chosen.
+        gram, direct: contract the factors through products of positions, and of gradients.
+        magnitude: of a factor's examples, Σ_t ‖left_t‖‖right_t‖ (B,).
+        again: replaces doubtful results, ``recompute_pairs`` or ``recompute_diagonal``.
+    """
     if form == "direct":
-        return _direct_diagonal(first, second, workspace)
-    if on_chip:
-        result = _triton.gram_diagonal(first, second)
-    else:
-        result = gram_diagonal(first, second, workspace)
+        return direct(first, second)
+    result = gram(first, second)
     if form != "gram":
         return result
-    conditions = _conditions(first, second, sizes)
-    return recompute_diagonal(
-        result, first, second, conditions, lambda one, two: _direct_diagonal(one, two, workspace)
-    )
+    # √eps · Σ_t ‖left_t‖‖right_t‖ / ‖G‖ of either side's examples: the product bounds a pair's
+    # error relative to ‖G_i‖‖G'_j‖. Zero by zero is zero: there is nothing to lose.
+    roundoff = product_roundoff(*tensors_of(first), *tensors_of(second))
+    conditions = [
+        roundoff**0.5 * (magnitude(factor) / size).nan_to_num(nan=0.0)
+        for factor, size in zip((first, second), sizes, strict=True)
+    ]
+    return again(result, first, second, conditions, direct)
 
 
 def recompute_pairs(result: Tensor, first, second, conditions, again) -> Tensor:
@@ -223,19 +251,3 @@ def _direct_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
     if _triton.serves(first, second):
         return _triton.direct_diagonal(first, second)
     return _tiles.dense_diagonal([first], [second], workspace)
-
-
-def _conditions(first: Outer, second: Outer, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Return √eps · Σ_t ‖left_t‖‖right_t‖ / ‖G‖ of either side's examples, float64.
-
-    Their product bounds a pair's error relative to ‖G_i‖‖G'_j‖.
-    """
-    operands = first.left, first.right, second.left, second.right
-    dtype, roundoff = compute_dtype(*operands), product_roundoff(*operands)
-    one, two = (_outer.magnitude(factor, dtype).sum(1) for factor in (first, second))
-    return condition(one, sizes[0], roundoff), condition(two, sizes[1], roundoff)
-
-
-def condition(magnitude: Tensor, size: Tensor, roundoff: float) -> Tensor:
-    """Return √eps · magnitude / size; zero by zero is zero: there is nothing to lose."""
-    return roundoff**0.5 * (magnitude / size).nan_to_num(nan=0.0)

@@ -22,11 +22,11 @@ from gradstats.contractions._result import product_roundoff
 def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least."""
     if _triton.convolves(first, second):
-        return _on_chip(
-            first, second, (first.batch, second.batch), sizes,
+        return _outer_pairs.by_form(
+            first, second, sizes, _form(first, second, first.batch, second.batch, on_chip=True),
             _triton_layers.convolution_gram_pairs,
             partial(_triton_layers.convolution_pairs, workspace=workspace),
-            _outer_pairs.recompute_pairs,
+            magnitude, _outer_pairs.recompute_pairs,
         )  # fmt: skip
     if _form(first, second, first.batch, second.batch) == "direct":
         one = [first]
@@ -45,11 +45,11 @@ def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tens
 def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, by the form that costs least."""
     if _triton.convolves(first, second):
-        return _on_chip(
-            first, second, (1, 1), sizes,
+        return _outer_pairs.by_form(
+            first, second, sizes, _form(first, second, 1, 1, on_chip=True),
             _triton_layers.convolution_gram_diagonal,
             partial(_triton_layers.convolution_diagonal, workspace=workspace),
-            _outer_pairs.recompute_diagonal,
+            magnitude, _outer_pairs.recompute_diagonal,
         )  # fmt: skip
     if _form(first, second, 1, 1) == "direct":
         return _tiles.dense_diagonal([first], [second], workspace)
@@ -62,27 +62,6 @@ def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> T
     return result
 
 
-def _on_chip(
-    first: Patches, second: Patches, examples: tuple[int, int], sizes: Sizes, gram, direct, again
-) -> Tensor:
-    """Return products by the kernels, those that cancel computed again from gradients.
-
-    Args:
-        first, second: the factors.
-        examples: how many of either side meet.
-        sizes: norms of both sides' gradients.
-        gram, direct: contract two factors through products of patches, and of gradients.
-        again: replaces doubtful results, as ``_outer_pairs.recompute_pairs``.
-    """
-    form = _form(first, second, *examples, on_chip=True)
-    if form == "direct":
-        return direct(first, second)
-    result = gram(first, second)
-    if form != "gram":
-        return result
-    return again(result, first, second, _conditions(first, second, sizes), direct)
-
-
 def _form(
     first: Patches, second: Patches, examples1: int, examples2: int, *, on_chip: bool = False
 ) -> _cost.Form:
@@ -91,23 +70,10 @@ def _form(
         return "direct"  # one channel to a group is no matrix product
     p, q = first.shape[0] // groups, _cost.product(first.shape[1:])
     positions = first.positions, second.positions
+    roundoff = product_roundoff(*first.sides, *second.sides)
     return _cost.choose_pair_form(
-        *positions, p, q, examples1, examples2, on_chip=on_chip, roundoff=_roundoff(first, second)
+        *positions, p, q, examples1, examples2, on_chip=on_chip, roundoff=roundoff
     )
-
-
-def _roundoff(first: Patches, second: Patches) -> float:
-    return product_roundoff(*first.sides, *second.sides)
-
-
-def _conditions(first: Patches, second: Patches, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Return how much either side's examples may lose, as ``_outer_pairs`` of their patches."""
-    roundoff = _roundoff(first, second)
-    mine, theirs = (
-        _outer_pairs.condition(magnitude(factor), size, roundoff)
-        for factor, size in zip((first, second), sizes, strict=True)
-    )
-    return mine, theirs
 
 
 def magnitude(factor: Patches) -> Tensor:
@@ -119,7 +85,7 @@ def magnitude(factor: Patches) -> Tensor:
     pixels = torch.linalg.vector_norm(channels, dim=2, dtype=torch.float32)
     shape = (factor.shape[0], 1, *factor.shape[2:])
     norms = replace(factor, input=pixels, shape=shape).unfolded()
-    return _outer.magnitude(norms, torch.float32).sum(1)
+    return _outer.magnitude(norms)
 
 
 def _unfolded_chunks(factor: Patches, workspace: int):

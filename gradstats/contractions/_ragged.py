@@ -104,8 +104,9 @@ def _on_chip(factor: Ragged) -> Contraction:
     return _triton.ragged_gram(factor)
 
 
-def magnitude(factor: Ragged, dtype: torch.dtype) -> Tensor:
+def magnitude(factor: Ragged) -> Tensor:
     """Return Σ_t ‖left_t‖‖right_t‖ of shape (B,); its square bounds Σ|terms| of the Gram form."""
+    dtype = compute_dtype(factor.left, factor.right)
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
     return segment_sum((left * right).double(), torch.tensor(factor.lengths, device=left.device))
