@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradstats.demo._experiment import SELF_INFLUENCE, Outcome
-from gradstats.scoring._pictures import BAD_COLOUR, GOOD_COLOUR, STYLES
+from gradstats.scoring._pictures import BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR, STYLES
 
 ROWS, COLUMNS = 4, 6
 
@@ -89,8 +89,8 @@ def draw_curves(path: Path, outcome: Outcome) -> None:
     inspection.set_title("Inspection curve", fontsize=14)
     inspection.set_xlabel("training digits inspected, most suspicious first", fontsize=12)
     inspection.set_xlim(0, 3 * rate)
-    inspection.axvline(rate, color="#606060", linewidth=1, zorder=0)
-    inspection.text(1.04 * rate, 0.02, f"noise rate {rate:.0%}", color="#606060", fontsize=11)
+    inspection.axvline(rate, color=NEUTRAL_COLOUR, linewidth=1, zorder=0)
+    inspection.text(1.04 * rate, 0.02, f"noise rate {rate:.0%}", color=NEUTRAL_COLOUR, fontsize=11)
     inspection_corner.set_xlim(0.8 * rate, 1.3 * rate)
     inspection_corner.set_ylim(0.8, 1.005)
     for axes in (roc, inspection):

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradstats._tables import aligned
 from gradstats.demo._experiment import (
     GRAND_AT_INITIALISATION,
     SELF_INFLUENCE,
@@ -47,12 +48,8 @@ def table(ranking: Sequence[Ranked]) -> str:
         )
         for ranked in ranking
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        f"{title:<{widths[0]}}  {needs:<{widths[1]}}  {auroc:>{widths[2]}}  {recall:>{widths[3]}}"
-        for title, needs, auroc, recall in [header, tuple("-" * width for width in widths), *rows]
-    ]
-    return "\n".join(lines)
+    rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(aligned([header, rule, *rows], left=2))
 
 
 def verdict(ranking: Sequence[Ranked]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from gradstats._notebooks import Printed
 from gradstats._requirements import require
+from gradstats._tables import aligned
 from gradstats.errors import ScoreError
 from gradstats.scoring._folder import path_of, read_results
 from gradstats.scoring._metrics import Detection, detect
@@ -245,9 +246,8 @@ class SelfInfluence(Printed):
         count = min(len(self), 20)
         checkpoints = plural(len(self.checkpoints), "checkpoint")
         lines = [f"self-influence of {plural(len(self), 'example')} over {checkpoints}"]
-        lines += _aligned(
-            [list(shown), *([_cell(v[i]) for v in shown.values()] for i in range(count))]
-        )
+        rows = ([_cell(v[i]) for v in shown.values()] for i in range(count))
+        lines += aligned([list(shown), *rows], left=1)
         if count < len(self):
             lines.append(f"… {len(self) - count:,} more; .top(k) ranks them")
         if self.reason is not None:
@@ -356,7 +356,7 @@ class DetectionReport(Printed):
                 detection.auroc, detection.average_precision, detection.recall_at_noise_rate,
             )  # fmt: skip
             table.append([name, *(f"{number:.4f}" for number in numbers)])
-        lines += _aligned(table)
+        lines += aligned(table, left=1)
         for reason in dict.fromkeys(self.missing.values()):
             names = [name for name, why in self.missing.items() if why == reason]
             lines.append(f"no {', '.join(names)}: {reason}")
@@ -370,15 +370,3 @@ def _whole(values: np.ndarray) -> np.ndarray:
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (float, np.floating)) else str(value)
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table's lines, the first column to the left and the others to the right."""
-    widths = [max(len(row[place]) for row in table) for place in range(len(table[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]

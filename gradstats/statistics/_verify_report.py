@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import dataclass
 
 from gradstats._notebooks import Printed
+from gradstats._tables import aligned
 from gradstats.errors import GradStatsError
 
 MARKS = {True: "ok", False: "FAILED", None: "-"}
@@ -102,42 +103,25 @@ class VerifyReport(Printed):
 
     def __str__(self) -> str:
         listed = ", ".join(map(str, self.examples)) or "none"
+        checks = [
+            ("check", "", "found"),
+            *((check.name, MARKS[check.ok], check.detail) for check in self.checks),
+        ]
+        parameters = [("parameter", "shape", "", "status", "error", "operations")]
+        for row in self.rows:
+            shape = "×".join(map(str, row.shape)) or "scalar"
+            error = "-" if row.error is None else f"{row.error:.1e}"
+            operations = ", ".join(row.operations)
+            parameters.append((row.name, shape, MARKS[row.ok], row.status, error, operations))
         lines = [
             f"gradstats.verify: {MARKS[self.ok]}",
             f"compared with plain autograd: examples {listed}; {self.reference}",
             "",
-            *_wrapped(
-                _table(
-                    ("check", "", "found"),
-                    [(check.name, MARKS[check.ok], check.detail) for check in self.checks],
-                )
-            ),
+            *_wrapped(aligned(checks, left=3)),
             "",
-            *_table(
-                ("parameter", "shape", "", "status", "error", "operations"),
-                [
-                    (
-                        row.name,
-                        "×".join(map(str, row.shape)) or "scalar",
-                        MARKS[row.ok],
-                        row.status,
-                        "-" if row.error is None else f"{row.error:.1e}",
-                        ", ".join(row.operations),
-                    )
-                    for row in self.rows
-                ],
-            ),
+            *aligned(parameters, left=6),
         ]
         return "\n".join(lines)
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    widths[-1] = 0  # nothing stands behind the last column
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
-    ]
 
 
 def _wrapped(table: list[str]) -> list[str]:
