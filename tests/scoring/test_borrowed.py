@@ -416,6 +416,37 @@ class Resets(nn.Module):
         return (self.layer(x) - self.mean).tanh() * self.noise
 
 
+class Forgets(nn.Module):
+    """Drops in place what no checkpoint has when it is trained, and sets what it had not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.factors = nn.Linear(4, 3), {"all": 0.3}
+        self.register_buffer("scale", torch.tensor([1.5, -0.5, 2.0]), persistent=False)
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.scale.zero_()
+            self.factors.clear()
+            self.slope = 0.1
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale * self.factors.get("all", 1) * getattr(self, "slope", 1)
+
+
+class Begins(nn.Linear):
+    """Begins with another weight when it is trained."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.weight = nn.Parameter(torch.zeros(3, 4))
+        return super().train(mode)
+
+
 USERS_MODES = {
     "an average": Averaged,
     "frozen parts": Thawed,
@@ -423,6 +454,8 @@ USERS_MODES = {
     "a tensor": lambda: Calibrated(torch.tensor(1.7)),
     "for inference": ForInference,
     "statistics": Resets,
+    "what no checkpoint has": Forgets,
+    "another parameter": Begins,
 }
 
 
