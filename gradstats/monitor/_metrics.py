@@ -8,6 +8,7 @@ import numpy as np
 
 from gradstats.monitor._measured import Measured
 from gradstats.statistics._training import (
+    StepGradients,
     cosines_to_mean,
     fraction_against,
     gradient_diversity,
@@ -27,17 +28,15 @@ def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
     """
     step = measured.step
     diversity = gradient_diversity(step)
-    with np.errstate(invalid="ignore"):
-        norm = np.sqrt(step.sqnorm)
-    finite = norm[np.isfinite(norm)]
+    norms = _finite_norms(step)
     metrics = {
         "grad_norm": measured.total_weight * _sqrt(step.mean_sqnorm),
-        **_norms("example_grad_norm", finite),
+        **_distribution("example_grad_norm", norms),
         "gradient_diversity": diversity,
         "gradient_diversity/batch_bound": diversity * step.effective_batch,
         "m_coherence": m_coherence(step),
         "norm_test/theta": norm_test(step),
-        "nonfinite/examples": float(len(norm) - len(finite)),
+        "nonfinite/examples": float(len(step.sqnorm) - len(norms)),
         "batch_loss": measured.loss,
         "cabs": measured.learning_rate * step.noise_scale[0] / measured.loss
         if measured.loss > 0
@@ -50,7 +49,7 @@ def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
             metrics["ortho_test/nu"] = orthogonality_test(step)
             metrics["align/fraction_negative"] = fraction_against(step)
         known = cosines[np.isfinite(cosines)]
-        metrics["align/mean_cos_to_mean"] = float(known.mean()) if len(known) else math.nan
+        metrics["align/mean_cos_to_mean"] = _mean(known)
         metrics["align/mean_cos_to_mean_se"] = (
             float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
         )
@@ -58,22 +57,27 @@ def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
         names = ("stiffness/cos", "stiffness/sign", "confusion/min", "confusion/fraction_negative")
         metrics |= dict(zip(names, measured.gram.tolist(), strict=True))
     if clip is not None:
-        metrics["clip/frac"] = float((finite > clip).mean()) if len(finite) else math.nan
+        metrics["clip/frac"] = _mean(norms > clip)
     for layer, gradients in measured.layers.items():
-        with np.errstate(invalid="ignore"):
-            norm = np.sqrt(gradients.sqnorm)
         metrics[f"grad_norm/{layer}"] = measured.total_weight * _sqrt(gradients.mean_sqnorm)
-        finite = norm[np.isfinite(norm)]
-        metrics[f"example_grad_norm/{layer}/mean"] = (
-            float(finite.mean()) if len(finite) else math.nan
-        )
+        metrics[f"example_grad_norm/{layer}/mean"] = _mean(_finite_norms(gradients))
     return metrics
 
 
-def _norms(name: str, norm: np.ndarray) -> dict[str, float]:
-    if not len(norm):
+def _finite_norms(step: StepGradients) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        norms = np.sqrt(step.sqnorm)
+    return norms[np.isfinite(norms)]
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _distribution(name: str, values: np.ndarray) -> dict[str, float]:
+    if not len(values):
         return {f"{name}/{what}": math.nan for what in ("mean", "p05", "p50", "p95", "max")}
-    ordered = np.sort(norm)
+    ordered = np.sort(values)
 
     def quantile(share: float) -> float:
         # Between neighbours by a straight line, as np.percentile does in ten times the time.
@@ -82,7 +86,7 @@ def _norms(name: str, norm: np.ndarray) -> dict[str, float]:
         return float(low + beyond * (high - low))
 
     return {
-        f"{name}/mean": float(norm.mean()),
+        f"{name}/mean": float(values.mean()),
         f"{name}/p05": quantile(0.05),
         f"{name}/p50": quantile(0.5),
         f"{name}/p95": quantile(0.95),

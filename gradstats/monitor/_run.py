@@ -71,7 +71,7 @@ class Run:
         metrics["coherence/alpha_se"] = coherence.standard_error
         metrics["gns/undefined"] = float(self._undefined)
         metrics["nonfinite/steps"] = float(self._nonfinite_steps)
-        metrics["spike"] = float(self._look_for_spikes(number, metrics))
+        metrics["spike"] = float(self._look_for_spikes(number, measured, metrics))
         row = {"step": number, **metrics}
         before = len(self.history.get("step", ()))
         for name in {**self.history, **row}:
@@ -95,9 +95,10 @@ class Run:
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
         if by not in ("norm", "alignment"):
             raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')
-        if self.measured is None:
+        measured = self.measured
+        if measured is None:
             return []
-        step = self.measured.step
+        step = measured.step
         known, key = step.sqnorm, step.sqnorm
         if by == "alignment":
             if step.alignment is None:
@@ -106,7 +107,7 @@ class Run:
             known, key = step.alignment, np.nan_to_num(lengths_along_mean(step))
         # Not finite counts as largest: such an example is what one is looking for.
         order = np.argsort(-np.where(np.isfinite(known), key, np.inf), kind="stable")
-        return [self._record(position) for position in order[:k]]
+        return [_record(measured, position) for position in order[:k]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all but the last measured step: numbers, strings and tensors only."""
@@ -138,7 +139,7 @@ class Run:
         }
         self.self_influence.load_state_dict(state["self_influence"])
 
-    def _look_for_spikes(self, number: int, metrics: dict[str, float]) -> bool:
+    def _look_for_spikes(self, number: int, measured: Measured, metrics: dict[str, float]) -> bool:
         found = False
         for name in WATCHED:
             recent, value = self._recent[name], metrics[name]
@@ -149,7 +150,7 @@ class Run:
                 if not (math.isfinite(value) or math.isfinite(before)):
                     continue
                 examples = self.examples(self._top)
-                if self.measured is not None and self.measured.step.alignment is not None:
+                if measured.step.alignment is not None:
                     examples += self.examples(self._top, by="alignment")
                 distinct = {record.position: record for record in examples}
                 ordered = sorted(distinct.values(), key=lambda record: -record.norm)
@@ -158,22 +159,21 @@ class Run:
                 recent.append(value)
         return found
 
-    def _record(self, position: int) -> ExampleRecord:
-        measured = self.measured
-        assert measured is not None
-        step = measured.step
-        alignment = math.nan
-        if step.alignment is not None:
-            alignment = float(lengths_along_mean(step)[position])
-        layer, share = measured.largest_part(position)
-        return ExampleRecord(
-            id=None if measured.ids is None else int(measured.ids[position]),
-            position=int(position),
-            norm=float(np.sqrt(step.sqnorm[position])),
-            alignment=alignment,
-            layer=layer,
-            share=share,
-        )
-
     def _ratio(self, name: str) -> RunningRatio:
         return self._ratios.setdefault(name, RunningRatio(self._decay))
+
+
+def _record(measured: Measured, position: int) -> ExampleRecord:
+    step = measured.step
+    alignment = math.nan
+    if step.alignment is not None:
+        alignment = float(lengths_along_mean(step)[position])
+    layer, share = measured.largest_part(position)
+    return ExampleRecord(
+        id=None if measured.ids is None else int(measured.ids[position]),
+        position=int(position),
+        norm=float(np.sqrt(step.sqnorm[position])),
+        alignment=alignment,
+        layer=layer,
+        share=share,
+    )

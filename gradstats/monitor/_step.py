@@ -56,7 +56,6 @@ class Collector:
         self._used: set[str] = set()
         self._without: set[str] = set()
         self._scalar: Tensor | None = None
-        self._started = False
         self._last = True
 
     def open(self, batch_size: int, segments: Segments | None, last: bool) -> Tracker:
@@ -107,6 +106,8 @@ class Collector:
         """Note what the backward starts from: the optimizer may step before the context closes."""
         if inputs is not None:
             self._check_inputs(inputs)
+        if self._scalar is None:
+            self._stale = gradient_sqnorms(self._parameters)
         device = losses[0].device
         self._scalar = torch.zeros((), dtype=torch.float64, device=device)
         for loss, gradient in zip(losses, start, strict=True):
@@ -115,9 +116,6 @@ class Collector:
         self._scale = loss_scale(self.scaler, device)
         if self._optimizers:
             self._rates, self._groups = self._learning_rates()
-        if not self._started:
-            self._stale = gradient_sqnorms(self._parameters)
-        self._started = True
 
     def after_backward(self) -> None:
         """Read the gradients before anything clips them."""
