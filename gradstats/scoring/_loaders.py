@@ -42,21 +42,23 @@ class Data:
         self._index_lists: list[list[int]] | None = None
         if _is_indexable(loader):
             self._index_lists = _index_lists(loader, role, named=ids is not None)
-            self._check_sequential(ids)
+            order = [i for each in self._index_lists for i in each]
+            if ids is None and order != list(range(len(order))):
+                raise _unordered(role, "its batch sampler does not go through them in order")
         content = ContentHash()
         self._hashes: dict[int, str] = {}
         self._counted = self._covered = True
+        named: list[int | str] = []
         if self._index_lists is not None and ids is None and not layout.packed:
             # The sampler says how many examples each batch has.
             self._counted = self._covered = False
             self.sizes = np.array([len(each) for each in self._index_lists], dtype=np.int64)
             self._check_any()
-            last = len(self.sizes) - 1
+            last = self.batches - 1
             for _, batch in self.read(sorted({0, last // 2, last})):
                 content.add(batch)
-            self.ids = np.array([i for each in self._index_lists for i in each])
         else:
-            sizes, named = [], []
+            sizes = []
             for number, batch in enumerate(self._all()):
                 size = layout.count(batch)
                 sizes.append(size)
@@ -68,7 +70,7 @@ class Data:
                     named.extend(pick(batch, ids, size))
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
-            self.ids = np.arange(self.examples) if ids is None else _as_ids(named, self)
+        self.ids = np.arange(self.examples) if ids is None else _as_ids(named, self)
         content.add([self.sizes, self.ids])
         self.fingerprint, self._unread = content.hexdigest(), content.unread
 
@@ -202,11 +204,6 @@ class Data:
     def _check_any(self) -> None:
         if len(self.sizes) == 0:
             raise LoaderError(f"the {self._role} loader is empty: it gives no batch.")
-
-    def _check_sequential(self, ids: Source) -> None:
-        order = [i for each in self._index_lists for i in each]  # type: ignore[union-attr]
-        if ids is None and order != list(range(len(order))):
-            raise _unordered(self._role, "its batch sampler does not go through them in order")
 
 
 def _is_indexable(loader: Any) -> bool:
