@@ -46,9 +46,7 @@ from gradstats._factors import (
     Rows,
     Tangent,
     Vector,
-    compute_dtype,
     in_a_row,
-    tensors_of,
 )
 from gradstats.contractions import (
     _dense,
@@ -92,6 +90,7 @@ from gradstats.contractions._rows import sqnorm_of_few as sqnorm_of_few
 from gradstats.contractions._tied import Projected as Projected
 from gradstats.contractions._tied import project as project
 from gradstats.contractions._tied import tied_sqnorm as tied_sqnorm
+from gradstats.contractions._tiles import dtype_of
 from gradstats.contractions._vector import adds_to as adds_to
 from gradstats.contractions._vector import merge as add_vectors  # noqa: F401
 
@@ -198,8 +197,7 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     if crosses is None:
         return _dense.sqnorm_of_sum(merged, workspace)
     parts = [SELF[type(factor)](factor, workspace) for factor in merged]
-    dtype = compute_dtype(*(tensor for factor in merged for tensor in tensors_of(factor)))
-    return sum_of_parts(parts, [cross(workspace) for cross in crosses], dtype)
+    return sum_of_parts(parts, [cross(workspace) for cross in crosses], dtype_of(merged))
 
 
 def adds_up(merged: Sequence[Factor]) -> bool:

@@ -100,7 +100,7 @@ def _tiles(
     """Yield both sides restricted to some rows of the parameter, with bytes for each example."""
     shape = first[0].shape
     factors = [*first, *second]
-    itemsize = _dtype(factors).itemsize
+    itemsize = dtype_of(factors).itemsize
     convolved = all(isinstance(factor, Patches) for factor in factors)
     if len(first) + len(second) > 2:
         held = 2 * examples  # a sum and what is added to it
@@ -130,7 +130,8 @@ def _tiles(
         yield left, right, (stop - start) * row * size
 
 
-def _dtype(factors: Sequence[Factor]) -> torch.dtype:
+def dtype_of(factors: Sequence[Factor]) -> torch.dtype:
+    """Return the accumulation dtype of a sum of factors."""
     return compute_dtype(*(tensor for factor in factors for tensor in tensors_of(factor)))
 
 

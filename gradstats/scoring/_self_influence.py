@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -41,7 +42,6 @@ from gradstats.scoring._work import (
     open_tiles,
     plural,
     read_data,
-    seconds,
 )
 from gradstats.statistics._arguments import LossFunction, check_flags
 from gradstats.statistics._norms import per_example_norms
@@ -171,8 +171,10 @@ def _scored(
                 if number == 0:
                     where = "in memory" if path is None else f"in {path}"
                     stored = f"{amount(tiling.nbytes * len(checkpoints))} {where}"
-                    announce = partial(_announce, work, data, len(checkpoints), stored, pending)
-                    _ranks.together(partial(announce, partial(measure, checkpoint=checkpoint)))
+                    trial = partial(measure, checkpoint=checkpoint)
+                    _ranks.together(
+                        partial(_announce, work, data, len(checkpoints), stored, pending, trial)
+                    )
                 bar.update(data.batches - len(pending))
                 _ranks.together(fill)
             values[number] = tiles.view("values")
@@ -243,13 +245,15 @@ def _announce(
     """Print how much there is to do, after a trial of one batch."""
     if not work.progress or _ranks.rank() != 0:
         return
-    time = "nothing left to compute at the first checkpoint"
+    expected = "nothing left to compute at the first checkpoint"
     if pending:
         ((number, batch),) = data.read(pending[:1])
-        once = seconds(lambda: measure(batch, int(data.sizes[number])))
+        start = time.perf_counter()
+        measure(batch, int(data.sizes[number]))
+        once = time.perf_counter() - start
         left = once * (len(pending) + (checkpoints - 1) * data.batches) / _ranks.size()
-        time = f"about {duration(left)}"
+        expected = f"about {duration(left)}"
     work.say(
         f"self-influence of {plural(data.examples, 'example')} at "
-        f"{plural(checkpoints, 'checkpoint')}: {stored}, {time}"
+        f"{plural(checkpoints, 'checkpoint')}: {stored}, {expected}"
     )

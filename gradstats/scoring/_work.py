@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -278,13 +277,6 @@ def open_tiles(
 
     _ranks.together(open_here)
     return tiles, done
-
-
-def seconds(action: Callable[[], Any]) -> float:
-    """Return how long something takes."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def amount(nbytes: float) -> str:
