@@ -405,7 +405,6 @@ def test_kept_gradients_serve_many_batches_and_outlive_the_model():
         kept = keep(model, batch, classification)
         assert list(kept.shapes) == [name for name, _ in model.named_parameters()]
         torch.testing.assert_close(kept.sqnorm, expected.square().sum(1))
-        torch.testing.assert_close(kept.losses, classification(model, batch).detach())
         assert len(kept) == B
         # The next checkpoint is loaded into the same model, the batch's memory is used again.
         model.load_state_dict(later.state_dict())
@@ -417,7 +416,6 @@ def test_kept_gradients_serve_many_batches_and_outlive_the_model():
             columns = rows_of(later, others)
             assert_products(result.values, expected, columns, 1e-9)
             torch.testing.assert_close(result.sqnorm, columns.square().sum(1))
-            torch.testing.assert_close(result.losses, classification(later, others).detach())
             assert list(result.by_parameter) == list(kept.shapes)
             torch.testing.assert_close(sum(result.by_parameter.values()), result.values)
 

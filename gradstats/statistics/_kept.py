@@ -34,14 +34,12 @@ class KeptGradients:
     another checkpoint.
 
     Attributes:
-        losses: (B,) the losses.
         sqnorm: (B,) float64 squared norms of the gradients.
         shapes: name → shape of every parameter that was tracked.
         parameters: name → factors and norms, for every parameter that the losses depend on.
         consumed: whether a later batch has let go of these.
     """
 
-    losses: Tensor
     sqnorm: Tensor
     shapes: Mapping[str, tuple[int, ...]]
     parameters: dict[str, KeptParameter]
@@ -60,7 +58,7 @@ class KeptGradients:
 
     def __len__(self) -> int:
         """Return the number of examples."""
-        return len(self.losses)
+        return len(self.sqnorm)
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,11 @@ class Products:
 
     Attributes:
         values: (B_kept, B) float64, or (B,) on the diagonal.
-        losses: (B,) the losses of this batch.
         sqnorm: (B,) float64 squared norms of this batch's gradients.
         by_parameter: name → the parameter's part of ``values``; None unless asked for.
     """
 
     values: Tensor
-    losses: Tensor
     sqnorm: Tensor
     by_parameter: Mapping[str, Tensor] | None
 
@@ -100,10 +96,10 @@ def keep(
     """
     borrowed = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
     consumer = Keep(borrowed)
-    tracker, losses = run(model, batch, loss_fn, consumer, **options)
+    tracker, _ = run(model, batch, loss_fn, consumer, **options)
     check_finite(tracker, nonfinite)
     shapes = {root.name: real_shape(root.parameter) for root in tracker.roots}
-    return KeptGradients(losses, tracker.reports.sqnorm, shapes, consumer.kept)
+    return KeptGradients(tracker.reports.sqnorm, shapes, consumer.kept)
 
 
 def products(
@@ -152,7 +148,7 @@ def products(
         consume=consume,
     )
     try:
-        tracker, losses = run(model, batch, loss_fn, consumer, **options)
+        tracker, _ = run(model, batch, loss_fn, consumer, **options)
     finally:
         if consume:
             for block in kept:
@@ -165,7 +161,7 @@ def products(
         size = (batch_size,) if diagonal else (len(block), batch_size)
         unused = sqnorm.new_zeros(size)
         every = {name: parts.get(name, unused) for name in shapes} if per_parameter else None
-        results.append(Products(unused if value is None else value, losses, sqnorm, every))
+        results.append(Products(unused if value is None else value, sqnorm, every))
     return results
 
 
