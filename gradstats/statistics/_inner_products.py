@@ -23,7 +23,7 @@ from gradstats.statistics._arguments import (
 )
 from gradstats.statistics._backward import run
 from gradstats.statistics._batches import on_a_copy
-from gradstats.statistics._kept import check_equal_sizes, check_same_parameters, keep, products
+from gradstats.statistics._kept import check_same_parameters, keep, products
 from gradstats.statistics._loss import examples_in
 from gradstats.statistics._result import check_finite, result_dtype
 
@@ -149,13 +149,17 @@ def inner_products(
         )
     size_a, _ = examples_in(batch_a, batch_dim, bounds[0], model_a)
     size_b, _ = examples_in(batch_b, batch_dim, bounds[1], model_b)
-    if pairs == "diagonal":
-        check_equal_sizes(size_a, size_b)
+    diagonal = pairs == "diagonal"
+    if diagonal and size_a != size_b:
+        raise ExampleAxisError(
+            f'pairs="diagonal" pairs the i-th examples of two batches, but these have {size_a} and '
+            f'{size_b} examples. Pass batches of equal size, or pairs="all".'
+        )
     options_a: Options = {**options, "cu_seqlens": bounds[0]}
     options_b: Options = {**options, "cu_seqlens": bounds[1]}
     parts: Mapping[str, Tensor] | None
     if model_a is model_b and batch_a is batch_b and bounds[0] is bounds[1]:
-        within = WithinBatch(alignment=False, gram=pairs == "all", per_parameter=per_parameter)
+        within = WithinBatch(alignment=False, gram=not diagonal, per_parameter=per_parameter)
         tracker, _ = run(model_a, batch_a, loss_fn, within, **options_a)
         sqnorms = check_finite(tracker, nonfinite)
         if within.pairs is not None:
@@ -167,7 +171,7 @@ def inner_products(
         loss_fn = on_a_copy(loss_fn)
         kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, **options_a)
         (found,) = products(
-            [kept], model_b, batch_b, loss_fn, nonfinite=nonfinite, pairs=pairs,
+            [kept], model_b, batch_b, loss_fn, nonfinite=nonfinite, diagonal=diagonal,
             per_parameter=per_parameter, consume=True, **options_b,
         )  # fmt: skip
         result, parts = found.values, found.by_parameter

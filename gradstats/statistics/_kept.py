@@ -16,10 +16,9 @@ from gradstats._complex import real_shape
 from gradstats._factors import tensors_of
 from gradstats.capture._consumers import Against, Keep, KeptParameter
 from gradstats.capture._nested import tensors_in
-from gradstats.errors import CoverageError, ExampleAxisError, TrackingError
-from gradstats.statistics._arguments import LossFunction, Options, check_choice, shapes_of
+from gradstats.errors import CoverageError, TrackingError
+from gradstats.statistics._arguments import LossFunction, Options, shapes_of
 from gradstats.statistics._backward import run
-from gradstats.statistics._loss import examples_in
 from gradstats.statistics._result import check_finite
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ def products(
     loss_fn: LossFunction,
     *,
     nonfinite: str = "raise",
-    pairs: str = "all",
+    diagonal: bool = False,
     per_parameter: bool = False,
     consume: bool = False,
     **options: Unpack[Options],
@@ -120,22 +119,16 @@ def products(
         kept: what ``keep`` returned for each of some other batches.
         model, batch, loss_fn, nonfinite, options: as for per_example_norms; the same parameters as
             were kept.
-        pairs: "all", or "diagonal" for the i-th kept example with the i-th of the batch.
+        diagonal: pair the i-th kept example with the i-th of the batch, of equal size, alone.
         per_parameter: return each parameter's part too.
         consume: let go of the kept factors as they are used; they serve no second batch.
 
     Returns:
         Products with each of the kept batches.
     """
-    check_choice("pairs", pairs, ("all", "diagonal"))
-    diagonal = pairs == "diagonal"
     shapes = shapes_of(model, options)
-    batch_dim, cu_seqlens = options.get("batch_dim", 0), options.get("cu_seqlens")
-    batch_size, _ = examples_in(batch, batch_dim, cu_seqlens, model)
     for block in kept:
         check_same_parameters(block.shapes, shapes)
-        if diagonal:
-            check_equal_sizes(len(block), batch_size)
         if block.consumed:
             raise TrackingError(
                 "these kept gradients were consumed by an earlier call: keep them again, or pass "
@@ -158,7 +151,7 @@ def products(
     sqnorm = tracker.reports.sqnorm
     results = []
     for block, value, parts in zip(kept, consumer.values, consumer.by_parameter, strict=True):
-        size = (batch_size,) if diagonal else (len(block), batch_size)
+        size = sqnorm.shape if diagonal else (len(block), len(sqnorm))
         unused = sqnorm.new_zeros(size)
         every = {name: parts.get(name, unused) for name in shapes} if per_parameter else None
         results.append(Products(unused if value is None else value, sqnorm, every))
@@ -189,12 +182,3 @@ def check_same_parameters(
 
 def _describe(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {shape}"
-
-
-def check_equal_sizes(first: int, second: int) -> None:
-    """Raise unless two batches have the same number of examples."""
-    if first != second:
-        raise ExampleAxisError(
-            f'pairs="diagonal" pairs the i-th examples of two batches, but these have {first} and '
-            f'{second} examples. Pass batches of equal size, or pairs="all".'
-        )
