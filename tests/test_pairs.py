@@ -13,11 +13,15 @@ from torch import Tensor
 from gradstats import _cost, contractions
 from gradstats._factors import (
     ConvolutionGeometry,
+    Distances,
     Factor,
+    Images,
+    Masked,
     Outer,
     Patches,
     Path,
     Rows,
+    Tangent,
     Vector,
     add_at,
     added,
@@ -125,6 +129,43 @@ def test_patches(groups):
     )  # fmt: skip
     assert_inner([few], [others])
     assert_inner([first, first], [second])
+
+
+def test_factors_of_derived_weights():
+    """Those without a rule for pairs are formed for a few rows of the parameter at a time."""
+
+    def masked(inner):
+        return Masked(inner, normal(*inner.shape))
+
+    def tangent(inner, axes):
+        unit = normal(*inner.shape)
+        unit /= torch.linalg.vector_norm(unit, dim=axes, keepdim=True)
+        along = (inner.dense() * unit).sum([axis + 1 for axis in axes], keepdim=True)
+        share = torch.rand(along.shape[1:], dtype=torch.float64)
+        return Tangent(inner, unit, along, share)
+
+    one, two = outer(3, 1, 4, 6, 5), outer(4, 1, 2, 6, 5)
+    assert_inner([masked(one)], [masked(two)])
+    assert_inner([masked(one)], [two])
+    for axes in ((1,), (0,), (0, 1)):
+        assert_inner([tangent(one, axes)], [tangent(two, axes)])
+    first, second = patches(3, groups=2), patches(2, groups=2)
+    assert_inner([masked(first)], [masked(second)])
+    assert_inner([tangent(first, (1, 2, 3))], [tangent(second, (1, 2, 3))])
+
+
+def test_images_and_distances():
+    pieces = [patches(batch) for batch in (1, 2, 1)]
+    small = replace(pieces[0], input=pieces[0].input[..., :5, :4], grad=pieces[0].grad[..., :3, :2])
+    first = Images((*pieces, small), (0, 2, 0, 1), 3)
+    assert_inner([first], [Images((small, pieces[1]), (1, 0), 2)])
+    points = normal(5, 3)
+
+    def distances(batch, positions):
+        rows = normal(batch, positions, 3)
+        return Distances(normal(batch, positions, 5), torch.cdist(rows, points), rows, points)
+
+    assert_inner([distances(3, 2)], [distances(4, 1)])
 
 
 def test_rows():
