@@ -70,14 +70,16 @@ class Stream:
         budget: bytes of query gradients that are kept at once; one query batch at least.
     """
 
+    # Known once ``move_to`` was called.
+    _train_at: Checkpoint
+    _query_at: Checkpoint
+
     def __init__(self, work: Work, train: Data, query: Data, budget: int):
         self._work = work
         self.train, self.query, self.budget = train, query, budget
         self._keeping = Halving("query examples", work.layout)
         self._passing = Halving("training examples", work.layout)
         self._loaded: Checkpoint | None = None
-        self._train_at: Checkpoint | None = None
-        self._query_at: Checkpoint | None = None
 
     def move_to(self, train: Checkpoint, query: Checkpoint | None) -> None:
         """Say at which weights the two sides are from now on; the train side's by default.
@@ -156,7 +158,6 @@ class Stream:
         batch = to_device(batch, work.device)
         size = int(self.query.sizes[number])
         kept = KeptBatch(number, self._keeping.run(part, batch, size))
-        assert self._query_at is not None
         ids = self.query.ids[self.query.spans[number]]
         work.check_finite(kept.sqnorm, ids, self._query_at.name, "query")
         return kept
@@ -164,8 +165,8 @@ class Stream:
     def _pass(self, block: Sequence[KeptBatch], row: int, batch: Any) -> list[Tile]:
         """Return a train batch's tile with each of the kept query batches, from one backward."""
         work = self._work
-        assert self._train_at is not None and self._train_at.rates is not None
         rates = self._train_at.rates
+        assert rates is not None
         self._use(self._train_at)
         kept = [part for each in block for part in each.parts]
 
@@ -192,9 +193,9 @@ class Stream:
             for each, values in zip(block, np.split(rows, ends[:-1], axis=1), strict=True)
         ]
 
-    def _use(self, checkpoint: Checkpoint | None) -> None:
+    def _use(self, checkpoint: Checkpoint) -> None:
         """Give the model a checkpoint's weights unless it has them."""
-        if checkpoint is not self._loaded and checkpoint is not None:
+        if checkpoint is not self._loaded:
             load_weights(self._work.model, checkpoint, self._work.renewal)
             self._loaded = checkpoint
 
