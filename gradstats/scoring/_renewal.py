@@ -96,11 +96,8 @@ class Attribute:
         self._place, self._name = place, name
         self._value = place[name]
         kept = isinstance(self._value, CONTAINERS)
-        self._content: Any = self._value.copy() if kept else None
-        self._tensors = [id(each) for each in tensors_kept(self._held())]
-
-    def _held(self) -> Any:
-        return self._value if self._content is None else self._content
+        self._content = self._value.copy() if kept else self._value
+        self._tensors = [id(each) for each in tensors_kept(self._content)]
 
     def _now(self) -> Any:
         return self._place.get(self._name)
@@ -114,7 +111,7 @@ class Attribute:
         tensors = [id(each) for each in tensors_kept(self._now())]
         if self._tensors:
             return False if tensors == self._tensors else (None if tensors else True)
-        now, before = self._now(), self._held()
+        now, before = self._now(), self._content
         if tensors or type(now) is not type(before):
             return None
         if type(now) in PLAIN_TYPES:
