@@ -28,14 +28,15 @@ KINDS = [(normalize, sign) for normalize in NORMALIZATIONS for sign in (1, -1)]
 # What reading damaged lists raises.
 UNREADABLE = (OSError, KeyError, RuntimeError, zipfile.BadZipFile, *DAMAGED)
 
-Lists = dict[str, tuple[np.ndarray, np.ndarray]]
+# By whether scores are normalised, and their sign: (Q, k) positions and scores of the strongest.
+Lists = dict[tuple[str | None, int], tuple[np.ndarray, np.ndarray]]
 
 
 class Held(NamedTuple):
     """What a folder of lists holds.
 
     Attributes:
-        lists: kind → (Q, k) positions and scores, the strongest first.
+        lists: the strongest first.
         next_batch: the first train batch that has not been counted.
         checkpoints: names of those that are summed over.
         circumstances: on which the bits depend.
@@ -50,10 +51,7 @@ class Held(NamedTuple):
     def read(cls, folder: Path) -> Held:
         """Return what a folder holds, or raise one of UNREADABLE."""
         with (folder / STATE).open("rb") as file, np.load(file, allow_pickle=False) as held:
-            lists = {
-                name: (held[f"{name}_positions"], held[f"{name}_scores"])
-                for name in (list_name(*kind) for kind in KINDS)
-            }
+            lists = {kind: tuple(held[name] for name in names_of(*kind)) for kind in KINDS}
             names = tuple(map(str, held["checkpoints"]))
             circumstances = json.loads(str(held["circumstances"]))
             return cls(lists, int(held["next_batch"]), names, circumstances)
@@ -63,7 +61,7 @@ class TopLists:
     """The lists so far.
 
     Attributes:
-        lists: kind → (Q, k) positions and scores, the strongest first.
+        lists: the strongest first.
         next_batch: the first train batch that has not been counted.
         circumstances: in which those before it were.
     """
@@ -74,27 +72,25 @@ class TopLists:
         self._k = k
         self._checkpoints = tuple(checkpoints)
         self.lists: Lists = {
-            list_name(*kind): (np.zeros((queries, 0), np.int64), np.zeros((queries, 0)))
-            for kind in KINDS
+            kind: (np.zeros((queries, 0), np.int64), np.zeros((queries, 0))) for kind in KINDS
         }
         self.next_batch = 0
         self.circumstances = circumstances
 
     def add(self, lists: Lists) -> None:
         """Merge other lists into these."""
-        for normalize, sign in KINDS:
-            name = list_name(normalize, sign)
+        for kind in KINDS:
             positions, scores = (
                 np.concatenate([own, new], axis=1)
-                for own, new in zip(self.lists[name], lists[name], strict=True)
+                for own, new in zip(self.lists[kind], lists[kind], strict=True)
             )
             kept = np.stack(
                 [
-                    strongest(row, places, self._k, sign)
+                    strongest(row, places, self._k, kind[1])
                     for row, places in zip(scores, positions, strict=True)
                 ]
             )
-            self.lists[name] = (
+            self.lists[kind] = (
                 np.take_along_axis(positions, kept, 1), np.take_along_axis(scores, kept, 1),
             )  # fmt: skip
 
@@ -104,8 +100,8 @@ class TopLists:
             "next_batch": np.array(self.next_batch), "checkpoints": np.array(self._checkpoints),
             "circumstances": np.array(json.dumps(self.circumstances)),
         }  # fmt: skip
-        for name, (positions, scores) in self.lists.items():
-            arrays[f"{name}_positions"], arrays[f"{name}_scores"] = positions, scores
+        for kind, both in self.lists.items():
+            arrays |= zip(names_of(*kind), both, strict=True)
         write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
 
     def restore(self, folder: Path) -> str | None:
@@ -114,9 +110,10 @@ class TopLists:
             return None
         try:
             held = Held.read(folder)
-            for name, (positions, scores) in held.lists.items():
-                own = len(self.lists[name][0]), min([self._k, *positions.shape[-1:]])
+            for kind, (positions, scores) in held.lists.items():
+                own = len(self.lists[kind][0]), min([self._k, *positions.shape[-1:]])
                 if not positions.shape == scores.shape == own:
+                    name = names_of(*kind)[1]
                     raise ValueError(f"{name} has shape {scores.shape}, expected {own}")
         except UNREADABLE as error:
             return f"{folder / STATE} is damaged ({error})"
@@ -166,7 +163,7 @@ class Chunk:
         for normalize, sign in KINDS:
             columns = self._scores[normalize][rows].T
             kept = np.stack([strongest(column, rows, k, sign) for column in columns])
-            found[list_name(normalize, sign)] = (
+            found[normalize, sign] = (
                 rows[kept] + self._start, np.take_along_axis(columns, kept, 1),
             )  # fmt: skip
         return found
@@ -270,12 +267,11 @@ class TopScores(Rankings):
                 f"k is {k}, and {self.top_k} of each kind were kept. Call gs.influence with "
                 f"top_k={k} or more."
             )
-        positions, scores = (
-            each[query][:k] for each in self._lists[list_name(self.normalize, sign)]
-        )
+        positions, scores = (each[query][:k] for each in self._lists[self.normalize, sign])
         return Ranking(positions, self.train_ids[positions], scores)
 
 
-def list_name(normalize: str | None, sign: int) -> str:
-    """Return the name of one kind of list."""
-    return f"{normalize or 'raw'}_{'proponents' if sign > 0 else 'opponents'}"
+def names_of(normalize: str | None, sign: int) -> tuple[str, str]:
+    """Return what the positions and the scores of one kind of list are called in a file."""
+    name = f"{normalize or 'raw'}_{'proponents' if sign > 0 else 'opponents'}"
+    return f"{name}_positions", f"{name}_scores"

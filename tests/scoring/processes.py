@@ -56,9 +56,9 @@ def arrays(kind: str, result) -> dict[str, np.ndarray]:
     if kind == "matrix":
         return {"raw": np.asarray(result), "cosine": np.asarray(result.cosine)}
     return {
-        f"{name}_{part}": values
-        for name, held in result._lists.items()
-        for part, values in zip(("positions", "scores"), held, strict=True)
+        name: values
+        for kind, held in result._lists.items()
+        for name, values in zip(_top.names_of(*kind), held, strict=True)
     }
 
 
