@@ -17,7 +17,7 @@ from gradstats.demo._data import flip_labels, load_noisy_digits
 from gradstats.demo._experiment import Ranked
 from gradstats.demo._report import chance, table, verdict
 from gradstats.demo._training import digit_network, loss_fn
-from gradstats.scoring._confidence import el2n, negated_margin
+from gradstats.scoring._confidence import el2n, margin
 from gradstats.scoring._metrics import Detection, chance_halfwidth, detect
 from tests.oracle import oracle_sqnorms
 
@@ -91,11 +91,11 @@ def test_chance_halfwidth_covers_random_rankings():
 def test_score_formulas_by_value():
     probability = np.array([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]])
     given = np.array([0, 1])
-    np.testing.assert_allclose(negated_margin(probability, given), [-0.5, 0.3])
+    np.testing.assert_allclose(margin(probability, given), [0.5, -0.3])
     np.testing.assert_allclose(
         el2n(probability, given), np.sqrt([0.3**2 + 0.2**2 + 0.1**2, 0.1**2 + 0.7**2 + 0.6**2])
     )
-    np.testing.assert_allclose(negated_margin(probability[None], given), [[-0.5, 0.3]])
+    np.testing.assert_allclose(margin(probability[None], given), [[0.5, -0.3]])
 
 
 def test_flips_are_symmetric_and_of_the_asked_number():
@@ -216,10 +216,10 @@ def test_csv_holds_what_the_forward_passes_say(short_run):
         probability.append(logits.softmax(1).numpy())
         losses.append(F.cross_entropy(logits, given, reduction="none").numpy())
     early = probability[SHORT.checkpoints.index(SHORT.early_epoch)]
-    margins = [negated_margin(each, given.numpy()) for each in probability]
+    margins = [margin(each, given.numpy()) for each in probability]
     expected = {
         "mean_loss": np.mean(losses, axis=0),
-        "negated_mean_margin": np.mean(margins, axis=0),
+        "negated_mean_margin": -np.mean(margins, axis=0),
         "el2n_epoch_3": el2n(early, given.numpy()),
         "predicted_label": early.argmax(1),
     }

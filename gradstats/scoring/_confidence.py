@@ -18,11 +18,11 @@ ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index")
 IGNORED = -100
 
 
-def negated_margin(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Return max_{k≠y} p_k - p_y (..., N) from probabilities (..., N, K) and labels y (N,)."""
+def margin(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """Return p_y - max_{k≠y} p_k (..., N) from probabilities (..., N, K) and labels y (N,)."""
     is_given = np.eye(probability.shape[-1], dtype=bool)[given]
     other = np.where(is_given, -np.inf, probability).max(-1)
-    return other - np.where(is_given, probability, 0.0).sum(-1)
+    return np.where(is_given, probability, 0.0).sum(-1) - other
 
 
 def el2n(probability: np.ndarray, given: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from gradstats.scoring._confidence import (
     CrossEntropyWatch,
     as_numpy,
     el2n,
-    negated_margin,
+    margin,
     watched,
 )
 from gradstats.scoring._layout import BatchLayout
@@ -224,7 +224,7 @@ class _Measurement:
         if prediction is not None:
             probability, label = prediction.probability, prediction.label
             columns |= {
-                "margin": -negated_margin(probability, label),
+                "margin": margin(probability, label),
                 "el2n": el2n(probability, label),
                 "label": label,
                 "predicted": probability.argmax(1),
