@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -128,8 +127,3 @@ def watched(loss_fn, watch: CrossEntropyWatch):
         return losses
 
     return run
-
-
-def as_numpy(tensor: Tensor) -> np.ndarray:
-    """Return a tensor's values as float64 on the host."""
-    return tensor.detach().to("cpu", torch.float64).numpy()

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
 from numbers import Real
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradstats.capture._selection import matching_names
@@ -142,6 +144,25 @@ def _parameter_groups(optimizers: Sequence[Any], checkpoint: str) -> list[Parame
 
 def _is_group(held: Any) -> bool:
     return isinstance(held, Mapping) and isinstance(held.get("params"), Sequence)
+
+
+def weighed(rates: Rates, whole: Tensor, parts: Mapping[str, Tensor] | None) -> np.ndarray:
+    """Return Σ_p η_p x_p, float64 on the host.
+
+    Args:
+        rates: η.
+        whole: Σ_p x_p.
+        parts: name → x_p; needed where the rates of parameters differ.
+    """
+    if not isinstance(rates, dict):
+        return rates * as_numpy(whole)
+    assert parts is not None
+    return reduce(np.add, (rate * as_numpy(parts[name]) for name, rate in rates.items()))
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's values as float64 on the host."""
+    return tensor.detach().to("cpu", torch.float64).numpy()
 
 
 def simplify(rates: dict[str, float]) -> Rates:

@@ -19,7 +19,6 @@ from gradstats.scoring._borrowed import borrowed
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
 from gradstats.scoring._confidence import (
     CrossEntropyWatch,
-    as_numpy,
     el2n,
     margin,
     watched,
@@ -27,7 +26,7 @@ from gradstats.scoring._confidence import (
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
-from gradstats.scoring._rates import Rates
+from gradstats.scoring._rates import Rates, as_numpy, weighed
 from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._table import FIELDS, SQNORM, SelfInfluence
 from gradstats.scoring._tiles import Array, MemoryTiles, Tiles, Tiling
@@ -212,15 +211,12 @@ class _Measurement:
 
     def _rows(self, stats: GradientNorms, rates: Rates | None) -> np.ndarray:
         assert rates is not None and stats.loss is not None
-        sqnorm = as_numpy(stats.sqnorm)
-        if isinstance(rates, dict):
-            weighted = sum(
-                rate * as_numpy(stats.by_parameter[name]) for name, rate in rates.items()
-            )
-        else:
-            weighted = rates * sqnorm
-        columns = {"weighted": weighted, "sqnorm": sqnorm, "loss": as_numpy(stats.loss)}
-        prediction = self._watch.prediction(len(sqnorm))
+        columns = {
+            "weighted": weighed(rates, stats.sqnorm, stats.by_parameter),
+            "sqnorm": as_numpy(stats.sqnorm),
+            "loss": as_numpy(stats.loss),
+        }
+        prediction = self._watch.prediction(len(stats.sqnorm))
         if prediction is not None:
             probability, label = prediction.probability, prediction.label
             columns |= {
@@ -230,7 +226,7 @@ class _Measurement:
                 "predicted": probability.argmax(1),
                 "classes": np.full(len(label), probability.shape[1]),
             }
-        unknown = np.full(len(sqnorm), np.nan)
+        unknown = np.full(len(stats.sqnorm), np.nan)
         return np.stack([columns.get(name, unknown) for name in FIELDS], axis=1)
 
 

@@ -13,10 +13,9 @@ from tqdm import tqdm
 from gradstats.scoring import _ranks
 from gradstats.scoring._batches import to_device
 from gradstats.scoring._checkpoints import Checkpoint
-from gradstats.scoring._confidence import as_numpy
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
-from gradstats.scoring._rates import Rates
+from gradstats.scoring._rates import as_numpy, weighed
 from gradstats.scoring._weights import load_weights
 from gradstats.scoring._work import Work
 from gradstats.statistics._kept import KeptGradients, Products, keep, products
@@ -183,7 +182,10 @@ class Stream:
         work.check_finite(sqnorm, ids, self._train_at.name, "training")
         rows = work.narrowed(
             np.concatenate(
-                [np.concatenate([weigh(each, rates) for each in found]).T for found in parts]
+                [
+                    np.concatenate([weighed(rates, p.values, p.by_parameter) for p in found]).T
+                    for found in parts
+                ]
             ),
             self._train_at.name,
         )
@@ -198,11 +200,3 @@ class Stream:
         if checkpoint is not self._loaded:
             load_weights(self._work.model, checkpoint, self._work.renewal)
             self._loaded = checkpoint
-
-
-def weigh(found: Products, rates: Rates) -> np.ndarray:
-    """Return Σ_p η_p ⟨∇_p ℓ_j, ∇_p ℓ_i⟩ (B_kept, B)."""
-    if isinstance(rates, dict):
-        assert found.by_parameter is not None
-        return sum(rate * as_numpy(found.by_parameter[name]) for name, rate in rates.items())  # type: ignore[return-value]
-    return rates * as_numpy(found.values)
