@@ -47,8 +47,9 @@ class Masked:
     def is_rank_one(self) -> bool:
         """Whether the inner gradients are one outer product each, of one group."""
         inner = self.inner
-        one = isinstance(inner, Outer) and inner.left.shape[1:3] == (1, 1)
-        return one and inner.permutation is None  # type: ignore[union-attr]
+        if not isinstance(inner, Outer) or inner.permutation is not None:
+            return False
+        return inner.left.shape[1:3] == (1, 1)
 
     def narrow(self, start: int, stop: int) -> Masked:
         return Masked(self.inner.narrow(start, stop), self.mask[start:stop])

@@ -283,10 +283,8 @@ def pieces(factors: Sequence[Factor], workspace: int) -> list[list[Outer]]:
     Merging copies all operands, and whoever delivered them still holds them: for all examples at
     once that would be as much again as all uses of a parameter activate.
     """
-    if is_compiling() or not all(isinstance(factor, Outer) for factor in factors):
-        return []
-    uses: list[Outer] = list(factors)  # type: ignore[arg-type]
-    if len({use.layout for use in uses}) > 1:
+    uses = [factor for factor in factors if isinstance(factor, Outer)]
+    if is_compiling() or len(uses) < len(factors) or len({use.layout for use in uses}) > 1:
         return []
     sides = [side for use in uses for side in (use.left, use.right)]
     size, batch = sum(side.nbytes for side in sides), uses[0].batch

@@ -17,7 +17,6 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype, segment_sum
 from gradstats.contractions import _rows, _triton, _triton_layers
-from gradstats.contractions._merge import merge
 from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction, sum_of_parts
 
@@ -60,9 +59,8 @@ def inner_with_rows(factor: Outer | Ragged, rows: Rows, workspace: int) -> Tenso
         rows: factor over the same rows.
         workspace: bytes of scratch.
     """
-    chip = isinstance(factor, Outer) and _triton.serves(factor)
-    if chip and _triton.runs(factor.right, rows.grad):
-        return _triton_layers.inner_with_rows(factor, rows)  # type: ignore[arg-type]
+    if isinstance(factor, Outer) and _triton.runs(factor.left, factor.right, rows.grad):
+        return _triton_layers.inner_with_rows(factor, rows)
     products = rows.grad.new_empty(rows.ids.numel(), dtype=torch.float64)
     for here, columns in _gathered(factor, rows, workspace):
         products[here] = (columns * rows.grad[here]).sum(1, dtype=torch.float64)
@@ -148,14 +146,14 @@ def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> C
     """Return ‖P_i + Σ_u R_u[i]‖² for a projection P and the look-ups R tied to it."""
     if not rows:
         return projected.norms
-    (table,) = merge(list(rows))
-    own = _rows.sqnorm(table, workspace)  # type: ignore[arg-type]
+    table = rows[0] if len(rows) == 1 else _rows.merge(list(rows))
+    own = _rows.sqnorm(table, workspace)
     cross = torch.zeros_like(own.value)
     for factor in rows:
         assert factor.lookup is not None
         products = (projected.gathered[factor.lookup] * factor.grad).sum(1, dtype=torch.float64)
         cross += _by_example(products, factor)
-    dtype = compute_dtype(table.grad, *projected.gathered.values())  # type: ignore[attr-defined]
+    dtype = compute_dtype(table.grad, *projected.gathered.values())
     return sum_of_parts([projected.norms, own], [cross], dtype)
 
 

@@ -247,11 +247,11 @@ def ragged_direction(factor: Ragged, direction: Tensor) -> Tensor:
 
 def _groups(first: Outer, second: Outer) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Return a, g of both factors for each group: examples of different groups never meet."""
-    operands = (first.right, first.left, second.right, second.left)
-    groups = [tuple(operand[:, k] for operand in operands) for k in range(first.left.shape[1])]
-    if first is second:
-        return [(a, g, a, g) for a, g, _, _ in groups]
-    return groups  # type: ignore[return-value]
+    one, two = (
+        list(zip(each.right.unbind(1), each.left.unbind(1), strict=True))
+        for each in (first, second)
+    )
+    return [(*a, *b) for a, b in zip(one, one if first is second else two, strict=True)]
 
 
 def narrow(direction: Tensor, operand: Tensor) -> Tensor:

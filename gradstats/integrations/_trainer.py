@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -59,12 +60,12 @@ def bounds_in(inputs: dict[str, Any]) -> Tensor | None:
 
 def calling_trainer() -> Trainer:
     """Return the Trainer that is calling this callback."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer):
             return caller
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     raise TrackingError(
         "GradStatsCallback was not called by a transformers.Trainer: pass it to one with "
         "callbacks=[...]; in a loop of your own use gs.Monitor."

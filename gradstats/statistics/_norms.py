@@ -248,7 +248,6 @@ class track:
         check_flags(fused=fused, alignment=alignment, gram=gram)
         self._batch_size = batch_size = check_batch_size(batch_size)
         self._weights = loss_weights(loss_reduction, weights, batch_size)
-        self._weighted = weights is not None
         self._scaler = scaler
         self._nonfinite = check_choice("nonfinite", nonfinite, ("raise", "keep"))
         self._losses: Tensor | None = None
@@ -323,8 +322,8 @@ class track:
             losses = check_losses(losses, self._batch_size)
             self._tracker.note_losses(losses)
             # What multiplies each loss is divided out as its dtype holds it: low precision rounds.
-            if self._weighted:
-                factors = self._weights.to(losses)  # type: ignore[union-attr]
+            if isinstance(self._weights, Tensor):
+                factors = self._weights.to(losses)
                 total = (losses * factors).sum()
                 self._weights = factors.double()
             else:
