@@ -22,7 +22,7 @@ from gradstats._factors import (
     Rows,
     Vector,
 )
-from gradstats.contractions import _outer, _patches, _ragged, _tied
+from gradstats.contractions import _outer, _patches, _ragged, _rows, _tied
 
 WORKSPACE = 2**28
 TINY = 1
@@ -267,6 +267,14 @@ def test_rows_of_examples_with_any_number_of_ids(counts):
     torch.testing.assert_close(factor.dense(), expected)
     assert_exact(contractions.sqnorm([factor], WORKSPACE), factor)
     assert_exact(contractions.sqnorm([factor], TINY), factor)
+
+
+@pytest.mark.parametrize("scratch", [2**20, 1])
+def test_rows_that_are_compared_pair_by_pair(scratch, monkeypatch):
+    monkeypatch.setattr(_rows, "SCRATCH", scratch)
+    factor = rows([5, 5, 5])
+    ids, grad = factor.ids.view(3, 5), factor.grad.view(3, 5, -1)
+    assert_exact(contractions.sqnorm_of_few(ids, grad), factor)
 
 
 def test_vectors():

@@ -28,7 +28,16 @@ from gradstats._factors import (
     map_tensors,
 )
 from gradstats.contractions import _outer_pairs, _row_pairs, _tiles
-from tests.test_contractions import TINY, WORKSPACE, normal, outer, patches, rows
+from tests.test_contractions import (
+    TINY,
+    WORKSPACE,
+    experts,
+    normal,
+    outer,
+    patches,
+    ragged,
+    rows,
+)
 from tests.test_precision import ADVERSARIAL, cancelling
 
 
@@ -131,11 +140,21 @@ def test_patches(groups):
     assert_inner([first, first], [second])
 
 
+def masked(inner):
+    return Masked(inner, normal(*inner.shape))
+
+
+def test_packed_examples_and_experts():
+    one, two = ragged([2, 0, 3, 1]), ragged([4, 1])
+    assert_inner([one], [two])
+    assert_inner([masked(one)], [masked(two)])
+    first, second = experts([[2, 0, 1], [0, 0, 3]]), experts([[1, 2], [1, 0]])
+    assert_inner([first], [second])
+    assert_inner([first], [Vector(normal(2, *first.shape), first.shape)])
+
+
 def test_factors_of_derived_weights():
     """Those without a rule for pairs are formed for a few rows of the parameter at a time."""
-
-    def masked(inner):
-        return Masked(inner, normal(*inner.shape))
 
     def tangent(inner, axes):
         unit = normal(*inner.shape)
