@@ -51,7 +51,8 @@ class Step:
 
 def steps() -> list[Step]:
     kernels, layers = "benchmarks.bench_linear_kernels", "benchmarks.bench_layer_kernels"
-    files = ["tests/test_backend_models.py", "tests/test_inner_products.py", "tests/kernels/gpu"]
+    models = "backend_models", "inner_products", "flex_attention"
+    files = [*(f"tests/test_{name}.py" for name in models), "tests/kernels/gpu"]
     # named one by one as they end, so that tests that are stopped have said what failed; a plugin
     # that complains of being run in parallel stays out, as warnings are errors
     tests = ["-m", "pytest", "-p", "no:benchmark", "-v", "--tb=short", "-m", "gpu", *files]
