@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,17 @@ from gradstats.scoring._renewal import Renewal
 def load_weights(model: nn.Module, checkpoint: Checkpoint, renewal: Renewal) -> None:
     """Give the borrowed model a checkpoint's weights; names, shapes and ties must agree.
 
-    What its forwards at other weights have left in it is taken away.
+    What its forwards at other weights have left in it is taken away, and with it what was derived
+    when these were loaded.
     """
+    if not any(_changed(model, checkpoint)):
+        return
     renewal.begin_anew()
     state = model.state_dict()
     held = {**state, **fitted(model, checkpoint)}
     # What stays the same is not loaded: below adapters that is nearly all, and what quantised
     # layers hold beside their weights can often not be.
-    changed = [name for name, value in held.items() if not _same(value, state[name])]
-    if not changed:
-        return
+    changed = list(_changed(model, checkpoint))
     some, alone = _with_neighbours(changed, held, state), _loads_entries_alone(model)
     try:
         try:
@@ -49,6 +50,14 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, renewal: Renewal) -> 
     _check_shared(model, held, checkpoint.name)
     if overrides_modes(model):
         model.eval()  # what was computed from other weights may be dropped there
+
+
+def _changed(model: nn.Module, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the names of entries that a checkpoint is not known to share with the model."""
+    state = model.state_dict()
+    for name, value in fitted(model, checkpoint).items():
+        if not _same(value, state[name]):
+            yield name
 
 
 def _with_neighbours(
