@@ -1,7 +1,8 @@
-"""What modules hold beside their parameters, put back as it was: buffers and plain attributes."""
+"""What modules hold beside the numbers of their tensors, put back as it was."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,45 +10,36 @@ from torch import nn
 
 from gradstats.capture._attributes import PLAIN_TYPES, STANDARD_ATTRIBUTES
 
+CONTAINERS = (OrderedDict, dict, list, set, deque)
+
 
 class Surroundings:
-    """Which buffers and plain attributes modules have, and what lists, dicts and sets there hold.
+    """Which attributes modules have, and what lists, dicts, sets and deques there hold.
 
-    Tensors are not copied: what is written into them stays.
+    Among them are their parts, tensors and hooks: a forward may register others. Tensors are not
+    copied: what is written into them stays.
 
     Args:
         modules: those of TorchScript hold what they hold elsewhere.
     """
 
     def __init__(self, modules: Sequence[nn.Module]):
-        # A forward may assign or register others.
-        self._buffers = [
-            (module, dict(module._buffers), set(module._non_persistent_buffers_set))
-            for module in modules
-        ]
-        self._attributes = [(module, plain_attributes(module)) for module in modules]
+        self._attributes = [(module, _attributes(module)) for module in modules]
         every = (value for _, kept in self._attributes for value in kept.values())
-        self._contents = [(each, _content(each)) for each in _containers(every)]
+        self._contents = [(each, _kind(each)(each)) for each in _containers(every)]
 
     def restore(self) -> None:
         """Put everything back where something else stands now."""
-        for module, named, transient in self._buffers:
-            for name in module._buffers.keys() - named.keys():
-                del module._buffers[name]
-            module._buffers.update(named)
-            module._non_persistent_buffers_set.clear()
-            module._non_persistent_buffers_set.update(transient)
         for module, kept in self._attributes:
-            for name in plain_attributes(module).keys() - kept.keys():
+            for name in _attributes(module).keys() - kept.keys():
                 del vars(module)[name]
             vars(module).update(kept)
         for container, content in self._contents:
-            if _entries(container) != _entries(content):
-                if isinstance(container, list):
-                    container[:] = content
-                else:
-                    container.clear()
-                    container.update(content)
+            if _identities(container) != _identities(content):
+                # Not by methods of their own: outputs of Hugging Face's refuse to be updated.
+                kind = _kind(container)
+                kind.clear(container)
+                (kind.extend if kind in (list, deque) else kind.update)(container, content)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -55,12 +47,17 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in STANDARD_ATTRIBUTES}
 
 
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return all but the mode."""
+    return {name: value for name, value in vars(module).items() if name != "training"}
+
+
 def _containers(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the lists, dicts and sets among some values and inside of these, each once."""
+    """Yield the containers among some values and inside of these, each once."""
     pending, met = list(items), set()
     while pending:
         item = pending.pop()
-        if not isinstance(item, (list, tuple, dict, set)) or id(item) in met:
+        if not isinstance(item, (tuple, *CONTAINERS)) or id(item) in met:
             continue
         met.add(id(item))  # a container may hold itself
         if not isinstance(item, tuple):
@@ -70,14 +67,11 @@ def _containers(items: Iterable[Any]) -> Iterator[Any]:
             pending += entries
 
 
-def _content(container: Any) -> Any:
-    """Return a copy; not by ``copy()``, which a class of the user's may lack or have otherwise."""
-    kind = next(kind for kind in (dict, list, set) if isinstance(container, kind))
-    return kind(container)
+def _kind(container: Any) -> Any:
+    return next(kind for kind in CONTAINERS if isinstance(container, kind))
 
 
-def _entries(container: Any) -> list[Any]:
+def _identities(container: Any) -> list[int]:
     """Return what tells whether a container holds the same objects in the same order."""
-    if isinstance(container, dict):
-        return [(key, id(value)) for key, value in container.items()]
-    return list(map(id, container))
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]

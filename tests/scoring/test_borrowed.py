@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import pytest
@@ -250,7 +251,7 @@ class Remembering(nn.Module):
             return self.head(x @ kept["features"])
         if isinstance(self.kept, dict):
             return self.head(x @ self.kept.setdefault("features", self.features()))
-        if isinstance(self.kept, list):
+        if isinstance(self.kept, (list, deque)):
             self.kept.append(self.features())
             return self.head(x @ self.kept[0])
         if self.kept is None:
@@ -262,6 +263,7 @@ KEEPING: dict[str, Callable[[], nn.Module]] = {
     "an attribute": lambda: Remembering(None),
     "a dict": lambda: Remembering({}),
     "a list": lambda: Remembering([]),
+    "a deque": lambda: Remembering(deque()),
     "a dict in a tuple": lambda: Remembering(({},)),
     "a buffer": Registering,
 }
@@ -284,6 +286,87 @@ def test_what_a_first_forward_keeps_goes_with_its_checkpoint(make):
     for got in (torch.tensor(found.self_influence), torch.tensor(matrix.raw[:]).diagonal()):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
     torch.testing.assert_close(model(batch[0]), own(batch[0]), rtol=0, atol=0)
+
+
+class Preparing(nn.Module):
+    """Registers a hook and a module in its first forward, which a plain attribute says is done."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head, self.prepared = nn.Linear(4, 4), nn.Linear(4, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.prepared:
+            self.encoder.register_forward_hook(lambda module, given, features: 2 * features)
+            self.add_module("activation", nn.Tanh())
+            self.prepared = True
+        return self.head(self.activation(self.encoder(x)))
+
+
+def test_what_a_first_forward_registers_is_registered_once_at_each_checkpoint():
+    torch.manual_seed(0)
+    model, batch = Preparing(), (torch.randn(6, 4), torch.randint(3, (6,)))
+    states, expected = [disturbed(model.state_dict()) for _ in range(3)], torch.zeros(6).double()
+    for state in states:
+        loaded = Preparing()
+        loaded.load_state_dict(state)
+        expected += gs.per_example_norms(loaded, batch, loss_fn).sqnorm
+    checkpoints = gs.Checkpoints(states, lr=1.0)
+    found = gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
+    torch.testing.assert_close(torch.tensor(found.self_influence), expected, rtol=1e-4, atol=0)
+    assert not model.encoder._forward_hooks and not hasattr(model, "activation")
+
+
+@pytest.mark.parametrize("top_k", [None, 6])
+def test_what_a_load_derives_stays_where_the_other_side_has_the_same_weights(top_k):
+    """Nothing is loaded for it then that would derive it again."""
+    torch.manual_seed(0)
+    model, batch = Temperature().double(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
+    states = [disturbed(model.state_dict()) for _ in range(2)]
+    expected = torch.zeros(6, 6, dtype=torch.float64)
+    for state in states:
+        loaded = Temperature().double()
+        loaded.load_state_dict(state)
+        expected += gs.inner_products(loaded, batch, loaded, copy.deepcopy(batch), loss_fn)
+    scores = gs.influence(
+        model, [batch], [batch], loss_fn, gs.Checkpoints(states, lr=1.0),
+        query_checkpoints=states, top_k=top_k, progress=False,
+    )  # fmt: skip
+    for query in range(6):
+        found = scores.proponents(query, 6)
+        got, places = torch.tensor(found.scores), torch.tensor(found.positions)
+        torch.testing.assert_close(got, expected[places, query], rtol=1e-9, atol=0)
+
+
+class Sealed(OrderedDict):
+    """Can be written to one entry at a time alone, as outputs of Hugging Face's models can."""
+
+    def update(self, *entries, **named):
+        raise TypeError("one entry at a time")
+
+
+class Latest(nn.Module):
+    """Keeps by its input, which has no order and no equality that is one truth value."""
+
+    def __init__(self, empty):
+        super().__init__()
+        self.head, self.latest = nn.Linear(4, 3), empty
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest.clear()
+        self.latest[x] = len(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [dict, Sealed])
+def test_what_is_kept_by_tensors_comes_back(kind):
+    model, batch = Latest(kind()), (torch.randn(6, 4), torch.arange(6) % 3)
+    model(batch[0][:2])
+    (before,) = model.latest
+    states = [disturbed(model.state_dict()) for _ in range(2)]
+    checkpoints = gs.Checkpoints(states, lr=1.0)
+    gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
+    assert [*map(id, model.latest)] == [id(before)] and model.latest[before] == 2
 
 
 class EvalCache(nn.Module):
