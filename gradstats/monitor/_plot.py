@@ -87,7 +87,8 @@ def plot(monitor: Monitor) -> Figure:
     gradient = history["grad_norm"]
     least = SHOWN_BELOW * np.min(gradient[gradient > 0], initial=np.inf)
     if norms.get_ylim()[0] < least < np.inf:
-        highest = max(np.nanmax(line.get_ydata(), initial=least) for line in norms.get_lines())
+        drawn = np.concatenate([line.get_ydata() for line in norms.get_lines()])
+        highest = np.max(drawn[np.isfinite(drawn)], initial=least)
         norms.set_ylim(least, highest * (highest / least) ** 0.1)
 
     value, spread = history["gns/b_simple"], 2 * history["gns/b_simple_se"]

@@ -90,6 +90,9 @@ def test_examples_without_gradient_do_not_flatten_the_norms(monitor):
         (norms, _) = plot(SimpleNamespace(history=history, spikes=[], metrics=dict)).axes
         bottom, top = norms.get_ylim()
         assert (1 - 1e-9) * 1e-3 * least <= bottom < least and highest < top < 10 * highest
+        diverged = {**history, "grad_norm": [*history["grad_norm"][1:], float("inf")]}
+        (norms, _) = plot(SimpleNamespace(history=diverged, spikes=[], metrics=dict)).axes
+        assert highest < norms.get_ylim()[1] < 10 * highest
     history["grad_norm"] = [float("nan")] * len(history["step"])
     plot(SimpleNamespace(history=history, spikes=[], metrics=dict)).canvas.draw()
 
