@@ -766,3 +766,28 @@ def test_what_could_not_be_divided_is_said_beside_coupled_examples():
     assert checks["exactness"].ok
     assert checks["coupling"].ok is False
     assert "it holds a tensor of shape (7,) without an axis of 3 at 0" in checks["coupling"].detail
+
+
+def test_labels_that_look_like_the_starts_of_bags_are_said_beside_coupled_examples():
+    """The second of two sentences has two words before it, and the label 2."""
+
+    class Sentences(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.EmbeddingBag(11, 8, include_last_offset=True)
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, batch):
+            return self.last(self.table(batch["ids"], batch["bounds"]))
+
+    def loss(model, batch):
+        return functional.cross_entropy(model(batch), batch["labels"], reduction="none")
+
+    bounds = torch.tensor([0, 2, 5])
+    batch = {"ids": torch.randint(11, (5,)), "bounds": bounds, "labels": torch.tensor([0, 2])}
+    report = gs.verify(Sentences(), batch, loss, cu_seqlens=bounds)
+    (coupling,) = (check for check in report.checks if check.name == "coupling")
+    assert coupling.ok is False
+    assert "integers of shape (2,) that may say where its examples begin" in coupling.detail
+    batch["labels"] = torch.tensor([0, 3])
+    assert gs.verify(Sentences(), batch, loss, cu_seqlens=bounds).ok

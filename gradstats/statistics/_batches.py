@@ -291,11 +291,16 @@ class Division:
             if len(held) == self.batch_size or (held and not (of_tensors or _is_size(held))):
                 what = "tensors" if of_tensors else "entries"
                 return f"it holds a {type(held).__name__} of {len(held)} {what}"
-        for tensor in tensors if self.bounds is None else ():
-            if self.axis(tensor) is None:
+        for tensor in tensors:
+            if self.bounds is None and self.axis(tensor) is None:
                 return (
                     f"it holds a tensor of shape {tuple(tensor.shape)} without an axis of "
                     f"{self.batch_size} at {self.batch_dim}"
+                )
+            if self._bounds_in(tensor) == self.batch_size:
+                return (
+                    f"it holds integers of shape {tuple(tensor.shape)} that may say where its "
+                    "examples begin, or be one for each of them, such as labels"
                 )
         return None
 

@@ -122,6 +122,11 @@ def test_packed_batches_can_be_halved(packed):
 
     assert_close(packed.influence(hungry), packed.products)
     assert_close(packed.self_influence(hungry).self_influence, packed.squares)
+    labels = packed.sides["train"][1]["y"]
+    packed.sides["train"][1]["y"] = packed.sides["train"][1]["bounds"][:-1]  # 0 and 2
+    with pytest.raises(LoaderError, match=r"cannot be divided: .*\(2,\) .*begin, or .* labels"):
+        packed.self_influence(hungry)
+    packed.sides["train"][1]["y"] = labels
     for batch in packed.sides["train"]:
         batch["edges"] = torch.zeros(2, 7, dtype=torch.long)
     with pytest.raises(LoaderError, match=r"packed examples cannot be divided: .*edges of graphs"):
