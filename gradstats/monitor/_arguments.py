@@ -34,12 +34,14 @@ def check_monitor(
     reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
     optimizers = optimizers_of(optimizer)
     optimizes = all(hasattr(o, "param_groups") and not isinstance(o, type) for o in optimizers)
+    optimizes = optimizes and len(set(map(id, optimizers))) == len(optimizers)
+    several = "a torch.optim.Optimizer instance, or a list of them, each once"
     groups = process_group is None or isinstance(process_group, dist.ProcessGroup)
     for name, value, is_good, expected in (
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
         ("every", every, is_count(every) and every > 0, "a positive integer: steps"),
         ("loss_reduction", loss_reduction, loss_reduction in REDUCTIONS, reductions),
-        ("optimizer", optimizer, optimizes, "a torch.optim.Optimizer instance, or a list of them"),
+        ("optimizer", optimizer, optimizes, several),
         ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
         ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
         ("top", top, is_count(top), "a number of examples"),

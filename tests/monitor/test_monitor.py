@@ -668,6 +668,7 @@ def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
         (lambda m: gs.Monitor(type(m)), "model is <class .*, expected a torch.nn.Module"),
         (lambda m: gs.Monitor(m, optimizer=torch.optim.SGD), "optimizer is <class .*, expected a"),
         (lambda m: gs.Monitor(m, optimizer=0.1), "optimizer is 0.1"),
+        (lambda m: gs.Monitor(m, optimizer=2 * [torch.optim.SGD(m.parameters())]), "each once"),
         (lambda m: gs.Monitor(m, optimizer=["SGD"]), r"optimizer is \['SGD'\], .*, or a list of"),
         (lambda m: gs.Monitor(m, scaler=torch.amp.GradScaler), "scaler is <class"),
         (lambda m: gs.Monitor(m, scaler=1024.0), "scaler is 1024.0"),
