@@ -19,10 +19,14 @@ from torch import Tensor, nn
 from gradstats._comparison import same_bits
 from gradstats.capture._attributes import PLAIN_TYPES, tensors_kept
 from gradstats.capture._modes import without_contexts
-from gradstats.scoring._surroundings import Surroundings, plain_attributes
+from gradstats.scoring._surroundings import (
+    CONTAINERS,
+    Surroundings,
+    content_of,
+    plain_attributes,
+    refill,
+)
 from gradstats.statistics._state import Versions
-
-CONTAINERS = (dict, list, set)
 
 
 class Renewal:
@@ -96,7 +100,7 @@ class Attribute:
         self._place, self._name = place, name
         self._value = place[name]
         kept = isinstance(self._value, CONTAINERS)
-        self._content = self._value.copy() if kept else self._value
+        self._content = content_of(self._value) if kept else self._value
         self._tensors = [id(each) for each in tensors_kept(self._content)]
 
     def _now(self) -> Any:
@@ -121,13 +125,9 @@ class Attribute:
 
     def restore(self) -> None:
         """Put it back, its content too."""
-        value, content = self._value, self._content
-        if isinstance(value, list):
-            value[:] = content
-        elif isinstance(value, (dict, set)):
-            value.clear()
-            value.update(content)
-        self._place[self._name] = value
+        if isinstance(self._value, CONTAINERS):
+            refill(self._value, self._content)
+        self._place[self._name] = self._value
 
 
 class Before:

@@ -26,7 +26,7 @@ class Surroundings:
     def __init__(self, modules: Sequence[nn.Module]):
         self._attributes = [(module, _attributes(module)) for module in modules]
         every = (value for _, kept in self._attributes for value in kept.values())
-        self._contents = [(each, _kind(each)(each)) for each in _containers(every)]
+        self._contents = [(each, content_of(each)) for each in _containers(every)]
 
     def restore(self) -> None:
         """Put everything back where something else stands now."""
@@ -36,10 +36,7 @@ class Surroundings:
             vars(module).update(kept)
         for container, content in self._contents:
             if _identities(container) != _identities(content):
-                # Not by methods of their own: outputs of Hugging Face's refuse to be updated.
-                kind = _kind(container)
-                kind.clear(container)
-                (kind.extend if kind in (list, deque) else kind.update)(container, content)
+                refill(container, content)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -65,6 +62,18 @@ def _containers(items: Iterable[Any]) -> Iterator[Any]:
         entries = item.values() if isinstance(item, dict) else item
         if not PLAIN_TYPES.issuperset(map(type, entries)):
             pending += entries
+
+
+def content_of(container: Any) -> Any:
+    """Return a copy; not by ``copy()``, which a class of the user's may lack or have otherwise."""
+    return _kind(container)(container)
+
+
+def refill(container: Any, content: Any) -> None:
+    """Have a container hold what it did; not by methods of its own, which may refuse to."""
+    kind = _kind(container)
+    kind.clear(container)
+    (kind.extend if kind in (list, deque) else kind.update)(container, content)
 
 
 def _kind(container: Any) -> Any:

@@ -530,10 +530,27 @@ class Begins(nn.Linear):
         return super().train(mode)
 
 
+class Recent(nn.Linear):
+    """Scales by what it measured last, until it is trained."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.recent = deque([1.7, 1.9], maxlen=2)
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.recent.clear()
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (sum(self.recent) or 1.0)
+
+
 USERS_MODES = {
     "an average": Averaged,
     "frozen parts": Thawed,
     "a number": lambda: Calibrated(1.7),
+    "a deque": Recent,
     "a tensor": lambda: Calibrated(torch.tensor(1.7)),
     "for inference": ForInference,
     "statistics": Resets,
