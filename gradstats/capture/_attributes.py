@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import filterfalse
 from typing import Any
 
@@ -29,7 +30,7 @@ def kept_by(module: nn.Module) -> list[str]:
 
 
 def tensors_kept(attribute: Any) -> list[Tensor]:
-    """Return the tensors of an attribute: itself, or what it holds in lists, tuples and dicts."""
+    """Return the tensors of an attribute: itself, or what it holds in lists, tuples, dicts, deques."""
     found: list[Tensor] = []
     pending, met = [attribute], set()
     while pending:
@@ -37,7 +38,7 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
         if isinstance(item, Tensor):
             if not isinstance(item, nn.Parameter):
                 found.append(item)
-        elif isinstance(item, (list, tuple, dict)) and id(item) not in met:
+        elif isinstance(item, (list, tuple, dict, deque)) and id(item) not in met:
             met.add(id(item))  # a container may hold itself
             entries = item.values() if isinstance(item, dict) else item
             if not PLAIN_TYPES.issuperset(map(type, entries)):
@@ -54,17 +55,16 @@ def restore_attributes(module: nn.Module) -> None:
 
 
 def _unwrapped(item: Any, met: set[int]) -> Any:
-    """Return an attribute with plain tensors for derived ones; lists and dicts change in place.
+    """Return an attribute with plain tensors for derived ones; what can change changes in place.
 
     Args:
         item: the attribute, or something inside it.
-        met: ids of the lists and dicts that are done; they may hold themselves.
+        met: ids of the containers that are done; they may hold themselves.
     """
-    if isinstance(item, (list, dict)):
+    if isinstance(item, (list, dict, deque)):
         if id(item) not in met:
             met.add(id(item))
-            keys = range(len(item)) if isinstance(item, list) else item
-            for key in keys:
+            for key in item if isinstance(item, dict) else range(len(item)):
                 item[key] = _unwrapped(item[key], met)
         return item
     if isinstance(item, tuple):

@@ -53,7 +53,9 @@ class Held(NamedTuple):
         with (folder / STATE).open("rb") as file, np.load(file, allow_pickle=False) as held:
             lists = {kind: tuple(held[name] for name in names_of(*kind)) for kind in KINDS}
             names = tuple(map(str, held["checkpoints"]))
-            circumstances = json.loads(str(held["circumstances"]))
+            # A folder written before they were noted has none: its lists may be read, and no more.
+            known = "circumstances" in held
+            circumstances = json.loads(str(held["circumstances"])) if known else {}
             return cls(lists, int(held["next_batch"]), names, circumstances)
 
 

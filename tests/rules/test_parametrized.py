@@ -1,5 +1,7 @@
 """Weights that modules and hooks compute before use: normalised, quantised, adapted."""
 
+from collections import deque
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,9 +78,10 @@ def test_weight_norm(name):
 
 
 def attribute_types(model: nn.Module) -> list[type]:
-    """Return the types of all that modules keep, in lists too."""
+    """Return the types of all that modules keep, in lists and deques too."""
     kept = [item for module in model.modules() for item in vars(module).values()]
-    return [type(item) for item in [*kept, *(x for i in kept if type(i) is list for x in i)]]
+    inside = (each for item in kept if type(item) in (list, deque) for each in item)
+    return [type(item) for item in [*kept, *inside]]
 
 
 def check_each_forward(make, x: Tensor) -> None:
@@ -117,6 +120,24 @@ def test_weight_norm_as_a_hook(name):
         return layer
 
     check_each_forward(make, sample(shape))
+
+
+@pytest.mark.parametrize("container", [list, deque])
+def test_weights_that_a_forward_keeps_in_containers(container):
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.kept = nn.Linear(WIDTH, 3), container([torch.zeros(1)])
+
+        def forward(self, x):
+            self.kept[0] = self.layer.weight.tanh()
+            return functional.linear(x, self.kept[0], self.layer.bias)
+
+    def make():
+        torch.manual_seed(0)
+        return Keeping().double()
+
+    check_each_forward(make, normal(BATCH, WIDTH))
 
 
 @pytest.mark.parametrize("name", LAYERS)
