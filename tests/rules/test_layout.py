@@ -125,6 +125,36 @@ def test_parameters_by_numpys_names():
     check_operation(function, {"w": (4, 4), "v": (4,)}, normal(BATCH, 4))
 
 
+OF_DATA = {
+    "linear": lambda m, x, weight: nn.functional.linear(x, weight, m.bias),
+    "rows": lambda m, x, weight: nn.functional.linear(x[:, None], weight, m.bias)[:, 0],
+    "conv1d": lambda m, x, weight: nn.functional.conv1d(
+        x[:, None], weight[:, None], m.bias
+    ).squeeze(2),
+    "padded": lambda m, x, weight: nn.functional.conv2d(
+        x[:, None, None], weight[:, None, None], m.bias, padding=1
+    ).sum((2, 3)),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", OF_DATA)
+def test_bias_beside_a_weight_of_data(name, fused):
+    """Each example scores data of all others that are not trained: it lies along the columns."""
+    model = nn.Linear(4, BATCH).double()
+    given, (x, others) = nn.Linear(4, 4).double(), normal(2, BATCH, 4)
+    model.layer = given
+    with gs.track(model, batch_size=BATCH, fused=fused) as tracker:
+        losses = OF_DATA[name](model, others, model.layer(x)).sin().sum(0)
+        tracker.backward(losses)
+    losses = OF_DATA[name](model, others, model.layer(x)).sin().sum(0)
+    for key in ("bias", "layer.weight"):
+        parameter = model.get_parameter(key)
+        rows = [torch.autograd.grad(each, parameter, retain_graph=True)[0] for each in losses]
+        expected = torch.stack([row.square().sum() for row in rows])
+        torch.testing.assert_close(tracker.stats.by_parameter[key], expected)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_inner_product_with_a_number(first):
     def function(m, x):

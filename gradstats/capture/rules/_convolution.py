@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture._together import is_small
 from gradstats.capture._uses import Use, attach, tap
-from gradstats.capture.rules._common import as_data, bare, cast_for_autocast, locate
+from gradstats.capture.rules._common import are_of_one, as_data, bare, cast_for_autocast, locate
 
 
 def convolution(
@@ -82,6 +83,9 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
         if layout == Examples(tracker.batch_size, 1, input.shape[1] // tracker.batch_size):
             if call[-1] % tracker.batch_size == 0:
                 return _in_groups(tracker, func, input, weight, bias, call)
+    if tracker.is_trained(weight) and not are_of_one(tracker, (input, weight)):
+        apart = Composed(partial(_bias_apart, func))
+        return apart(tracker, func, input, weight, bias, **_options(call))
     examples = locate(tracker, func, nodes[0], input, axis=0, folds=True)
     if examples.segments is not None or (examples.fold != 1 and dims == 3):
         if call == (call[0], (0,) * dims, (1,) * dims, False, (0,) * dims, 1):
@@ -126,16 +130,26 @@ def _in_groups(tracker, func, input, weight, bias, call):
         examples = Examples(tracker.batch_size, axis)
         return as_data(tracker, func, node, slices, examples).flatten(axis, axis + 1)
 
+    def convolve(data):
+        return func(own(data, 1), own(weight), own(bias), **_options(call))
+
+    # Data convolved with data, which the mode follows.
+    return watched(tracker, convolve, input)
+
+
+def _bias_apart(func, input: Tensor, weight: Tensor, bias: Tensor, **options) -> Tensor:
+    """The examples may lie along the kernels, where these were computed from data."""
+    result = func(input, weight, **options)
+    return result + bias.view(-1, *(1 for _ in weight.shape[2:])).to(result.dtype)
+
+
+def _options(call) -> dict[str, Any]:
+    """Return the options of a convolution as its function takes them."""
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     options = dict(zip(names, call, strict=True))
     if not options.pop("transposed"):
         del options["output_padding"]
-
-    def convolve(data):
-        return func(own(data, 1), own(weight), own(bias), **options)
-
-    # Data convolved with data, which the mode follows.
-    return watched(tracker, convolve, input)
+    return options
 
 
 def as_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -24,6 +24,7 @@ from gradstats.capture._tensors import first_node, node_of, value_of, wrap
 from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture._views import ExampleLayout, example_view
 from gradstats.capture.rules._common import (
+    are_of_one,
     autocast_dtype,
     bare,
     cast_for_autocast,
@@ -48,6 +49,8 @@ def linear(tracker, func, input, weight, bias=None):
         return Composed(_complex_linear)(tracker, func, input, weight, bias)
     if input.dim() == 1:
         return Composed(_linear_of_vector)(tracker, func, input, weight, bias)
+    if tracker.is_trained(weight) and not are_of_one(tracker, (input, weight)):
+        return Composed(_bias_apart)(tracker, func, input, weight, bias)
     if bias is None or bias.shape == weight.shape[:1]:
         return linear_layer(tracker, func, input, weight, bias)
     x = cast_for_autocast(tracker, input)
@@ -62,6 +65,12 @@ def linear(tracker, func, input, weight, bias=None):
 
 def _linear_of_vector(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(input.unsqueeze(0), weight, bias).squeeze(0)
+
+
+def _bias_apart(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The examples may lie along the rows of a weight that was computed from data."""
+    result = functional.linear(input, weight)
+    return result + bias.to(result.dtype)  # autocast may have made it another
 
 
 def _complex_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
