@@ -10,7 +10,7 @@ with its true shapes. What other transforms compute from parameters is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +113,7 @@ def _run(tracker, call: Vmap):
         call.in_dims, call.args, call.function
     )
     mapped = list(zip(operands, dims, strict=True))
+    slicewise, call = call.function, call._replace(function=_noted(tracker, call.function))
     layouts = _mapped_along(tracker, mapped)
     if layouts is not None:
         try:
@@ -135,7 +136,7 @@ def _run(tracker, call: Vmap):
         )
     parts = [[item] * count if dim is None else item.unbind(dim) for item, dim in mapped]
     results = [
-        call.function(*pytree.tree_unflatten(list(slices), structure), **call.kwargs)
+        slicewise(*pytree.tree_unflatten(list(slices), structure), **call.kwargs)
         for slices in zip(*parts, strict=True)
     ]
     columns = zip(*map(pytree.tree_leaves, results), strict=True)
@@ -144,6 +145,24 @@ def _run(tracker, call: Vmap):
         for column, dim in zip(columns, _dims_of(call.out_dims, results[0]), strict=True)
     ]
     return pytree.tree_unflatten(joined, pytree.tree_structure(results[0]))
+
+
+def _noted(tracker, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function under vmap that notes what it returns as it stands outside of vmap.
+
+    Such results are repeated, and have the examples along other axes than what was mapped.
+    """
+
+    @wraps(function)
+    def noted(*args, **kwargs):
+        result = function(*args, **kwargs)
+        whole = [item for item in tensors_in(result) if unwrapped(item) is item]
+        if any(node_of(item) is not None or tracker.is_trained(item) for item in whole):
+            raise _hidden("a function under torch.vmap that returns what it was not given")
+        tracker.maps_data = tracker.maps_data or any(map(tracker.is_data, whole))
+        return result
+
+    return noted
 
 
 def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Examples] | None:

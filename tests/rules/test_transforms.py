@@ -65,6 +65,34 @@ def test_trained_data_mapped_over_something_else(function):
     check_operation(function, LAYER, normal(BATCH, BATCH, WIDTH), fusing=(True,))
 
 
+RETURNED = {
+    "mapped over examples": lambda h, x: torch.vmap(lambda row: h)(x),
+    "beside what is mapped": lambda h, x: torch.vmap(lambda row: (row, h))(x)[1],
+    "mapped over numbers": lambda h, x: torch.vmap(lambda number: h)(torch.arange(BATCH)),
+    "mapped twice": lambda h, x: torch.vmap(torch.vmap(lambda each: h))(x).select(1, 0),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_trained_data_that_is_returned_as_it_is(name):
+    """It is repeated along the mapped axis, and has its examples along its own."""
+    x = normal(BATCH, 3, WIDTH)
+    function = RETURNED[name]
+    check_operation(lambda m, x: function(m.layer(x), x)[0], LAYER, x, fusing=(True,))
+    one = Operation(lambda m, x: function(m.layer(x), x)[:, 0], LAYER, upstream=False)
+    with pytest.raises(gs.ExampleAxisError, match=r"belong to the examples \[0, 0, 0\]"):
+        gs.per_example_norms(one, (x,), uneven_loss)
+
+
+def test_data_that_is_returned_as_it_is():
+    check_operation(
+        lambda m, x: m.layer(torch.vmap(lambda n: (n, x), out_dims=(0, None))(torch.arange(2))[1]),
+        LAYER,
+        normal(BATCH, 3, WIDTH),
+        fusing=(True,),
+    )
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_trained_data_with_the_examples_along_another_axis(axis):
     def losses(model: nn.Module, batch) -> Tensor:
