@@ -211,3 +211,33 @@ def test_packed_examples(apart):
     alone = copy.deepcopy(model)
     expected = sqnorms_alone(alone, examples, loss_alone)
     check_packed(model, batch, loss_fn, bounds, expected)
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["both", "one of two"])
+def test_packed_examples_in_several_rows(apart):
+    """As two views of all of them have, whose masks may differ."""
+    torch.manual_seed(0)
+    owner = torch.arange(3).repeat_interleave(torch.tensor([5, 3, 8]))
+
+    def mask_mod(b, h, q, k):
+        return (owner[q] == owner[k]) | ((b > 0) & (not apart))
+
+    mask = create_block_mask(mask_mod, 2, None, 16, 16, "cpu", BLOCK_SIZE=8)
+    model = Attention(lambda m, x: {"block_mask": mask}).double()
+
+    def loss_fn(model, batch):
+        (rows,) = batch
+        each = model(torch.stack([rows, rows.flip(1)])).square().sum((0, 2))
+        return each.new_zeros(3).index_add(0, owner, each)
+
+    batch, bounds = (torch.randn(16, WIDTH).double(),), torch.tensor([0, 5, 8, 16])
+    if not apart:
+        with pytest.raises(gs.GradStatsError, match="flex_attention"):
+            gs.per_example_norms(model, batch, loss_fn, cu_seqlens=bounds)
+        return
+    stats = gs.per_example_norms(model, batch, loss_fn, cu_seqlens=bounds)
+    losses = loss_fn(model, batch)
+    for name, parameter in model.named_parameters():
+        rows = [torch.autograd.grad(each, parameter, retain_graph=True)[0] for each in losses]
+        expected = torch.stack([row.square().sum() for row in rows])
+        torch.testing.assert_close(stats.by_parameter[name], expected, rtol=1e-7, atol=1e-12)

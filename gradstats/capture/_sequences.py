@@ -75,7 +75,7 @@ def _of_flex_attention(tracker: Context, args, kwargs, results) -> Layouts:
     if any(map(tracker.is_trained, _taken_beside(*args, **kwargs))):
         return lost
     own = _common_along(tracker, args[:3], 2 if tracker.packed else 0)
-    if tracker.packed and (own is None or not _keeps_apart(args[4][-1], args[0].shape[1], own)):
+    if tracker.packed and (own is None or not _keeps_apart(args[4][-1], args[0].shape, own)):
         tracker.note_meeting(results[0])
         return lost
     return [own] * len(results)
@@ -121,8 +121,14 @@ class _Taking(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def _keeps_apart(mask_mod, heads: int, rows: Examples) -> bool:
-    """Whether a mask of flex_attention lets no row of a packed example see another's."""
+def _keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
+    """Whether a mask of flex_attention lets no row of a packed example see another's.
+
+    Args:
+        mask_mod: the mask.
+        shape: (N, H, T, d) of the queries; it may differ between the N rows and between the heads.
+        rows: whose each of the T places is.
+    """
     if is_compiling():
         return False
     assert rows.segments is not None
@@ -130,8 +136,8 @@ def _keeps_apart(mask_mod, heads: int, rows: Examples) -> bool:
     place = torch.arange(len(owner), device=owner.device)
     of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
     others, meets = owner.unsqueeze(1) != owner, torch.zeros((), device=owner.device).bool()
-    for head in place.new_tensor(range(heads)):
-        meets |= (of_pairs(torch.zeros_like(head), head, place, place) & others).any()
+    for row, head in torch.cartesian_prod(*(place.new_tensor(range(size)) for size in shape[:2])):
+        meets |= (of_pairs(row, head, place, place) & others).any()
     return not meets
 
 
