@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -241,3 +243,26 @@ def test_packed_examples_in_several_rows(apart):
         rows = [torch.autograd.grad(each, parameter, retain_graph=True)[0] for each in losses]
         expected = torch.stack([row.square().sum() for row in rows])
         torch.testing.assert_close(stats.by_parameter[name], expected, rtol=1e-7, atol=1e-12)
+
+
+FIRST = """
+import torch
+from torch.nn.attention import flex_attention as module
+import gradstats as gs
+
+module._validate_device = lambda *operands: None
+model = torch.nn.Linear(16, 16)
+
+def losses(model, batch):
+    rows = model(batch[0]).unsqueeze(1)
+    return module.flex_attention(rows, rows, rows).square().sum((1, 2, 3))
+
+batch = (torch.randn(3, 4, 16),)
+print(gs.per_example_norms(model, batch, losses).norm.shape)
+"""
+
+
+def test_its_first_call_in_a_process():
+    """There it compiles itself, even where nobody has called the compiler."""
+    ran = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert ran.stdout == "torch.Size([3])\n", ran.stderr

@@ -227,6 +227,8 @@ _used = False
 def compiler_is_used() -> bool:
     """Whether torch.compile has been used; until then nothing need be prepared for it."""
     global _used
+    # Called as it is, flex_attention compiles itself.
+    _used = _used or "torch.nn.attention.flex_attention" in sys.modules
     _used = _used or _compiler_holds_backends()
     return _used
 
