@@ -34,6 +34,28 @@ MIXES = {
 }
 
 
+# The same where a constant comes first, and the numbers of its columns stand for losses.
+BEHIND_A_CONSTANT = {
+    "cosine": lambda c, h: functional.cosine_similarity(c, h, dim=0),
+    "cosine, broadcast": lambda c, h: functional.cosine_similarity(c.expand(2, -1, -1), h, dim=1)[
+        0
+    ],
+    "distance": lambda c, h: functional.pairwise_distance(c, h.T),
+    "vecdot": lambda c, h: torch.linalg.vecdot(c, h, dim=0),
+    "cross": lambda c, h: torch.cross(c, h, dim=0).sum(1),
+    "linalg.cross": lambda c, h: torch.linalg.cross(c, h, dim=0).sum(1),
+    "trapezoid": lambda c, h: torch.trapezoid(c, h, dim=0),
+}
+
+
+@pytest.mark.parametrize("mix", BEHIND_A_CONSTANT.values(), ids=BEHIND_A_CONSTANT)
+def test_values_of_all_examples_behind_a_constant(mix):
+    model = nn.Linear(WIDTH, BATCH).double()
+    model.register_buffer("constant", torch.randn(BATCH, BATCH).double())
+    with pytest.raises(gs.CoupledExamplesError, match="depends on several examples"):
+        gs.per_example_norms(model, batch(), lambda m, x: mix(m.constant, m(x)))
+
+
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 def test_values_of_all_examples(mix):
     model = nn.Linear(WIDTH, WIDTH).double()

@@ -49,7 +49,7 @@ from gradstats.capture._operations import (
     UNFOLLOWED,
     is_trusted,
 )
-from gradstats.capture._reductions import ATTENTION, OVER_AXES, REDUCES, runs_over
+from gradstats.capture._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
 from gradstats.capture._reindexed import REINDEXES
 from gradstats.capture._separable import LOSSES, is_root, is_square, is_sum
 from gradstats.capture._tensors import node_of
@@ -296,7 +296,7 @@ class Following(Marks):
 
     def _runs_over_examples(self, call: Call) -> bool:
         func, args, kwargs, _, result = call
-        operands = list(args[:1])
+        operands = [item for item in args[: 2 if func in OF_TWO else 1] if isinstance(item, Tensor)]
         if func is ATTENTION:
             operands = [*args[:3], *(kwargs[name] for name in ("key", "value") if name in kwargs)]
         if self.packed and (func is ATTENTION or not result.requires_grad):
@@ -306,7 +306,10 @@ class Following(Marks):
         for item in operands:
             if self.is_of_data(item):
                 layout = self.layout_of(item)
-                if layout is not None and runs_over(func, (item, *args[1:]), kwargs, layout.axis):
+                # Axes are counted in what the operands are broadcast to.
+                widest = max((item, *operands), key=Tensor.dim) if func in OF_TWO else item
+                axis = 0 if layout is None else layout.axis + widest.dim() - item.dim()
+                if layout is not None and runs_over(func, (widest, *args[1:]), kwargs, axis):
                     return True
         return False
 

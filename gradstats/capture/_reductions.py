@@ -161,6 +161,15 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **{function: (KEYWORD, axis) for function, axis in ROW_LOSSES.items()},
 }
 
+# Those that broadcast two operands against each other first.
+OF_TWO = frozenset(
+    [
+        functional.cosine_similarity, functional.pairwise_distance, torch.linalg.vecdot,
+        torch.linalg.cross, torch.trapezoid, torch.trapz, torch.cumulative_trapezoid,
+        *variants("cross"),
+    ]
+)  # fmt: skip
+
 
 def runs_over(func, args, kwargs, axis: int) -> bool:
     """Whether an operation of ``OVER_AXES`` on args[0] runs over this axis."""

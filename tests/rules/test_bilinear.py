@@ -22,6 +22,16 @@ def test_bilinear(sizes, between, bias):
     check_operation(lambda m, x, y: m.layer(x, y), {"layer": layer}, first, second)
 
 
+def test_bilinear_with_a_bias_of_several_axes():
+    """PyTorch asks that the first be as many as the results; each position has a row of it."""
+    check_operation(
+        lambda m, x, y: functional.bilinear(x, y, m.w, m.b),
+        {"w": (2, 4, 5), "b": (2, 1, 2)},
+        normal(3, 2, 3, 4),
+        normal(3, 2, 3, 5),
+    )
+
+
 def test_bilinear_of_one_input_and_used_twice():
     layer = nn.Bilinear(4, 4, 4)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._examples import Examples
+from gradstats.capture._grafted import Composed
 from gradstats.capture._linear import bias_factor, outer_factor
 from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
@@ -23,6 +24,8 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
         refuse(func, first_node(input1, input2), "with a tracked input has no rule")
     if tracker.is_trained(weight):
         refuse(func, nodes[0], "with a weight that was computed from data has no rule")
+    if bias is not None and bias.dim() > 1:
+        return Composed(_bias_apart)(tracker, func, input1, input2, weight, bias)
     data = tracker.data_among((input1, input2))
     layouts = [locate(tracker, func, nodes[0], x, folds=True, trailing=1) for x in data]
     examples = common_rows(func, nodes[0], layouts)
@@ -30,6 +33,10 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
     tracked = (node_of(weight) is not None, node_of(bias) is not None)
     factors = BilinearFactors(*tracked, examples, tuple(weight.shape))
     return tap(nodes, result, factors, input1, input2)
+
+
+def _bias_apart(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.bilinear(input1, input2, weight) + bias
 
 
 @dataclass(frozen=True)
