@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
-from gradstats.capture._examples import APART, Examples, Grid, Mixed, Scores, Whole
+from gradstats.capture._examples import APART, Examples, Grid, Mixed, Scores, Whole, sole_of
 from gradstats.capture._filled import Filling
 from gradstats.capture._meetings import Meetings
 from gradstats.capture._memory import RearrangedMemory, WrittenMemory
@@ -320,7 +320,7 @@ class Marks(Meetings):
 
     def rows_of_one(self, tensor: Tensor, axis: int) -> Examples | None:
         """Return the layout along ``axis`` of a tensor that is all one example's, or None."""
-        owned = self.owned(tensor)
+        owned = sole_of(self.owned(tensor))
         if not isinstance(owned, Whole):
             return None
         owner = torch.full((tensor.shape[axis],), owned.example, device=tensor.device)

@@ -66,8 +66,10 @@ def locate(
     layout = tracker.layout_of(data)
     if layout is not None and tracker.batch_size == 1:
         layout = _of_the_only(layout, data, axis, trailing)
-    if layout is None and folds and (axis or 0) < data.dim() - trailing:
-        layout = tracker.rows_of_one(data, axis or 0)
+    misplaced = layout is None or axis not in (None, layout.axis)
+    if misplaced and folds and (axis or 0) < data.dim() - trailing:
+        # All of it may be one example's, along every axis.
+        layout = tracker.rows_of_one(data, axis or 0) or layout
     if layout is not None and axis not in (None, layout.axis):
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} takes axis {axis} of its data, of shape "
