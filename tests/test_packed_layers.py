@@ -1,4 +1,4 @@
-"""Layers with an axis for a batch, on slices of packed rows that belong to one example each."""
+"""Layers with an axis for a batch, on packed rows: on slices of one example each, or on all."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from tests.oracle import assert_sqnorms, oracle_sqnorms
 LENGTHS, SHIFTED, WIDTH = [3, 2, 4], [4, 1, 4], 4
 OWNER = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
 BOUNDS = functional.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
+OTHERS = OWNER[:, None] != OWNER
+LEAK = OTHERS.clone()
+LEAK[-1, 0] = False
+LATER = torch.ones_like(OTHERS).triu(1)
 
 
 class Packed(nn.Module):
@@ -122,3 +126,78 @@ def test_slices_of_one_example(name, cut):
     check(model, rows)
     model.apply_to = by(SHIFTED)
     check(model, rows, refused=True)
+
+
+def attention(**options):
+    return nn.MultiheadAttention(WIDTH, 2, **options)
+
+
+def encoder(**options):
+    return nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, **options)
+
+
+def added(mask):
+    return torch.zeros(mask.shape).double().masked_fill(mask, -torch.inf)
+
+
+MASKED = {
+    "rows": (attention(), lambda layer, x, mask: layer(x, x, x, attn_mask=mask)[0]),
+    "without weights": (
+        attention(),
+        lambda layer, x, mask: layer(x, x.sin(), x, attn_mask=mask, need_weights=False)[0],
+    ),
+    "added": (attention(), lambda layer, x, mask: layer(x, x, x, attn_mask=added(mask))[0]),
+    "for each head": (
+        attention(bias=False),
+        lambda layer, x, mask: layer(x, x, x, attn_mask=mask.expand(2, *mask.shape))[0],
+    ),
+    "causal": (attention(), lambda layer, x, mask: layer(x, x, x, attn_mask=mask | LATER)[0]),
+    "behind a batch axis": (
+        attention(batch_first=True),
+        lambda layer, x, mask: layer(x[None], x[None], x[None], attn_mask=mask)[0],
+    ),
+    "batch axis second": (
+        attention(),
+        lambda layer, x, mask: layer(x[:, None], x[:, None], x[:, None], attn_mask=mask)[0],
+    ),
+    "other keys": (
+        attention(kdim=3, vdim=2),
+        lambda layer, x, mask: layer(x, x[:, :3], x[:, 2:], attn_mask=mask)[0],
+    ),
+    "the weights too": (
+        attention(),
+        lambda layer, x, mask: (both := layer(x, x, x, attn_mask=mask))[0] + both[1] @ x,
+    ),
+    "frozen": (
+        attention().requires_grad_(False),
+        lambda layer, x, mask: layer(x, x, x, attn_mask=mask)[0],
+    ),
+    "encoder": (encoder(), lambda layer, x, mask: layer(x, src_mask=mask)),
+    "encoders": (
+        nn.TransformerEncoder(encoder(batch_first=True), 2),
+        lambda layer, x, mask: layer(x[None], mask=added(mask)),
+    ),
+    "decoder": (
+        nn.TransformerDecoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True),
+        lambda layer, x, mask: layer(x[None], x.cos()[None], tgt_mask=mask, memory_mask=mask),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_attention_layers_under_a_mask(name):
+    layer, attend = MASKED[name]
+    torch.manual_seed(0)
+    rows = torch.randn(len(OWNER), WIDTH).double()
+    model = Packed(layer, lambda layer, x: attend(layer, x, OTHERS)).double()
+    model.layer.requires_grad_(name != "frozen")
+    check(model, rows)
+    for mask in (LEAK, LATER):
+        model.apply_to = lambda layer, x, mask=mask: attend(layer, x, mask)
+        check(model, rows, refused=True)
+
+
+def test_a_mask_of_one_head_that_leaks():
+    mask = torch.stack([OTHERS, LEAK])
+    model = Packed(attention(), lambda layer, x: layer(x, x, x, attn_mask=mask)[0]).double()
+    check(model, torch.randn(len(OWNER), WIDTH).double(), refused=True)

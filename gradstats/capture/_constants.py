@@ -41,7 +41,12 @@ from gradstats.capture._operators import OPERATORS, as_function
 from gradstats.capture._refusals import BACKWARD_OF_ONES_OWN, check_nested, refuse_on_derived
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._results import follow_results
-from gradstats.capture._sequences import FLEX_ATTENTION, check_flex_attention
+from gradstats.capture._sequences import (
+    FLEX_ATTENTION,
+    MULTI_HEAD_ATTENTION,
+    attends_packed_rows,
+    check_flex_attention,
+)
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
 from gradstats.capture.rules import is_registered
@@ -115,6 +120,10 @@ class ConstantTracking(ContextMode):
                 return func(*args, **kwargs)
             if func in INSTEAD:
                 return INSTEAD[func](self, *args, **kwargs)
+            if func in OPENS and OPENS[func](self.tracker, *args, **kwargs):
+                if not self.tracker.registered(func):
+                    with self:
+                        return opened(func)(*args, **kwargs)
             if func in CHECKS:
                 CHECKS[func](self, *args, **kwargs)
         if tracked and ORDINARY_TYPES.issuperset(types):
@@ -171,33 +180,29 @@ class ConstantTracking(ContextMode):
             tracker.note_again(results, found)
 
 
-def _opening(function, *, always: bool) -> Callable[..., Any]:
-    """Return what the mode runs in place of a function that can be taken apart.
+def _always(tracker: Context, *args, **kwargs) -> bool:
+    return True
 
-    Args:
-        function: the function.
-        always: take it apart even where PyTorch shows all tracked operands.
-    """
 
-    def call(mode: ConstantTracking, *args, **kwargs):
-        tracked = [node_of(item) is not None for item in operands_of(args, kwargs)]
-        if (always or (any(tracked) and not tracked[0])) and not mode.tracker.registered(function):
-            with mode:
-                return opened(function)(*args, **kwargs)
-        result = run(function, args, kwargs) if any(tracked) else function(*args, **kwargs)
-        follow_results(mode.tracker, function, args, kwargs, result)
-        return result
+def _takes_data_first(tracker: Context, *args, **kwargs) -> bool:
+    """Whether an operand is tracked, but not the first: then one operation serves it."""
+    tracked = [node_of(item) is not None for item in operands_of(args, kwargs)]
+    return any(tracked) and not tracked[0]
 
-    return call
 
+# Functions that the mode takes apart, so that it sees the operations inside them, each with what
+# says whether it does, called with the context and the arguments.
+OPENS: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys(OPENED, _always),
+    **dict.fromkeys(OPENED_IF_TRACKED, _takes_data_first),
+    MULTI_HEAD_ATTENTION: attends_packed_rows,
+}
 
 # What the mode runs in place of a call, and what it checks before one.
 INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.backward: backward_of_one,
     torch.autograd.backward: backward,
     torch.autograd.grad: gradients,
-    **{function: _opening(function, always=True) for function in OPENED},
-    **{function: _opening(function, always=False) for function in OPENED_IF_TRACKED},
 }
 CHECKS: dict[Any, Callable[..., None]] = {
     torch.nn.functional.batch_norm: check_statistics,
@@ -210,7 +215,7 @@ CHECKS: dict[Any, Callable[..., None]] = {
     torch._make_dual: refuse_forward_mode,
     FLEX_ATTENTION: check_flex_attention,
 }
-OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys()
+OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys() | OPENS.keys()
 
 
 @cache

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from gradstats._compiler import is_compiling
-from gradstats.capture._examples import Examples, Grid, Scores, Whole, same_rows, spread
+from gradstats.capture._examples import Examples, Grid, Scores, Whole, same_rows, sole_of, spread
 from gradstats.capture._nested import argument_of, operands_of
 from gradstats.capture._operations import variants
 from gradstats.capture._refusals import refuse
@@ -67,6 +67,17 @@ def _of_attention(tracker: Context, args, kwargs, results) -> Layouts:
     if not _lie_beside(tracker, own, args, kwargs):
         return [None] * len(results)
     return [own, _along(own, 0)][: len(results)]
+
+
+def attends_packed_rows(tracker: Context, *args, **kwargs) -> bool:
+    """Whether attention is among rows of several packed examples, which a mask keeps apart.
+
+    Whether it does shows inside of PyTorch's function, where the mask meets the scores.
+    """
+    if not tracker.packed:
+        return False
+    owners = [sole_of(tracker.owned(item)) for item in tracker.data_among(args[:3])]
+    return any(isinstance(own, Examples) and own.axis == 0 for own in owners)
 
 
 def _of_flex_attention(tracker: Context, args, kwargs, results) -> Layouts:
