@@ -153,6 +153,9 @@ MEET = {
         v * torch.cat([(part @ k.T).amax(1, keepdim=True) for part in q.split(LENGTHS)])
     ),
     "the largest score": lambda q, k, v: (q @ k.T).amax(-1, keepdim=True) * v,
+    "keys in two orders": lambda q, k, v: (
+        (q @ k.T + q @ k.flip(0).T).masked_fill(OTHERS, -torch.inf).softmax(-1) @ v
+    ),
     "transposed scores": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, -torch.inf).softmax(0).T @ v,
     "heads": by_heads(lambda q, k, v: (q @ k.mT).softmax(-1) @ v),
     "einsum": lambda q, k, v: torch.einsum(
