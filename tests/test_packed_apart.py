@@ -15,6 +15,8 @@ ROWS = sum(LENGTHS)
 OWNER = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
 BOUNDS = functional.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
 OTHERS = OWNER[:, None] != OWNER
+LATER_LEAK = OTHERS.clone()
+LATER_LEAK[-1, 0] = False
 NEGATIVE = torch.where(OTHERS, -torch.inf, 0.0).double()
 EDGES = torch.rand(ROWS, ROWS, generator=torch.Generator().manual_seed(0)).double() * ~OTHERS
 
@@ -43,6 +45,10 @@ def heads(tensor):
 
 def by_heads(attend):
     return lambda q, k, v: attend(heads(q), heads(k), heads(v)).transpose(1, 2)
+
+
+def by_heads_of(attend):
+    return lambda q, k, v, o: attend(heads(q), heads(k), heads(v), o).transpose(1, 2)
 
 
 def sdpa(**options):
@@ -109,6 +115,111 @@ APART = {
 }
 
 
+def written(scores, index, value):
+    scores[index] = value
+    return scores
+
+
+SLOPES = torch.linspace(-1, 1, WIDTH).double()
+EARLIER = torch.ones(ROWS, ROWS).tril().bool()
+
+
+def sent(q, k):
+    """The scores of dense graph attention."""
+    return functional.leaky_relu((q @ SLOPES)[:, None] + k @ SLOPES)
+
+
+# Under a mask of pairs that may not meet.
+MASKED = {
+    "terms of rows and columns": lambda q, k, v, o: (
+        sent(q, k).masked_fill(o, -9e15).softmax(-1) @ v
+    ),
+    "terms beside a product": lambda q, k, v, o: (
+        (q @ k.T + q[:, :1] + k[:, 1]).masked_fill(o, -torch.inf).softmax(-1) @ v
+    ),
+    "terms for each head": by_heads_of(
+        lambda q, k, v, o: (
+            (q.sum(-1)[..., None] + k.sum(-1)[..., None, :])
+            .masked_fill(o, -torch.inf).softmax(-1) @ v
+        )
+    ),
+    "pairs": lambda q, k, v, o: (
+        ((q[:, None] + k).tanh() @ SLOPES).masked_fill(o, -torch.inf).softmax(-1) @ v
+    ),
+    "pairs in an einsum": lambda q, k, v, o: (
+        torch.einsum("qkd,d->qk", torch.einsum("qd,kd->qkd", q, k).tanh(), SLOPES)
+        .masked_fill(o, 0) @ v
+    ),
+    "distances of pairs": lambda q, k, v, o: (
+        (q[:, None] - k).square().sum(-1).neg().exp().masked_fill(o, 0) @ v
+    ),
+    "cdist": lambda q, k, v, o: torch.cdist(q, k).neg().masked_fill(o, -torch.inf).softmax(-1) @ v,
+    "nearest": lambda q, k, v, o: (
+        v * (q[:, None] - k).square().sum(-1).masked_fill(o, torch.inf).amin(1, keepdim=True)
+    ),
+    "columns first": lambda q, k, v, o: (
+        (k @ q.T).masked_fill(o.T, -torch.inf).softmax(0).T @ v
+    ),
+    "softmax of columns": lambda q, k, v, o: (
+        (q @ k.T).masked_fill(o, -torch.inf).softmax(0).T @ v
+    ),
+    "moved axes": by_heads_of(
+        lambda q, k, v, o: (
+            (q @ k.mT).permute(0, 2, 3, 1).tanh().permute(0, 3, 1, 2)
+            .masked_fill(o, -torch.inf).softmax(-1) @ v
+        )
+    ),
+    "logsumexp": lambda q, k, v, o: (
+        ((s := (q @ k.T).masked_fill(o, -torch.inf)) - s.logsumexp(-1, keepdim=True)).exp() @ v
+    ),
+    "log_softmax": lambda q, k, v, o: (
+        (q @ k.T).masked_fill(o, -torch.inf).log_softmax(-1).exp() @ v
+    ),
+    "the largest taken off": lambda q, k, v, o: (
+        (w := ((s := (q @ k.T).masked_fill(o, -torch.inf)) - s.amax(-1, keepdim=True)).exp())
+        / w.sum(-1, keepdim=True) @ v
+    ),
+    "normalised over columns": lambda q, k, v, o: (
+        (w := (q @ k.T).exp() * ~o) / w.sum(0, keepdim=True) @ v
+    ),
+    "normalised over both": lambda q, k, v, o: (
+        (w := (q @ k.T).sigmoid() * ~(o & o.T))
+        * (d := (w + w.T).sum(-1).add(1).rsqrt())[:, None] * d @ v
+    ),
+    "decay": lambda q, k, v, o: (
+        (q @ k.T * (k[:, :1].sin() - k[:, 0].sin()).masked_fill(o | ~EARLIER, -torch.inf).exp()) @ v
+    ),
+    "zeros written": lambda q, k, v, o: written(q @ k.T, o, 0.0) @ v,
+    "zeros written at places": lambda q, k, v, o: (
+        written(q @ k.T, o.nonzero(as_tuple=True), 0.0) @ v
+    ),
+    "zeros written for each head": by_heads_of(
+        lambda q, k, v, o: written(q @ k.mT, (slice(None), slice(None), o), 0.0) @ v
+    ),
+    "pairs picked": lambda q, k, v, o: (
+        v * torch.zeros(ROWS).to(v).index_add(0, (~o).nonzero()[:, 0], (q @ k.T)[~o])[:, None]
+    ),
+    "places of the batch": lambda q, k, v, o: (
+        (q @ k.T * ((p := q.detach()[:, 0])[:, None] - p).cos()).masked_fill(o, 0) @ v
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_scores_under_a_mask(name):
+    """Right under a mask of the examples; refused where it lets one pair of others through."""
+    torch.manual_seed(0)
+    model, rows = Attends(None).double(), torch.randn(ROWS, WIDTH).double()
+    model.attend = lambda q, k, v: MASKED[name](q, k, v, OTHERS)
+    got = gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, rows, loss_fn), 1e-9)
+    shifted = OWNER.roll(1)
+    for leak in (LATER_LEAK, shifted[:, None] != shifted, torch.zeros_like(OTHERS)):
+        model.attend = lambda q, k, v, leak=leak: MASKED[name](q, k, v, leak)
+        with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+            gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
+
+
 @pytest.mark.parametrize("name", APART)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_kept_apart(name):
@@ -156,7 +267,30 @@ MEET = {
     "keys in two orders": lambda q, k, v: (
         (q @ k.T + q @ k.flip(0).T).masked_fill(OTHERS, -torch.inf).softmax(-1) @ v
     ),
-    "transposed scores": lambda q, k, v: (q @ k.T).masked_fill(OTHERS, -torch.inf).softmax(0).T @ v,
+    "queries in two orders": lambda q, k, v: (
+        (q @ k.T).masked_fill(OTHERS, 0) * (q.flip(0) @ k.T) @ v
+    ),
+    "terms in two orders": lambda q, k, v: (
+        (q @ k.T + k.flip(0)[:, 0]).masked_fill(OTHERS, -torch.inf).softmax(-1) @ v
+    ),
+    "scores in another order": lambda q, k, v: (
+        (q @ k.T).flip(1).masked_fill(OTHERS, -torch.inf).softmax(-1) @ v
+    ),
+    "one head without a mask": by_heads(
+        lambda q, k, v: written(q @ k.mT, (slice(None), slice(1), OTHERS), 0.0) @ v
+    ),
+    "terms after a mask": lambda q, k, v: (
+        ((q @ k.T).masked_fill(OTHERS, 0) + k[:, 0]).sum(-1, keepdim=True) * v
+    ),
+    "terms added in place after a mask": lambda q, k, v: (
+        (q @ k.T).masked_fill(OTHERS, 0).add_(q[:, :1]).sum(0)[:, None] * v
+    ),
+    "logarithms under a mask that is finite": lambda q, k, v: (
+        (q @ k.T - 1e9 * OTHERS).log_softmax(-1).mean(-1, keepdim=True) * v
+    ),
+    "pairs of others picked": lambda q, k, v: (
+        v * torch.zeros(ROWS).to(v).index_add(0, OTHERS.nonzero()[:, 0], (q @ k.T)[OTHERS])[:, None]
+    ),
     "heads": by_heads(lambda q, k, v: (q @ k.mT).softmax(-1) @ v),
     "einsum": lambda q, k, v: torch.einsum(
         "qk,kd->qd", torch.einsum("qd,kd->qk", q, k).softmax(-1), v
@@ -225,6 +359,10 @@ ZERO_AT_FIRST = {
     "products in an einsum": lambda q, k, v: torch.einsum("qk,kd->qd", q @ k.T, v),
     "sums": lambda q, k, v: (q @ k.T).sum(1, keepdim=True) * v,
     "gates": lambda q, k, v: ((v @ k.T) * q[:, :1]) @ v,
+    "terms": lambda q, k, v: ((v @ k.T).masked_fill(OTHERS, 0) + q[:, :1]).sum(0)[:, None] * v,
+    "terms in place": lambda q, k, v: (
+        (v @ k.T).masked_fill(OTHERS, 0).add_(q[:, :1]).sum(0)[:, None] * v
+    ),
 }
 
 

@@ -5,19 +5,34 @@ Values say so: weights between rows of different examples are zero, or a mask fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture._call import Call
-from gradstats.capture._examples import Examples, Scores
+from gradstats.capture._examples import Examples, Scores, same_rows
+from gradstats.capture._layout import follow
 from gradstats.capture._marks import Marks
 from gradstats.capture._nested import operands_of
 from gradstats.capture._operations import BROADCASTS, MOVES, POINTWISE, RESHAPES, variants
+from gradstats.capture._reductions import OVER_AXES, REDUCES
+from gradstats.capture._reindexed import REINDEXES
 
 # Operations over scores of which zeros, in the result or before, say that no other example counted.
 SOFTMAX = frozenset([*variants("softmax"), functional.softmax, torch.special.softmax])
 SUMS = frozenset(variants("sum"))
+# Softmax of the scores says how much each counted in these.
+EXPONENTIATED = frozenset(
+    [
+        *variants("log_softmax", "logsumexp"),
+        functional.log_softmax,
+        torch.special.log_softmax,
+        torch.special.logsumexp,
+    ]
+)
+PICKED = frozenset(variants("amax", "amin", "max", "min"))
 ADDS_UP = SUMS | frozenset(variants("mean"))
 
 # Added to a score, this or less leaves no weight.
@@ -31,16 +46,16 @@ def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bo
     """Whether all weights between rows of different examples are zero.
 
     Args:
-        weights: (…, columns), of a product that sums over the columns.
-        rows: where the examples of the product's rows lie in ``weights``.
-        columns: the layout of the rows that are summed, along any axis.
+        weights: of a product that sums over the columns.
+        rows, columns: where the examples of the product's rows, and of those that are summed, lie
+            in ``weights``.
     """
     others = _others(rows, columns, weights.device)
     values = weights.detach()
     if values.layout is torch.strided:
-        return not bool((values.movedim(rows.axis, -2).ne(0) & others).any())
+        return not bool((_as_pairs(values, rows, columns).ne(0) & others).any())
     values = values.to_sparse_coo().coalesce()
-    row, column = values.indices()[[rows.axis, -1]]
+    row, column = values.indices()[[rows.axis, columns.axis]]
     return not bool((values.values().ne(0) & others[row, column]).any())
 
 
@@ -73,64 +88,105 @@ def _along_last_axes(marks: Marks, call: Call, place: int) -> Examples | None:
     return layout.along(layout.axis - item.dim())
 
 
-def scores(rows: Examples, columns: Examples, result: Tensor) -> Scores | None:
-    """Return the layout of products of rows with rows, such as queries and keys; None if unclear.
+def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
+    """Return the layout of what was made of pairs of rows, such as queries and keys.
 
     Args:
-        rows, columns: where the examples of either lie in the result.
-        result: the products.
+        layouts: where the examples of the operands lie in the result.
+        result: what was made of them.
+
+    Returns:
+        The layout; None unless they lie along two axes, along each of which they are the same.
     """
-    if columns.axis != result.dim() - 1:
+    sides: dict[int, Examples] = {}
+    for layout in layouts:
+        for side in layout.sides if isinstance(layout, Scores) else (layout,):
+            if not same_rows(sides.setdefault(side.axis, side), side):
+                return None
+    if len(sides) != 2:
         return None
-    fixed = not bool(_others(rows, columns, result.device).any())
-    return _scores(rows, columns, fixed)
+    rows, columns = (sides[axis] for axis in sorted(sides))
+    return _paired(rows, columns, fixed=not bool(_others(rows, columns, result.device).any()))
 
 
-def _scores(rows: Examples, columns: Examples, fixed: bool) -> Scores:
+def _paired(rows: Examples, columns: Examples, fixed: bool) -> Scores:
+    """Return the layout of scores of these rows and columns."""
     return Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns, fixed=fixed)
 
 
 def without_columns(layout: Examples) -> Examples:
     """Return where the examples of the rows lie alone."""
-    if not isinstance(layout, Scores):
-        return layout
-    return Examples(layout.batch, layout.axis, layout.fold, layout.segments)
+    return layout.sides[0] if isinstance(layout, Scores) else layout
 
 
-def after_scores(marks: Marks, call: Call, after: Examples) -> Examples | None:
+def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples | None:
     """Return the layout of an operation's result; None where it has examples' scores meet others.
 
     Args:
         marks: the context's.
-        call: the operation.
-        after: the layout of the rows of the result.
+        call: the operation, of which an operand or the result holds scores.
+        after: the layout of the result if its rows' examples alone count.
     """
-    given = ((item, marks.owned(item)) for item in call.data)
-    found = next(((item, own) for item, own in given if isinstance(own, Scores)), None)
-    if found is None:
+    func, result = call.func, call.result
+    if func in POINTWISE or func in BROADCASTS:
+        if not isinstance(after, Scores):
+            return None
+        rows, columns = after.sides
+        return _paired(rows, columns, _are_fixed(marks, call, rows, columns))
+    trained = [item for item in call.data if item.requires_grad]
+    of_scores = [item for item in trained if isinstance(marks.owned(item), Scores)]
+    if not of_scores:
         return after
-    item, own = found
-    func, result, last = call.func, call.result, item.dim() - 1
-    rows = without_columns(after)
-    keeps = func in POINTWISE or func in BROADCASTS
-    if func in MOVES or func in RESHAPES:
-        keeps = after.axis == result.dim() - 2 and result.shape[-1] == own.columns.rows
-    if keeps:
-        columns = own.columns.along(result.dim() - 1)
-        return _scores(rows, columns, _are_fixed(marks, call, rows, columns))
+    item, own = of_scores[0], marks.owned(of_scores[0])
+    if not isinstance(own, Scores) or len(trained) > 1 or item is not call.argument(0, "input"):
+        return None
+    if func in MOVES or func in RESHAPES or func in REINDEXES:
+        return _followed(call, item, own)
+    if func is functional.linear:
+        sums = any(side.axis == item.dim() - 1 for side in own.sides)
+        # Those that were fixed are made of parameters now.
+        return None if sums else scores(own.sides, result)
     over = call.argument(1, "dim")
-    if item is not call.args[0] or not isinstance(over, int) or over not in (-1, last):
+    if not isinstance(over, int) or func not in OVER_AXES:
+        return None
+    over %= item.dim()
+    axes = [side.axis for side in own.sides]
+    if over not in axes:
+        return _followed(call, item, own) if func in ADDS_UP else None
+    kept = follow(call, item, own.sides[1 - axes.index(over)])
+    if not isinstance(kept, Examples):
         return None
     if func in SOFTMAX:
-        apart = weights_keep_apart(result, own, own.columns)
+        apart = weights_keep_apart(result, *own.sides)
+    elif func in EXPONENTIATED:
+        apart = weights_keep_apart(item.detach().softmax(over), *own.sides)
+        if func not in REDUCES:
+            return own if apart else None  # nothing says that logarithms of nothing are unused
+    elif func in PICKED:
+        values = result.detach()
+        values = values if values.dim() == item.dim() else values.unsqueeze(over)
+        apart = own.fixed and weights_keep_apart(item.detach() == values, *own.sides)
     else:
         apart = func in SUMS and scores_keep_apart(item, own)
-    return rows if apart else None
+    return kept if apart else None
+
+
+def _followed(call: Call, item: Tensor, own: Scores) -> Examples | None:
+    """Return the layout of a result in which rows and columns of scores have their places.
+
+    Where these are the same, as where pairs are picked, only pairs of one example may be left.
+    """
+    rows, columns = (follow(call, item, side) for side in own.sides)
+    if not (isinstance(rows, Examples) and isinstance(columns, Examples)):
+        return None
+    if rows.axis != columns.axis:
+        return _paired(rows, columns, own.fixed)
+    return rows if same_rows(rows, columns) else None
 
 
 def scores_keep_apart(item: Tensor, own: Scores) -> bool:
     """Whether those between rows of different examples are zero, whatever is trained."""
-    return own.fixed and weights_keep_apart(item, own, own.columns)
+    return own.fixed and weights_keep_apart(item, *own.sides)
 
 
 def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> bool:
@@ -158,7 +214,7 @@ def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> b
             *(moved.get(id(item), item) for item in call.args),
             **{name: moved.get(id(item), item) for name, item in call.kwargs.items()},
         )
-    counts = again.ne(call.result.detach()).movedim(rows.axis, -2)
+    counts = _as_pairs(again.ne(call.result.detach()), rows, columns)
     return not bool((counts & _others(rows, columns, counts.device)).any())
 
 
@@ -172,9 +228,14 @@ def sums_own(func, item: Tensor, own: Scores) -> bool:
     """
     if func in ADDS_UP:
         return scores_keep_apart(item, own)
-    if func is functional.cross_entropy and item.dim() == 2:
-        return weights_keep_apart(item.detach().softmax(-1), own, own.columns)
+    if func is functional.cross_entropy and own.columns.axis == 1:
+        return weights_keep_apart(item.detach().softmax(1), *own.sides)
     return False
+
+
+def _as_pairs(values: Tensor, rows: Examples, columns: Examples) -> Tensor:
+    """Return a view with the axes of rows and columns behind all others."""
+    return values.movedim((rows.axis, columns.axis), (-2, -1))
 
 
 def _others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:

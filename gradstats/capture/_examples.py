@@ -74,6 +74,10 @@ class Examples:
         """Return the same with the examples along another axis."""
         return self if axis == self.axis else replace(self, axis=axis)
 
+    def behind(self, axes: int) -> Examples:
+        """Return the same with so many axes more in front."""
+        return self.along(self.axis + axes)
+
     @property
     def joinable(self) -> bool:
         """Whether batches can be put one behind the other along the example axis."""
@@ -179,15 +183,23 @@ class Examples:
 
 @dataclass(frozen=True)
 class Scores(Examples):
-    """Where packed examples lie in products of rows with rows, before a mask takes some away.
+    """Where packed examples lie in what pairs of rows gave, before a mask takes some pairs away.
 
     Attributes:
-        columns: where those of the other rows lie, along the last axis.
+        columns: where those of the other rows lie, along another axis.
         fixed: whether nothing trained counts any more in those between different examples.
     """
 
     columns: Examples = field(kw_only=True)
     fixed: bool = field(kw_only=True)
+
+    @property
+    def sides(self) -> tuple[Examples, Examples]:
+        """The rows alone, and the columns alone."""
+        return Examples(self.batch, self.axis, self.fold, self.segments), self.columns
+
+    def behind(self, axes: int) -> Scores:
+        return replace(self, axis=self.axis + axes, columns=self.columns.behind(axes))
 
 
 @dataclass(frozen=True)

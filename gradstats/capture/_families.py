@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from gradstats.capture._apart import attention_keeps_apart
+from gradstats.capture._apart import attention_keeps_apart, scores
 from gradstats.capture._call import Call
 from gradstats.capture._einsum import matrix_product, parse_equation, tensor_product
-from gradstats.capture._examples import same_layout
+from gradstats.capture._examples import Scores, same_layout
 from gradstats.capture._layout import is_one
 from gradstats.capture._multiplied import (
     by_equation,
@@ -80,8 +80,12 @@ def _of_added_product(marks: Following, call: Call) -> Layout:
     after = _by_matrices(marks, factors, result) if of_data else None
     if any(tensor is first for tensor in data):
         added = marks.broadcast([first], result)
+        if not of_data:
+            return added
+        if isinstance(after, Scores):
+            return added and scores([added, after], result)
         same = added is not None and after is not None and same_layout(added, after)
-        return after if same else None if of_data else added
+        return after if same else None
     return after
 
 

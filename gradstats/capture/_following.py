@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradstats.capture._apart import after_scores
+from gradstats.capture._apart import after_scores, scores, without_columns
 from gradstats.capture._call import Call
 from gradstats.capture._examples import (
     APART,
@@ -128,11 +128,15 @@ class Following(Marks):
     def _kept_apart(self, call: Call, after: Layout | Unchanged) -> Layout | Unchanged:
         """Return the layout of a result, unless scores of different packed examples met there."""
         known = self.by_contract(call.result) if isinstance(after, Unchanged) else after
-        if not isinstance(known, Examples):
-            of_scores = any(isinstance(self.owned(item), Scores) for item in call.data)
-            return None if isinstance(known, (Grid, Whole)) and of_scores else after
-        apart = after_scores(self, call, known)
-        if apart is None:
+        trained = filter(self.is_trained, call.data)
+        of_scores = any(isinstance(self.owned(item), Scores) for item in trained)
+        if isinstance(known, Mixed) or not (of_scores or isinstance(known, Scores)):
+            return after
+        rows = known if isinstance(known, Examples) else None
+        if rows is None and call.func not in OVER_AXES:
+            return None
+        apart = after_scores(self, call, rows)
+        if apart is None and rows is not None:
             self.note_meeting(call.result)
         return after if apart is known else apart
 
@@ -271,7 +275,7 @@ class Following(Marks):
             return False
         # Axes are counted from the right, as in broadcasting.
         places = [
-            owned.along(owned.axis - tensor.dim()) if isinstance(owned, Examples) else owned
+            owned.behind(-tensor.dim()) if isinstance(owned, Examples) else owned
             for tensor, owned in zip(trained, map(self.owned, trained), strict=True)
             if owned is not None
         ]
@@ -306,6 +310,8 @@ class Following(Marks):
         for item in operands:
             if self.is_of_data(item):
                 layout = self.layout_of(item)
+                if isinstance(layout, Scores) and self.packed:
+                    continue  # of which values say whether examples meet
                 # Axes are counted in what the operands are broadcast to.
                 widest = max((item, *operands), key=Tensor.dim) if func in OF_TWO else item
                 axis = 0 if layout is None else layout.axis + widest.dim() - item.dim()
@@ -359,7 +365,7 @@ class Following(Marks):
         for tensor in data:
             layout = self.layout_of(tensor)
             if layout is not None:
-                layout = layout.along(layout.axis + result.dim() - tensor.dim())
+                layout = layout.behind(result.dim() - tensor.dim())
                 aligned.append((tensor, layout))
             elif tensor.requires_grad and (self.is_marked(tensor) or self.is_lost(tensor)):
                 if self._meets_others(tensor, data):
@@ -370,9 +376,12 @@ class Following(Marks):
             return None if lost else self.by_contract(result)
         trained = [layout for tensor, layout in aligned if tensor.requires_grad]
         deciding = trained or [layout for _, layout in aligned]
-        first = deciding[0]
-        if result.shape[first.axis] != first.rows:
+        if any(result.shape[layout.axis] != layout.rows for layout in deciding):
             return None  # the only example, broadcast
+        if self.packed and (pairs := scores(deciding, result)) is not None:
+            # Those without a gradient are taken for values of the rows.
+            return pairs if trained else without_columns(pairs)
+        first = deciding[0]
         if all(same_layout(first, layout) for layout in deciding[1:]):
             return first
         if trained:

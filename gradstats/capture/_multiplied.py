@@ -7,7 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from gradstats.capture._apart import scores, scores_keep_apart, weights_keep_apart, without_columns
+from gradstats.capture._apart import (
+    scores,
+    scores_keep_apart,
+    weights_keep_apart,
+    without_columns,
+)
 from gradstats.capture._call import Call
 from gradstats.capture._einsum import Equation
 from gradstats.capture._examples import (
@@ -69,6 +74,11 @@ def contraction(
     for place, tensor in enumerate(operands):
         if not marks.is_of_data(tensor):
             continue
+        own = marks.layout_of(tensor)
+        if isinstance(own, Scores) and against is not None:
+            rows, columns = (lies(place, side) for side in own.sides)
+            if rows and columns and len(marks.data_among(operands)) == 1:
+                return scores([rows, columns], result)
         layout = _layout(marks, tensor, result)
         after = None if layout is None else lies(place, layout)
         if after is not None:
@@ -146,9 +156,7 @@ def _sums_own_rows(
         return False
     if not result.requires_grad:
         return True
-    rows = own.along(own.axis - (axis < own.axis))
-    last = weights if axis == weights.dim() - 1 else weights.detach().movedim(axis, -1)
-    apart = weights_keep_apart(last, rows, layout)
+    apart = weights_keep_apart(weights, own, layout.along(axis))
     if not apart:
         marks.note_meeting(result)
     return apart
@@ -176,10 +184,9 @@ def _product(
         return marks.by_contract(result)
     axes = {layout.axis for layout in trained}
     if marks.packed and len({layout.axis for _, layout in kept}) > 1:
-        rows, columns, *more = (layout for _, layout in kept)
         if not result.requires_grad:
-            return rows
-        found_scores = None if more else scores(rows, columns, result)
+            return kept[0][1]
+        found_scores = scores([layout for _, layout in kept], result)
         if found_scores is None:
             marks.note_meeting(result)
         return found_scores

@@ -36,6 +36,7 @@ class Write:
         keeps_sums: whether places that held sums over the examples do so after such are written.
         is_part: tells whether the place is less than the whole operand; None where that is not
             known.
+        replaced: returns which elements of the operand are replaced; None where that is not known.
     """
 
     values: tuple[Any, ...]
@@ -45,6 +46,7 @@ class Write:
     places: Tensor | None = None
     keeps_sums: bool = True
     is_part: Callable[[], bool] | None = None
+    replaced: Callable[[], Tensor] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -91,21 +93,29 @@ def _kept(target: Tensor, *values, **named) -> Write:
 
 
 def _put(target: Tensor, indices, values, accumulate=False) -> Write:
-    return _assigned(target, tuple(indices), values)
+    write = _assigned(target, tuple(indices), values)
+    return replace(write, replaced=None) if accumulate else write
 
 
 def _assigned(target: Tensor, index, value) -> Write:
     items = items_of(target, index)
     mask = items[0] if items else None
+
+    def replaced() -> Tensor:
+        found = torch.zeros(target.shape, dtype=torch.bool, device=target.device)
+        found[index] = True
+        return found
+
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() and _is_number(value):
         # The mask says whose the rows are, of the whole operand, whose first axes it covers.
-        return Write((), None, mask.dim(), mask)
+        return Write((), None, mask.dim(), mask, replaced=replaced)
     return Write(
         (value,),
         lambda target, layout: read_at(target, items, layout),
         dims_at(target, items),
         _rows_of_number(target, value, items[0] if items else None),
         is_part=lambda: target.detach()[index].numel() < target.numel(),
+        replaced=replaced,
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradstats.capture._apart import weights_keep_apart
 from gradstats.capture._call import Call
 from gradstats.capture._examples import (
     MIXED,
@@ -22,6 +24,7 @@ from gradstats.capture._following import Following
 from gradstats.capture._layout import FOLLOWED
 from gradstats.capture._meetings import BROUGHT_BACK
 from gradstats.capture._names import function_name
+from gradstats.capture._nested import tensors_in
 from gradstats.capture._operations import OPAQUE
 from gradstats.capture._tensors import node_of
 from gradstats.capture._writes import Write
@@ -61,6 +64,8 @@ class Written(Following):
         sums = write.keeps_sums and after.requires_grad and self._stays_sum(change)
         brings_back = before and self._is_brought_back(write, target)
         self._place_written(change)
+        if isinstance(own := self.owned(after), Scores):
+            self.place(after, replace(own, fixed=_are_fixed(write, own)))
         if brings_back:
             self.couple(after, BROUGHT_BACK)
         if sums and self.is_marked(after) and not isinstance(self.owned(after), Examples):
@@ -366,6 +371,20 @@ def _several(target: Tensor, each: Examples, fewest: int) -> Iterator[Examples]:
         owner = each.owner(target.device).repeat_interleave(count)
         # A last one may take what overflows.
         yield each.owned_by(torch.cat([owner, owner[-1:]]) if rest else owner, axis)
+
+
+def _are_fixed(write: Write, own: Scores) -> bool:
+    """Whether nothing trained counts in scores of different examples after something was written.
+
+    Args:
+        write: what, and where.
+        own: the layout of the scores before.
+    """
+    if any(item.requires_grad for item in tensors_in(write.values)):
+        return False
+    if own.fixed or write.replaced is None:
+        return own.fixed
+    return weights_keep_apart(~write.replaced(), *own.sides)
 
 
 def _one_of(owned: Owned) -> Whole | None:
