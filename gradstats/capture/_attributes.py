@@ -30,7 +30,7 @@ def kept_by(module: nn.Module) -> list[str]:
 
 
 def tensors_kept(attribute: Any) -> list[Tensor]:
-    """Return the tensors of an attribute: itself, or what it holds in lists, tuples, dicts, deques."""
+    """Return the tensors of an attribute: itself, or what it holds in containers."""
     found: list[Tensor] = []
     pending, met = [attribute], set()
     while pending:

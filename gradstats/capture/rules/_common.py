@@ -230,6 +230,19 @@ def run(tracker, func, *args, **kwargs):
     return func(*args, **kwargs)
 
 
+def packed_positions(tracker, data: Tensor) -> int | None:
+    """Return the axis that several packed examples lie along as positions of a batch of one."""
+    if not tracker.packed or not tracker.is_of_data(data) or are_of_one(tracker, [data]):
+        return None
+    layout = tracker.layout_of(data)
+    return layout.axis if layout is not None and layout.axis > 1 and len(data) == 1 else None
+
+
+def as_batch(func, axis: int, data: Tensor, *args, **kwargs) -> Tensor:
+    """An operation on each position of a batch of one, with these as a batch."""
+    return func(data.transpose(0, axis), *args, **kwargs).transpose(0, axis)
+
+
 def rows_along(tracker, func, node: Node, operands: Sequence[Tensor], axis: int) -> Examples:
     """Return where the examples lie along an axis that an operation prescribes for its operands.
 

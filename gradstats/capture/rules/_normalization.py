@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from gradstats._factors import compute_dtype
 from gradstats.capture._batch_norm import check_batch_norm
+from gradstats.capture._grafted import Composed
 from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture._nodes import Node
 from gradstats.capture._normalization import NormalisationUse
@@ -18,7 +19,7 @@ from gradstats.capture._refusals import refuse
 from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture._uses import Use, attach, free_of_views, tap
 from gradstats.capture.rules._affine import AffineFactors
-from gradstats.capture.rules._common import locate
+from gradstats.capture.rules._common import as_batch, locate, packed_positions
 from gradstats.contractions import _triton_layers
 from gradstats.contractions._result import ones
 from gradstats.contractions._triton_layers import NormGradients
@@ -191,6 +192,11 @@ def batch_norm(
 ):
     """Normalisation by running statistics; by the batch's own it couples examples: refused."""
     check_batch_norm(running_mean, weight, bias, training)
+    axis = packed_positions(tracker, input)
+    if axis is not None:
+        # Running statistics are those of every position.
+        composed = Composed(partial(as_batch, func, axis))
+        return composed(tracker, func, input, running_mean, running_var, weight, bias, eps=eps)
     examples = locate(tracker, func, _node_of(func, input, weight, bias), input, axis=0, folds=True)
 
     def run(x, weight, bias):
