@@ -199,6 +199,17 @@ MASKED = {
     "pairs picked": lambda q, k, v, o: (
         v * torch.zeros(ROWS).to(v).index_add(0, (~o).nonzero()[:, 0], (q @ k.T)[~o])[:, None]
     ),
+    "queries piece by piece": lambda q, k, v, o: torch.cat(
+        [
+            functional.scaled_dot_product_attention(part[None], k[None], v[None], ~mask)[0]
+            for part, mask in zip(q.split(3), o.split(3), strict=True)
+        ]
+    ),
+    "attention with trained terms": lambda q, k, v, o: (
+        functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], (q[:, 0] + o.double().mul(-1e9))[None]
+        )[0]
+    ),
     "places of the batch": lambda q, k, v, o: (
         (q @ k.T * ((p := q.detach()[:, 0])[:, None] - p).cos()).masked_fill(o, 0) @ v
     ),
@@ -311,6 +322,16 @@ MEET = {
     "causal attention": sdpa(is_causal=True),
     "attention with a faint mask": sdpa(attn_mask=-10.0 * OTHERS),
     "attention with a leak": sdpa(attn_mask=~LEAK),
+    "attention with trained terms in another order": lambda q, k, v: (
+        functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], (q.flip(0)[:, 0] + NEGATIVE)[None]
+        )[0]
+    ),
+    "attention with trained scores in another order": lambda q, k, v: (
+        functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], (q @ k.flip(0).T + NEGATIVE)[None]
+        )[0]
+    ),
     "attention among features": lambda q, k, v: (
         functional.scaled_dot_product_attention(q.T, k.T, v.T).T
     ),

@@ -71,6 +71,12 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
     mask = call.argument(3, "attn_mask")
     if query is None or mask is None or any(each.axis != -2 for each in (query, *keys)):
         return False  # of features, all are summed
+    if marks.is_trained(mask):
+        # As if added to the scores, it counts for rows of the queries and keys alone.
+        own, first = marks.layout_of(mask), mask.dim() - 2
+        pairs = [query.along(first), *(each.along(first + 1) for each in keys)]
+        if own is None or scores([*pairs, own], mask) is None:
+            return False
     allowed = mask.detach() if mask.dtype == torch.bool else mask.detach() > FORBIDS
     others = [_others(query, each, mask.device) for each in keys]
     return not any(bool((allowed & each).any()) for each in others)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from gradstats.capture._apart import attention_keeps_apart, scores
+from gradstats.capture._apart import attention_keeps_apart, scores, without_columns
 from gradstats.capture._call import Call
 from gradstats.capture._einsum import matrix_product, parse_equation, tensor_product
 from gradstats.capture._examples import Scores, same_layout
@@ -142,9 +142,15 @@ def _of_row_pairs(marks: Following, call: Call) -> Layout | Unchanged:
 
 
 def _of_attention(marks: Following, call: Call) -> Layout | Unchanged:
-    if marks.packed and call.result.requires_grad and not attention_keeps_apart(marks, call):
-        marks.note_meeting(call.result)
-        return None
+    if marks.packed and call.result.requires_grad:
+        if not attention_keeps_apart(marks, call):
+            marks.note_meeting(call.result)
+            return None
+        query = call.argument(0, "query")
+        rows = marks.layout_of(query) if marks.is_of_data(query) else None
+        if rows is not None and rows.axis == query.dim() - 2:
+            # Of others than the keys, as where queries are taken piece by piece.
+            return without_columns(rows).behind(call.result.dim() - query.dim())
     return marks.by_first(call)
 
 
