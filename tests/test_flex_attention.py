@@ -15,6 +15,9 @@ from torch.nn.attention import flex_attention as module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import gradstats as gs
+from gradstats._factors import Segments
+from gradstats.capture._examples import Examples
+from gradstats.capture._sequences import _keeps_apart
 from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
 from tests.test_packed import check_packed, sqnorms_alone
 
@@ -185,6 +188,22 @@ def packed_losses(owner, count):
         return each.new_zeros(count).index_add(0, owner, each)
 
     return loss_fn
+
+
+def test_a_mask_of_all_heads_is_read_once():
+    owner, calls = torch.arange(3).repeat_interleave(4), []
+
+    def mask_mod(b, h, q, k):
+        calls.append(h)
+        return owner[q] == owner[k]
+
+    rows = Examples(3, 2, 4, Segments(owner, 3))
+    counts = []
+    for heads in (1, 8):
+        calls.clear()
+        assert _keeps_apart(mask_mod, (1, heads, 12, 4), rows)
+        counts.append(len(calls))
+    assert counts == [2, 2]  # to see what it takes, and for all pairs
 
 
 @pytest.mark.parametrize("apart", [HEADS, 1], ids=["all heads", "one head of two"])

@@ -105,18 +105,23 @@ def check_flex_attention(mode, *args, **kwargs) -> None:
 def _taken_beside(query, key, value, score_mod, block_mask, *others, **named) -> list[Tensor]:
     """Return the tensors that flex_attention takes beside query, key and value."""
     taken = operands_of(others, named)
-    modifications = score_mod, block_mask[-1]
     # A compiler has recorded what they take as operands.
     if isinstance(score_mod, fx.GraphModule):
         return taken
+    score, place = query.new_zeros(()), torch.zeros((), dtype=torch.int64, device=query.device)
+    taken += _operands_inside(score_mod, score, *[place] * 4)
+    return taken + _operands_inside(block_mask[-1], *[place] * 4)
+
+
+def _operands_inside(modification: Callable[..., Tensor], *numbers: Tensor) -> list[Tensor]:
+    """Return the operands of all that a score_mod or mask_mod runs, given these numbers."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    score, place = query.new_zeros(()), torch.zeros((), dtype=torch.int64, device=query.device)
+    taken: list[Tensor] = []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         # The first as it is run by PyTorch, so that an index is not asked for its number.
         with TransformGetItemToIndex(), _Taking(taken):
-            for modification, operands in zip(modifications, ((score,), ()), strict=True):
-                modification(*operands, *[place] * 4)
+            modification(*numbers)
     return taken
 
 
@@ -147,7 +152,11 @@ def _keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
     place = torch.arange(len(owner), device=owner.device)
     of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
     others, meets = owner.unsqueeze(1) != owner, torch.zeros((), device=owner.device).bool()
-    for row, head in torch.cartesian_prod(*(place.new_tensor(range(size)) for size in shape[:2])):
+    # Of most masks one for all rows and heads.
+    numbers = [place.new_zeros(()) for _ in range(4)]
+    inside = {*map(id, _operands_inside(mask_mod, *numbers))}
+    sizes = [size if id(each) in inside else 1 for size, each in zip(shape, numbers, strict=True)]
+    for row, head in torch.cartesian_prod(*(place.new_tensor(range(size)) for size in sizes[:2])):
         meets |= (of_pairs(row, head, place, place) & others).any()
     return not meets
 
