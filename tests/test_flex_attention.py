@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import gradstats as gs
 from gradstats._factors import Segments
+from gradstats.capture._apart import mask_keeps_apart
 from gradstats.capture._examples import Examples
-from gradstats.capture._sequences import _keeps_apart
 from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
 from tests.test_packed import check_packed, sqnorms_alone
 
@@ -201,7 +201,7 @@ def test_a_mask_of_all_heads_is_read_once():
     counts = []
     for heads in (1, 8):
         calls.clear()
-        assert _keeps_apart(mask_mod, (1, heads, 12, 4), rows)
+        assert mask_keeps_apart(mask_mod, (1, heads, 12, 4), rows)
         counts.append(len(calls))
     assert counts == [2, 2]  # to see what it takes, and for all pairs
 

@@ -42,6 +42,7 @@ What is not tracked: constants, and data with the examples in them
     _layout      the rules for operations on one operand, and those of
     _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences, _einsum
     _apart       whether packed examples are kept apart where rows meet rows
+    _flex_attention  what the functions take that change its scores, or mask them
     _writes      what an operation writes, and where; _written whose the rows are afterwards;
     _filled      tensors that are written row by row
     _separable   which values of several examples are sums of terms of one each

@@ -6,19 +6,25 @@ Values say so: weights between rows of different examples are zero, or a mask fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._compiler import is_compiling
 from gradstats.capture._call import Call
 from gradstats.capture._examples import Examples, Scores, same_rows
+from gradstats.capture._flex_attention import operands_inside
 from gradstats.capture._layout import follow
 from gradstats.capture._marks import Marks
-from gradstats.capture._nested import operands_of
+from gradstats.capture._nested import operands_of, tensors_in
 from gradstats.capture._operations import BROADCASTS, MOVES, POINTWISE, RESHAPES, variants
 from gradstats.capture._reductions import OVER_AXES, REDUCES
 from gradstats.capture._reindexed import REINDEXES
+
+if TYPE_CHECKING:
+    from gradstats.capture._writes import Write
 
 # Operations over scores of which zeros, in the result or before, say that no other example counted.
 SOFTMAX = frozenset([*variants("softmax"), functional.softmax, torch.special.softmax])
@@ -80,6 +86,30 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
     allowed = mask.detach() if mask.dtype == torch.bool else mask.detach() > FORBIDS
     others = [_others(query, each, mask.device) for each in keys]
     return not any(bool((allowed & each).any()) for each in others)
+
+
+def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
+    """Whether a mask of flex_attention lets no row of a packed example see another's.
+
+    Args:
+        mask_mod: the mask.
+        shape: (N, H, T, d) of the queries; it may differ between the N rows and between the heads.
+        rows: whose each of the T places is.
+    """
+    if is_compiling():
+        return False
+    assert rows.segments is not None
+    place = torch.arange(rows.rows, device=rows.segments.owner.device)
+    of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
+    others = _others(rows, rows, place.device)
+    meets = torch.zeros((), dtype=torch.bool, device=place.device)
+    # Of most masks one for all rows and heads.
+    numbers = [place.new_zeros(()) for _ in range(4)]
+    inside = {*map(id, operands_inside(mask_mod, *numbers))}
+    sizes = [size if id(each) in inside else 1 for size, each in zip(shape, numbers, strict=True)]
+    for row, head in torch.cartesian_prod(*(place.new_tensor(range(size)) for size in sizes[:2])):
+        meets |= (of_pairs(row, head, place, place) & others).any()
+    return not meets
 
 
 def _along_last_axes(marks: Marks, call: Call, place: int) -> Examples | None:
@@ -222,6 +252,20 @@ def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> b
         )
     counts = _as_pairs(again.ne(call.result.detach()), rows, columns)
     return not bool((counts & _others(rows, columns, counts.device)).any())
+
+
+def are_fixed_after(write: Write, own: Scores) -> bool:
+    """Whether nothing trained counts in scores of different examples after something was written.
+
+    Args:
+        write: what, and where.
+        own: the layout of the scores before.
+    """
+    if any(item.requires_grad for item in tensors_in(write.values)):
+        return False
+    if own.fixed or write.replaced is None:
+        return own.fixed
+    return weights_keep_apart(~write.replaced(), *own.sides)
 
 
 def sums_own(func, item: Tensor, own: Scores) -> bool:

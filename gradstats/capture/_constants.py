@@ -30,6 +30,7 @@ from gradstats.capture._derivatives import (
     gradients,
     refuse_forward_mode,
 )
+from gradstats.capture._flex_attention import FLEX_ATTENTION, check_flex_attention
 from gradstats.capture._formats import NORMALISATIONS, settle_format
 from gradstats.capture._functions import show_function
 from gradstats.capture._modes import ContextMode, is_closed, take_off
@@ -41,12 +42,7 @@ from gradstats.capture._operators import OPERATORS, as_function
 from gradstats.capture._refusals import BACKWARD_OF_ONES_OWN, check_nested, refuse_on_derived
 from gradstats.capture._repeated import NOTED
 from gradstats.capture._results import follow_results
-from gradstats.capture._sequences import (
-    FLEX_ATTENTION,
-    MULTI_HEAD_ATTENTION,
-    attends_packed_rows,
-    check_flex_attention,
-)
+from gradstats.capture._sequences import MULTI_HEAD_ATTENTION, attends_packed_rows
 from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture._transforms import check_hidden, transform_level
 from gradstats.capture.rules import is_registered

@@ -14,13 +14,13 @@ from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage
 from gradstats.capture._examples import Examples
+from gradstats.capture._flex_attention import FLEX_ATTENTION
 from gradstats.capture._marks import Note
 from gradstats.capture._modes import innermost_mode
 from gradstats.capture._names import function_name
 from gradstats.capture._nested import operands_of, tensors_in
 from gradstats.capture._nodes import Root
 from gradstats.capture._reports import Reports
-from gradstats.capture._sequences import FLEX_ATTENTION
 from gradstats.capture._tensors import DerivedTensor, node_of
 from gradstats.capture._transforms import transform_level
 

@@ -7,12 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradstats.capture._apart import (
-    scores,
-    scores_keep_apart,
-    weights_keep_apart,
-    without_columns,
-)
+from gradstats.capture._apart import scores, scores_keep_apart, weights_keep_apart, without_columns
 from gradstats.capture._call import Call
 from gradstats.capture._einsum import Equation
 from gradstats.capture._examples import (

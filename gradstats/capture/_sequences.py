@@ -15,22 +15,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from gradstats._compiler import is_compiling
+from gradstats.capture._apart import mask_keeps_apart
 from gradstats.capture._examples import Examples, Grid, Scores, Whole, same_rows, sole_of, spread
-from gradstats.capture._nested import argument_of, operands_of
+from gradstats.capture._flex_attention import FLEX_ATTENTION, taken_beside
+from gradstats.capture._nested import argument_of
 from gradstats.capture._operations import variants
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
 MULTI_HEAD_ATTENTION = torch.nn.functional.multi_head_attention_forward
-
-FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
 # Operands of attention with a row for each example, and with one for each of its heads, by name and
 # by position.
@@ -83,82 +80,13 @@ def attends_packed_rows(tracker: Context, *args, **kwargs) -> bool:
 def _of_flex_attention(tracker: Context, args, kwargs, results) -> Layouts:
     """Each score is of one query and one key, whatever is made of it without trained values."""
     lost: list[Examples | None] = [None] * len(results)
-    if any(map(tracker.is_trained, _taken_beside(*args, **kwargs))):
+    if any(map(tracker.is_trained, taken_beside(*args, **kwargs))):
         return lost
     own = _common_along(tracker, args[:3], 2 if tracker.packed else 0)
-    if tracker.packed and (own is None or not _keeps_apart(args[4][-1], args[0].shape, own)):
+    if tracker.packed and (own is None or not mask_keeps_apart(args[4][-1], args[0].shape, own)):
         tracker.note_meeting(results[0])
         return lost
     return [own] * len(results)
-
-
-def check_flex_attention(mode, *args, **kwargs) -> None:
-    """Refuse parameters in a modification of scores or a mask, which PyTorch does not show."""
-    tracked = [item for item in _taken_beside(*args, **kwargs) if node_of(item) is not None]
-    if tracked:
-        refuse(
-            FLEX_ATTENTION, first_node(*tracked), "with a score_mod or mask_mod that takes it has "
-            "no rule", "Add it to the scores with scaled_dot_product_attention(attn_mask=...).",
-        )  # fmt: skip
-
-
-def _taken_beside(query, key, value, score_mod, block_mask, *others, **named) -> list[Tensor]:
-    """Return the tensors that flex_attention takes beside query, key and value."""
-    taken = operands_of(others, named)
-    # A compiler has recorded what they take as operands.
-    if isinstance(score_mod, fx.GraphModule):
-        return taken
-    score, place = query.new_zeros(()), torch.zeros((), dtype=torch.int64, device=query.device)
-    taken += _operands_inside(score_mod, score, *[place] * 4)
-    return taken + _operands_inside(block_mask[-1], *[place] * 4)
-
-
-def _operands_inside(modification: Callable[..., Tensor], *numbers: Tensor) -> list[Tensor]:
-    """Return the operands of all that a score_mod or mask_mod runs, given these numbers."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    taken: list[Tensor] = []
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        # The first as it is run by PyTorch, so that an index is not asked for its number.
-        with TransformGetItemToIndex(), _Taking(taken):
-            modification(*numbers)
-    return taken
-
-
-class _Taking(TorchFunctionMode):
-    """Notes the operands of what runs."""
-
-    def __init__(self, taken: list[Tensor]):
-        super().__init__()
-        self._taken = taken
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self._taken += operands_of(args, kwargs or {})
-        return func(*args, **kwargs or {})
-
-
-def _keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
-    """Whether a mask of flex_attention lets no row of a packed example see another's.
-
-    Args:
-        mask_mod: the mask.
-        shape: (N, H, T, d) of the queries; it may differ between the N rows and between the heads.
-        rows: whose each of the T places is.
-    """
-    if is_compiling():
-        return False
-    assert rows.segments is not None
-    owner = rows.segments.owner
-    place = torch.arange(len(owner), device=owner.device)
-    of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
-    others, meets = owner.unsqueeze(1) != owner, torch.zeros((), device=owner.device).bool()
-    # Of most masks one for all rows and heads.
-    numbers = [place.new_zeros(()) for _ in range(4)]
-    inside = {*map(id, _operands_inside(mask_mod, *numbers))}
-    sizes = [size if id(each) in inside else 1 for size, each in zip(shape, numbers, strict=True)]
-    for row, head in torch.cartesian_prod(*(place.new_tensor(range(size)) for size in sizes[:2])):
-        meets |= (of_pairs(row, head, place, place) & others).any()
-    return not meets
 
 
 def _of_packing(tracker: Context, args, kwargs, results) -> Layouts:

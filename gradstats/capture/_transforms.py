@@ -122,7 +122,7 @@ def _run(tracker, call: Vmap):
         except HiddenError:
             pass  # the function uses something that it was not given as an argument
         else:
-            _place(tracker, _has_data(tracker, mapped), layouts, result, call.out_dims)
+            _place(tracker, bool(tracker.data_among(operands)), layouts, result, call.out_dims)
             return result
     others = any(dim is not None and not isinstance(item, Tensor) for item, dim in mapped)
     if call.randomness == "same" or count == 0 or others:
@@ -178,7 +178,7 @@ def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Example
     """
     if any(node_of(item) is not None for item, _ in mapped):
         return None
-    data = [(item, dim) for item, dim in mapped if _has_data(tracker, [(item, dim)])]
+    data = [(item, dim) for item, dim in mapped if tracker.is_of_data(item)]
     layouts = [tracker.layout_of(item) for item, _ in data]
     if not any(layouts) and not any(i.requires_grad or tracker.is_marked(i) for i, _ in data):
         return []
@@ -186,10 +186,6 @@ def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Example
         if layout is None or not layout.plain or layout.axis != dim:
             return None
     return layouts
-
-
-def _has_data(tracker, mapped: list[tuple[Any, int | None]]) -> bool:
-    return any(isinstance(item, Tensor) and tracker.is_data(item) for item, _ in mapped)
 
 
 def _place(tracker, data: bool, layouts: list[Examples], result, out_dims) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradstats.capture._apart import weights_keep_apart
+from gradstats.capture._apart import are_fixed_after
 from gradstats.capture._call import Call
 from gradstats.capture._examples import (
     MIXED,
@@ -24,7 +24,6 @@ from gradstats.capture._following import Following
 from gradstats.capture._layout import FOLLOWED
 from gradstats.capture._meetings import BROUGHT_BACK
 from gradstats.capture._names import function_name
-from gradstats.capture._nested import tensors_in
 from gradstats.capture._operations import OPAQUE
 from gradstats.capture._tensors import node_of
 from gradstats.capture._writes import Write
@@ -65,7 +64,7 @@ class Written(Following):
         brings_back = before and self._is_brought_back(write, target)
         self._place_written(change)
         if isinstance(own := self.owned(after), Scores):
-            self.place(after, replace(own, fixed=_are_fixed(write, own)))
+            self.place(after, replace(own, fixed=are_fixed_after(write, own)))
         if brings_back:
             self.couple(after, BROUGHT_BACK)
         if sums and self.is_marked(after) and not isinstance(self.owned(after), Examples):
@@ -371,20 +370,6 @@ def _several(target: Tensor, each: Examples, fewest: int) -> Iterator[Examples]:
         owner = each.owner(target.device).repeat_interleave(count)
         # A last one may take what overflows.
         yield each.owned_by(torch.cat([owner, owner[-1:]]) if rest else owner, axis)
-
-
-def _are_fixed(write: Write, own: Scores) -> bool:
-    """Whether nothing trained counts in scores of different examples after something was written.
-
-    Args:
-        write: what, and where.
-        own: the layout of the scores before.
-    """
-    if any(item.requires_grad for item in tensors_in(write.values)):
-        return False
-    if own.fixed or write.replaced is None:
-        return own.fixed
-    return weights_keep_apart(~write.replaced(), *own.sides)
 
 
 def _one_of(owned: Owned) -> Whole | None:

@@ -2,7 +2,7 @@
 
 _checkpoint_files, _rates, _checkpoints    reading checkpoints, and their learning rates
 _borrowed       lending the user's model to other weights; _renewal what it keeps of them
-_surroundings   buffers and plain attributes, put back as they were
+_surroundings   what modules hold beside the numbers of their tensors, put back as it was
 _weights        checkpoints fitted to the model, and loaded
 _content, _loaders, _batches    data that are read several times, and recognised
 _layout         where the examples of their batches lie

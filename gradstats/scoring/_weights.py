@@ -26,14 +26,14 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, renewal: Renewal) -> 
     What its forwards at other weights have left in it is taken away, and with it what was derived
     when these were loaded.
     """
-    if not any(_changed(model, checkpoint)):
+    if not any(_changed(model.state_dict(), fitted(model, checkpoint))):
         return
     renewal.begin_anew()
-    state = model.state_dict()
-    held = {**state, **fitted(model, checkpoint)}
+    state, entries = model.state_dict(), fitted(model, checkpoint)
+    held = {**state, **entries}
     # What stays the same is not loaded: below adapters that is nearly all, and what quantised
     # layers hold beside their weights can often not be.
-    changed = list(_changed(model, checkpoint))
+    changed = list(_changed(state, entries))
     some, alone = _with_neighbours(changed, held, state), _loads_entries_alone(model)
     try:
         try:
@@ -52,12 +52,9 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, renewal: Renewal) -> 
         model.eval()  # what was computed from other weights may be dropped there
 
 
-def _changed(model: nn.Module, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the names of entries that a checkpoint is not known to share with the model."""
-    state = model.state_dict()
-    for name, value in fitted(model, checkpoint).items():
-        if not _same(value, state[name]):
-            yield name
+def _changed(state: Mapping[str, Any], entries: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of a checkpoint's entries that the model is not known to share."""
+    return (name for name, value in entries.items() if not _same(value, state[name]))
 
 
 def _with_neighbours(

@@ -338,7 +338,7 @@ class Division:
         def pick(tensor: Tensor) -> Tensor:
             held = self._bounds_in(tensor)
             if held:
-                return tensor.new_tensor(bounds if held == len(self.bounds or ()) else bounds[:-1])
+                return tensor.new_tensor(bounds[:-1] if held == self.batch_size else bounds)
             if self._is_owner(tensor):
                 owners = _owners([self._lengths[i] for i in examples])
                 return tensor.new_tensor(owners).view(*tensor.shape[:-1], -1)

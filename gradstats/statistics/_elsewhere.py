@@ -97,8 +97,7 @@ class Elsewhere:
                 reason = f"a batch of one failed with {summary(error)}"
             else:
                 problem = example.difference(alone, self._tolerance, "alone")
-                doubt = self._division.doubt(self._subject.batch)
-                if problem and doubt:
+                if problem and (doubt := self._division.doubt(self._subject.batch)):
                     problem += f". Or the batch was not divided as its examples are: {doubt}"
                 how = "each checked loss and gradient alone is that in the batch"
                 return Check("coupling", problem is None, problem or how)

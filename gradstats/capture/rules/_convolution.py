@@ -90,10 +90,8 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     if axis is not None:
         own = axis - 2
         if (weight.shape[axis], call[0][own], call[1][own], call[3]) == (1, 1, 0, False):
-            names = ("stride", "padding", "dilation", "groups")
-            options = dict(zip(names, (*call[:3], call[-1]), strict=True))
             composed = Composed(partial(as_batch, func, axis))
-            return composed(tracker, func, input, weight, bias, **options)
+            return composed(tracker, func, input, weight, bias, **_options(call))
     if len(input) == 1 < tracker.batch_size:
         layout = tracker.layout_of(input)
         if layout == Examples(tracker.batch_size, 1, input.shape[1] // tracker.batch_size):
