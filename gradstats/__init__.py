@@ -21,8 +21,8 @@ Callbacks for trainers are in ``gradstats.integrations.lightning`` and
 """
 
 from gradstats import monitor as monitor
-from gradstats.capture._assigned import assign_rows as assign_rows
 from gradstats.capture._registered import register_rule as register_rule
+from gradstats.capture.following._assigned import assign_rows as assign_rows
 from gradstats.errors import BackendError as BackendError
 from gradstats.errors import CheckpointError as CheckpointError
 from gradstats.errors import CoupledExamplesError as CoupledExamplesError

@@ -67,7 +67,7 @@ def kernels(monkeypatch):
     """Send every factor to the operators' CPU implementations and record which were called."""
     from gradstats.kernels import operators
 
-    from gradstats.capture import _together
+    from gradstats.capture.uses import _together
     from gradstats.contractions import _triton
 
     monkeypatch.setattr(_together, "SMALL", 0)  # as on a GPU

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradstats as gs
-from gradstats.capture import _together
+from gradstats.capture.uses import _together
 
 
 def to_float64(batch):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
 from gradstats._factors import Vector
-from gradstats.capture._nodes import Root
+from gradstats.capture.parameters._nodes import Root
 from gradstats.contractions import _triton
 from tests.losses import mean_square
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms

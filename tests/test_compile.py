@@ -15,7 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.capture import _graphs
+from gradstats.capture.compiled import _graphs
 from tests.functions import Kernel
 from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_sqnorms

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.capture._enclosed import enclosed_tensors
+from gradstats.capture.following._enclosed import enclosed_tensors
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
 
 WIDTH, HIDDEN, CLASSES = 8, 16, 4

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 import gradstats as gs
-from gradstats.capture._examples import Examples
-from gradstats.capture._signatures import BY_PLACE, names_of
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.following._signatures import BY_PLACE, names_of
 
 BATCH = 4  # of every axis, so that no size explains anything
 

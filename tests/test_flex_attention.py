@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import gradstats as gs
 from gradstats._factors import Segments
-from gradstats.capture._apart import mask_keeps_apart
-from gradstats.capture._examples import Examples
+from gradstats.capture.following._apart import mask_keeps_apart
+from gradstats.capture.following._examples import Examples
 from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
 from tests.test_packed import check_packed, sqnorms_alone
 

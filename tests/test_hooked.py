@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
-from gradstats.capture import _hooked
 from gradstats.capture.rules import _elementwise, _products
+from gradstats.capture.uses import _hooked
 
 from .functions import ScaleGradient
 from .oracle import assert_sqnorms, check_model, oracle_sqnorms

@@ -34,7 +34,7 @@ def test_under_modes_of_the_importer():
         "    import gradstats as gs\n"
         "layer = torch.nn.Linear(2, 1)\n"
         "stats = gs.per_example_norms(layer, torch.ones(3, 2), lambda m, x: m(x).sum(1))\n"
-        "from gradstats.capture._hooked import KINDS, VIEWS\n"
+        "from gradstats.capture.uses._hooked import KINDS, VIEWS\n"
         "print(stats.sqnorm.tolist(), *sorted(kind.__name__ for kind in KINDS))\n"
         "print(all(kind.__name__.endswith('ViewBackward0') for kind in VIEWS))"
     )

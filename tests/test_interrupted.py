@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import gradstats as gs
-from gradstats.capture import _attributes, _constants, _tracker
+from gradstats.capture import _constants, _tracker
+from gradstats.capture.parameters import _attributes
 from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 
 B = 4

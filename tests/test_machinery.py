@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gradstats as gs
-from gradstats.capture import _marks
-from gradstats.capture._call import Call
-from gradstats.capture._examples import Examples
-from gradstats.capture._layout import follow, stays
+from gradstats.capture.following import _marks
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.following._layout import follow, stays
+from gradstats.capture.operations._call import Call
 from tests.functions import recomputing
 from tests.oracle import assert_sqnorms, assert_unchanged, check_model, oracle_sqnorms, snapshot
 

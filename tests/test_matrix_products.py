@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradstats as gs
 from gradstats import _cost
 from gradstats._factors import Outer
-from gradstats.capture import _hooked
+from gradstats.capture.uses import _hooked
 from gradstats.contractions import _multiply, _outer, sqnorm
 
 from .oracle import assert_sqnorms, check_model, flat, oracle_gradients, oracle_sqnorms

@@ -636,7 +636,7 @@ def test_a_closed_context_is_freed_at_once():
 
 LONG_GRAPHS = """
 import gc, torch, gradstats as gs
-from gradstats.capture import _graph
+from gradstats.capture.operations import _graph
 
 torch.manual_seed(0)
 model, x = torch.nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)

@@ -6,10 +6,11 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.capture import _constants, _repeated
+from gradstats.capture import _constants
 from gradstats.capture._constants import ConstantTracking
-from gradstats.capture._repeated import NOTED
-from gradstats.capture._tensors import DerivedTensor
+from gradstats.capture.following import _repeated
+from gradstats.capture.following._repeated import NOTED
+from gradstats.capture.parameters._tensors import DerivedTensor
 
 from .oracle import assert_sqnorms, oracle_sqnorms
 from .test_random_programs import Program, losses

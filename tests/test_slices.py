@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
-from gradstats.capture import _slices
 from gradstats.capture._context import Context
+from gradstats.capture.parameters import _slices
 from tests.oracle import assert_sqnorms, check_model, oracle_on_the_batch, oracle_sqnorms
 
 BATCH, POSITIONS, QUERIES, WIDTH = 3, 5, 4, 6

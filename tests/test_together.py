@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.capture import _together
+from gradstats.capture.uses import _together
 
 from .functions import ScaleGradient
 from .oracle import assert_sqnorms, check_model, oracle_sqnorms, taken_for

@@ -22,29 +22,33 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from gradstats._compiler import imported_compiler, is_compiling, leave_graph
-from gradstats.capture._batch_norm import check_native_statistics, check_statistics
-from gradstats.capture._derivation import Derived
-from gradstats.capture._derivatives import (
+from gradstats.capture.following._batch_norm import check_native_statistics, check_statistics
+from gradstats.capture.following._derivatives import (
     backward,
     backward_of_one,
     gradients,
     refuse_forward_mode,
 )
-from gradstats.capture._flex_attention import FLEX_ATTENTION, check_flex_attention
-from gradstats.capture._formats import NORMALISATIONS, settle_format
-from gradstats.capture._functions import show_function
-from gradstats.capture._modes import ContextMode, is_closed, take_off
-from gradstats.capture._names import function_name
-from gradstats.capture._nested import operands_of
-from gradstats.capture._opened import OPENED, OPENED_IF_TRACKED, opened
-from gradstats.capture._operations import OPAQUE, QUESTIONS
-from gradstats.capture._operators import OPERATORS, as_function
-from gradstats.capture._refusals import BACKWARD_OF_ONES_OWN, check_nested, refuse_on_derived
-from gradstats.capture._repeated import NOTED
-from gradstats.capture._results import follow_results
-from gradstats.capture._sequences import MULTI_HEAD_ATTENTION, attends_packed_rows
-from gradstats.capture._tensors import TRACKED_TYPES, node_of, run
-from gradstats.capture._transforms import check_hidden, transform_level
+from gradstats.capture.following._flex_attention import FLEX_ATTENTION, check_flex_attention
+from gradstats.capture.following._repeated import NOTED
+from gradstats.capture.following._results import follow_results
+from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, attends_packed_rows
+from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
+from gradstats.capture.operations._modes import ContextMode, is_closed, take_off
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.operations._opened import OPENED, OPENED_IF_TRACKED, opened
+from gradstats.capture.operations._operations import OPAQUE, QUESTIONS
+from gradstats.capture.operations._operators import OPERATORS, as_function
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._functions import show_function
+from gradstats.capture.parameters._refusals import (
+    BACKWARD_OF_ONES_OWN,
+    check_nested,
+    refuse_on_derived,
+)
+from gradstats.capture.parameters._tensors import TRACKED_TYPES, node_of, run
+from gradstats.capture.parameters._transforms import check_hidden, transform_level
 from gradstats.capture.rules import is_registered
 
 if TYPE_CHECKING:

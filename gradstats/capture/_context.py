@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats._factors import Segments
-from gradstats.capture._derivation import Derived
-from gradstats.capture._dispatch import dispatch
-from gradstats.capture._grafted import Grafted
-from gradstats.capture._nodes import Root
-from gradstats.capture._repeated import Repeated
 from gradstats.capture._reports import Reports
-from gradstats.capture._together import Together
-from gradstats.capture._uses import Settings
+from gradstats.capture.following._repeated import Repeated
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.rules import RULES, is_registered
+from gradstats.capture.uses._dispatch import dispatch
+from gradstats.capture.uses._grafted import Grafted
+from gradstats.capture.uses._together import Together
+from gradstats.capture.uses._uses import Settings
 
 
 class Context(Repeated):

@@ -9,13 +9,18 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
 
-from gradstats.capture._derivation import Derived
-from gradstats.capture._graph import ACCUMULATE_GRAD, COPY_SLICES, free_in_order, nodes_behind
-from gradstats.capture._hooked import KINDS, hooked_on
-from gradstats.capture._nodes import Node, Root
 from gradstats.capture._reports import GraphReport, shared_in_graphs
-from gradstats.capture._tensors import node_of
-from gradstats.capture._uses import Use
+from gradstats.capture.operations._graph import (
+    ACCUMULATE_GRAD,
+    COPY_SLICES,
+    free_in_order,
+    nodes_behind,
+)
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._nodes import Node, Root
+from gradstats.capture.parameters._tensors import node_of
+from gradstats.capture.uses._hooked import KINDS, hooked_on
+from gradstats.capture.uses._uses import Use
 from gradstats.errors import ExampleAxisError, UnsupportedOperationError
 
 if TYPE_CHECKING:

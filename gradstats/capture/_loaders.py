@@ -12,7 +12,7 @@ from functools import cache, wraps
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from gradstats.capture._modes import modes_here
+from gradstats.capture.operations._modes import modes_here
 
 
 @cache

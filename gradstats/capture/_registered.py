@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from gradstats.capture._grafted import Grafted
-from gradstats.capture._names import function_class_of, function_name
+from gradstats.capture.operations._names import function_class_of, function_name
 from gradstats.capture.rules import RULES
+from gradstats.capture.uses._grafted import Grafted
 from gradstats.errors import TrackingError
 
 

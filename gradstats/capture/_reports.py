@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats._factors import Factor, Outer, Ragged, Rows
-from gradstats.capture._consumers import Arrival
-from gradstats.capture._lineage import Pulled, pulled_sqnorm
-from gradstats.capture._nodes import Root, closed_before
-from gradstats.capture._parts import joined, parts_sqnorm
-from gradstats.capture._uses import Settings
+from gradstats.capture.parameters._consumers import Arrival
+from gradstats.capture.parameters._lineage import Pulled, pulled_sqnorm
+from gradstats.capture.parameters._nodes import Root, closed_before
+from gradstats.capture.parameters._parts import joined, parts_sqnorm
+from gradstats.capture.uses._uses import Settings
 from gradstats.contractions import (
     Contraction,
     Fused,

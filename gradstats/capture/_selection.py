@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from gradstats._compiler import imported_compiler
-from gradstats.capture._nodes import Root
-from gradstats.capture._tensors import TrackedParameter
+from gradstats.capture.parameters._nodes import Root
+from gradstats.capture.parameters._tensors import TrackedParameter
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
 
 # Wrappers that keep the model they were given as ``module``, a name that models may use as well.

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from gradstats.capture._nodes import Root
 from gradstats.capture._selection import Anatomy
+from gradstats.capture.parameters._nodes import Root
 from gradstats.errors import CoverageError, UnsupportedOperationError
 
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from gradstats._compiler import imported_compiler, running_eagerly
 from gradstats.capture._coverage import check_coverage
-from gradstats.capture._marks import ABOUT_EXAMPLES
-from gradstats.capture._names import function_name
-from gradstats.capture._nested import rebuild, tensors_in
 from gradstats.capture._selection import check_trackable
-from gradstats.capture._tensors import nodes_of, value_of
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
-from gradstats.capture._transforms import HiddenError
-from gradstats.capture._uses import Settings
+from gradstats.capture.following._marks import ABOUT_EXAMPLES
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import rebuild, tensors_in
+from gradstats.capture.parameters._tensors import nodes_of, value_of
+from gradstats.capture.parameters._transforms import HiddenError
+from gradstats.capture.uses._uses import Settings
 from gradstats.errors import GradStatsError
 
 

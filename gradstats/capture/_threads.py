@@ -10,9 +10,9 @@ from threading import get_ident
 
 import torch
 
-from gradstats.capture._modes import modes_here
-from gradstats.capture._names import function_name
-from gradstats.capture._operations import QUESTIONS, is_about_object
+from gradstats.capture.operations._modes import modes_here
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._operations import QUESTIONS, is_about_object
 from gradstats.errors import TrackingError
 
 ELSEWHERE = (

@@ -15,21 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradstats._compiler import called_from_compiled, running_eagerly
 from gradstats._factors import Segments
-from gradstats.capture._attributes import kept_by, restore_attributes, tensors_kept
-from gradstats.capture._checkpoints import show_checkpoints
 from gradstats.capture._constants import ConstantTracking
-from gradstats.capture._consumers import Consumer
 from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
-from gradstats.capture._engine import BackwardListener, gradients_aside, run_backward, without_hooks
-from gradstats.capture._functions import show_functions
-from gradstats.capture._graph import nodes_behind
-from gradstats.capture._graphs import admits, show_graphs
 from gradstats.capture._loaders import show_loaders
-from gradstats.capture._nested import tensors_in
-from gradstats.capture._nodes import Root
 from gradstats.capture._reports import ONE_OF_SEVERAL, Reports
-from gradstats.capture._scripts import show_scripts
 from gradstats.capture._selection import (
     anatomy_of,
     check_trackable,
@@ -38,12 +28,27 @@ from gradstats.capture._selection import (
     without_elements,
 )
 from gradstats.capture._sharded import ShardedParameters
-from gradstats.capture._skipped import show_skipped, skipping
-from gradstats.capture._slices import take_slices
-from gradstats.capture._tensors import TrackedParameter, release, show_parameters
 from gradstats.capture._threads import Threaded
-from gradstats.capture._transforms import show_vmap
-from gradstats.capture._uses import Settings
+from gradstats.capture.compiled._graphs import admits, show_graphs
+from gradstats.capture.compiled._skipped import show_skipped, skipping
+from gradstats.capture.operations._engine import (
+    BackwardListener,
+    gradients_aside,
+    run_backward,
+    without_hooks,
+)
+from gradstats.capture.operations._graph import nodes_behind
+from gradstats.capture.operations._nested import tensors_in
+from gradstats.capture.parameters._attributes import kept_by, restore_attributes, tensors_kept
+from gradstats.capture.parameters._checkpoints import show_checkpoints
+from gradstats.capture.parameters._consumers import Consumer
+from gradstats.capture.parameters._functions import show_functions
+from gradstats.capture.parameters._nodes import Root
+from gradstats.capture.parameters._scripts import show_scripts
+from gradstats.capture.parameters._slices import take_slices
+from gradstats.capture.parameters._tensors import TrackedParameter, release, show_parameters
+from gradstats.capture.parameters._transforms import show_vmap
+from gradstats.capture.uses._uses import Settings
 from gradstats.contractions._precision import without_autocast
 from gradstats.errors import (
     CoverageError,

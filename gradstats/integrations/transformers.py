@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradstats._requirements import require
 from gradstats._warnings import warn
-from gradstats.capture._assigned import assign_rows
+from gradstats.capture.following._assigned import assign_rows
 from gradstats.errors import TrackingError
 from gradstats.integrations._trainer import (
     Hook,

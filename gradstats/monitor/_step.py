@@ -14,7 +14,7 @@ from gradstats._factors import Segments
 from gradstats._warnings import warn
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._tracker import Tracker
-from gradstats.capture._uses import Settings
+from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.monitor._arguments import optimizers_of
 from gradstats.monitor._layers import Layers

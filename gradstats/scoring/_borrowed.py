@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats._comparison import same_bits
-from gradstats.capture._attributes import kept_by, tensors_kept
-from gradstats.capture._memory import parts_of
+from gradstats.capture.operations._memory import parts_of
+from gradstats.capture.parameters._attributes import kept_by, tensors_kept
 from gradstats.errors import CheckpointError
 from gradstats.scoring._renewal import Renewal
 from gradstats.scoring._surroundings import Surroundings

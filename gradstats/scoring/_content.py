@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradstats.capture._memory import parts_of, wraps_others
+from gradstats.capture.operations._memory import parts_of, wraps_others
 
 # Their repr says everything that they hold.
 PLAIN = (

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from gradstats.capture._graph import let_go
+from gradstats.capture.operations._graph import let_go
 from gradstats.scoring._layout import BatchLayout
 
 Result = TypeVar("Result")

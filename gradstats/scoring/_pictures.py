@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from gradstats._requirements import require
-from gradstats.capture._nested import tensors_in
+from gradstats.capture.operations._nested import tensors_in
 from gradstats.scoring._loaders import Data
 from gradstats.statistics._batches import Division
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
-from gradstats.capture._attributes import PLAIN_TYPES, tensors_kept
-from gradstats.capture._modes import without_contexts
+from gradstats.capture.operations._modes import without_contexts
+from gradstats.capture.parameters._attributes import PLAIN_TYPES, tensors_kept
 from gradstats.scoring._surroundings import (
     CONTAINERS,
     Surroundings,

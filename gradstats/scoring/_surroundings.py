@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gradstats.capture._attributes import PLAIN_TYPES, STANDARD_ATTRIBUTES
+from gradstats.capture.parameters._attributes import PLAIN_TYPES, STANDARD_ATTRIBUTES
 
 CONTAINERS = (OrderedDict, dict, list, set, deque)
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gradstats._compiler import in_python
 from gradstats._complex import as_real, real_shape
-from gradstats.capture._consumers import Along, WithinBatch
 from gradstats.capture._selection import matching_names
+from gradstats.capture.parameters._consumers import Along, WithinBatch
 from gradstats.errors import CoverageError, NonFiniteGradientError, TrackingError
 from gradstats.statistics._arguments import (
     LossFunction,

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture._consumers import Consumer
-from gradstats.capture._graph import let_go
-from gradstats.capture._marks import ABOUT_EXAMPLES
-from gradstats.capture._nested import tensors_in
 from gradstats.capture._tracker import Tracker
-from gradstats.capture._uses import Settings
+from gradstats.capture.following._marks import ABOUT_EXAMPLES
+from gradstats.capture.operations._graph import let_go
+from gradstats.capture.operations._nested import tensors_in
+from gradstats.capture.parameters._consumers import Consumer
+from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, check_workspace
 from gradstats.statistics._batches import Given

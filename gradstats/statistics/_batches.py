@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture._nested import fields_of, tensors_in
+from gradstats.capture.operations._nested import fields_of, tensors_in
 from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._state import Versions
 

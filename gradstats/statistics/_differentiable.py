@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from gradstats.capture._checkpoints import checkpoints_differentiable
-from gradstats.capture._engine import gradients_aside
 from gradstats.capture._selection import data_parallel_in
+from gradstats.capture.operations._engine import gradients_aside
+from gradstats.capture.parameters._checkpoints import checkpoints_differentiable
 
 
 @contextmanager

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._complex import any_double
-from gradstats.capture._engine import without_hooks
-from gradstats.capture._formats import SettledFormats
-from gradstats.capture._nested import tensors_in
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
+from gradstats.capture.operations._engine import without_hooks
+from gradstats.capture.operations._formats import SettledFormats
+from gradstats.capture.operations._nested import tensors_in
 from gradstats.errors import (
     CoupledExamplesError,
     ExampleAxisError,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._compiler import in_python
-from gradstats.capture._consumers import WithinBatch
+from gradstats.capture.parameters._consumers import WithinBatch
 from gradstats.errors import ExampleAxisError, NonFiniteGradientError
 from gradstats.statistics._arguments import (
     LossFunction,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gradstats._complex import real_shape
 from gradstats._factors import tensors_of
-from gradstats.capture._consumers import Against, Keep, KeptParameter
-from gradstats.capture._nested import tensors_in
+from gradstats.capture.operations._nested import tensors_in
+from gradstats.capture.parameters._consumers import Against, Keep, KeptParameter
 from gradstats.errors import CoverageError, TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, shapes_of
 from gradstats.statistics._backward import run

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats.capture._coverage import check_data
-from gradstats.capture._examples import WHERE_THE_NUMBER_IS_FROM
-from gradstats.capture._modes import innermost_mode
-from gradstats.capture._nested import tensors_in
-from gradstats.capture._refusals import PACK
+from gradstats.capture.following._examples import WHERE_THE_NUMBER_IS_FROM
+from gradstats.capture.operations._modes import innermost_mode
+from gradstats.capture.operations._nested import tensors_in
+from gradstats.capture.parameters._refusals import PACK
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
 from gradstats.statistics._arguments import integer
 from gradstats.statistics._batches import opaque_in

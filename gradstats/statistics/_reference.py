@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._complex import as_real
-from gradstats.capture._formats import SettledFormats
 from gradstats.capture._selection import select_parameters
+from gradstats.capture.operations._formats import SettledFormats
 from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._batches import model_to_float64, to_float64
 from gradstats.statistics._differentiable import differentiable

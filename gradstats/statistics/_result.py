@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._complex import any_double
-from gradstats.capture._consumers import WithinBatch
 from gradstats.capture._tracker import Tracker
+from gradstats.capture.parameters._consumers import WithinBatch
 from gradstats.errors import NonFiniteGradientError
 
 

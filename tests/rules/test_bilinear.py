@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.capture._examples import Examples
+from gradstats.capture.following._examples import Examples
 from gradstats.capture.rules._bilinear import BilinearFactors
 from tests.rules.operation import check_operation, check_refused, normal
 

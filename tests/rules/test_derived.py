@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from gradstats.capture._derivation import Derived
+from gradstats.capture.parameters._derivation import Derived
 from gradstats.contractions import _dense
 from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss

@@ -15,7 +15,7 @@ from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from gradstats.capture._functions import HOST, INNERMOST, SHARED_APPLY
+from gradstats.capture.parameters._functions import HOST, INNERMOST, SHARED_APPLY
 from tests.functions import Kernel
 from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss

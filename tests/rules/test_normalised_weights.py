@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
-from gradstats.capture import _lineage
+from gradstats.capture.parameters import _lineage
 from tests.oracle import assert_sqnorms, flat, oracle_gradients, oracle_sqnorms
 
 Weight = Callable[[nn.Module], Tensor]

@@ -10,9 +10,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from gradstats.capture import _gates, _recurrence
-from gradstats.capture._recomputed import Kept
 from gradstats.capture.rules import _recurrent
+from gradstats.capture.uses import _gates, _recurrence
+from gradstats.capture.uses._recomputed import Kept
 from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 

@@ -18,7 +18,6 @@ _single         operations on data of one example without an axis for it
 
 from typing import Any
 
-from gradstats.capture._grafted import Grafted
 from gradstats.capture.rules import (
     _added,
     _attention,
@@ -34,6 +33,7 @@ from gradstats.capture.rules import (
     _sampling,
     _single,
 )
+from gradstats.capture.uses._grafted import Grafted
 
 RULES: dict[Any, Any] = {
     **_products.RULES,

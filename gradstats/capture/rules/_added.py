@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradstats.capture._derived import derive
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, value_of
+from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import are_of_one, locate
 from gradstats.capture.rules._products import cast_data, linear_layer, own_slices, product_factors
 from gradstats.capture.rules._summed import Part, summed

@@ -16,11 +16,11 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._cost import product
 from gradstats._factors import Vector, cast, compute_dtype, segment_sum
-from gradstats.capture._examples import Examples
-from gradstats.capture._nodes import Node
-from gradstats.capture._together import Joinable
-from gradstats.capture._uses import Settings, derived
-from gradstats.capture._views import ExampleLayout, example_view
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.uses._together import Joinable
+from gradstats.capture.uses._uses import Settings, derived
+from gradstats.capture.uses._views import ExampleLayout, example_view
 from gradstats.contractions import Contraction, _triton, _vector
 from gradstats.contractions._triton_layers import NormGradients, Wanted
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._derived import derive
-from gradstats.capture._examples import Examples
-from gradstats.capture._nested import argument_of
-from gradstats.capture._nodes import Node
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
-from gradstats.capture._uses import tap
-from gradstats.capture._views import ExampleLayout, example_view
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.operations._nested import argument_of
+from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import as_data, rows_along, run
 from gradstats.capture.rules._per_example import per_example
 from gradstats.capture.rules._summed import BroadcastFactors
+from gradstats.capture.uses._uses import tap
+from gradstats.capture.uses._views import ExampleLayout, example_view
 
 
 def multi_head_attention(

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._examples import Examples
-from gradstats.capture._grafted import Composed
-from gradstats.capture._linear import bias_factor, outer_factor
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
-from gradstats.capture._uses import tap
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import common_rows, locate
+from gradstats.capture.uses._grafted import Composed
+from gradstats.capture.uses._linear import bias_factor, outer_factor
+from gradstats.capture.uses._uses import tap
 
 
 def bilinear(tracker, func, input1, input2, weight, bias=None):

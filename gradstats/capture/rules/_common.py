@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradstats.capture._derivation import Derived
-from gradstats.capture._derived import derive
-from gradstats.capture._examples import (
+from gradstats.capture.following._examples import (
     IF_A_CONSTANT,
     WHERE_THE_NUMBER_IS_FROM,
     Examples,
     same_rows,
 )
-from gradstats.capture._names import function_name
-from gradstats.capture._nested import operands_of
-from gradstats.capture._nodes import Node, Root
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import node_of, value_of, wrap
-from gradstats.capture._uses import derived
-from gradstats.capture._views import ExampleLayout, example_view
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._nodes import Node, Root
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import node_of, value_of, wrap
+from gradstats.capture.uses._uses import derived
+from gradstats.capture.uses._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
 

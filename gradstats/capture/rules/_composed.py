@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Distances
-from gradstats.capture._einsum import parse_equation, tensor_product
-from gradstats.capture._examples import Examples
-from gradstats.capture._grafted import Composed, Grafted
-from gradstats.capture._operations import OUTER_PRODUCTS, solves_vector, variants
-from gradstats.capture._tensors import first_node, node_of, value_of
-from gradstats.capture._uses import tap
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.operations._einsum import parse_equation, tensor_product
+from gradstats.capture.operations._operations import OUTER_PRODUCTS, solves_vector, variants
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules import _products
 from gradstats.capture.rules._common import lined_up, locate
 from gradstats.capture.rules._per_example import per_example
+from gradstats.capture.uses._grafted import Composed, Grafted
+from gradstats.capture.uses._uses import tap
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:

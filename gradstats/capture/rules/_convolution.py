@@ -10,15 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._cost import product
-from gradstats.capture._convolution import ConvolutionFactors, ConvolutionUse
-from gradstats.capture._derived import derive
-from gradstats.capture._examples import Examples
-from gradstats.capture._grafted import Composed, watched
-from gradstats.capture._hooked import CONVOLVED, hooked
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
-from gradstats.capture._together import is_small
-from gradstats.capture._uses import Use, attach, tap
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import (
     are_of_one,
     as_batch,
@@ -28,6 +23,11 @@ from gradstats.capture.rules._common import (
     locate,
     packed_positions,
 )
+from gradstats.capture.uses._convolution import ConvolutionFactors, ConvolutionUse
+from gradstats.capture.uses._grafted import Composed, watched
+from gradstats.capture.uses._hooked import CONVOLVED, hooked
+from gradstats.capture.uses._together import is_small
+from gradstats.capture.uses._uses import Use, attach, tap
 
 
 def convolution(

@@ -15,24 +15,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import cast, compute_dtype
-from gradstats.capture._broadcast import BroadcastUse, on_chip
-from gradstats.capture._derived import derive
-from gradstats.capture._examples import Examples, Whole
-from gradstats.capture._hooked import ADDED, MULTIPLIED, hooked
-from gradstats.capture._indexing import items_of
-from gradstats.capture._nested import argument_of, flatten, operands_of, rebuild, tensors_in
-from gradstats.capture._nodes import Node
-from gradstats.capture._operations import (
+from gradstats.capture.following._examples import Examples, Whole
+from gradstats.capture.following._indexing import items_of
+from gradstats.capture.operations._nested import (
+    argument_of,
+    flatten,
+    operands_of,
+    rebuild,
+    tensors_in,
+)
+from gradstats.capture.operations._operations import (
     ELEMENT_LOSSES,
     ELEMENTWISE,
     EXTREMES,
     JOINS,
     function_variants,
 )
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
-from gradstats.capture._uses import Use, attach, free_of_views, tap
-from gradstats.capture._views import ExampleLayout, example_view
+from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import (
     as_data,
     cast_for_autocast,
@@ -46,6 +48,10 @@ from gradstats.capture.rules._common import (
 from gradstats.capture.rules._in_place import write_data
 from gradstats.capture.rules._per_example import ELEMENTWISE_IN_PLACE, changes_type, per_example
 from gradstats.capture.rules._summed import BroadcastFactors
+from gradstats.capture.uses._broadcast import BroadcastUse, on_chip
+from gradstats.capture.uses._hooked import ADDED, MULTIPLIED, hooked
+from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
+from gradstats.capture.uses._views import ExampleLayout, example_view
 
 
 def broadcast(tracker, func, *args, **kwargs):

@@ -12,20 +12,20 @@ from torch.nn import functional
 
 from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup, Rows, cast, compute_dtype
-from gradstats.capture._derived import derive
-from gradstats.capture._examples import Examples
-from gradstats.capture._grafted import Composed, watched
-from gradstats.capture._hooked import LOOKED_UP, hooked
-from gradstats.capture._indexing import axis_of, found_at, items_of
-from gradstats.capture._lean_steps import embedding_rows, rows_looked_up
-from gradstats.capture._nested import operands_of
-from gradstats.capture._nodes import Node, Root
-from gradstats.capture._refusals import refuse
-from gradstats.capture._sequences import layout_of_bags, starts_of_bags
-from gradstats.capture._tensors import first_node, node_of, value_of
-from gradstats.capture._together import Joinable
-from gradstats.capture._uses import tap
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.following._indexing import axis_of, found_at, items_of
+from gradstats.capture.following._sequences import layout_of_bags, starts_of_bags
+from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._lean_steps import embedding_rows, rows_looked_up
+from gradstats.capture.parameters._nodes import Node, Root
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data, lined_up, locate
+from gradstats.capture.uses._grafted import Composed, watched
+from gradstats.capture.uses._hooked import LOOKED_UP, hooked
+from gradstats.capture.uses._together import Joinable
+from gradstats.capture.uses._uses import tap
 from gradstats.contractions import FEW, Contraction, _triton, sqnorm_of_few
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Experts, Ragged
-from gradstats.capture._examples import Examples
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, value_of
-from gradstats.capture._uses import tap
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import locate
+from gradstats.capture.uses._uses import tap
 
 
 def grouped_mm(tracker, func, mat_a, mat_b, *, offs=None, bias=None, out_dtype=None):

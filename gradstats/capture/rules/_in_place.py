@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture._derivation import Derived
-from gradstats.capture._examples import Examples, Whole
-from gradstats.capture._nested import operands_of
-from gradstats.capture._nodes import Node, same_storage
-from gradstats.capture._refusals import refusal, refuse_change
-from gradstats.capture._tensors import first_node, node_of
-from gradstats.capture._views import ExampleLayout, example_view
-from gradstats.capture._writes import WRITES, Write
+from gradstats.capture.following._examples import Examples, Whole
+from gradstats.capture.following._writes import WRITES, Write
+from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._nodes import Node, same_storage
+from gradstats.capture.parameters._refusals import refusal, refuse_change
+from gradstats.capture.parameters._tensors import first_node, node_of
 from gradstats.capture.rules._common import run
+from gradstats.capture.uses._views import ExampleLayout, example_view
 
 
 def write_data(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):

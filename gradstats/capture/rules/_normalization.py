@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import compute_dtype
-from gradstats.capture._batch_norm import check_batch_norm
-from gradstats.capture._grafted import Composed
-from gradstats.capture._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
-from gradstats.capture._nodes import Node
-from gradstats.capture._normalization import NormalisationUse
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
-from gradstats.capture._uses import Use, attach, free_of_views, tap
+from gradstats.capture.following._batch_norm import check_batch_norm
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.capture.rules._common import as_batch, locate, packed_positions
+from gradstats.capture.uses._grafted import Composed
+from gradstats.capture.uses._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
+from gradstats.capture.uses._normalization import NormalisationUse
+from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
 from gradstats.contractions import _triton_layers
 from gradstats.contractions._result import ones
 from gradstats.contractions._triton_layers import NormGradients

@@ -8,16 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats.capture._derived import derive
-from gradstats.capture._examples import Examples
-from gradstats.capture._nested import flatten, rebuild
-from gradstats.capture._nodes import Node
-from gradstats.capture._operations import ELEMENTWISE, JOINS, function_variants, in_place_variants
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, value_of
-from gradstats.capture._uses import tap
-from gradstats.capture._views import ExampleLayout, example_view
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.operations._nested import flatten, rebuild
+from gradstats.capture.operations._operations import (
+    ELEMENTWISE,
+    JOINS,
+    function_variants,
+    in_place_variants,
+)
+from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import in_order, slices_of
+from gradstats.capture.uses._uses import tap
+from gradstats.capture.uses._views import ExampleLayout, example_view
 
 ELEMENTWISE_IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 

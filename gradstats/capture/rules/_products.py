@@ -10,19 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._derivation import Derived
-from gradstats.capture._einsum import matrix_product, parse_equation
-from gradstats.capture._examples import Examples, Whole
-from gradstats.capture._grafted import Composed
-from gradstats.capture._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
-from gradstats.capture._linear import LinearFactors, LinearUse, by_rows, is_pytorchs_own
-from gradstats.capture._nodes import Node
-from gradstats.capture._operations import PRODUCTS
-from gradstats.capture._product import ProductFactor
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import first_node, node_of, value_of, wrap
-from gradstats.capture._uses import Use, attach, free_of_views, tap
-from gradstats.capture._views import ExampleLayout, example_view
+from gradstats.capture.following._examples import Examples, Whole
+from gradstats.capture.operations._einsum import matrix_product, parse_equation
+from gradstats.capture.operations._operations import PRODUCTS
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of, wrap
 from gradstats.capture.rules._common import (
     are_of_one,
     autocast_dtype,
@@ -35,6 +29,12 @@ from gradstats.capture.rules._common import (
     slices_of,
 )
 from gradstats.capture.rules._summed import Part, summed
+from gradstats.capture.uses._grafted import Composed
+from gradstats.capture.uses._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
+from gradstats.capture.uses._linear import LinearFactors, LinearUse, by_rows, is_pytorchs_own
+from gradstats.capture.uses._product import ProductFactor
+from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
+from gradstats.capture.uses._views import ExampleLayout, example_view
 
 
 def linear(tracker, func, input, weight, bias=None):

@@ -20,12 +20,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import Factor, cast, compute_dtype
-from gradstats.capture._examples import Examples, same_rows
-from gradstats.capture._gates import as_given, weights_apart
-from gradstats.capture._linear import bias_factor, outer_factor
-from gradstats.capture._names import function_name
-from gradstats.capture._recomputed import Site, recomputed
-from gradstats.capture._recurrence import (
+from gradstats.capture.following._examples import Examples, same_rows
+from gradstats.capture.following._sequences import (
+    RECURRENT_CELLS,
+    RECURRENT_LAYERS,
+    packed_places,
+    states_of,
+)
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
+from gradstats.capture.rules._common import are_of_one, as_data, product_dtype, rows_along
+from gradstats.capture.uses._gates import as_given, weights_apart
+from gradstats.capture.uses._linear import bias_factor, outer_factor
+from gradstats.capture.uses._recomputed import Site, recomputed
+from gradstats.capture.uses._recurrence import (
     Cell,
     Elman,
     Gru,
@@ -36,15 +45,6 @@ from gradstats.capture._recurrence import (
     Steps,
     Sweep,
 )
-from gradstats.capture._refusals import refuse
-from gradstats.capture._sequences import (
-    RECURRENT_CELLS,
-    RECURRENT_LAYERS,
-    packed_places,
-    states_of,
-)
-from gradstats.capture._tensors import first_node, node_of, nodes_of, value_of
-from gradstats.capture.rules._common import are_of_one, as_data, product_dtype, rows_along
 from gradstats.errors import ExampleAxisError
 
 CELLS: dict[Callable, Any] = {

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._examples import Examples
-from gradstats.capture._tensors import first_node, node_of, value_of
-from gradstats.capture._uses import free_of_views, tap
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data, locate, rows_along, run
 from gradstats.capture.rules._embedding import table_rows
+from gradstats.capture.uses._uses import free_of_views, tap
 
 
 def grid_sample(

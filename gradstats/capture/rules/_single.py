@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._examples import Whole
-from gradstats.capture._grafted import Composed
-from gradstats.capture._operations import CONVOLUTIONS, PRODUCTS
-from gradstats.capture._tensors import node_of
+from gradstats.capture.following._examples import Whole
+from gradstats.capture.operations._operations import CONVOLUTIONS, PRODUCTS
+from gradstats.capture.parameters._tensors import node_of
+from gradstats.capture.uses._grafted import Composed
 
 
 def widened(func, x: Tensor, *args, **kwargs) -> Tensor:

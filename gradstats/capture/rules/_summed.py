@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from gradstats._factors import compute_dtype
-from gradstats.capture._examples import Examples
-from gradstats.capture._nodes import Node
-from gradstats.capture._refusals import refuse
-from gradstats.capture._tensors import node_of
-from gradstats.capture._together import Joinable
-from gradstats.capture._uses import free_of_views, tap
-from gradstats.capture._views import ExampleLayout
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.rules._common import lined_up
+from gradstats.capture.uses._together import Joinable
+from gradstats.capture.uses._uses import free_of_views, tap
+from gradstats.capture.uses._views import ExampleLayout
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,6 @@
+"""Compiled models.
+
+_graphs      what the compiler calls in place of a graph that it recorded inside a context
+_followed    what such a graph consists of, followed while its backend traces it
+_skipped     functions that run as graphs outside of contexts alone
+"""

@@ -1,0 +1,290 @@
+"""Graphs of ``torch.compile`` that run inside contexts.
+
+The compiler is shown nothing of a context: what it records is the computation as the user wrote it.
+What it then gives its backend to compile is one call, of a module that runs the recorded operations
+inside a context of their own (see ``_followed``). So the backend traces what eager code runs, the
+contractions in its backward included, and the graph reports through the gradient of a probe.
+What was found about the results when they were traced is noted on them whenever the graph has run.
+
+A graph that cannot be traced this way, or is given other operands than it was traced with, runs
+operation by operation, followed like any eager code.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradstats.capture._reports import SHARED_IN_GRAPHS, GraphReport
+from gradstats.capture.compiled._followed import (
+    CONSTANT,
+    DATA,
+    PARAMETER,
+    Followed,
+    NotTracedError,
+    by_operation,
+    is_hidden,
+    show_getters,
+)
+from gradstats.capture.operations._modes import innermost_mode, is_of_context
+from gradstats.capture.parameters._nodes import Node, Root
+from gradstats.capture.parameters._tensors import node_of
+from gradstats.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._tracker import Tracker
+
+LOG = logging.getLogger(__name__)
+
+# Forms of contexts (batch sizes, what is tracked, the model's mode) for which a model's graphs are
+# recorded, each anew. Of eight recordings of a function that the compiler makes by default, the
+# others are left to steps outside of contexts; beyond, these would run eagerly too.
+MOST_FORMS = 4
+
+FORMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def admits(parameter: Tensor, form: str) -> bool:
+    """Whether graphs are recorded for contexts of a form, or have been; else all runs eagerly.
+
+    Args:
+        parameter: the first of the model.
+        form: of the context.
+    """
+    forms = FORMS.setdefault(parameter, set())
+    if len(forms) < MOST_FORMS:
+        forms.add(form)
+    elif form not in forms:
+        LOG.info("a model runs eagerly: its graphs serve contexts of %d other forms", MOST_FORMS)
+        return False
+    return True
+
+
+class Graph:
+    """What the compiler calls in place of a graph that it recorded inside a context.
+
+    Attributes:
+        reason: why it runs operation by operation; None if it was compiled.
+    """
+
+    def __init__(
+        self,
+        recorded: fx.GraphModule,
+        operands: Sequence[Any],
+        backend: Callable[..., Any],
+        tracker: Tracker,
+    ):
+        """Have the backend compile the graph.
+
+        Args:
+            recorded: what the compiler recorded.
+            operands: what it is going to be called with.
+            backend: what the compiler calls with a graph and its operands.
+            tracker: the context.
+        """
+        self.reason: str | None = None
+        self._form = tracker.form
+        show_getters(recorded)
+        self._recorded = recorded
+        self._run = torch.compiler.disable(by_operation(recorded))
+        self._kinds: list[Any] = []
+        try:
+            check_sizes()
+            self._kinds = kinds_of(tracker, operands)
+            with warnings.catch_warnings():
+                # The engine warns of an error in the backward that is traced.
+                warnings.filterwarnings("ignore", "Error detected in")
+                self._compile(operands, backend, tracker)
+        except torch._dynamo.exc.RestartAnalysis:
+            raise
+        except Exception as error:
+            self.reason = _said_by(error)
+            LOG.info("a compiled graph runs operation by operation: %s", self.reason)
+
+    def _compile(
+        self, operands: Sequence[Any], backend: Callable[..., Any], tracker: Tracker
+    ) -> None:
+        # In the model's order, so that what is reported need not be put in order.
+        position = {root: number for number, root in enumerate(tracker.roots)}
+        found = [place for place, kind in enumerate(self._kinds) if kind is PARAMETER]
+        self._places = sorted(found, key=lambda place: position[operands[place]._gradstats])
+        roots = self._roots_among(operands)
+        names = [root.name for root in roots]
+        self._followed = Followed(self._recorded, self._kinds, self._places, names, tracker)
+        nothing = [None] * len(roots)
+        probes = [GraphReport(roots, nothing, tracker.batch_size).probe] if roots else []
+        whole = _calling(self._followed, self._recorded, probes)
+        try:
+            self._compiled = backend(whole, [*operands, *probes])
+        finally:
+            self._followed.finish()
+
+    def __call__(self, *operands: Any) -> Any:
+        mode = innermost_mode()
+        if mode is not None and self.reason is None and self._serves(mode.tracker, operands):
+            roots, probes = self._roots_among(operands), []
+            if roots:
+                report = mode.tracker.reports.of_graph(roots, self._followed.reporting)
+                probes = [report.probe]
+            try:
+                # The compiler sets and reads what modes are shown, before its graph and after it.
+                with torch._C.DisableTorchFunction() if roots else nullcontext():
+                    results = self._compiled(*operands, *probes)
+            except NotTracedError as error:
+                self.reason = str(error)  # the backend runs what it was given as it is
+            else:
+                self._followed.note(mode.tracker, results)
+                return results
+        try:
+            # Modes and subclasses are off while a graph runs.
+            with torch._C._EnableTorchFunction():
+                return self._run(*operands)
+        except NotTracedError as error:
+            raise UnsupportedOperationError(
+                f"a compiled graph cannot be followed: {_said_by(error)} of data or of parameters. "
+                "Expected code that runs as it is written: torch.compiler.set_stance('force_eager')"
+                " makes all code do so inside a context."
+            ) from None
+
+    def _roots_among(self, operands: Sequence[Any]) -> list[Root]:
+        return [operands[place]._gradstats for place in self._places]
+
+    def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:
+        """Whether all that was assumed when the graph was traced holds of these operands."""
+        if tracker.form != self._form:
+            return False
+        try:
+            return kinds_of(tracker, operands) == self._kinds
+        except NotTracedError:
+            return False
+
+
+def _said_by(error: Exception) -> str:
+    """Return what an error says, without the lines that tell where the compiler was."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
+    """Return what each operand of a graph is, or raise where a graph cannot be traced with it.
+
+    Returns:
+        PARAMETER, DATA or CONSTANT, and None for all but tensors.
+    """
+    kinds: list[Any] = []
+    roots: set[Node] = set()
+    for item in operands:
+        if not isinstance(item, Tensor):
+            kinds.append(None)
+            continue
+        node = node_of(item)
+        if node is not None:
+            check_parameter(node, tracker)
+            if node in roots:
+                raise NotTracedError(f"it takes {node.describe()} twice")
+            roots.add(node)
+            kinds.append(PARAMETER)
+        elif not tracker.is_data(item):
+            kinds.append(CONSTANT)
+        elif tracker.is_unusual(item):
+            raise NotTracedError("its data are written to, or lie elsewhere than along batch_dim")
+        else:
+            kinds.append(DATA)
+    return kinds
+
+
+def check_sizes() -> None:
+    """Raise where the user's code says that the graph which is being recorded serves many sizes."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    for fake in getattr(mode.shape_env, "tracked_fakes", None) or ():
+        sizes = getattr(fake.symbolic_context, "constraint_sizes", None) or ()
+        # The compiler's own constraints, on sizes that it saw change, give way.
+        if any(size is not None and not getattr(size, "warn_only", False) for size in sizes):
+            raise NotTracedError("its sizes were marked dynamic, but it would serve one batch size")
+
+
+def check_parameter(node, tracker: Tracker) -> None:
+    """Raise where a graph cannot be traced with a tracked operand."""
+    if not isinstance(node, Root) or node.tracker is not tracker:
+        raise NotTracedError(f"it takes {node.describe()}")
+    if SHARED_IN_GRAPHS and node.parameter in SHARED_IN_GRAPHS:
+        raise NotTracedError(f"{node.describe()} is used elsewhere too")
+
+
+def _calling(
+    followed: Followed, recorded: fx.GraphModule, probes: Sequence[Tensor]
+) -> fx.GraphModule:
+    """Return a graph of nothing but one call, with all operands and the probe, if there is one.
+
+    It is none of the functions of which compilers know that a graph can be found again in a cache.
+    """
+    graph = fx.Graph()
+    operands = []
+    for node in recorded.graph.find_nodes(op="placeholder"):
+        operand = graph.placeholder(node.target)
+        operand.meta.update(node.meta)
+        operand._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+        operands.append(operand)
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    for number, probe in enumerate(probes):
+        operand = graph.placeholder(f"probe_{number}")
+        operand.meta["example_value"] = mode.from_tensor(probe, static_shapes=True)
+        operand._dynamo_source = None  # type: ignore[attr-defined]
+        operands.append(operand)
+    call = graph.call_function(followed.trace, tuple(operands))
+    (output,) = recorded.graph.find_nodes(op="output")
+    places = range(len(output.args[0]))
+    graph.output(tuple(graph.call_function(operator.getitem, (call, n)) for n in places))
+    module = fx.GraphModule({}, graph)
+    # By these a backend knows what comes from the compiler.
+    module.meta.update(recorded.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(recorded, name):
+            setattr(module, name, getattr(recorded, name))
+    return module
+
+
+@cache
+def show_graphs() -> None:
+    """Have the compiler pass on what it recorded inside contexts from now on."""
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.output_graph import OutputGraph
+
+    own = OutputGraph.call_user_compiler
+
+    def call_user_compiler(self, recorded, operands):
+        modes = [mode for mode in self.torch_function_mode_stack if is_of_context(mode)]
+        if not modes or modes[-1].tracker.closed:
+            return own(self, recorded, operands)
+        backend, tracker, graphs = self.compiler_fn, modes[-1].tracker, []
+
+        def followed(recorded, operands):
+            graphs.append(Graph(recorded, operands, backend, tracker))
+            return graphs[0]
+
+        self.compiler_fn = followed
+        try:
+            compiled = own(self, recorded, operands)
+        finally:
+            self.compiler_fn = backend
+        reason = graphs[0].reason
+        if reason is not None and is_hidden(recorded):
+            # Operation by operation less of it can be followed than as the user wrote it.
+            raise Unsupported(
+                f"a compiled graph cannot be followed: {reason}. Compile without fullgraph=True: "
+                "this part then runs eagerly inside a context."
+            )
+        return compiled
+
+    OutputGraph.call_user_compiler = call_user_compiler  # type: ignore[method-assign]

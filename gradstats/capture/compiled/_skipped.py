@@ -1,0 +1,64 @@
+"""Functions that the compiler can record outside of contexts alone.
+
+What it cannot compile, the compiler skips ever after: it runs eagerly. Where only the context
+stands in the way, the function is skipped in contexts, and outside of them it runs as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradstats.capture.operations._modes import modes_here
+
+SKIPPED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # different functions may have equal code
+
+
+@cache
+def show_skipped() -> None:
+    """Note from now on what the compiler skips inside contexts, until it is reset."""
+    import torch._dynamo
+    from torch._dynamo.convert_frame import ConvertFrame
+    from torch._dynamo.types import FrameAction
+
+    convert = ConvertFrame.__call__
+
+    @wraps(convert)
+    def call(self, frame, cache_entry, hooks, frame_state, skip=0):
+        result = convert(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
+        code, skips = frame.f_code, result.frame_exec_strategy.cur_action == FrameAction.SKIP
+        if skips and modes_here():
+            SKIPPED[code] = True
+        else:
+            SKIPPED.pop(code, None)
+        return result
+
+    ConvertFrame.__call__ = call  # type: ignore[method-assign]
+    forget = torch._dynamo.reset
+
+    @wraps(forget)
+    def reset() -> None:
+        SKIPPED.clear()
+        forget()
+
+    torch._dynamo.reset = reset
+
+
+@contextmanager
+def skipping() -> Iterator[None]:
+    """Skip what was skipped in earlier contexts, and none of it afterwards."""
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    def settle(action: FrameAction) -> None:
+        for code in [*SKIPPED]:
+            set_code_exec_strategy(code, FrameExecStrategy(action, FrameAction.DEFAULT))
+
+    settle(FrameAction.SKIP)
+    try:
+        yield
+    finally:
+        settle(FrameAction.DEFAULT)

@@ -1,0 +1,299 @@
+"""Whether packed examples are kept apart where rows meet rows: in attention, and in products.
+
+Values say so: weights between rows of different examples are zero, or a mask forbids them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats._compiler import is_compiling
+from gradstats.capture.following._examples import Examples, Scores, same_rows
+from gradstats.capture.following._flex_attention import operands_inside
+from gradstats.capture.following._layout import follow
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._reductions import OVER_AXES, REDUCES
+from gradstats.capture.following._reindexed import REINDEXES
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._nested import operands_of, tensors_in
+from gradstats.capture.operations._operations import (
+    BROADCASTS,
+    MOVES,
+    POINTWISE,
+    RESHAPES,
+    variants,
+)
+
+if TYPE_CHECKING:
+    from gradstats.capture.following._writes import Write
+
+# Operations over scores of which zeros, in the result or before, say that no other example counted.
+SOFTMAX = frozenset([*variants("softmax"), functional.softmax, torch.special.softmax])
+SUMS = frozenset(variants("sum"))
+# Softmax of the scores says how much each counted in these.
+EXPONENTIATED = frozenset(
+    [
+        *variants("log_softmax", "logsumexp"),
+        functional.log_softmax,
+        torch.special.log_softmax,
+        torch.special.logsumexp,
+    ]
+)
+PICKED = frozenset(variants("amax", "amin", "max", "min"))
+ADDS_UP = SUMS | frozenset(variants("mean"))
+
+# Added to a score, this or less leaves no weight.
+FORBIDS = -1e4
+
+# By how much trained values are moved to see whether they count.
+MOVED_BY = 0.7390851
+
+
+def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bool:
+    """Whether all weights between rows of different examples are zero.
+
+    Args:
+        weights: of a product that sums over the columns.
+        rows, columns: where the examples of the product's rows, and of those that are summed, lie
+            in ``weights``.
+    """
+    others = _others(rows, columns, weights.device)
+    values = weights.detach()
+    if values.layout is torch.strided:
+        return not bool((_as_pairs(values, rows, columns).ne(0) & others).any())
+    values = values.to_sparse_coo().coalesce()
+    row, column = values.indices()[[rows.axis, columns.axis]]
+    return not bool((values.values().ne(0) & others[row, column]).any())
+
+
+def attention_keeps_apart(marks: Marks, call: Call) -> bool:
+    """Whether ``scaled_dot_product_attention`` keeps packed examples along its last axes apart."""
+    query, *rest = (_along_last_axes(marks, call, place) for place in range(3))
+    keys = [layout for layout in rest if layout is not None]
+    if not keys:
+        return query is None or query.axis == -2
+    if query is None and (own := marks.by_contract(call.result)) is not None:
+        # What is no data has its rows where the result has them.
+        query = own.along(own.axis - call.result.dim())
+    mask = call.argument(3, "attn_mask")
+    if query is None or mask is None or any(each.axis != -2 for each in (query, *keys)):
+        return False  # of features, all are summed
+    if marks.is_trained(mask):
+        # As if added to the scores, it counts for rows of the queries and keys alone.
+        own, first = marks.layout_of(mask), mask.dim() - 2
+        pairs = [query.along(first), *(each.along(first + 1) for each in keys)]
+        if own is None or scores([*pairs, own], mask) is None:
+            return False
+    allowed = mask.detach() if mask.dtype == torch.bool else mask.detach() > FORBIDS
+    others = [_others(query, each, mask.device) for each in keys]
+    return not any(bool((allowed & each).any()) for each in others)
+
+
+def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
+    """Whether a mask of flex_attention lets no row of a packed example see another's.
+
+    Args:
+        mask_mod: the mask.
+        shape: (N, H, T, d) of the queries; it may differ between the N rows and between the heads.
+        rows: whose each of the T places is.
+    """
+    if is_compiling():
+        return False
+    assert rows.segments is not None
+    place = torch.arange(rows.rows, device=rows.segments.owner.device)
+    of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
+    others = _others(rows, rows, place.device)
+    meets = torch.zeros((), dtype=torch.bool, device=place.device)
+    # Of most masks one for all rows and heads.
+    numbers = [place.new_zeros(()) for _ in range(4)]
+    inside = {*map(id, operands_inside(mask_mod, *numbers))}
+    sizes = [size if id(each) in inside else 1 for size, each in zip(shape, numbers, strict=True)]
+    for row, head in torch.cartesian_prod(*(place.new_tensor(range(size)) for size in sizes[:2])):
+        meets |= (of_pairs(row, head, place, place) & others).any()
+    return not meets
+
+
+def _along_last_axes(marks: Marks, call: Call, place: int) -> Examples | None:
+    """Return where examples lie in an operand of attention, if along its last two axes.
+
+    These are counted from the right.
+    """
+    item = call.argument(place, ("query", "key", "value")[place])
+    layout = marks.layout_of(item) if any(item is tensor for tensor in call.data) else None
+    if layout is None or layout.axis < item.dim() - 2:
+        return None
+    return layout.along(layout.axis - item.dim())
+
+
+def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
+    """Return the layout of what was made of pairs of rows, such as queries and keys.
+
+    Args:
+        layouts: where the examples of the operands lie in the result.
+        result: what was made of them.
+
+    Returns:
+        The layout; None unless they lie along two axes, along each of which they are the same.
+    """
+    sides: dict[int, Examples] = {}
+    for layout in layouts:
+        for side in layout.sides if isinstance(layout, Scores) else (layout,):
+            if not same_rows(sides.setdefault(side.axis, side), side):
+                return None
+    if len(sides) != 2:
+        return None
+    rows, columns = (sides[axis] for axis in sorted(sides))
+    return _paired(rows, columns, fixed=not bool(_others(rows, columns, result.device).any()))
+
+
+def _paired(rows: Examples, columns: Examples, fixed: bool) -> Scores:
+    """Return the layout of scores of these rows and columns."""
+    return Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns, fixed=fixed)
+
+
+def without_columns(layout: Examples) -> Examples:
+    """Return where the examples of the rows lie alone."""
+    return layout.sides[0] if isinstance(layout, Scores) else layout
+
+
+def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples | None:
+    """Return the layout of an operation's result; None where it has examples' scores meet others.
+
+    Args:
+        marks: the context's.
+        call: the operation, of which an operand or the result holds scores.
+        after: the layout of the result if its rows' examples alone count.
+    """
+    func, result = call.func, call.result
+    if func in POINTWISE or func in BROADCASTS:
+        if not isinstance(after, Scores):
+            return None
+        rows, columns = after.sides
+        return _paired(rows, columns, _are_fixed(marks, call, rows, columns))
+    trained = [item for item in call.data if item.requires_grad]
+    of_scores = [item for item in trained if isinstance(marks.owned(item), Scores)]
+    if not of_scores:
+        return after
+    item, own = of_scores[0], marks.owned(of_scores[0])
+    if not isinstance(own, Scores) or len(trained) > 1 or item is not call.argument(0, "input"):
+        return None
+    if func in MOVES or func in RESHAPES or func in REINDEXES:
+        return _followed(call, item, own)
+    if func is functional.linear:
+        sums = any(side.axis == item.dim() - 1 for side in own.sides)
+        # Those that were fixed are made of parameters now.
+        return None if sums else scores(own.sides, result)
+    over = call.argument(1, "dim")
+    if not isinstance(over, int) or func not in OVER_AXES:
+        return None
+    over %= item.dim()
+    axes = [side.axis for side in own.sides]
+    if over not in axes:
+        return _followed(call, item, own) if func in ADDS_UP else None
+    kept = follow(call, item, own.sides[1 - axes.index(over)])
+    if not isinstance(kept, Examples):
+        return None
+    if func in SOFTMAX:
+        apart = weights_keep_apart(result, *own.sides)
+    elif func in EXPONENTIATED:
+        apart = weights_keep_apart(item.detach().softmax(over), *own.sides)
+        if func not in REDUCES:
+            return own if apart else None  # nothing says that logarithms of nothing are unused
+    elif func in PICKED:
+        values = result.detach()
+        values = values if values.dim() == item.dim() else values.unsqueeze(over)
+        apart = own.fixed and weights_keep_apart(item.detach() == values, *own.sides)
+    else:
+        apart = func in SUMS and scores_keep_apart(item, own)
+    return kept if apart else None
+
+
+def _followed(call: Call, item: Tensor, own: Scores) -> Examples | None:
+    """Return the layout of a result in which rows and columns of scores have their places.
+
+    Where these are the same, as where pairs are picked, only pairs of one example may be left.
+    """
+    rows, columns = (follow(call, item, side) for side in own.sides)
+    if not (isinstance(rows, Examples) and isinstance(columns, Examples)):
+        return None
+    if rows.axis != columns.axis:
+        return _paired(rows, columns, own.fixed)
+    return rows if same_rows(rows, columns) else None
+
+
+def scores_keep_apart(item: Tensor, own: Scores) -> bool:
+    """Whether those between rows of different examples are zero, whatever is trained."""
+    return own.fixed and weights_keep_apart(item, *own.sides)
+
+
+def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> bool:
+    """Whether nothing trained counts in those elements of scores that are of different examples.
+
+    As under a mask: the operation is repeated with other trained values. That they are zero says
+    less, as where a layer starts with weights of zero.
+
+    Args:
+        marks: the context's.
+        call: an operation on them, element by element.
+        rows, columns: where the examples lie in its result.
+    """
+    moved = {}
+    for item in operands_of(call.args, call.kwargs):
+        own = marks.owned(item) if marks.is_of_data(item) else None
+        if item.requires_grad and not (isinstance(own, Scores) and own.fixed):
+            moved[id(item)] = item.detach() + MOVED_BY
+    if not moved:
+        return True
+    if call.func not in BROADCASTS or "out" in call.kwargs:
+        return False
+    with torch.no_grad():
+        again = call.func(
+            *(moved.get(id(item), item) for item in call.args),
+            **{name: moved.get(id(item), item) for name, item in call.kwargs.items()},
+        )
+    counts = _as_pairs(again.ne(call.result.detach()), rows, columns)
+    return not bool((counts & _others(rows, columns, counts.device)).any())
+
+
+def are_fixed_after(write: Write, own: Scores) -> bool:
+    """Whether nothing trained counts in scores of different examples after something was written.
+
+    Args:
+        write: what, and where.
+        own: the layout of the scores before.
+    """
+    if any(item.requires_grad for item in tensors_in(write.values)):
+        return False
+    if own.fixed or write.replaced is None:
+        return own.fixed
+    return weights_keep_apart(~write.replaced(), *own.sides)
+
+
+def sums_own(func, item: Tensor, own: Scores) -> bool:
+    """Whether a number that is made of scores is a sum over the examples.
+
+    Args:
+        func: the operation.
+        item: its only trained operand.
+        own: the layout of that.
+    """
+    if func in ADDS_UP:
+        return scores_keep_apart(item, own)
+    if func is functional.cross_entropy and own.columns.axis == 1:
+        return weights_keep_apart(item.detach().softmax(1), *own.sides)
+    return False
+
+
+def _as_pairs(values: Tensor, rows: Examples, columns: Examples) -> Tensor:
+    """Return a view with the axes of rows and columns behind all others."""
+    return values.movedim((rows.axis, columns.axis), (-2, -1))
+
+
+def _others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:
+    """Return which pairs of rows are of different examples, (rows, columns)."""
+    return rows.owner(device).unsqueeze(1) != columns.owner(device)

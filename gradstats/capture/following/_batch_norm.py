@@ -1,0 +1,48 @@
+"""Batch normalisation, refused where it takes its statistics from the batch."""
+
+from __future__ import annotations
+
+from gradstats.capture.parameters._tensors import node_of
+from gradstats.errors import CoupledExamplesError
+
+
+def check_statistics(
+    mode, input, running_mean, running_var, weight=None, bias=None, training=False, *_, **__
+) -> None:
+    """Check a batch normalisation of data before it runs."""
+    if not mode.tracker.is_of_data(input):
+        return
+    try:
+        check_batch_norm(running_mean, weight, bias, training)
+    except CoupledExamplesError:
+        mode.tracker.take_back_count(running_mean)
+        raise
+
+
+def check_native_statistics(
+    mode, input, weight, bias, running_mean, running_var, training, *_, **__
+) -> None:
+    """The same for ``torch.batch_norm``, which all others end in."""
+    if mode.tracker.is_of_data(input):
+        check_batch_norm(running_mean, weight, bias, training)
+
+
+def check_batch_norm(running_mean, weight, bias, training: bool) -> None:
+    """Raise where batch normalisation takes its statistics from the batch."""
+    if not training and running_mean is not None:
+        return
+    node = node_of(weight) or node_of(bias)
+    owner = f" ({node.describe()})" if node is not None else ""
+    if running_mean is None:
+        mode = "without running statistics"
+        remedy = "Replace these layers by GroupNorm, or train them with track_running_stats=True."
+    else:
+        mode = "in training mode"
+        remedy = (
+            "Got statistics of the batch, expected running statistics. Call model.eval() first, or "
+            ".eval() on these layers alone, or replace them by GroupNorm."
+        )
+    raise CoupledExamplesError(
+        f"batch normalisation {mode}{owner} mixes the examples of a batch: each loss depends on "
+        f"all examples, so per-example gradients do not exist. {remedy}"
+    )

@@ -1,0 +1,225 @@
+"""backward and torch.autograd.grad inside a context.
+
+Each function here replaces one of PyTorch's. Its first argument is the context's mode, which is off
+while it handles the call.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gradstats.capture.following._results import follow_results
+from gradstats.capture.operations._engine import run_backward
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._nodes import Root, unique_roots
+from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of
+from gradstats.capture.parameters._transforms import transform_level
+from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
+
+
+def backward_of_one(
+    mode, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
+) -> None:
+    """Run ``loss.backward()``."""
+    backward(mode, loss, gradient, retain_graph, create_graph, None, inputs)
+
+
+def backward(
+    mode,
+    tensors,
+    grad_tensors=None,
+    retain_graph=None,
+    create_graph=False,
+    grad_variables=None,
+    inputs=None,
+) -> None:
+    """Run ``torch.autograd.backward`` of losses, as the backward of the context."""
+    tensors = _as_tuple(tensors)
+    given = grad_tensors if grad_tensors is not None else grad_variables
+    start = _as_tuple(given) if given is not None else (None,) * len(tensors)
+    start = torch.autograd._make_grads(tensors, start, is_grads_batched=False)
+    if inputs is not None:
+        inputs = _as_tuple(inputs)
+    reporting = mode.tracker.before_backward(tensors, start, create_graph, inputs)
+    chosen = () if inputs is None else (*inputs, *mode.tracker.targets(reporting))
+    # Checkpoints compute parts of the forward again in backward, and need the mode on. Under it
+    # every public way into the engine would lead back here.
+    with mode:
+        spread = mode.tracker.spans_devices
+        run_backward(tensors, start, retain_graph, chosen, in_threads=spread)
+    mode.tracker.after_backward()
+
+
+def gradients(
+    mode,
+    outputs,
+    inputs,
+    grad_outputs=None,
+    retain_graph=None,
+    create_graph=False,
+    only_inputs=True,
+    allow_unused=None,
+    is_grads_batched=False,
+    materialize_grads=False,
+) -> tuple[Tensor | None, ...]:
+    """Differentiate inside the context, perhaps with respect to what is tracked."""
+    outputs, inputs = (_checked(items) for items in (outputs, inputs))
+    vectors = () if grad_outputs is None else _as_tuple(grad_outputs)
+    if _is_of_no_example(mode.tracker, outputs, inputs, vectors, create_graph):
+        options = {
+            "create_graph": True, "allow_unused": allow_unused,
+            "is_grads_batched": is_grads_batched, "materialize_grads": materialize_grads,
+        }  # fmt: skip
+        found = derive(
+            mode.tracker, torch.autograd.grad, (outputs, inputs, vectors or None), options
+        )
+        for item in found:
+            if item is not None and node_of(item) is None:
+                mode.tracker.mark_constant(item)
+        return found
+    tracked = any(node_of(item) is not None for item in inputs)
+    _check_inputs(mode.tracker, inputs, create_graph)
+    if tracked:
+        allow_unused = allow_unused or materialize_grads
+    find: Any = partial(
+        torch.autograd.grad,
+        [value_of(item) for item in outputs],
+        [_differentiable(item) for item in inputs],
+        create_graph=create_graph,
+        only_inputs=only_inputs,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads and not tracked,
+    )
+    if is_grads_batched and _are_stacks(vectors):
+        found = _along_each(find, vectors, create_graph if retain_graph is None else retain_graph)
+    else:
+        options = {"retain_graph": retain_graph, "is_grads_batched": is_grads_batched}
+        found = find(grad_outputs=grad_outputs, **options)
+    if materialize_grads:
+        pairs = zip(found, map(value_of, inputs), strict=True)
+        found = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
+    if transform_level() is None:
+        told = {"grad_outputs": grad_outputs, "is_grads_batched": is_grads_batched}
+        follow_results(mode.tracker, torch.autograd.grad, (outputs, inputs), told, (*found,))
+    return (*found,)
+
+
+def refuse_forward_mode(mode, *args, **kwargs) -> None:
+    """Raise for dual numbers: what their tangents depend on leaves no trace in the graph."""
+    if transform_level() is not None:
+        return  # torch.func.jvp makes them, and is refused where it meets a parameter
+    raise UnsupportedOperationError(
+        "torch.autograd.forward_ad inside the context makes dual numbers, and how their tangents "
+        "depend on the parameters is not known. Expected derivatives written with "
+        "torch.autograd.grad(..., create_graph=True)."
+    )
+
+
+def _is_of_no_example(
+    tracker, outputs: tuple, inputs: tuple, vectors: tuple, create_graph: bool
+) -> bool:
+    """Whether derivatives are of what was computed from parameters alone; raise if they mix."""
+
+    def is_data(item) -> bool:
+        return node_of(item) is None and tracker.is_data(item)
+
+    free = [item for item in inputs if not is_data(item)]
+    derived = nodes_of(outputs)
+    if not free or not (derived or tracker.derived_from_leaves):
+        return False
+    given = [item for item in vectors if isinstance(item, Tensor)]
+    names = [root.name for root in unique_roots(derived)]
+    if len(derived) == len(outputs) and not any(map(is_data, (*inputs, *given))):
+        if not create_graph:
+            return False  # a number like any other
+        for node in derived:
+            if isinstance(node, Derived) and node.has_function:
+                raise UnsupportedOperationError(
+                    f"torch.autograd.grad(..., create_graph=True) differentiates "
+                    f"{node.describe()}, which a custom autograd Function takes part in, whose "
+                    "backward is not known to be differentiable. Expected PyTorch's own "
+                    f"operations there, or exclude={names!r}.",
+                    names,
+                )
+        return True
+    if all(node_of(item) is not None for item in free) and not derived:
+        return False  # gradients of the losses with respect to parameters
+    raise UnsupportedOperationError(
+        "torch.autograd.grad inside the context differentiates with respect to a tensor that "
+        "belongs to no example (made by zeros, linspace …), of which something was computed "
+        "without any data, and then with data. Expected one that belongs to the examples: pass it "
+        "in the batch, or make it of the batch as torch.zeros_like does.",
+        names,
+    )
+
+
+def _are_stacks(vectors: tuple) -> bool:
+    """Whether each output got as many vectors; PyTorch says what is wrong where it did not."""
+    if not all(isinstance(vector, Tensor) and vector.dim() for vector in vectors):
+        return False
+    counts = {len(vector) for vector in vectors}
+    return len(counts) == 1 and counts != {0}
+
+
+def _along_each(find, stacks: tuple[Tensor, ...], retain_graph: bool) -> list[Tensor | None]:
+    """Return the gradients along each of several vectors, stacked as ``is_grads_batched=True`` is.
+
+    PyTorch maps the engine over them. Under that map a use of a parameter in the backward would
+    leave no trace in the graph of the gradients, so the engine runs once for each instead.
+
+    Args:
+        find: ``torch.autograd.grad``, given all but the vectors and ``retain_graph``.
+        stacks: for each output, its vectors along the first axis.
+        retain_graph: whether the graph is kept after the last of them.
+    """
+    count = len(stacks[0])
+    each = [
+        find(grad_outputs=vectors, retain_graph=retain_graph or number < count)
+        for number, vectors in enumerate(zip(*stacks, strict=True), start=1)
+    ]
+    columns = zip(*each, strict=True)
+    return [None if column[0] is None else torch.stack(column) for column in columns]
+
+
+def _check_inputs(tracker, inputs: tuple, create_graph: bool) -> None:
+    """Refuse gradients of tracked parameters that become a part of the loss."""
+    for item in inputs:
+        node = node_of(item)
+        if node is not None and (create_graph or not tracker.settings.weight_gradients):
+            raise CoupledExamplesError(
+                f"torch.autograd.grad inside the context asks for the gradient of "
+                f"{node.describe()}, which sums over the examples: a loss that contains it has "
+                "no per-example gradient. If each example adapts a copy of its own (MAML), write "
+                "it as w + delta, with a delta of zeros made of the batch (zeros_like), (B, ...), "
+                "and differentiate by delta. Otherwise compute it outside the context, or leave "
+                f"the parameter out by name with exclude={node.names!r}."
+            )
+
+
+def _differentiable(item):
+    """Return what stands in the graph for an input of ``torch.autograd.grad``."""
+    if not isinstance(node_of(item), Root):
+        return value_of(item)
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(item)
+
+
+def _as_tuple(tensors) -> tuple:
+    return (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
+
+
+def _checked(tensors) -> tuple:
+    """Return what ``torch.autograd.grad`` is asked about, or raise for what is not a tensor."""
+    items = _as_tuple(tensors)
+    if any(isinstance(item, GradientEdge) for item in items):
+        raise UnsupportedOperationError(
+            "torch.autograd.grad inside the context was given a GradientEdge, which does not say "
+            "where the examples lie. Expected tensors: pass the one whose edge it is."
+        )
+    return items

@@ -1,0 +1,132 @@
+"""Tensors that functions take from where they were written: of their closures and their globals."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradstats.capture.parameters._attributes import PLAIN_TYPES
+
+# Lists and dicts that are longer hold no weights, and are not read.
+LONGEST = 10_000
+# So much is looked into.
+MOST = 100_000
+READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+
+
+class Surroundings:
+    """The tensors that a loss function and a model find where they were written.
+
+    Those of the batch are left out. They are looked for when the first is asked about, which in
+    most calls none is.
+    """
+
+    def __init__(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]):
+        self._loss_fn = loss_fn
+        self._model = model
+        self._batch = set(map(id, batch))
+        self._found: dict[int, Tensor] | None = None
+
+    def __contains__(self, tensor: object) -> bool:
+        if self._found is None:
+            self._found = enclosed_tensors(*functions_of(self._model), self._loss_fn)
+        return id(tensor) in self._found and id(tensor) not in self._batch
+
+
+def of_layers(model: nn.Module, loss_fn: Any, batch: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that a model's code finds where it was written, and nobody else uses."""
+    found = enclosed_tensors(*functions_of(model))
+    for tensor in (*enclosed_tensors(loss_fn).values(), *batch):
+        found.pop(id(tensor), None)
+    return [tensor for tensor in found.values() if not tensor.requires_grad]
+
+
+def functions_of(model: nn.Module) -> Iterator[Any]:
+    """Yield the functions that modules of the user's own consist of, and that modules keep."""
+    seen: set[type] = {object}
+    for module in model.modules():
+        for own in type(module).__mro__:
+            if own not in seen and own.__module__.partition(".")[0] != "torch":
+                yield from filter(_is_function, vars(own).values())
+            seen.add(own)
+        yield from filter(_is_function, vars(module).values())
+
+
+def _is_function(item: Any) -> bool:
+    return isinstance(item, (FunctionType, MethodType, partial))
+
+
+def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
+    """Return by id the tensors that functions find in closures, defaults, globals and objects.
+
+    In lists, tuples and dicts too, and by way of the functions of the same package that it calls
+    there; not in modules.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    waiting = [*functions]  # the last is looked into first
+    while waiting and len(seen) < MOST:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found[id(item)] = item
+        elif type(item) not in PLAIN_TYPES and id(item) not in seen:
+            seen.add(id(item))
+            with suppress(Exception):  # an object may not let itself be looked into
+                waiting.extend(_inside(item))
+    return found
+
+
+def _inside(item: Any) -> Iterator[Any]:
+    if type(item) in (list, tuple, dict):
+        if len(item) <= LONGEST:
+            yield from item.values() if isinstance(item, dict) else item
+    elif isinstance(item, partial):
+        yield from (item.func, *item.args, *item.keywords.values())
+    elif isinstance(item, MethodType):
+        yield item.__func__
+        if not isinstance(item.__self__, (type, nn.Module)):
+            yield getattr(item.__self__, "__dict__", item.__self__)
+    elif isinstance(item, FunctionType):
+        yield from _inside_function(item)
+    elif not isinstance(item, (type, nn.Module)):
+        call = getattr(type(item), "__call__", None)  # noqa: B004
+        if isinstance(call, FunctionType):  # of an object that is written to be called
+            yield from (call, getattr(item, "__dict__", None))
+
+
+def _inside_function(function: FunctionType) -> Iterator[Any]:
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            pass  # it is empty
+    package = _package(function)
+    for name in _globals_read(function.__code__):
+        value = function.__globals__.get(name)
+        # Functions of other packages know nothing of the caller's tensors.
+        if not isinstance(value, FunctionType) or _package(value) == package:
+            yield value
+
+
+def _package(function: FunctionType) -> str:
+    return (function.__module__ or "").partition(".")[0]
+
+
+@lru_cache(maxsize=4096)
+def _globals_read(code: CodeType) -> frozenset[str]:
+    """Return the names of globals that a function's code reads, and the code written inside it."""
+    found: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in READS_GLOBAL:
+            found.add(instruction.argval)
+        elif isinstance(instruction.argval, CodeType):
+            found |= _globals_read(instruction.argval)
+    return frozenset(found)

@@ -1,0 +1,397 @@
+"""Where the examples lie in the results of the user's operations on data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats.capture.following._apart import after_scores, scores, without_columns
+from gradstats.capture.following._examples import (
+    APART,
+    MIXED,
+    Examples,
+    Grid,
+    Mixed,
+    Scores,
+    Whole,
+    same_layout,
+    sole_of,
+)
+from gradstats.capture.following._families import FAMILIES
+from gradstats.capture.following._grids import after_grid, meets_grid
+from gradstats.capture.following._indexing import looked_up
+from gradstats.capture.following._joins import joined_layout
+from gradstats.capture.following._layout import (
+    CHANGES,
+    FOLLOWED,
+    SHARED,
+    follow,
+    is_one,
+    is_shared,
+    leaves,
+    takes_for_channels,
+)
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._meetings import BROUGHT_BACK, MEETS, NO_SUM
+from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
+from gradstats.capture.following._reindexed import REINDEXES
+from gradstats.capture.following._separable import LOSSES, is_root, is_square, is_sum
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.operations._operations import (
+    JOINS,
+    LOOKS_AT_FIRST,
+    MOVES,
+    OPAQUE,
+    PAD_SEQUENCE,
+    PRODUCTS,
+    READS_ONLY_FIRST,
+    RESHAPES,
+    SUM_LAST,
+    UNFOLLOWED,
+    is_trusted,
+)
+from gradstats.capture.parameters._tensors import node_of
+
+Layout = Examples | Whole | Mixed | Grid | None
+
+
+class Unchanged:
+    """Nothing has to be noted of a result: its shape tells where the examples lie."""
+
+
+UNCHANGED = Unchanged()
+
+
+class Following(Marks):
+    """Data of one batch, followed through the operations on them."""
+
+    def follow_layout(self, call: Call) -> None:
+        """Note where the examples lie in the result of an operation on some tensors of data."""
+        func, _, _, data, result = call
+        if self.packed and result.numel() and not any(item.numel() for item in data):
+            self.mark_constant(result)  # such as the sum over an example that has no rows
+            return
+        after = self._layout_after(call)
+        # Products see to the scores among their operands themselves.
+        if self.packed and result.requires_grad and not (func in PRODUCTS or func is torch.einsum):
+            after = self._kept_apart(call, after)
+        if isinstance(after, Unchanged):
+            return
+        if isinstance(after, Examples) and not after.fits(result):
+            after = None  # for instance where an index takes only some of the rows
+        unclear = not isinstance(after, (Examples, Whole)) or self.is_coupled(result)
+        if unclear and (one := self.sole_example(data)) is not None:
+            # Whatever is computed from values of one example alone belongs to that example.
+            self.coupled.pop(result.grad_fn, None)
+            after = one
+        at = function_name(func) if func is not None else None
+        if after is None:
+            self._lose(result, data, at)
+        else:
+            self.place(result, after, at if isinstance(after, Grid) else None)
+        if self.is_marked(result) and result.requires_grad and not isinstance(after, APART):
+            sums = is_sum(self, call)
+            if sums:
+                self.mark_sum(result)
+            elif sums is False and after is MIXED:
+                if result.grad_fn not in self.coupled:
+                    self.couple(result, NO_SUM)
+                if is_root(self, call):
+                    self.roots_of_sums.add(result.grad_fn)
+            elif data[0].grad_fn in self.roots_of_sums and is_square(call):
+                self.mark_sum(result)
+                self.added[data[0].grad_fn] = self.coupled.pop(data[0].grad_fn, NO_SUM)
+        if result.requires_grad and (self.coupled or self.added):
+            self._note_added(data, result)
+
+    def _note_added(self, data: list[Tensor], result: Tensor) -> None:
+        """Note where values of different examples are added, and where more is made of a sum.
+
+        A loss of all examples may be a sum of their values in groups: of one that is added up the
+        terms stay apart.
+        """
+        node = result.grad_fn
+        if self.coupled.get(node) in (MEETS, BROUGHT_BACK) and self.is_sum(result):
+            self.added[node] = self.coupled.pop(node)
+            return
+        # What was changed in place has a new node, behind which its former one stands.
+        behind = [] if node is None else [child for child, _ in node.next_functions]
+        behind += [item.grad_fn for item in data if item.requires_grad]
+        if any(each in self.added for each in behind):
+            if self.is_sum(result):
+                self.added[node] = MEETS
+            elif node not in self.coupled:
+                self.couple(result, MEETS)
+
+    def _kept_apart(self, call: Call, after: Layout | Unchanged) -> Layout | Unchanged:
+        """Return the layout of a result, unless scores of different packed examples met there."""
+        known = self.by_contract(call.result) if isinstance(after, Unchanged) else after
+        trained = filter(self.is_trained, call.data)
+        of_scores = any(isinstance(self.owned(item), Scores) for item in trained)
+        if isinstance(known, Mixed) or not (of_scores or isinstance(known, Scores)):
+            return after
+        rows = known if isinstance(known, Examples) else None
+        if rows is None and call.func not in OVER_AXES:
+            return None
+        apart = after_scores(self, call, rows)
+        if apart is None and rows is not None:
+            self.note_meeting(call.result)
+        return after if apart is known else apart
+
+    def _lose(self, result: Tensor, data: list[Tensor], at: str | None) -> None:
+        """Note that the operation on ``data`` named ``at`` lost track of whose its result is."""
+        lost = next(filter(self.is_lost, data), None)
+        if lost is None:
+            self.place(result, None, at)
+        else:
+            # Of several operations that cannot be followed, the first is to blame.
+            self._mark(result, None, self.lost_at(lost) if self.is_marked(lost) else at)
+
+    def sole_example(self, data: list[Tensor]) -> Whole | None:
+        """Return the one example to which operands of data belong; None if there is none.
+
+        Beside what is trained nothing is asked of operands of which nothing is known and that are
+        not, as targets are and places in each image: gradients come to what is trained alone.
+        """
+        if self.batch_size == 1 or not self.follows_layouts:
+            return None
+        known = [item for item in data if item.requires_grad or self.owned(item) is not None]
+        if len(known) < len(data) and not any(item.requires_grad for item in known):
+            return None
+        owners = [sole_of(self.owned(item)) if self.is_marked(item) else None for item in known]
+        first = owners[0]
+        if not isinstance(first, Whole):
+            return None
+        return first if all(other == first for other in owners) else None
+
+    def _layout_after(self, call: Call) -> Layout | Unchanged:
+        func, _, _, data, result = call
+        if meets_grid(self, call):
+            return after_grid(self, call)
+        if self.follows_layouts and self._mixes(data, result):
+            return MIXED
+        if func in JOINS or func is PAD_SEQUENCE:
+            return joined_layout(self, call)
+        if func in OVER_AXES and self._runs_over_examples(call):
+            if not result.requires_grad or self.batch_size == 1:
+                return None
+            if func not in REDUCES:
+                self.couple(result, "runs over the examples")
+            return MIXED
+        if self.follows_layouts and (whole := self._whole_of(data)) is not None:
+            return whole
+        if func in LOSSES and self._is_joined(call):
+            return MIXED
+        family = FAMILIES.get(func)
+        return self.by_first(call) if family is None else family(self, call)
+
+    def _is_joined(self, call: Call) -> bool:
+        """Whether a loss function made one number of all examples; note where these met in it."""
+        if call.result.dim() or not call.result.requires_grad or self.batch_size == 1:
+            return False
+        trained = [tensor for tensor in call.data if tensor.requires_grad]
+        if not all(isinstance(self.owned(tensor), Examples) for tensor in trained):
+            return False
+        return self._agree(call) or self.is_coupled(call.result)
+
+    def by_first(self, call: Call) -> Layout | Unchanged:
+        """Return the layout of a result whose examples follow those of one operand."""
+        func, args, kwargs, data, result = call
+        constant = not args or not any(tensor is args[0] for tensor in data)
+        lost = self._loses(call, constant)
+        changes = lost or self._changes(call)
+        if func in REINDEXES and not constant:
+            data = [args[0]]  # what is indexed decides
+        elif len(data) > 1 and not self._agree(call):
+            changes = lost = True
+        source, layout = self._deciding(data)
+        beside = data if func in ROLES else operands_of(args, kwargs)
+        beside = [item for item in beside if not is_shared(call, item)]
+        dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
+        if any(item.dim() < dims for item in data if item is source or item.requires_grad):
+            changes = lost = True  # it may be broadcast: then axes count from the right
+        if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
+            changes = lost = True  # the examples' axis is summed
+        same = not changes if layout is not None else not self.is_lost(source)
+        if same and not self.is_marked(source):
+            return UNCHANGED
+        after: Examples | Whole | Grid | None
+        if lost or layout is None:
+            after = None
+        elif func in REINDEXES and constant:
+            after = looked_up(call, source, layout)
+        else:
+            after = follow(call, source, layout)
+        decides = func in MOVES or is_trusted(func)
+        if after is None and layout is not None and decides:
+            # Shape can decide after all where no other axis has the batch's size.
+            alone = self.is_distinct(source) and self.is_distinct(result)
+            if alone and layout == self.by_contract(source) and self.has_example_axis(result):
+                return UNCHANGED
+        return after
+
+    def _loses(self, call: Call, constant: bool) -> bool:
+        """Whether nobody knows where an operation puts the examples of its first operand.
+
+        Args:
+            call: the operation.
+            constant: whether its first operand is none of data.
+        """
+        func, _, _, data, result = call
+        return (
+            func in UNFOLLOWED
+            or type(func) in OPAQUE
+            or (func not in FOLLOWED and func is not None and result.requires_grad)
+            or (func in LOOKS_AT_FIRST and constant)
+            or any(tensor.requires_grad and is_shared(call, tensor) for tensor in data)
+            or is_one(func, data[0])
+        )
+
+    def _changes(self, call: Call) -> bool:
+        """Whether the examples may lie elsewhere in a result than in the first operand of data."""
+        func, _, _, data, result = call
+        if func in CHANGES or self._is_gone(data, result):
+            return True
+        if func in OVER_AXES and not leaves(func, data[0], self.batch_dim, result):
+            return True
+        layout = self.layout_of(data[0])
+        return layout is not None and takes_for_channels(func, data[0], layout)
+
+    def _agree(self, call: Call) -> bool:
+        """Whether trained operands have the same examples in the same places; note where not."""
+        func, args, _, data, result = call
+        trained = [tensor for tensor in data if tensor.requires_grad]
+        if any(self.is_lost(tensor) for tensor in trained):
+            return False
+        if self.batch_size > 1 and any(isinstance(self.owned(tensor), Whole) for tensor in trained):
+            return False  # the other operands are not this one example's
+        if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
+            self.note_meeting(result)
+            return False
+        if any(is_shared(call, tensor) for tensor in trained):
+            self.note_meeting(result)
+            return False
+        # Axes are counted from the right, as in broadcasting.
+        places = [
+            owned.behind(-tensor.dim()) if isinstance(owned, Examples) else owned
+            for tensor, owned in zip(trained, map(self.owned, trained), strict=True)
+            if owned is not None
+        ]
+        if all(same_layout(places[0], other) for other in places[1:]):
+            return True
+        self.note_meeting(result)
+        return False
+
+    def _meets_others(self, tensor: Tensor, data: list[Tensor]) -> bool:
+        """Whether one example's values stand beside trained values of others."""
+        owned = self.owned(tensor)
+        if not isinstance(owned, Whole):
+            return False
+        others = [self.owned(other) for other in data if other.requires_grad]
+        known = [other for other in others if isinstance(other, (Examples, Whole))]
+        return any(sole_of(other) != owned for other in known)
+
+    def _is_gone(self, data: list[Tensor], result: Tensor) -> bool:
+        """Whether a trained result lost the example axis that its first operand had by contract."""
+        trained = result.requires_grad and self.by_contract(data[0]) is not None
+        return trained and self.by_contract(result) is None
+
+    def _runs_over_examples(self, call: Call) -> bool:
+        func, args, kwargs, _, result = call
+        operands = [item for item in args[: 2 if func in OF_TWO else 1] if isinstance(item, Tensor)]
+        if func is ATTENTION:
+            operands = [*args[:3], *(kwargs[name] for name in ("key", "value") if name in kwargs)]
+        if self.packed and (func is ATTENTION or not result.requires_grad):
+            # Packed rows are positions too: masks keep those of different examples apart, and what
+            # has no gradient may be counted, for instance, through all of them.
+            return False
+        for item in operands:
+            if self.is_of_data(item):
+                layout = self.layout_of(item)
+                if isinstance(layout, Scores) and self.packed:
+                    continue  # of which values say whether examples meet
+                # Axes are counted in what the operands are broadcast to.
+                widest = max((item, *operands), key=Tensor.dim) if func in OF_TWO else item
+                axis = 0 if layout is None else layout.axis + widest.dim() - item.dim()
+                if layout is not None and runs_over(func, (widest, *args[1:]), kwargs, axis):
+                    return True
+        return False
+
+    def _mixes(self, data: list[Tensor], result: Tensor) -> bool:
+        """Whether a result holds trained values of all examples; note where one's meet them."""
+        trained = [self.owned(tensor) for tensor in data if tensor.requires_grad]
+        if not any(owned is MIXED for owned in trained) or not result.requires_grad:
+            return False
+        if any(isinstance(owned, (Examples, Whole)) for owned in trained):
+            self.couple(result, BROUGHT_BACK)
+        return True
+
+    def _whole_of(self, data: list[Tensor]) -> Whole | None:
+        """Return the one example to which several tensors belong as a whole; None if there is none.
+
+        A single number without a gradient is nobody's, wherever it comes from.
+        """
+        marks = [
+            mark
+            for tensor, mark in zip(data, map(self._mark_of, data), strict=True)
+            if mark is not None or tensor.requires_grad or tensor.numel() != 1
+        ]
+        first = marks[0] if marks else None
+        if first is None or not isinstance(first[0], Whole):
+            return None
+        return first[0] if all(mark == first for mark in marks[1:]) else None
+
+    def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
+        """Return the operand whose layout the result has, and that layout."""
+        if len(data) == 1 or not (self.follows_layouts or self.layout_of(data[0]) is None):
+            return data[0], self.layout_of(data[0])
+        layouts = [(tensor, self.layout_of(tensor)) for tensor in data]
+        known = [(tensor, layout) for tensor, layout in layouts if layout is not None]
+        trained = [(tensor, layout) for tensor, layout in known if tensor.requires_grad]
+        deciding = trained or known
+        # In doubt, the first operand about which something was noted.
+        first = next((item for item in layouts if self.is_marked(item[0])), layouts[0])
+        if not deciding or any(first[0] is tensor for tensor, _ in deciding):
+            return first
+        return deciding[0]
+
+    def broadcast(self, data: list[Tensor], result: Tensor) -> Examples | None:
+        """Return the layout of operands that are broadcast against each other."""
+        if any(tensor.dim() > result.dim() for tensor in data):
+            return None  # a loss function that reduced its result
+        aligned = []
+        for tensor in data:
+            layout = self.layout_of(tensor)
+            if layout is not None:
+                layout = layout.behind(result.dim() - tensor.dim())
+                aligned.append((tensor, layout))
+            elif tensor.requires_grad and (self.is_marked(tensor) or self.is_lost(tensor)):
+                if self._meets_others(tensor, data):
+                    self.note_meeting(result)
+                return None
+        if not aligned:
+            lost = self.packed and any(map(self.is_marked, data))
+            return None if lost else self.by_contract(result)
+        trained = [layout for tensor, layout in aligned if tensor.requires_grad]
+        deciding = trained or [layout for _, layout in aligned]
+        if any(result.shape[layout.axis] != layout.rows for layout in deciding):
+            return None  # the only example, broadcast
+        if self.packed and (pairs := scores(deciding, result)) is not None:
+            # Those without a gradient are taken for values of the rows.
+            return pairs if trained else without_columns(pairs)
+        first = deciding[0]
+        if all(same_layout(first, layout) for layout in deciding[1:]):
+            return first
+        if trained:
+            self.note_meeting(result)
+            return None
+        # Inputs of different examples meet: by contract, the one in the batch's order decides.
+        if any(layout.axis != first.axis for layout in deciding):
+            return None
+        return next((layout for layout in deciding if layout.plain), None)
+
+
+# Operations that do not broadcast their operands: these are weights, indices, or give a form alone.
+ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST

@@ -1,0 +1,70 @@
+"""Where the examples lie in what is computed from data whose examples lie along two axes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradstats.capture.following._examples import MIXED, Examples, Grid, Mixed, Whole, same_layout
+from gradstats.capture.following._layout import follow
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._reductions import OVER_AXES, REDUCES, runs_over
+from gradstats.capture.following._reindexed import picked
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._operations import (
+    BROADCASTS,
+    MOVES,
+    PADS,
+    PICKS,
+    POINTWISE,
+    RESHAPES,
+    variants,
+)
+
+# Operations that move, cut or pick elements of their first operand, and nothing else.
+REARRANGES = MOVES | RESHAPES | PICKS | frozenset(variants("as_strided"))
+
+# Operations that compute each element of what stands in its place, or along some axes alone.
+COMPUTES = POINTWISE | BROADCASTS | OVER_AXES.keys() | PADS
+
+
+def meets_grid(marks: Marks, call: Call) -> bool:
+    """Whether the examples of what decides an operation's layout lie along two axes."""
+    if not marks.has_grids:
+        return False
+    trained = [item for item in call.data if item.requires_grad]
+    return any(marks.grid_of(item) is not None for item in trained or call.data)
+
+
+def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | None:
+    """Return the layout of the result of an operation of which ``meets_grid`` holds.
+
+    Note where trained values of different examples meet.
+    """
+    func, args, kwargs, data, result = call
+    trained = [item for item in data if item.requires_grad]
+    grids = [(item, marks.grid_of(item)) for item in trained or data]
+    source, grid = next((item, own) for item, own in grids if own is not None)
+    first = bool(args) and args[0] is source
+    if func in REARRANGES:
+        return picked(call, source, grid) if first else None
+    if func not in COMPUTES:
+        return None
+    for item, own in grids if trained else ():
+        before = source.dim() - item.dim()  # as many axes less, in broadcasting
+        if own is None or not same_layout(own.behind(before), grid):
+            if own is not None or marks.owned(item) is not None:
+                marks.note_meeting(result)
+            return MIXED if marks.owned(item) is MIXED else None
+    if func in OVER_AXES and any(runs_over(func, args, kwargs, axis) for axis in grid.axes):
+        if not first or not result.requires_grad:
+            return None
+        if func not in REDUCES:
+            marks.couple(result, "runs over the examples")
+        return MIXED
+    rows, columns = (follow(call, source, side) for side in grid.sides)
+    if not isinstance(rows, Examples) or not isinstance(columns, Examples):
+        return None
+    as_before = all(side.plain and side.fits(result) for side in (rows, columns))
+    if not as_before or rows.axis >= columns.axis:
+        return None
+    return replace(grid, axes=(rows.axis, columns.axis))

@@ -1,0 +1,163 @@
+"""Where the examples lie in what an index picks out of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradstats.capture.following._examples import Examples, Whole
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._operations import variants
+
+INDEX_SELECT = frozenset(variants("index_select"))
+
+# Operations whose result lies as the indices do.
+ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
+
+
+def items_of(source: Tensor, index) -> list:
+    """Return the items of source[index], with tensors for sequences and slices for an ellipsis."""
+    several = isinstance(index, list) and any(item is None or _is_slice(item) for item in index)
+    items = list(index) if isinstance(index, tuple) or several else [index]
+    items = [
+        torch.as_tensor(item, dtype=None if len(item) else torch.long)
+        if is_sequence(item)
+        else item
+        for item in items
+    ]
+    dots = [position for position, item in enumerate(items) if item is ...]
+    if dots:
+        taken = sum(_axes_taken(item) for item in items if item is not ...)
+        items[dots[0] : dots[0] + 1] = [slice(None)] * (source.dim() - taken)
+    return items
+
+
+def is_sequence(item) -> bool:
+    """Whether PyTorch makes an index tensor of an item: of lists, tuples, ranges and arrays."""
+    if isinstance(item, Tensor):
+        return False
+    return isinstance(item, Sequence) or getattr(item, "ndim", 0) > 0
+
+
+def _is_slice(item) -> bool:
+    return item is ... or isinstance(item, slice)
+
+
+def dims_at(source: Tensor, items: list) -> int:
+    """Return how many axes source[items] has."""
+    chosen = [item for item in items if isinstance(item, Tensor) and item.dim() > 0]
+    sizes = torch.broadcast_shapes(*map(_selected_shape, chosen)) if chosen else ()
+    left = sum(item is None or isinstance(item, slice) for item in items)
+    return left + len(sizes) + source.dim() - sum(map(_axes_taken, items))
+
+
+def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole | None:
+    """Return the layout of source[items], with ``items`` as ``items_of`` gives them."""
+    if not all(map(_is_ordinary, items)):
+        return None
+    advanced = [i for i, item in enumerate(items) if isinstance(item, Tensor) and item.dim() > 0]
+    if advanced and advanced[-1] - advanced[0] + 1 != len(advanced):
+        return None
+    axis = after = 0
+    for position, item in enumerate(items):
+        span = _axes_taken(item)
+        if position in advanced:
+            if position != advanced[0]:
+                continue  # the first stands for all
+            touched = [items[i] for i in advanced]
+            span = sum(map(_axes_taken, touched))
+            dims = torch.broadcast_shapes(*map(_selected_shape, touched))
+            if axis <= layout.axis < axis + span:
+                return _selected(touched, axis, dims, after, layout, source)
+            axis, after = axis + span, after + len(dims)
+            continue
+        if axis == layout.axis and span:
+            if isinstance(item, slice):
+                if item == slice(None):
+                    break
+                return layout.owned_by(layout.owner(source.device)[item], after)
+            return layout.whole(int(item))
+        axis += span
+        after += item is None or isinstance(item, slice)
+    return layout.along(layout.axis - axis + after)
+
+
+def _is_ordinary(item) -> bool:
+    """Whether an item is None or takes axes; a truth value, also as a tensor, adds one."""
+    if isinstance(item, Tensor):
+        return item.dim() > 0 or item.dtype != torch.bool
+    return item is None or (isinstance(item, (int, slice)) and not isinstance(item, bool))
+
+
+def looked_up(call: Call, index: Tensor, layout: Examples) -> Examples | None:
+    """Return where the examples lie in what data, as indices, pick out of a constant.
+
+    Args:
+        call: the operation.
+        index: the indices, and ``layout``, where the examples lie in them.
+    """
+    if call.func in INDEX_SELECT:
+        return layout.along(call.argument(1, "dim") % call.args[0].dim())
+    if call.func is not Tensor.__getitem__:
+        return layout if call.func in ALONG_INDICES else None
+    items = items_of(*call.args)
+    if index.dtype == torch.bool:
+        return None
+    before, dims = found_at(items)
+    return layout.along(before + dims - index.dim() + layout.axis)
+
+
+def found_at(items: list) -> tuple[int, int]:
+    """Return where in the result the axes of index tensors begin, and how many they are.
+
+    Args:
+        items: as ``items_of`` gives them. Numbers are applied before index tensors. If other items
+            then stand between the index tensors, their axes come first in the result.
+    """
+    left = [item for item in items if not isinstance(item, int) and not _is_number(item)]
+    places = [place for place, item in enumerate(left) if isinstance(item, Tensor)]
+    sizes = torch.broadcast_shapes(*(_selected_shape(left[place]) for place in places))
+    apart = places[-1] - places[0] + 1 != len(places)
+    return 0 if apart else places[0], len(sizes)
+
+
+def _is_number(item) -> bool:
+    return isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool
+
+
+def axis_of(items: list, index: Tensor) -> int:
+    """Return the first axis that the item ``index`` is applied to, of ``items_of``'s items."""
+    place = next(place for place, item in enumerate(items) if item is index)
+    return sum(map(_axes_taken, items[:place]))
+
+
+def _axes_taken(item) -> int:
+    if item is None:
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
+def _selected_shape(item: Tensor) -> tuple[int, ...]:
+    return (int(item.sum()),) if item.dtype == torch.bool else tuple(item.shape)
+
+
+def _selected(items, first_axis, dims, after, layout, source) -> Examples | None:
+    """Return the layout where index tensors select along the example axis."""
+    offset = layout.axis - first_axis
+    for item in items:
+        if offset >= _axes_taken(item):
+            offset -= _axes_taken(item)
+            continue
+        index = item.nonzero()[:, offset] if item.dtype == torch.bool else item
+        index = index.to(source.device).expand(dims)
+        owner = layout.owner(source.device)[index]
+        if owner.dim() != 1:
+            # The index has several axes: each row along its first one must belong to one example.
+            blocks = owner.flatten(1)
+            if owner.dim() == 0 or not bool((blocks == blocks[:, :1]).all()):
+                return None
+            owner = blocks[:, 0].contiguous()
+        return layout.owned_by(owner, after)
+    return None

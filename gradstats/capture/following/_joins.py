@@ -1,0 +1,118 @@
+"""Where the examples lie in tensors that are concatenated or stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradstats.capture.following._examples import Examples, Mixed, Whole, same_rows, sole_of
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._nested import argument_of
+from gradstats.capture.operations._operations import JOINS, PAD_SEQUENCE
+
+# Whose each of several tensors is; None for one that holds nothing of any example.
+Owners = list[Examples | Whole | Mixed | None]
+
+
+def joined_layout(marks: Marks, call: Call) -> Examples | None:
+    """Return the layout of the result of an operation of ``JOINS``, or of ``PAD_SEQUENCE``."""
+    func, args, kwargs, _, result = call
+    if func is PAD_SEQUENCE:
+        place = 0 if call.argument(1, "batch_first") else 1
+        rest = [part for part in args[0] if part.requires_grad or marks.is_marked(part)]
+        uneven = len({len(part) for part in args[0]}) > 1
+        if uneven and not rest and len(args[0]) == marks.batch_size and not marks.packed:
+            # A sequence of each example, also where one is as long as there are examples.
+            return Examples(marks.batch_size, place)
+        owners = [
+            sole_of(owned) if part.numel() else None
+            for part, owned in zip(args[0], _owners(marks, args[0]), strict=True)
+        ]
+        return _side_by_side(marks, args[0], owners, place, stacked=True)
+    tensors = list(call.argument(0, "tensors"))
+    # An empty tensor, as loops often start from, holds nothing of any example.
+    tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
+    dim = JOINS[func]
+    if dim is None:
+        dim = argument_of(args, kwargs, 1, "dim", 0) % result.dim()
+    elif any(tensor.dim() <= max(dim, 1) for tensor in tensors):
+        return None  # such tensors get an axis first, or are joined along another one
+    owners = _owners(marks, tensors)
+    stacked = func is torch.stack
+    if not any(isinstance(owned, Whole) for owned in owners):
+        found = _in_line(marks, tensors, owners, dim, result, stacked=stacked)
+        alone = [sole_of(owned) for owned in owners]
+        if found is not None or alone == owners:
+            return found
+        owners = alone
+    return _side_by_side(marks, tensors, owners, dim, stacked=stacked)
+
+
+def _owners(marks: Marks, tensors: Sequence[Tensor]) -> Owners:
+    return [marks.owned(tensor) if marks.is_of_data(tensor) else None for tensor in tensors]
+
+
+def _in_line(
+    marks: Marks,
+    tensors: Sequence[Tensor],
+    owners: Owners,
+    dim: int,
+    result: Tensor,
+    *,
+    stacked: bool,
+) -> Examples | None:
+    """Return the layout of joined tensors each of which has rows of all its examples."""
+    trained = [tensor for tensor in tensors if tensor.requires_grad and marks.is_of_data(tensor)]
+    if any(map(marks.is_lost, trained)):
+        return None
+    known = [owned for owned in owners if isinstance(owned, Examples)]
+    if not known:
+        return None if any(map(marks.is_marked, tensors)) else marks.by_contract(result)
+    if stacked:
+        known = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
+        dim = -1
+    elif dim == known[0].axis and len(known) < len(tensors):
+        return None  # along other axes than the examples' constants may stand beside data
+    return _joined(known, dim, result.device)
+
+
+def _joined(layouts: Sequence[Examples], dim: int, device: torch.device) -> Examples | None:
+    """Return the layout of tensors joined along ``dim``, given the layout of each of them."""
+    first = layouts[0]
+    if any(layout.axis != first.axis for layout in layouts):
+        return None
+    if dim != first.axis:
+        return first if all(same_rows(first, layout) for layout in layouts) else None
+    return first.owned_by(torch.cat([layout.owner(device) for layout in layouts]), dim)
+
+
+def _side_by_side(
+    marks: Marks, tensors: Sequence[Tensor], owners: Owners, dim: int, *, stacked: bool
+) -> Examples | None:
+    """Return the layout of tensors joined along ``dim``, some of which belong to one example."""
+    examples: list[int] = []
+    of_data: set[int] = set()
+    for tensor, owned in zip(tensors, owners, strict=True):
+        rows = 1 if stacked else tensor.shape[dim]
+        if isinstance(owned, Whole):
+            examples += [owned.example] * rows
+            of_data.add(owned.example)
+        elif isinstance(owned, Examples) and owned.axis == dim and not stacked:
+            own = owned.owner(tensor.device).tolist()
+            examples += own
+            of_data.update(own)
+        elif owned is None and not (tensor.numel() and marks.is_marked(tensor)):
+            # A constant, or the padding of no rows at all, counts for the examples in whose place
+            # it stands, if all others are in their places.
+            examples += range(len(examples), len(examples) + rows)
+        else:
+            return None
+    if any(owned is None for owned in owners):
+        # Beside rows of a single example, a constant may also belong to that one.
+        if examples != list(range(marks.batch_size)) or len(of_data) == 1 < marks.batch_size:
+            return None
+    owner = torch.tensor(examples, device=tensors[0].device)
+    return Examples(marks.batch_size, dim).owned_by(owner, dim)

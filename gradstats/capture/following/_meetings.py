@@ -1,0 +1,81 @@
+"""In which operations trained values of different examples met."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
+
+from gradstats.capture.following._examples import IF_A_CONSTANT
+from gradstats.capture.operations._graph import nodes_behind
+from gradstats.errors import CoupledExamplesError
+
+MEETS = "combines trained values of different examples"
+NO_SUM = "makes more than a sum of the values of several examples"
+BROUGHT_BACK = (
+    "brings what was computed over all examples (a sum, a mean or a norm along their axis) back to "
+    "each of them"
+)
+
+EXCHANGED = "gives each process what was computed from the examples of others"
+
+
+class Meetings:
+    """What a context notes of operations in which examples met.
+
+    Attributes:
+        coupled: autograd nodes that combine several examples, each with a description of how; no
+            loss may depend on them.
+        added: autograd nodes that add values of several examples, or have computed a sum of such
+            sums, each with a description too; a loss of one example may not depend on them, but a
+            loss of all may.
+        roots_of_sums: those that give the root of such a sum, whose square a loss of all may be,
+            but not they themselves.
+    """
+
+    batch_size: int
+
+    def __init__(self) -> None:
+        self.coupled: dict[Any, str] = {}
+        self.added: dict[Any, str] = {}
+        self.roots_of_sums: set[Any] = set()
+
+    def note_meeting(self, result: Tensor) -> None:
+        """Note that trained values of one example meet those of another."""
+        if result.requires_grad and self.batch_size > 1:
+            self.couple(result, MEETS)
+
+    def couple(self, result: Tensor, how: str) -> None:
+        """Note that examples meet in the operation that made a tensor: no loss may depend on it."""
+        self.coupled[result.grad_fn] = how
+
+    def is_coupled(self, result: Tensor) -> bool:
+        """Whether several examples are known to meet in the operation that made a tensor."""
+        return result.grad_fn in self.coupled
+
+    def how_met(self, node: GraphNode) -> str | None:
+        """Return how an autograd node combines several examples; None if it is not known to."""
+        return self.coupled.get(node, self.added.get(node))
+
+    def met_behind(self, tensor: Tensor) -> GraphNode | None:
+        """Return an autograd node behind a tensor that combines several examples, if any does."""
+        found = (node for node in nodes_behind(tensor) if self.how_met(node) is not None)
+        return next(found, None)
+
+    def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
+        """Return the error about losses that depend on a node in which examples met."""
+        how = self.how_met(node)
+        if how == NO_SUM:
+            return CoupledExamplesError(
+                f"{node.name()} {how}: what it gives belongs to no example, and neither does any "
+                "part of its gradient. Expected losses of one example each, or a sum, a mean or a "
+                "weighted sum of them: the mean squared error, not its root; x.square().sum(), not "
+                "x.norm() ** 2. Detach what they are divided or multiplied by."
+            )
+        return CoupledExamplesError(
+            f"{node.name()} {how}: each loss depends on several examples, and their "
+            "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
+            "losses that depend on one example each: detach what comes from the others, or combine "
+            f"each example with its own values alone, as (x * y).sum(-1) does. {IF_A_CONSTANT}"
+        )

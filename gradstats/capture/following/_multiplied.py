@@ -1,0 +1,231 @@
+"""Where the examples lie in products and convolutions of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradstats.capture.following._apart import (
+    scores,
+    scores_keep_apart,
+    weights_keep_apart,
+    without_columns,
+)
+from gradstats.capture.following._examples import (
+    MIXED,
+    Examples,
+    Mixed,
+    Scores,
+    Whole,
+    same_layout,
+    same_rows,
+)
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._einsum import Equation
+from gradstats.capture.operations._operations import TRANSPOSED_CONVOLUTIONS
+
+
+def by_equation(
+    marks: Marks, operands: Sequence[Tensor], equation: Equation, result: Tensor
+) -> Examples | Mixed | None:
+    """Return the layout of a contraction that an equation describes."""
+    inputs, out = equation
+
+    def index_of(place: int, layout: Examples) -> str:
+        return inputs[place][layout.axis]
+
+    def lies(place: int, layout: Examples) -> Examples | None:
+        index = index_of(place, layout)
+        return layout.along(out.index(index)) if index in out else None
+
+    def against(layout: Examples) -> int | None:
+        index = index_of(1, layout)
+        return inputs[0].index(index) if len(inputs) == 2 and index in inputs[0] else None
+
+    return contraction(marks, operands, lies, result, index_of, against)
+
+
+def contraction(
+    marks: Marks,
+    operands: Sequence[Tensor],
+    lies: Callable[[int, Examples], Examples | None],
+    result: Tensor,
+    over: Callable[[int, Examples], Any] | None = None,
+    against: Callable[[Examples], int | None] | None = None,
+) -> Examples | Mixed | None:
+    """Return the layout of a contraction.
+
+    Args:
+        marks: the context's.
+        operands: what is contracted.
+        lies: called with the position and the layout of an operand, returns where its examples lie
+            in the result; None where they are summed.
+        result: of the contraction.
+        over: called likewise for an operand whose examples are summed, returns the index over which
+            they are; None if all such indices are one.
+        against: called with the layout of the second operand, whose examples are summed, returns
+            the axis of the first along which they meet it.
+    """
+    kept, gone = [], []
+    indices = set()
+    for place, tensor in enumerate(operands):
+        if not marks.is_of_data(tensor):
+            continue
+        own = marks.layout_of(tensor)
+        if isinstance(own, Scores) and against is not None:
+            rows, columns = (lies(place, side) for side in own.sides)
+            if rows and columns and len(marks.data_among(operands)) == 1:
+                return scores([rows, columns], result)
+        layout = _layout(marks, tensor, result)
+        after = None if layout is None else lies(place, layout)
+        if after is not None:
+            kept.append((tensor, after))
+        elif layout is not None and kept and marks.packed and against is not None:
+            if not _sums_own_rows(marks, operands[0], against(layout), layout, result):
+                return None
+        elif layout is not None:
+            gone.append((tensor, layout))
+            if over is not None and tensor.requires_grad:
+                indices.add(over(place, layout))
+        elif marks.is_marked(tensor):
+            if isinstance(marks.owned(tensor), Whole):
+                marks.note_meeting(result)
+            return None
+    if len(indices) > 1 and marks.batch_size > 1:
+        _couple_all(marks, result)
+        return MIXED
+    return _product(marks, kept, gone, result)
+
+
+def in_front(result: Tensor, place: int, layout: Examples) -> Examples | None:
+    """Axes in front of a result's last one stay where they are in the operands."""
+    return layout if layout.axis < result.dim() - 1 else None
+
+
+def convolved(call: Call, place: int, layout: Examples) -> Examples | None:
+    """With groups of channels, the same number for each example, each has a kernel of its own."""
+    result = call.result
+    if layout.batch == 1:
+        return Examples(1, 0, len(result))
+    if place == 0 and layout.axis == 0:
+        return layout
+    if layout.axis != (1 if place == 0 else 0):
+        return None
+    owner = layout.owner(result.device)
+    if place == 0 or (place == 1 and call.func in TRANSPOSED_CONVOLUTIONS):
+        groups = call.argument(6, "groups", 1)
+        owners = owner.view(groups, -1)
+        if not bool((owners == owners[:, :1]).all()):
+            return None  # examples are summed
+        owner = owners[:, 0].repeat_interleave(result.shape[1] // groups)
+    return layout.owned_by(owner, 1)
+
+
+def convolved_over(func, place: int, layout: Examples) -> tuple[int, int] | str:
+    """Return over what a convolution sums the examples of an operand: its channels, or places."""
+    channels = 0 if place == 1 and func in TRANSPOSED_CONVOLUTIONS else 1
+    return "channels" if layout.axis == channels else (place, layout.axis)
+
+
+def _layout(marks: Marks, tensor: Tensor, result: Tensor) -> Examples | None:
+    """Return the layout of an operand; note where scores of different examples meet there."""
+    layout = marks.layout_of(tensor)
+    if not isinstance(layout, Scores) or scores_keep_apart(tensor, layout):
+        return layout and without_columns(layout)
+    marks.note_meeting(result)
+    return None
+
+
+def _sums_own_rows(
+    marks: Marks, weights: Tensor, axis: int | None, layout: Examples, result: Tensor
+) -> bool:
+    """Whether weights of packed rows are zero for those of other examples; note where not.
+
+    Args:
+        marks: the context's.
+        weights: what the rows are multiplied with.
+        axis: of the weights, along which they meet the rows.
+        layout: that of the rows.
+        result: the product, in which they are summed.
+    """
+    own = marks.layout_of(weights)
+    if own is None or axis is None:
+        return False
+    if not result.requires_grad:
+        return True
+    apart = weights_keep_apart(weights, own, layout.along(axis))
+    if not apart:
+        marks.note_meeting(result)
+    return apart
+
+
+def _product(
+    marks: Marks,
+    kept: Sequence[tuple[Tensor, Examples]],
+    gone: Sequence[tuple[Tensor, Examples]],
+    result: Tensor,
+) -> Examples | Mixed | None:
+    """Return the layout of a product.
+
+    Args:
+        marks: the context's.
+        kept: operands of data, with where their examples lie in the product.
+        gone: those whose examples are summed, with where they lie in the operand.
+        result: the product.
+    """
+    trained = [layout for tensor, layout in kept if tensor.requires_grad]
+    if gone:
+        return _summed(marks, bool(trained), gone, result)
+    found = trained or [layout for _, layout in kept]
+    if not found:
+        return marks.by_contract(result)
+    axes = {layout.axis for layout in trained}
+    if marks.packed and len({layout.axis for _, layout in kept}) > 1:
+        if not result.requires_grad:
+            return kept[0][1]
+        found_scores = scores([layout for _, layout in kept], result)
+        if found_scores is None:
+            marks.note_meeting(result)
+        return found_scores
+    if marks.batch_size > 1 and len(axes) > 1:
+        _couple_all(marks, result)
+    elif any(not same_layout(trained[0], other) for other in trained[1:]):
+        marks.note_meeting(result)
+        return None
+    return found[0]
+
+
+def _summed(
+    marks: Marks, meets: bool, gone: Sequence[tuple[Tensor, Examples]], result: Tensor
+) -> Mixed | None:
+    """Return the layout of a product that sums over the examples of some operands.
+
+    Args:
+        marks: the context's.
+        meets: whether trained values stand beside them whose examples are not summed.
+        gone: these operands, with where their examples lie.
+        result: the product.
+    """
+    trained = [layout for tensor, layout in gone if tensor.requires_grad]
+    if not trained or marks.batch_size == 1:
+        return None
+    if marks.packed and len(trained) == 1:
+        return None  # the other may put the rows of each example together, as in pooling
+    if meets:
+        _couple_all(marks, result)
+    elif not all(same_rows(trained[0], other) for other in trained[1:]):
+        marks.note_meeting(result)
+    return MIXED
+
+
+def _couple_all(marks: Marks, result: Tensor) -> None:
+    """Note that every example meets every other; the losses' graph shows if they depend on it."""
+    size = marks.batch_size
+    marks.couple(
+        result,
+        f"multiplies every example with every other ({size} × {size} products of trained values, "
+        "as contrastive losses form them)",
+    )

@@ -1,0 +1,188 @@
+"""Operations over some axes of their operand, which may be that of the examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._nested import argument_of
+from gradstats.capture.operations._operations import variants
+
+# Stands for the position of an argument that can only be given by name.
+KEYWORD = 99
+
+# Reductions, with the position of the axes among their arguments.
+REDUCES: dict[Any, int] = {
+    **dict.fromkeys(
+        variants(
+            "sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "var", "std",
+            "median", "argmax", "argmin", "any", "all", "nansum", "nanmean", "std_mean",
+            "var_mean", "count_nonzero",
+        ),
+        1,
+    ),
+    **dict.fromkeys(variants("norm"), 2),
+    torch.linalg.vector_norm: 2,
+    torch.special.logsumexp: 1,
+    torch.frobenius_norm: 1,
+    **dict.fromkeys(variants("aminmax", "dist"), KEYWORD),
+}  # fmt: skip
+
+
+def reduced(call: Call, source: Tensor, layout: Examples) -> Examples | None:
+    """Return the layout of a reduction's result; None where it runs over the examples."""
+    func, result = call.func, call.result
+    position, default = OVER_AXES[func]
+    dim = call.argument(position, "dim", default)
+    if dim is None or isinstance(dim, str):
+        return None
+    dims = {d % source.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
+    if layout.axis in dims or not dims:
+        return None
+    quantiles = call.argument(1, "q") if func in QUANTILES else None
+    # Several quantiles add an axis in front.
+    axis = layout.axis + (isinstance(quantiles, Tensor) and quantiles.dim())
+    count = result.dim() - (axis - layout.axis)
+    if count == source.dim():
+        return layout.along(axis)
+    if count == source.dim() - len(dims):
+        return layout.along(axis - sum(d < layout.axis for d in dims))
+    # Some of these axes are left, as where matrices have vectors for results; or others are gone
+    # too, as where losses are averaged.
+    lead = layout.axis + 1
+    before = layout.axis < min(dims) and result.shape[:lead] == source.shape[:lead]
+    return layout if before else None
+
+
+# Where they are given no axis, these choose one by the number of axes.
+IMPLICIT = frozenset({functional.softmax, functional.log_softmax, functional.softmin})
+
+# Operations that make each element depend on others along an axis, with the position of the axis
+# among their arguments and its default.
+SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
+    **dict.fromkeys(
+        variants(
+            "softmax",
+            "log_softmax",
+            "cumsum",
+            "cumsum_",
+            "cumprod",
+            "cumprod_",
+            "logcumsumexp",
+            "cummax",
+            "cummin",
+        ),
+        (1, None),
+    ),
+    **dict.fromkeys(variants("diff"), (2, -1)),
+    torch.gradient: (KEYWORD, None),
+    **{
+        getattr(torch.fft, f"{kind}{axes}"): (2, default)
+        for axes, default in (("", -1), ("2", (-2, -1)), ("n", None))
+        for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+    },
+    **dict.fromkeys((*IMPLICIT, torch.special.softmax, torch.special.log_softmax), (1, None)),
+    **dict.fromkeys(
+        (
+            torch.linalg.cross,
+            torch.trapezoid,
+            torch.trapz,
+            torch.cumulative_trapezoid,
+            *variants("stft"),
+        ),
+        (KEYWORD, -1),
+    ),
+    functional.normalize: (2, 1),
+    **dict.fromkeys(variants("istft"), (KEYWORD, (-2, -1))),
+}
+
+# Operations on matrices, which span the last two axes.
+OVER_MATRICES = frozenset(
+    getattr(torch.linalg, name)
+    for name in (
+        "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "inv",
+        "inv_ex", "ldl_factor", "lu", "lu_factor", "lu_factor_ex", "matrix_exp", "matrix_power",
+        "matrix_rank", "matrix_sqrth", "pinv", "polar", "qr", "slogdet", "svd", "svdvals",
+    )
+    if hasattr(torch.linalg, name)
+).union(
+    variants(
+        "cholesky", "det", "inverse", "logdet", "lu", "matrix_exp", "matrix_power", "pinverse",
+        "qr", "slogdet", "svd", "trace", "cholesky_inverse",
+    )
+)  # fmt: skip
+
+# Operations over as many of the last axes as a shape among their arguments has.
+OVER_LAST = frozenset(
+    {*variants("layer_norm", "native_layer_norm", "rms_norm"), functional.layer_norm,
+     functional.rms_norm}
+)  # fmt: skip
+
+# Losses of rows, with the axis along which a row lies; of sequences, with the axes of steps and of
+# classes.
+ROW_LOSSES: dict[Any, int | tuple[int, ...]] = {
+    getattr(owner, name): axis
+    for axis, names in (
+        (1, ("cross_entropy", "nll_loss", "multi_margin_loss", "multilabel_margin_loss")),
+        (-1, ("multilabel_soft_margin_loss", "cosine_embedding_loss", "triplet_margin_loss")),
+        ((0, -1), ("ctc_loss",)),
+    )
+    for name in names
+    for owner in (torch, functional)
+    if hasattr(owner, name)
+}
+
+ATTENTION = functional.scaled_dot_product_attention
+
+QUANTILES = frozenset(variants("quantile", "nanquantile"))
+
+# All operations that may run over the example axis, with the position of the axes among their
+# arguments and their default; None for all axes.
+OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
+    **SPREADS,
+    **{function: (position, None) for function, position in REDUCES.items()},
+    torch.linalg.norm: (2, None),
+    torch.linalg.matrix_norm: (2, (-2, -1)),
+    functional.cosine_similarity: (2, 1),
+    functional.pairwise_distance: (KEYWORD, -1),
+    torch.linalg.vecdot: (KEYWORD, -1),
+    **dict.fromkeys(variants("cross"), (2, None)),
+    **dict.fromkeys(QUANTILES, (2, None)),
+    **dict.fromkeys(variants("kthvalue"), (2, -1)),
+    **dict.fromkeys(variants("mode"), (1, -1)),
+    **dict.fromkeys(variants("nanmedian"), (1, None)),
+    **dict.fromkeys(OVER_MATRICES, (KEYWORD, (-2, -1))),
+    **dict.fromkeys((*OVER_LAST, ATTENTION), (1, None)),
+    **{function: (KEYWORD, axis) for function, axis in ROW_LOSSES.items()},
+}
+
+# Those that broadcast two operands against each other first.
+OF_TWO = frozenset(
+    [
+        functional.cosine_similarity, functional.pairwise_distance, torch.linalg.vecdot,
+        torch.linalg.cross, torch.trapezoid, torch.trapz, torch.cumulative_trapezoid,
+        *variants("cross"),
+    ]
+)  # fmt: skip
+
+
+def runs_over(func, args, kwargs, axis: int) -> bool:
+    """Whether an operation of ``OVER_AXES`` on args[0] runs over this axis."""
+    dims = args[0].dim()
+    if func is ATTENTION:
+        return axis >= dims - 2
+    position, default = OVER_AXES[func]
+    if func in OVER_LAST:
+        return axis >= dims - len(argument_of(args, kwargs, position, "normalized_shape"))
+    dim = argument_of(args, kwargs, position, "dim", default)
+    if dim is None and func in IMPLICIT:
+        return axis == (0 if dims in (0, 1, 3) else 1)
+    if dim is None or dim == () or (func in ROW_LOSSES and dims == 1):
+        return True  # which is one row
+    over = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return axis in over or axis - dims in over

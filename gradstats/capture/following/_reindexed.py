@@ -1,0 +1,347 @@
+"""Where the examples lie after operations that move, cut, pick or repeat along their axis.
+
+One table, ``REINDEXES``, says what each does to the layout of its first operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats._cost import product
+from gradstats.capture.following._examples import Examples, Grid, Whole, spread
+from gradstats.capture.following._indexing import items_of, read_at
+from gradstats.capture.following._reductions import KEYWORD
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._memory import extent
+from gradstats.capture.operations._operations import EXPANDS, PADS, variants
+from gradstats.capture.parameters._nodes import same_storage
+
+
+def moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
+    """Follow moved axes by their strides, which they keep."""
+    # An axis keeps its stride wherever it is moved, and an axis with another stride is another one.
+    # Two axes have the same stride only if one of them has size 1 or is expanded.
+    stride, size = source.stride(layout.axis), source.shape[layout.axis]
+    found = [
+        axis
+        for axis in range(result.dim())
+        if result.stride(axis) == stride and result.shape[axis] == size
+    ]
+    # A single row lies along any axis of size 1.
+    return layout.along(found[0]) if len(found) == 1 or (size == 1 and found) else None
+
+
+def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Whole | Grid | None:
+    """Follow reshapes by the order of the elements, which they keep."""
+    if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
+        return layout
+    if result.numel() != source.numel():
+        return None  # a view with another dtype
+    if result.numel() == 0:
+        places = [axis for axis in range(result.dim()) if result.shape[axis] == layout.rows]
+        return layout.along(places[0]) if len(places) == 1 else None
+    rows, width = layout.rows, product(source.shape[layout.axis + 1 :])
+    owners: Tensor | None = None
+    for axis in range(result.dim()):
+        size, step = result.shape[axis], product(result.shape[axis + 1 :])
+        if layout.segments is None and size * step == rows * width:
+            example = layout.fold * width
+            if example % step == 0:
+                return Examples(layout.batch, axis, example // step)
+        if (size * step) % width or max(step, width) % min(step, width):
+            continue
+        if owners is None:
+            # The example of each run of ``width`` elements, in order.
+            owners = layout.owner(source.device).repeat(source.numel() // (rows * width))
+        inner = max(1, step // width)
+        blocks = owners.view(-1, size * step // width // inner, inner)
+        if bool((blocks == blocks[:1, :, :1]).all()):
+            owner = blocks[0, :, 0].repeat_interleave(max(1, width // step))
+            return layout.owned_by(owner, axis)
+    if is_compiling():
+        return None  # a graph has no values to look at
+    # Of the axes behind, which stay as they are, one element stands for all.
+    same = _same_behind(source.shape[layout.axis + 1 :], result.shape)
+    first: tuple[Any, ...] = (..., *[slice(1)] * same)
+    sizes = [*result.shape[: result.dim() - same], *[1] * same]
+    return spread(layout.of_elements(source)[first].reshape(sizes), layout.batch)
+
+
+def _same_behind(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many entries two sequences share at their ends."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(first), reversed(second)))  # noqa: B905
+    return len(list(pairs))
+
+
+def _indexed(call: Call, source, layout) -> Examples | Whole | Grid | None:
+    """x[…]: the index at the example axis selects the examples too."""
+    found = read_at(source, items_of(source, call.args[1]), layout)
+    return picked(call, source, layout) if found is None else found
+
+
+def _along(name: str, position: int, change, default: int | tuple[int, ...] | None = None):
+    """Return a rule for operations that rearrange rows along a ``dim`` that may be the examples'.
+
+    Args:
+        name, position: name and position of the axis among the operation's arguments.
+        change: called as change(owner, call) with the example of each row, returns that of
+            each new row; None where elements are picked one by one.
+        default: the axis where none is given.
+    """
+
+    def rule(call: Call, source, layout):
+        dim = call.argument(position, name, default)
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if name == "dims" and len(dims) == 1:
+            dims = (*dims, *call.args[position + 1 :])  # x.flip(0, 1)
+        # Without any axis, a roll goes over all elements.
+        if dims and dim is not None and all(d % source.dim() != layout.axis for d in dims):
+            return layout
+        if dim is None or len(dims) != 1 or change is None:
+            return picked(call, source, layout)
+        owner = change(layout.owner(source.device), call)
+        return layout.owned_by(owner.reshape(-1), layout.axis)
+
+    return rule
+
+
+def _ranked(position: int, default: int):
+    """Return a rule for operations that sort elements along an axis."""
+
+    def rule(call: Call, source, layout):
+        dim = call.argument(position, "dim", default)
+        return None if dim % source.dim() == layout.axis else layout
+
+    return rule
+
+
+def _sliced(position: int, default: int = 0):
+    """Return a rule for operations whose results are slices of their operand."""
+
+    def rule(call: Call, source, layout):
+        result = call.result
+        dim = call.argument(position, "dim", default)
+        dim %= source.dim()
+        lost = source.dim() - result.dim()
+        if dim != layout.axis:
+            return layout.along(layout.axis - (lost if dim < layout.axis else 0))
+        if source.is_nested:
+            starts = source.offsets() * source.values().stride(0)
+            # Of those that begin here, the last one has rows.
+            return layout.whole(int((starts == result.storage_offset()).nonzero()[-1]))
+        if source.stride(layout.axis) == 0:
+            return None
+        start = (result.storage_offset() - source.storage_offset()) // source.stride(layout.axis)
+        if lost:
+            return layout.whole(start)
+        owner = layout.owner(source.device)[start : start + result.shape[layout.axis]]
+        return layout.owned_by(owner, layout.axis)
+
+    return rule
+
+
+def _chosen(call: Call, source, layout) -> Examples | Whole:
+    """One place along an axis."""
+    dim = call.argument(1, "dim") % source.dim()
+    if dim == layout.axis:
+        return layout.whole(call.argument(2, "index"))
+    return layout.along(layout.axis - (dim < layout.axis))
+
+
+def _backwards(owner: Tensor, call: Call) -> Tensor:
+    return owner.flip(0)
+
+
+_rows_repeated = _along(
+    "dim", 2, lambda owner, call: owner.repeat_interleave(call.argument(1, "repeats"))
+)
+
+
+def _repeated_in_place(call: Call, source, layout) -> Examples | Whole | None:
+    """Each row repeated in place; given counts alone, the number of each row repeated so."""
+    if len(call.args) == 1 and "repeats" not in call.kwargs:
+        return layout.owned_by(layout.owner(source.device).repeat_interleave(source), 0)
+    return _rows_repeated(call, source, layout)
+
+
+def _expanded(call: Call, source, layout) -> Examples | None:
+    """New axes stand in front; the only example's axis, of size 1, may be expanded itself."""
+    result = call.result
+    after = layout.axis + result.dim() - source.dim()
+    return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
+
+
+def _masked(call: Call, source, layout) -> Examples | Whole | None:
+    """The elements where a mask is true, one after the other."""
+    mask = call.argument(1, "mask")
+    if torch.broadcast_shapes(mask.shape, source.shape) != source.shape:
+        return None  # the mask repeats the operand
+    return read_at(source, [mask.expand(source.shape)], layout)
+
+
+def _with_axes(call: Call, source, layout) -> Examples | Whole | Grid | None:
+    """A reshape to a least number of axes, if one tensor was given."""
+    alone = len(call.args) == 1 and call.args[0] is source
+    return reshaped(source, layout, call.result) if alone else None
+
+
+def _made_diagonal(call: Call, source, layout) -> Examples | None:
+    """The last axis becomes the diagonal of two, which may stand anywhere among the others."""
+    if layout.axis == source.dim() - 1:
+        return None
+    args, kwargs, result = call.args, call.kwargs, call.result
+    given = tuple(args[1:]) + (0, -2, -1)[len(args) - 1 :]
+    made = {kwargs.get(f"dim{k}", given[k]) % result.dim() for k in (1, 2)}
+    return layout.along([axis for axis in range(result.dim()) if axis not in made][layout.axis])
+
+
+def _padded(call: Call, source, layout) -> Examples | None:
+    """Padding, given as widths for both sides of each axis, the last axis first."""
+    place = 2 * (source.dim() - 1 - layout.axis)
+    return None if any(call.argument(1, "pad")[place : place + 2]) else layout
+
+
+def _repeated(call: Call, source, layout) -> Examples | None:
+    """The whole tensor several times, along new axes in front and along its own."""
+    result = call.result
+    after = layout.axis + result.dim() - source.dim()
+    times = result.shape[after] // source.shape[layout.axis]
+    if times == 1:
+        return layout.along(after)
+    return layout.owned_by(layout.owner(source.device).repeat(times), after)
+
+
+def picked(call: Call, source: Tensor, layout: Examples | Grid) -> Examples | Whole | Grid | None:
+    """Elements picked one by one: the operation is repeated on the examples' numbers."""
+    func, args, kwargs, _, result = call
+    if not source.numel() or not result.numel() or is_compiling():
+        return None  # a graph has no values to look at
+    owner = layout.of_elements(source)
+    if not (result._is_view() and same_storage(result, source)):
+        told = {name: item for name, item in kwargs.items() if name != "out"}
+        found = func(owner.contiguous(), *args[1:], **told)
+    else:
+        start = int(result.storage_offset() - source.storage_offset())
+        expanded = 0 in (source.stride(axis) for axis in layout.axes)
+        if start < 0 or start + extent(result) > extent(source) or expanded:
+            return None
+        # Of the axes behind, which stay as they are, one element stands for all.
+        same = _same_behind(
+            list(zip(source.shape, source.stride(), strict=True))[max(layout.axes) + 1 :],
+            list(zip(result.shape, result.stride(), strict=True)),
+        )
+        while same and not _steps_over(same, source, result, start):
+            same -= 1
+        first: tuple[Any, ...] = (..., *[0] * same)
+        whole, part, owner = source[first], result[first], owner[first]
+        unit = gcd(start, *whole.stride(), *part.stride()) or 1
+        steps, own = ([step // unit for step in item.stride()] for item in (whole, part))
+        reach = 1 + extent(whole) // unit
+        memory = torch.full((reach,), -1, dtype=torch.int32, device=source.device)
+        # Along expanded axes, of stride 0, one element stands for all.
+        sizes = [n if step else 1 for n, step in zip(whole.shape, steps, strict=True)]
+        one = tuple(slice(size) for size in sizes)
+        memory.as_strided(sizes, steps).copy_(owner[one])
+        found = memory.as_strided([*part.shape, *[1] * same], [*own, *[1] * same], start // unit)
+    if bool((found < 0).any()):
+        return None  # the result shows memory between the operand's elements
+    return spread(found, layout.batch)
+
+
+def _steps_over(same: int, source: Tensor, result: Tensor, start: int) -> bool:
+    """Whether no other axis steps into the last ones, as windows that overlap do.
+
+    Args:
+        same: how many of the last axes both tensors share.
+        source, result: the tensors.
+        start: the distance in memory between them.
+    """
+    block = max(1, source.shape[-same] * source.stride(-same))
+    others = (*source.stride()[:-same], *result.stride()[:-same], start)
+    return all(step % block == 0 for step in others)
+
+
+def _of_batch(dims: int) -> Callable[..., Examples | None]:
+    """Return the rule of an operation that takes data of this many axes for a batch."""
+
+    def rule(call: Call, source, layout) -> Examples | None:
+        return layout if layout.axis == 0 and source.dim() == dims else None
+
+    return rule
+
+
+def _jagged(call: Call, source, layout) -> Examples | None:
+    """Rows between bounds become one row of a nested tensor each."""
+    if layout.axis != 0 or is_compiling() or call.argument(3, "lengths") is not None:
+        return None
+    return layout.in_pieces(call.args[1][:-1])
+
+
+def _segments(call: Call, source, layout) -> Examples | None:
+    """Rows between bounds become one row each."""
+    axis = call.argument(KEYWORD, "dim", 0) % source.dim()
+    if layout.axis != axis:
+        return layout
+    lengths: Any = call.kwargs.get("lengths")
+    offsets: Any = call.kwargs.get("offsets")
+    if axis or is_compiling() or (lengths is None) == (offsets is None):
+        return None
+    return layout.in_pieces(offsets[:-1] if lengths is None else lengths.cumsum(0) - lengths)
+
+
+# Operations that select, repeat or reorder rows, with the rule for the examples.
+REINDEXES = {
+    Tensor.__getitem__: _indexed,
+    **dict.fromkeys(
+        variants("index_select"),
+        _along("dim", 1, lambda owner, call: owner[call.argument(2, "index")]),
+    ),
+    **dict.fromkeys(variants("repeat_interleave"), _repeated_in_place),
+    **dict.fromkeys(variants("flip"), _along("dims", 1, _backwards)),
+    **dict.fromkeys([Tensor.__reversed__, *variants("flipud")], _along("", 1, _backwards, 0)),
+    **dict.fromkeys(variants("fliplr"), _along("", 1, _backwards, 1)),
+    **dict.fromkeys(variants("rot90"), _along("dims", 2, None, (0, 1))),
+    **dict.fromkeys(
+        variants("roll"),
+        _along("dims", 2, lambda owner, call: owner.roll(call.argument(1, "shifts"))),
+    ),
+    **dict.fromkeys(
+        (torch.fft.fftshift, torch.fft.ifftshift, *variants("gather")), _along("dim", 1, None)
+    ),
+    **dict.fromkeys(variants("take_along_dim"), _along("dim", 2, None)),
+    **dict.fromkeys(variants("sort", "argsort"), _ranked(1, -1)),
+    **dict.fromkeys(variants("msort"), _ranked(1, 0)),
+    **dict.fromkeys(variants("topk"), _ranked(2, -1)),
+    **dict.fromkeys(
+        variants(
+            "chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split",
+            "unsafe_split_with_sizes",
+        ),
+        _sliced(2),
+    ),
+    **dict.fromkeys(variants("narrow", "unbind"), _sliced(1)),
+    **dict.fromkeys(variants("select"), _chosen),
+    **dict.fromkeys(EXPANDS, _expanded),
+    **dict.fromkeys(variants("repeat", "tile"), _repeated),
+    **dict.fromkeys(PADS, _padded),
+    **dict.fromkeys(variants("masked_select"), _masked),
+    **dict.fromkeys(variants("vsplit"), _sliced(KEYWORD, 0)),
+    **dict.fromkeys(variants("hsplit"), _sliced(KEYWORD, 1)),
+    **dict.fromkeys(variants("dsplit"), _sliced(KEYWORD, 2)),
+    **dict.fromkeys(variants("atleast_1d", "atleast_2d", "atleast_3d"), _with_axes),
+    **dict.fromkeys(variants("diag_embed"), _made_diagonal),
+    torch._nested_view_from_jagged: _jagged,
+    torch.segment_reduce: _segments,
+    **dict.fromkeys(variants("stft"), _of_batch(2)),
+    **dict.fromkeys(variants("istft"), _of_batch(3)),
+    **dict.fromkeys(
+        (*variants("as_strided", "diagonal", "take"), torch.linalg.diagonal, Tensor.unfold), picked
+    ),
+}  # fmt: skip

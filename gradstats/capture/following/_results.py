@@ -1,0 +1,225 @@
+"""What an operation of the user's code came to: which of its results are constant, which are data.
+
+Results without data among the operands are constants. Of the others ``_following`` and ``_written``
+tell where the examples lie, unless they lie as in almost every result: as in the first operand.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradstats.capture.following._examples import MIXED
+from gradstats.capture.following._layout import (
+    CHANGES,
+    FOLLOWED,
+    ON_NESTED,
+    PLAIN_VIEWS,
+    aligned,
+    keeps_examples,
+    keeps_rows,
+    leaves,
+    stays,
+)
+from gradstats.capture.following._reductions import OVER_AXES, runs_over
+from gradstats.capture.following._sequences import PRESCRIBES
+from gradstats.capture.following._signatures import NUMPYS, by_place, in_pytorchs_names
+from gradstats.capture.following._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
+from gradstats.capture.following._written import Change
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import flatten, operands_of, tensors_in
+from gradstats.capture.operations._operations import (
+    BLANKS,
+    CALLERS_VALUES,
+    EXTREMES,
+    FACTORIES,
+    IN_PLACE,
+    MOVES_IN_PLACE,
+    OPAQUE,
+    PRODUCTS,
+    READS_ONLY_FIRST,
+    RESHAPES,
+    SCRAMBLES,
+    changed_by,
+)
+from gradstats.capture.parameters._refusals import check_has_sizes
+from gradstats.capture.parameters._tensors import node_of
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
+# Operations of which ``keeps_examples`` cannot tell.
+WATCHED = (
+    frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES.keys() | FACTORIES
+    | BLANKS | {torch.broadcast_tensors, torch.cdist}
+)  # fmt: skip
+
+
+def follow_results(
+    tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
+) -> None:
+    """Note which results of an operation are constant, and where the examples lie in the others."""
+    func, args, kwargs, named = _by_place(tracker, func, args, kwargs)
+    plain = not (tracker.follows_layouts or tracker.took_given or kwargs.get("out") is not None)
+    if args and not named and plain:
+        if _lies_as_first(tracker, func, args, kwargs, result):
+            return
+    every = operands_of(args, kwargs)
+    operands = [t for t in every if node_of(t) is None]
+    data = [t for t in operands if tracker.is_data(t)]
+    if len(every) > len(operands):
+        if func in SCRAMBLES or type(func) in OPAQUE:
+            func = None  # a tracked operand's rule has checked where the examples lie
+    if func in FACTORIES:
+        data = []  # the size may come from data, the contents do not
+    elif func in READS_ONLY_FIRST or func in RESHAPES:
+        data = [t for t in data if t is args[0]]
+    results = flatten(result) if isinstance(result, (tuple, list)) else [result]
+    if data:
+        given = tracker.took_given and all(map(tracker.is_given, data))
+        if tracker.took_given and len(data) > 1 and func not in WRITES:
+            data = tracker.without_given(data)
+        _follow_data(tracker, func, args, kwargs, data, result, results)
+        for tensor in results if given else ():
+            # Not what parameters were computed with.
+            if isinstance(tensor, Tensor) and not tensor.requires_grad:
+                tracker.mark_given(tensor)
+        return
+    # What takes its form from the model's own tensors, as noise for weights does, is no data.
+    values = func in CALLERS_VALUES and not (
+        len(every) > len(operands) or any(map(tracker.is_kept, operands))
+    )
+    for tensor in results:
+        if isinstance(tensor, Tensor) and node_of(tensor) is None:
+            if values and tracker.takes_for_data(func, tensor):
+                continue
+            tracker.mark_constant(tensor)
+
+
+def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Return an operation in one form, whichever of its names and arguments it was called by.
+
+    Returns:
+        The function, positional and named arguments, and whether data are among those still named.
+    """
+    if kwargs and not NUMPYS.isdisjoint(kwargs):
+        kwargs = in_pytorchs_names(func, kwargs)
+    named = False
+    if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
+        args, kwargs = by_place(func, args, kwargs)
+        named = any(map(tracker.is_of_data, kwargs.values()))
+    if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
+        func = torch.maximum  # of two operands, whichever it is
+    return func, args, kwargs, named
+
+
+def _lies_as_first(tracker: Context, func, args, kwargs, result) -> bool:
+    """Whether the first operand is data and the examples lie in the result as they do there.
+
+    So they do after almost every operation. False wherever that takes longer to find out.
+    """
+    first = args[0]
+    if not tracker.is_of_data(first):
+        return False
+    if func not in WATCHED and type(func) not in OPAQUE:
+        if keeps_examples(func, args, tracker.batch_dim, result):
+            return True
+    elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
+        if aligned(func, args) and leaves(func, first, tracker.batch_dim, result):
+            return True
+    elif func in PRODUCTS:
+        # A tracked operand's rule has checked where the examples lie; but a stack of matrices puts
+        # axes of its own in front of them.
+        if node_of(args[-1]) is not None:
+            if result.dim() <= first.dim():
+                return True
+        elif keeps_rows(args, tracker.batch_dim):
+            return True
+    if func not in PLAIN_VIEWS or kwargs:
+        return False
+    views = (result,) if isinstance(result, Tensor) else result
+    layout = tracker.by_contract(first)
+    return layout is None or all(stays(func, first, layout, view) for view in views)
+
+
+def _follow_data(
+    tracker: Context, func, args, kwargs, data: list[Tensor], result, results: list[Any]
+) -> None:
+    """Note where the examples lie in the results of an operation on data.
+
+    Args:
+        tracker: the context.
+        func, args, kwargs, result: the operation.
+        data: its operands of data.
+        results: the leaves of its result.
+    """
+    tensors = [item for item in results if isinstance(item, Tensor)]
+    for tensor in tensors:
+        if tensor.is_nested:
+            check_has_sizes(func, tensor)
+    if any(tensor.is_nested for tensor in data) and func not in ON_NESTED:
+        for tensor in tensors:
+            tracker.place(tensor, None, function_name(func))
+        return
+    if type(func) in OPAQUE and not torch.is_grad_enabled():
+        return  # inside a compiled graph, which was followed when it was traced
+    for tensor in tensors_in(kwargs.get("out")):
+        tracker.mark_data(tensor)
+    if func in WRITES and node_of(args[0]) is None:
+        _follow_write(tracker, func, args, kwargs, data, result)
+        return
+    if func is torch.autograd.grad:
+        tracker.follow_gradients(args, kwargs, results)
+        return
+    for target in changed_by(func, args, kwargs):
+        if target.requires_grad and node_of(target) is None:
+            tracker.mark_data(target)
+            tracker.follow_change(Call(func, args, kwargs, data, target))
+    own = None if func in FOLLOWED else tracker.registered(func)
+    if own is not None and torch.is_grad_enabled():
+        own.follow(tracker, args, kwargs, results)
+        return
+    prescribed = PRESCRIBES.get(func)
+    layouts = None if prescribed is None else prescribed(tracker, args, kwargs, results)
+    if layouts is not None:
+        one = tracker.sole_example(data)
+        for tensor, layout in zip(results, layouts, strict=False):
+            if isinstance(tensor, Tensor):
+                placed = one or layout
+                tracker.place(tensor, placed, function_name(func) if placed is None else None)
+    else:
+        for tensor in tensors:
+            if not any(tensor is item for item in data):
+                tracker.follow_layout(Call(func, args, kwargs, data, tensor))
+    if func in BLANKS:
+        tracker.mark_blank(result)
+
+
+def _follow_write(tracker: Context, func, args, kwargs, data: list[Tensor], result) -> None:
+    """Follow data that were written into a tensor, which is no constant any more."""
+    target = args[0]
+    over_axes, moves = func in OVER_AXES, func in MOVES_IN_PLACE or func is Tensor.resize_
+    before = tracker.is_data(target)
+    after = target if func in IN_PLACE else result
+    write = WRITES[func](*args, **kwargs)
+    if tracker.packed and write.is_empty:
+        if after is target:
+            tracker.keep_marks(target)
+        else:
+            tracker.place_like(after, target)
+        return
+    if after is target:
+        tracker.mark_data(target)
+    if over_axes:
+        tracker.follow_layout(Call(func, args, kwargs, [target], target))
+    elif moves:
+        tracker.follow_move(target)
+    elif func in CHANGES_IN_PLACE:
+        tracker.follow_change(Call(CHANGES_IN_PLACE[func], args, kwargs, data, target))
+    elif func in OUT_OF_PLACE and before and tracker.owned(target) is MIXED:
+        tracker.follow_change(Call(OUT_OF_PLACE[func], args, kwargs, data, target))
+    else:
+        tracker.follow_write(Change(write, target, before, after))

@@ -1,0 +1,219 @@
+"""Which values of several examples are sums of terms that depend on one example each.
+
+A derivative of such a sum with respect to one example's values does not depend on the others, as in
+``torch.autograd.grad(model(x).sum(), x, create_graph=True)``. That of anything else, as of the root
+of a mean, does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture.following._apart import sums_own
+from gradstats.capture.following._examples import APART, MIXED, Examples, Scores, same_layout
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._graph import nodes_behind
+from gradstats.capture.operations._operations import (
+    ADDED_PRODUCTS,
+    CONVOLUTIONS,
+    ELEMENT_LOSSES,
+    JOINS,
+    MOVES,
+    OUTER_PRODUCTS,
+    PAD_SEQUENCE,
+    PADS,
+    PICKS,
+    PRODUCTS,
+    RESHAPES,
+    TENSOR_PRODUCTS,
+    VIEW_GETTERS,
+    function_variants,
+    in_place_variants,
+    is_trusted,
+    variants,
+)
+
+if TYPE_CHECKING:
+    from gradstats.capture.following._following import Following
+
+ADDED = ("add", "sub", "subtract")
+ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
+
+# What returns one value of several: which that is does not change.
+CHOOSES = frozenset(variants("max", "min", "amax", "amin", "median"))
+
+# Functions made of straight pieces: of what was summed over all examples they return such a sum, as
+# which piece it lies on does not change. Absolute values of complex numbers are roots.
+BENT = CHOOSES | frozenset(
+    [
+        functional.relu,
+        *variants(
+            "relu", "abs", "absolute", "clamp", "clamp_min", "clamp_max", "clip", "nan_to_num",
+            "where", "maximum", "minimum", "aminmax", "fmax", "fmin", "sort", "msort", "topk",
+            "kthvalue", "cummax", "cummin", "sign", "round", "floor", "ceil", "trunc",
+        ),
+        functional.relu6,
+        functional.leaky_relu,
+        functional.hardtanh,
+        functional.threshold,
+        functional.l1_loss,
+    ]
+)  # fmt: skip
+
+# Norms, with the name of their order. Those of order 1 and infinity of real numbers are made of
+# straight pieces; squares of those of order 2 are sums.
+NORMS = {
+    **dict.fromkeys(variants("norm"), "p"),
+    **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm), "ord"),
+}
+ROOTS, SQUARES = frozenset(variants("sqrt")), frozenset(variants("square"))
+POWERS = frozenset([*variants("pow"), Tensor.__pow__])
+
+# Sums, and what takes or moves elements: of sums they return sums.
+KEEPS_SUMS = (
+    (MOVES - {torch.einsum})
+    | RESHAPES
+    | JOINS.keys()
+    | PADS
+    | PICKS
+    | frozenset(
+        [
+            *function_variants(
+                *ADDED, "sum", "mean", "nansum", "nanmean", "neg", "negative", "positive",
+            ),
+            *variants(
+                "rsub", "clone", "contiguous", "to", "float", "double", "half", "bfloat16",
+                "type_as", "diag", "diag_embed", "trace", "tril", "triu", "masked_fill", "cumsum",
+                "diff", "sum_to_size", "real", "imag", "conj", "type", "cpu", "cuda", "atleast_1d",
+                "atleast_2d", "atleast_3d", "broadcast_tensors", "dropout", "block_diag", "complex",
+                "view_as_real", "view_as_complex", "cfloat", "cdouble", "resolve_conj",
+                "resolve_neg", "repeat_interleave",
+            ),
+            *VIEW_GETTERS,
+            functional.dropout,
+            PAD_SEQUENCE,
+        ]
+    )
+)  # fmt: skip
+
+# Which return one number for all examples unless they are told not to.
+LOSSES = ELEMENT_LOSSES | frozenset(
+    [
+        functional.cross_entropy,
+        *(getattr(functional, name) for name in dir(functional) if name.endswith("_loss")),
+    ]
+)
+
+# Sums over the examples, and one of their values.
+JOINS_EXAMPLES = LOSSES | CHOOSES | frozenset(variants("nanmedian"))
+
+# Products: sums if one of their operands has a gradient.
+MULTIPLIES = (
+    PRODUCTS
+    | ADDED_PRODUCTS.keys()
+    | (TENSOR_PRODUCTS - OUTER_PRODUCTS)
+    | CONVOLUTIONS.keys()
+    | frozenset(
+        [
+            torch.einsum,
+            functional.linear,
+            torch.linalg.vecdot,
+            *function_variants("mul", "multiply"),
+            *variants("addcmul"),
+        ]
+    )
+)
+
+# From one operand to the other, by a weight.
+BETWEEN = frozenset(variants("lerp"))
+
+# Quotients, with the place and the name of what they divide by.
+DIVIDES = {
+    **dict.fromkeys(
+        (*variants("div", "divide", "true_divide"), Tensor.__div__, Tensor.__truediv__),
+        (1, "other"),
+    ),
+    **dict.fromkeys(variants("addcdiv"), (2, "tensor2")),
+}
+
+
+def is_sum(data: Following, call: Call) -> bool | None:
+    """Whether the result of an operation on several examples sums terms of one example each.
+
+    Args:
+        data: the context's.
+        call: the operation, in whose result the examples are not apart.
+
+    Returns:
+        None where that is not known of an operand, or of the operation.
+    """
+    func, _, _, operands, result = call
+    trained = [tensor for tensor in operands if tensor.requires_grad]
+    placed = [data.placed(tensor) for tensor in trained]
+    apart = [isinstance(each, APART) for each in placed]
+    of_scores = [each for each in placed if isinstance(each, Scores)]
+    if of_scores:
+        return len(trained) == 1 and sums_own(func, trained[0], of_scores[0])
+    # What was changed in place is asked about as it was before.
+    additive = [data.is_additive(tensor, writes=int(tensor is result)) for tensor in trained]
+    if not trained or not all(additive):
+        return None
+    if func in KEEPS_SUMS:
+        return True
+    # What that makes of values that are apart is a sum of such; what it makes of a loss is one.
+    if is_trusted(func) and (all(apart) or not result.dim()):
+        return True
+    if func is torch.segment_reduce and call.argument(1, "reduce") in ("sum", "mean"):
+        return True
+    straight = not any(tensor.is_complex() for tensor in trained)
+    if straight and func in BENT and not any(apart):
+        return True
+    if straight and func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
+        return True
+    if func in BETWEEN and not any(each is call.argument(2, "weight") for each in trained):
+        return True
+    if len(trained) == 1:
+        divided = func in DIVIDES and trained[0] is not call.argument(*DIVIDES[func])
+        multiplied = func in MULTIPLIES or divided or exponent_of(call) == 1
+        return multiplied or (func in JOINS_EXAMPLES and apart[0])
+    if all(apart) and func in MULTIPLIES and data.owned(result) is MIXED:
+        return not data.is_coupled(result)
+    # Values of one example with others of the same, not with those of another.
+    known = [each for each in placed if isinstance(each, APART)]
+    together = all(apart) and all(same_layout(known[0], each) for each in known)
+    aligned = together and len({tensor.dim() for tensor in trained}) == 1
+    return aligned and func in JOINS_EXAMPLES
+
+
+def is_root(data: Following, call: Call) -> bool:
+    """Whether an operation gives what is the root of a sum over examples, as of their squares."""
+    operand = call.data[0]
+    if call.func in ROOTS:
+        return data.is_sum(operand)
+    of_squares = call.func in NORMS and call.argument(1, NORMS[call.func]) in (None, 2, "fro")
+    return of_squares and isinstance(data.owned(operand), Examples)
+
+
+def is_square(call: Call) -> bool:
+    """Whether an operation squares its operand."""
+    return call.func in SQUARES or exponent_of(call) == 2
+
+
+def exponent_of(call: Call) -> float | None:
+    """Return the number to whose power an operation raises its operand; None if it does not."""
+    exponent = call.argument(1, "exponent") if call.func in POWERS else None
+    return exponent if isinstance(exponent, (int, float)) else None
+
+
+def joins_examples(data: Following, output: Any) -> bool:
+    """Whether derivatives of a tensor may depend on values of several examples."""
+    if data.batch_size == 1 or not data.is_trained(output):
+        return False
+    if data.coupled and any(node in data.coupled for node in nodes_behind(output)):
+        return True
+    return not data.is_additive(output)

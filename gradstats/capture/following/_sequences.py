@@ -1,0 +1,269 @@
+"""Where the examples lie in results of attention, recurrent layers, packed sequences, sorts, bags.
+
+These operations prescribe the axes of their operands and results, whatever the caller's
+``batch_dim``; shapes alone would mislead where there are as many layers or steps as examples.
+
+``pack_padded_sequence`` sorts the sequences of a batch by length and writes their first steps one
+after the other, then their second steps, and so on: rows, fewer of them for later steps. A *place*
+is the position of a sequence within a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats.capture.following._apart import mask_keeps_apart
+from gradstats.capture.following._examples import (
+    Examples,
+    Grid,
+    Scores,
+    Whole,
+    same_rows,
+    sole_of,
+    spread,
+)
+from gradstats.capture.following._flex_attention import FLEX_ATTENTION, taken_beside
+from gradstats.capture.operations._nested import argument_of
+from gradstats.capture.operations._operations import variants
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
+MULTI_HEAD_ATTENTION = torch.nn.functional.multi_head_attention_forward
+
+# Operands of attention with a row for each example, and with one for each of its heads, by name and
+# by position.
+PADDING_MASK = frozenset({"key_padding_mask", 14})
+FOR_EACH_HEAD = frozenset({"attn_mask", 16, "static_k", 21, "static_v", 22})
+
+RECURRENT_LAYERS = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
+
+RECURRENT_CELLS = torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell
+
+# The layout of each result; None where the operation says nothing of any.
+Layouts = Sequence[Examples | Whole | Grid | None] | None
+
+
+def _of_bags(tracker: Context, args, kwargs, results) -> Layouts:
+    argument = partial(argument_of, args, kwargs)
+    offsets, shares = argument(2, "offsets"), argument(8, "per_sample_weights")
+    others = [item for item in (*args, *kwargs.values()) if item is not shares]
+    if offsets is None or any(map(tracker.is_trained, others)):
+        return None
+    last = bool(argument(9, "include_last_offset"))
+    return [layout_of_bags(tracker, argument(0, "input"), shares, offsets, last)]
+
+
+def _of_alignments(tracker: Context, args, kwargs, results) -> Layouts:
+    """Losses of (steps, B, classes), unless they are reduced or those of one example."""
+    own = _common_along(tracker, args[:1], 1) if args[0].dim() == 3 else None
+    return [own.along(0)] if own is not None and results[0].dim() == 1 else None
+
+
+def _of_attention(tracker: Context, args, kwargs, results) -> Layouts:
+    # Without an axis for examples there are only positions, and features.
+    own = _common_along(tracker, args[:3], 1) if args[0].dim() == 3 else None
+    if not _lie_beside(tracker, own, args, kwargs):
+        return [None] * len(results)
+    return [own, _along(own, 0)][: len(results)]
+
+
+def attends_packed_rows(tracker: Context, *args, **kwargs) -> bool:
+    """Whether attention is among rows of several packed examples, which a mask keeps apart.
+
+    Whether it does shows inside of PyTorch's function, where the mask meets the scores.
+    """
+    if not tracker.packed:
+        return False
+    owners = [sole_of(tracker.owned(item)) for item in tracker.data_among(args[:3])]
+    return any(isinstance(own, Examples) and own.axis == 0 for own in owners)
+
+
+def _of_flex_attention(tracker: Context, args, kwargs, results) -> Layouts:
+    """Each score is of one query and one key, whatever is made of it without trained values."""
+    lost: list[Examples | None] = [None] * len(results)
+    if any(map(tracker.is_trained, taken_beside(*args, **kwargs))):
+        return lost
+    own = _common_along(tracker, args[:3], 2 if tracker.packed else 0)
+    if tracker.packed and (own is None or not mask_keeps_apart(args[4][-1], args[0].shape, own)):
+        tracker.note_meeting(results[0])
+        return lost
+    return [own] * len(results)
+
+
+def _of_packing(tracker: Context, args, kwargs, results) -> Layouts:
+    source, _, batch_first = args
+    places = _common_along(tracker, (source,), 0 if batch_first else 1)
+    return [places and packed_layout(places, results[1].tolist(), source.device), None]
+
+
+def _of_padding(tracker: Context, args, kwargs, results) -> Layouts:
+    return [_along(packed_places(tracker, *args[:2]), 0 if args[2] else 1), None]
+
+
+def _of_cell(tracker: Context, args, kwargs, results) -> Layouts:
+    if any(map(tracker.is_trained, args[2:])):
+        return [None] * len(results)
+    return [_common_along(tracker, (args[0], *states_of(args[1])), 0)] * len(results)
+
+
+def _of_recurrent_layer(tracker: Context, args, kwargs, results) -> Layouts:
+    lost: list[Examples | None] = [None] * len(results)
+    packed = isinstance(args[3], (list, tuple))
+    if any(map(tracker.is_trained, args[3 if packed else 2])):
+        return lost
+    if packed:
+        states = _along(packed_places(tracker, *args[:2]), 1)
+        return [_layout(tracker, args[0]), *[states] * (len(results) - 1)]
+    axis = 0 if args[8] else 1
+    own = _common_along(tracker, (args[0],), axis)
+    given = [state for state in states_of(args[1]) if _layout(tracker, state) is not None]
+    if given:
+        places = _common_along(tracker, given, 1)
+        trained = any(state.requires_grad for state in given)
+        if own is not None and trained and not (places and same_rows(own, places)):
+            return lost
+        own = own or places
+    return [_along(own, axis), *[_along(own, 1)] * (len(results) - 1)]
+
+
+def _of_sort(position: int) -> Callable[..., Layouts]:
+    """Return the rule of an operation that sorts elements along a ``dim``, its argument there."""
+
+    def rule(tracker: Context, args, kwargs, results) -> Layouts:
+        """To which examples the places belong, if elements of several were sorted."""
+        source = args[0]
+        layout = _layout(tracker, source)
+        if layout is None or is_compiling() or not source.numel():
+            return None
+        axis = argument_of(args, kwargs, position, "dim", -1) % source.dim()
+        if axis != layout.axis:
+            return None
+        chosen = results[-1]  # from where each place's element came
+        owner = layout.of_elements(source).gather(axis, chosen)
+        return [spread(owner, layout.batch)] * len(results)
+
+    return rule
+
+
+def starts_of_bags(offsets: Tensor, include_last_offset: bool) -> Tensor:
+    """Return where the bags of ids begin, given the offsets."""
+    return offsets[:-1] if include_last_offset else offsets
+
+
+def layout_of_bags(
+    tracker: Context, ids: Tensor, shares: Tensor | None, offsets: Tensor, last: bool
+) -> Examples | None:
+    """Return to which examples the bags of ids belong; None if that is not known.
+
+    Args:
+        tracker: the context.
+        ids: (N,), the bags one after the other.
+        shares: (N,) what the rows of a table are multiplied by; None for ones.
+        offsets: where the bags begin.
+        last: whether ``offsets`` includes the end of the last bag.
+    """
+    starts = starts_of_bags(offsets, last)
+    # Of rows about which nothing was noted there may be as many as examples by accident.
+    tell = [
+        rows for rows in (ids, shares)
+        if rows is not None and tracker.is_of_data(rows)
+        and (rows.requires_grad or tracker.packed or tracker.is_marked(rows))
+    ]  # fmt: skip
+    found = [layout and layout.in_pieces(starts) for layout in map(partial(_layout, tracker), tell)]
+    if not found:
+        return tracker.layout_of(starts)
+    first = found[0]
+    known = first is not None and all(each and same_rows(first, each) for each in found)
+    return first if known else None
+
+
+def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> Examples:
+    """Return the layout of packed rows, given that of the places of a step."""
+    owner = places.owner(device)
+    return places.owned_by(torch.cat([owner[:size] for size in sizes]), 0)
+
+
+def packed_places(tracker: Context, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
+    """Return the layout of the places of a step of packed rows, along axis 0; None if not known."""
+    layout, sizes = _layout(tracker, rows), batch_sizes.tolist()
+    if layout is None or layout.axis != 0 or layout.rows != sum(sizes):
+        return None
+    owner = layout.owner(rows.device)
+    places = owner[: sizes[0]]
+    if not torch.equal(owner, torch.cat([places[:size] for size in sizes])):
+        return None
+    return layout.owned_by(places, 0)
+
+
+def _lie_beside(
+    tracker: Context, own: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether trained operands of attention beside query, key and value lie as their examples do.
+
+    Only those with a row for each example, or for each head of each example, can.
+    """
+    given: list[tuple[int | str, Any]] = [*enumerate(args[3:], 3), *kwargs.items()]
+    trained = [(name, item) for name, item in given if tracker.is_trained(item)]
+    if not trained or tracker.batch_size == 1:
+        return True
+    for name, item in trained:
+        layout = _layout(tracker, item)
+        rows_first = PADDING_MASK if item.dim() == 2 else FOR_EACH_HEAD
+        if own is None or layout is None or layout.axis != 0 or name not in rows_first:
+            return False
+        heads, rest = divmod(layout.rows, own.rows)
+        owner = own.owner(item.device).repeat_interleave(heads)
+        if rest or not torch.equal(layout.owner(item.device), owner):
+            return False
+    return True
+
+
+def states_of(hx) -> list[Tensor]:
+    """Return the states that a recurrent operation was given: those of an LSTM are two."""
+    return list(hx) if isinstance(hx, (list, tuple)) else [hx]
+
+
+def _along(layout: Examples | None, axis: int) -> Examples | None:
+    return None if layout is None else layout.along(axis)
+
+
+def _layout(tracker: Context, tensor: Tensor) -> Examples | None:
+    layout = tracker.layout_of(tensor) if tracker.is_of_data(tensor) else None
+    return None if isinstance(layout, Scores) else layout  # which rest on other examples too
+
+
+def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Examples | None:
+    """Return the layout of the data among tensors, if it is the same in all, along ``axis``."""
+    data = tracker.data_among(tensors)
+    if not data:
+        return None
+    first = _layout(tracker, data[0])
+    # Data without a gradient may be of other examples: only trained values are attributed.
+    for tensor in (data[0], *(tensor for tensor in data[1:] if tensor.requires_grad)):
+        layout = _layout(tracker, tensor)
+        if first is None or layout is None or layout.axis != axis or not same_rows(first, layout):
+            return None
+    return first
+
+
+# Called with the context, the operation's arguments, and its results; returns where the examples
+# lie in these, or None where the operation says nothing of them.
+PRESCRIBES: dict[Any, Callable[..., Layouts]] = {
+    MULTI_HEAD_ATTENTION: _of_attention,
+    FLEX_ATTENTION: _of_flex_attention,
+    torch.nn.functional.embedding_bag: _of_bags,
+    **dict.fromkeys(variants("sort", "argsort"), _of_sort(1)),
+    **dict.fromkeys(variants("topk"), _of_sort(2)),
+    **dict.fromkeys((torch.nn.functional.ctc_loss, torch.ctc_loss), _of_alignments),
+    torch._VF._pack_padded_sequence: _of_packing,
+    torch._VF._pad_packed_sequence: _of_padding,
+    **dict.fromkeys(RECURRENT_CELLS, _of_cell),
+    **dict.fromkeys(RECURRENT_LAYERS, _of_recurrent_layer),
+}

@@ -1,0 +1,71 @@
+"""Operands that are given by name, moved to the place where following looks for them.
+
+``torch.mul(x, other=y)`` does to the examples what ``torch.mul(x, y)`` does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from gradstats.capture.following._layout import FOLLOWED
+from gradstats.capture.following._sequences import PRESCRIBES
+from gradstats.capture.following._writes import WRITES
+from gradstats.capture.operations._rowwise import OVERLOADS
+
+# Operations that are followed by the places of their operands.
+BY_PLACE = FOLLOWED | PRESCRIBES.keys() | WRITES.keys()
+
+# PyTorch's names for arguments that its own functions take by NumPy's as well.
+PYTORCHS = {"axis": "dim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+NUMPYS = frozenset(PYTORCHS)
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def in_pytorchs_names(func, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the named arguments of an operation, some by NumPy's names, under PyTorch's."""
+    # Those of a user's own operations may mean anything.
+    own = NUMPYS - {"axis"}
+    if func in BY_PLACE:
+        own = frozenset(name for names in names_of(func) for name in names)
+    return {name if name in own else PYTORCHS.get(name, name): kwargs[name] for name in kwargs}
+
+
+def by_place(
+    func, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an operation with those that follow ``args`` moved out of ``kwargs``.
+
+    An argument behind one that is left out stays where it is.
+    """
+    moved: list[str] = []
+    for names in names_of(func) if func in BY_PLACE else ():
+        found = [*takewhile(kwargs.__contains__, names[len(args) :])]
+        moved = max(moved, found, key=len)
+    if not moved:
+        return args, kwargs
+    left = {name: item for name, item in kwargs.items() if name not in moved}
+    return (*args, *[kwargs[name] for name in moved]), left
+
+
+@cache
+def names_of(function: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the names of an operation's positional parameters for each of its overloads."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        found = [[each.name for each in parameters if each.kind in POSITIONAL]]
+    except (TypeError, ValueError):  # it is not written in Python
+        operator = f"aten::{function.__name__}"
+        found = [
+            [each.name for each in schema.arguments if not each.kwarg_only]
+            for schema in (
+                torch._C._get_schema(operator, overload) for overload in OVERLOADS.get(operator, ())
+            )
+        ]
+    # What schemas call ``self`` has another name in Python.
+    return tuple(tuple("input" if name == "self" else name for name in names) for names in found)

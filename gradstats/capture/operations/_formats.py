@@ -1,0 +1,45 @@
+"""Memory formats that the backward of normalisation layers reads correctly.
+
+Where an axis has size one, such as that of a batch of one example, strides may fit two formats at
+once. On a CPU, PyTorch 2.11 to 2.15 then read the input in one and the gradient in the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from gradstats.capture.operations._nested import operands_of
+
+BATCH_NORMS = frozenset({functional.batch_norm, torch.batch_norm})
+
+# Instance normalisation reads its gradient as contiguous, whatever the format of its input.
+NORMALISATIONS = BATCH_NORMS | {functional.instance_norm, torch.instance_norm}
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def settle_format(func, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+    """Make the gradient of a normalisation's result arrive in the format that backward reads."""
+    source = operands_of(args, kwargs)[0]
+    last = CHANNELS_LAST.get(source.dim())
+    if last is None or 1 not in source.shape or not result.requires_grad:
+        return
+    is_last = source.is_contiguous(memory_format=last) and not source.is_contiguous()
+    expected = last if func in BATCH_NORMS and is_last else torch.contiguous_format
+    result.register_hook(lambda grad: grad.contiguous(memory_format=expected))
+
+
+class SettledFormats(TorchFunctionMode):
+    """Does this where nothing is tracked: for references computed one example at a time."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in NORMALISATIONS:
+            settle_format(func, args, kwargs, result)
+        return result

@@ -1,0 +1,152 @@
+"""The function modes of contexts on this thread: which are there, and running without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from gradstats.capture.operations._nested import tensors_in
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
+
+class ContextMode(TorchFunctionMode):
+    """The function mode of a context."""
+
+    def __init__(self, tracker: Context):
+        super().__init__()
+        self.tracker = tracker
+
+
+def is_of_context(mode: TorchFunctionMode) -> bool:
+    """Whether a function mode is that of a context."""
+    return isinstance(mode, ContextMode)
+
+
+def is_closed(mode: TorchFunctionMode) -> bool:
+    """Whether a function mode is that of a context that has ended."""
+    return isinstance(mode, ContextMode) and mode.tracker.closed
+
+
+def modes_here() -> list[ContextMode]:
+    """Return the modes of the contexts that are open in this thread, the innermost last."""
+    modes = filter(is_of_context, _get_current_function_mode_stack())
+    return [mode for mode in modes if not is_closed(mode)]
+
+
+def innermost_mode() -> Any:
+    """Return the mode of the context that watches the code that is running; None without one."""
+    return next((mode for mode in reversed(modes_here()) if not mode.tracker.fetching), None)
+
+
+def take_off(goes: Callable[[TorchFunctionMode], bool]) -> None:
+    """Remove function modes from this thread's stack, wherever they stand and however often."""
+    modes = _get_current_function_mode_stack()
+    first = next((n for n, mode in enumerate(modes) if goes(mode)), len(modes))
+    _replace(len(modes) - first, [mode for mode in modes[first:] if not goes(mode)])
+
+
+def _replace(count: int, modes: list[Any]) -> None:
+    """Put function modes in the place of the last ``count`` of this thread."""
+    for _ in range(count):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def run_shown(
+    mode: ContextMode, function: Callable[..., Any], operands: Sequence[Tensor], args, kwargs
+) -> Any:
+    """Have a context's mode run a function that PyTorch shows no mode, whichever stand above it.
+
+    Args:
+        mode: which is on.
+        function, args, kwargs: the call.
+        operands: the tensors among the arguments.
+    """
+    modes = _get_current_function_mode_stack()
+    place = max(number for number, each in enumerate(modes) if each is mode)
+    kinds = dict.fromkeys(map(type, operands))
+    plain = Tensor.__torch_function__, torch._C._disabled_torch_function_impl
+    types = [kind for kind in kinds if kind.__torch_function__ not in plain]  # type: ignore[attr-defined]
+    _replace(len(modes) - place, [])
+    try:
+        return mode.__torch_function__(function, tuple(types), args, kwargs)
+    finally:
+        _replace(0, modes[place:])
+
+
+@contextmanager
+def without_contexts() -> Iterator[None]:
+    """Have no context see what runs inside, though others' modes do."""
+    before = _get_current_function_mode_stack()
+    take_off(is_of_context)
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        _replace(torch._C._len_torch_function_stack(), before)
+
+
+def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run a compiled graph without the modes of contexts, and its backward later on.
+
+    What it consists of was followed when it was traced. Not with all of them off: a graph may run
+    functions that have modes of their own.
+    """
+    before = _get_current_function_mode_stack()
+    with (
+        without_contexts(),
+        torch._C.DisableTorchFunctionSubclass(),
+        _unpacking_seen(before),
+    ):
+        result = function(*args)
+    for item in tensors_in(result):
+        if item.grad_fn is not None:
+            item.grad_fn.register_prehook(_unseen_in_backward)
+            break  # the others have the same node
+    return result
+
+
+def _unpacking_seen(modes: Sequence[TorchFunctionMode]) -> AbstractContextManager[object]:
+    """Have what a graph keeps for its backward unpacked with modes on.
+
+    A checkpoint around the graph then runs its part of the forward again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return nullcontext()
+    pack, unpack = hooks
+
+    def unpack_seen(packed: Any) -> Tensor:
+        before = _get_current_function_mode_stack()
+        for mode in modes:
+            if is_of_context(mode) and not is_closed(mode) and mode not in before:
+                _push_mode(mode)
+        try:
+            with torch._C._EnableTorchFunction():
+                return unpack(packed)
+        finally:
+            _replace(torch._C._len_torch_function_stack(), before)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack_seen)
+
+
+def _unseen_in_backward(gradients: tuple[Tensor | None, ...]) -> None:
+    """Take the modes of contexts off for one node of an autograd graph.
+
+    Before the next node the engine restores what this changes.
+    """
+    take_off(is_of_context)
+    torch._C.DisableTorchFunctionSubclass().__enter__()

@@ -1,0 +1,412 @@
+"""PyTorch's operations, grouped by what they do to their operands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradstats.capture.operations._nested import tensors_in
+from gradstats.capture.operations._operators import OPERATORS, exchanges, is_own_operator
+from gradstats.capture.operations._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
+
+
+def function_variants(*names: str) -> list[Any]:
+    """Return the functions, methods and operators under which an operation returns a new tensor."""
+    keys = [(owner, name) for name in names for owner in (torch, Tensor)]
+    keys += [(Tensor, f"__{side}{name}__") for name in names for side in ("", "r")]
+    return [getattr(owner, key) for owner, key in keys if hasattr(owner, key)]
+
+
+def variants(*names: str) -> list[Any]:
+    """Return the functions and methods of these names."""
+    keys = [(owner, name) for name in names for owner in (torch, Tensor)]
+    return [getattr(owner, name) for owner, name in keys if hasattr(owner, name)]
+
+
+def in_place_variants(*names: str) -> list[Any]:
+    """Return the methods and operators under which an operation changes its first operand."""
+    keys = [key for name in names for key in (f"{name}_", f"__i{name}__")]
+    return [getattr(Tensor, key) for key in keys if hasattr(Tensor, key)]
+
+
+# Padding, by a constant or otherwise.
+PADS = frozenset({torch.nn.functional.pad, torch._C._nn.pad, torch.constant_pad_nd})
+
+# Getters that give a view of the same numbers; every other getter reads a property.
+TRANSPOSING_GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
+VIEW_GETTERS = (*TRANSPOSING_GETTERS, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
+
+MOVES = frozenset(
+    [
+        torch.einsum,
+        *variants(
+            "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint"
+        ),
+        *TRANSPOSING_GETTERS,
+    ]
+)  # fmt: skip
+
+RESHAPES = frozenset(
+    variants(
+        "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "unsqueeze", "squeeze",
+        "ravel",
+    )
+)  # fmt: skip
+
+# Those that repeat an operand without a copy.
+EXPANDS = frozenset(variants("expand", "expand_as", "broadcast_to"))
+
+# Operations that cut, repeat or pick elements of their first operand, each whole.
+PICKS = (
+    EXPANDS
+    | frozenset(
+        variants(
+            "chunk", "diagonal", "dsplit", "flip", "gather", "hsplit", "index_select",
+            "masked_select", "narrow", "repeat", "roll", "select", "split", "split_with_sizes",
+            "take", "take_along_dim", "tensor_split", "tile", "unbind", "vsplit",
+        )
+    )
+    | {Tensor.__getitem__, Tensor.unfold}
+)  # fmt: skip
+
+PRODUCTS = frozenset(
+    [
+        *variants("matmul", "mm", "bmm", "mv"), Tensor.__matmul__, torch.linalg.matmul,
+        torch.sparse.mm, torch.spmm, torch.dsmm,
+    ]
+)  # fmt: skip
+
+# Losses of each element, unless they are reduced.
+ELEMENT_LOSSES = frozenset(
+    {
+        functional.mse_loss,
+        functional.l1_loss,
+        functional.smooth_l1_loss,
+        functional.huber_loss,
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+        functional.gaussian_nll_loss,
+        functional.poisson_nll_loss,
+        functional.kl_div,
+    }
+)
+
+# Layers that sum over the last axis of their operands.
+SUM_LAST = frozenset({functional.linear, functional.bilinear, torch.bilinear})
+
+# Products of the rows of both operands.
+ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
+
+# Products of all elements of two vectors.
+OUTER_PRODUCTS = frozenset(variants("outer", "ger"))
+
+# Contractions of two operands along axes that the caller chooses; otherwise along their last ones.
+TENSOR_PRODUCTS = frozenset({torch.tensordot, *variants("inner", "dot", "vdot")}) | OUTER_PRODUCTS
+
+# Products added to their first operand, with the names of the two operands that are multiplied.
+ADDED_PRODUCTS = {
+    **dict.fromkeys(variants("addmm"), ("mat1", "mat2")),
+    **dict.fromkeys(variants("baddbmm"), ("batch1", "batch2")),
+}
+
+# Element-by-element operations on several operands.
+ELEMENTWISE = (
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow",
+    "maximum", "minimum", "lerp", "addcmul", "addcdiv", "where", "atan2", "fmod", "remainder",
+    "hypot", "logaddexp", "logaddexp2", "xlogy", "fmax", "fmin", "float_power", "copysign", "ldexp",
+    "clamp", "clip", "clamp_min", "clamp_max",
+)  # fmt: skip
+
+BROADCASTS = POINTWISE_OF_SEVERAL | frozenset(
+    [
+        *function_variants(*ELEMENTWISE, "and", "or", "xor", "mod", "floordiv"),
+        torch.broadcast_tensors,
+        *ELEMENT_LOSSES,
+    ]
+)  # fmt: skip
+
+# Operations that join tensors, with the axis they join along; None where the caller gives it.
+JOINS: dict[Any, int | None] = {
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate, torch.stack), None),
+    **dict.fromkeys((torch.vstack, torch.row_stack), 0),
+    **dict.fromkeys((torch.hstack, torch.column_stack), 1),
+    torch.dstack: 2,
+}
+
+# Pads sequences to one length and stacks them.
+PAD_SEQUENCE = torch._C._nn.pad_sequence
+
+# Operations whose results have axes that their first operand does not have: a size that agrees with
+# the batch's does so by accident, so where the examples lie is not known.
+UNFOLLOWED = frozenset(
+    variants(
+        "meshgrid", "kron", "cartesian_prod", "block_diag", "combinations", "vander", "diag",
+        "chain_matmul", "cov", "corrcoef", "addr",
+        *(name for name in dir(torch) if name.endswith("_copy") and name[0] != "_"),
+    )
+).difference(variants("index_copy"))  # fmt: skip
+
+# Operations that move or mix rows without a trace in the shape of the result.
+SCRAMBLES = frozenset(
+    variants(
+        "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
+        "addmv", "addbmm", "renorm",
+    )
+) | {torch.linalg.multi_dot, torch.pdist, functional.pdist}  # fmt: skip
+
+# Operations on every pair of rows.
+OF_ROW_PAIRS = frozenset({torch.pdist, functional.pdist, *variants("cov", "corrcoef")})
+
+# Solvers of linear systems, one for each index of the axes in front of the matrices' two, with the
+# position of the right-hand sides among their arguments.
+SOLVES: dict[Any, int] = {
+    torch.linalg.solve: 1,
+    torch.linalg.solve_ex: 1,
+    torch.linalg.lstsq: 1,
+    torch.linalg.solve_triangular: 1,
+    torch.linalg.lu_solve: 2,
+    **dict.fromkeys(variants("cholesky_solve", "triangular_solve", "lu_solve"), 0),
+}
+
+# Those whose right-hand sides may be vectors.
+SOLVES_VECTORS = frozenset({torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq})
+
+
+def solves_vector(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the shapes make a solver treat its right-hand sides as vectors."""
+    if func not in SOLVES_VECTORS or len(args) < 2:
+        return False
+    return args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
+
+
+# Convolutions, with the number of axes they run over. They take data that have just one axis more
+# for a single example, whose first axis are channels.
+CONVOLUTIONS = {
+    getattr(functional, f"conv{kind}{axes}d"): axes
+    for kind in ("", "_transpose")
+    for axes in (1, 2, 3)
+}
+
+TRANSPOSED_CONVOLUTIONS = frozenset(
+    getattr(functional, f"conv_transpose{axes}d") for axes in (1, 2, 3)
+)
+
+# Operations whose first operand says where the examples lie, unless it is constant: all examples
+# share the others.
+LOOKS_AT_FIRST = frozenset(
+    {functional.linear, functional.embedding, functional.prelu, *variants("prelu"), *CONVOLUTIONS}
+)
+
+# Operations on several operands of data, with the position of the operand all examples share.
+SHARED_WEIGHT = {
+    functional.bilinear: 2,
+    torch.bilinear: 2,
+    functional.embedding_bag: 1,
+    **{
+        getattr(owner, name): 1
+        for owner in (functional, torch)
+        for name in ("grouped_mm", "_grouped_mm")
+        if hasattr(owner, name)
+    },
+}
+
+# Operations whose rules serve complex numbers.
+COMPLEX = (
+    PRODUCTS
+    | TENSOR_PRODUCTS
+    | frozenset(function_variants(*ELEMENTWISE))
+    | frozenset(in_place_variants(*ELEMENTWISE))
+    | JOINS.keys()
+    | {
+        functional.linear, torch.einsum, torch.linalg.vecdot,
+        torch.broadcast_tensors, torch.rsub, Tensor.__setitem__, Tensor.copy_,
+    }
+)  # fmt: skip
+
+# Reductions of one operand; element by element the larger or smaller of two.
+EXTREMES = frozenset({torch.max, Tensor.max, torch.min, Tensor.min})
+
+# Operations that take the first axis for the examples' and the second for channels.
+BATCH_FIRST = frozenset(
+    getattr(owner, name)
+    for owner in (functional, torch)
+    for name in dir(owner)
+    if name.startswith(
+        ("conv1d", "conv2d", "conv3d", "conv_t", "avg_pool", "max_pool", "max_unpool",
+         "fractional_max_pool", "lp_pool", "adaptive_", "grid_sample", "affine_grid")
+    )
+    or name in ("group_norm", "instance_norm", "batch_norm", "interpolate", "local_response_norm",
+                "channel_shuffle", "native_channel_shuffle")
+    or (owner is functional and name in ("unfold", "fold"))
+)  # fmt: skip
+
+# Those of them that keep channels apart too, with the number of axes they run over.
+POOLS = {
+    getattr(owner, name): int(found[1])
+    for owner in (functional, torch)
+    for name in dir(owner)
+    if (found := re.search(r"_pool([123])d", name)) and getattr(owner, name) in BATCH_FIRST
+}
+
+# Types of the functions and methods that TorchScript compiles.
+SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
+
+# Types of operations of which nothing is known: custom operators, and TorchScript's.
+OPAQUE = OPERATORS | frozenset(SCRIPTS)
+
+
+def is_trusted(func) -> bool:
+    """Whether an operation is one of the user's own that nobody sees into.
+
+    It is taken to leave the examples where they are, and apart. PyTorch's own operators are not:
+    some move or mix them, or hand them to other processes.
+    """
+    return type(func) in OPAQUE and not (is_own_operator(func) or exchanges(func))
+
+
+# Layers that keep the rows of their first operand apart along all but the last axes, whose sizes
+# they change.
+LAYERS = frozenset(
+    getattr(owner, name)
+    for owner in (functional, torch)
+    for name in ("glu", "pixel_shuffle", "pixel_unshuffle", "bilinear", "embedding_bag",
+                 "grouped_mm", "_grouped_mm")
+    if hasattr(owner, name)
+) - {torch.embedding_bag}  # fmt: skip
+
+# Operations that create a tensor in the form of another, with a row for each of its rows.
+FORMS = frozenset(getattr(torch, name) for name in dir(torch) if name.endswith("_like"))
+
+# Operations that leave the examples where they lie in their operands, if the result's sizes agree.
+KEEPS = (
+    POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS | FORMS
+)  # fmt: skip
+
+
+# Operations that make tensors from values that the caller has. PyTorch shows no mode the others,
+# such as ``from_numpy`` and ``torch.Tensor([...])``.
+GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+
+# Those, and operations that draw random values.
+CALLERS_VALUES = GIVEN_VALUES | {
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    torch.normal,
+    torch.bernoulli,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+}
+
+# Operations that create a tensor of a given size.
+FACTORIES = frozenset(
+    {
+        torch.zeros,
+        torch.ones,
+        torch.empty,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
+        Tensor.new_empty,
+    }
+)
+
+# Operations that take only the form of their operand, and none of its values.
+BLANKS = frozenset({torch.zeros_like, torch.empty_like})
+
+# What models ask of most tensors, whose answers are no tensors.
+QUESTIONS = frozenset(
+    getattr(Tensor, name)
+    for name in ("size", "dim", "numel", "stride", "is_floating_point", "data_ptr")
+) | frozenset(
+    getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")
+)
+
+# Operations on the tensor as an object: they must reach the parameter itself, not its alias.
+ON_THE_OBJECT = frozenset(
+    {
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "backward",
+        "detach_",
+        "share_memory_",
+        "set_",
+        "__set__",
+        "__delete__",
+        "__repr__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "__hash__",
+    }
+)
+
+
+def reads_property(func) -> bool:
+    return getattr(func, "__name__", "") == "__get__" and func not in VIEW_GETTERS
+
+
+def is_about_object(func) -> bool:
+    """Whether an operation asks for, or changes, what belongs to the tensor object alone."""
+    return reads_property(func) or getattr(func, "__name__", "") in ON_THE_OBJECT
+
+
+# Operations that read only shape, dtype or device of the operands after the first.
+READS_ONLY_FIRST = frozenset(
+    {
+        Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as,
+        Tensor.new_tensor, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full,
+    }
+)  # fmt: skip
+
+# Operations that change their first operand.
+IN_PLACE = frozenset(
+    getattr(Tensor, name)
+    for name in dir(Tensor)
+    if name == "__setitem__"
+    or (name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"))
+) | frozenset(
+    getattr(owner, name)
+    for owner in (Tensor, torch, functional)
+    for name in dir(owner)
+    if name.endswith("_") and not name.startswith("_") and name not in ON_THE_OBJECT
+)
+
+
+def places_changed(func) -> tuple[tuple[int, str], ...]:
+    """Return position and name of each operand that an operation changes, if not in ``IN_PLACE``.
+
+    Operators say so in their schemas. Functions on lists of tensors have names like those of
+    methods that change their first operand.
+    """
+    if isinstance(func, torch._ops.OpOverloadPacket) and len(func.overloads()) == 1:
+        func = getattr(func, func.overloads()[0])
+    if isinstance(func, torch._ops.OpOverload):
+        places = enumerate(func._schema.arguments)
+        return tuple((place, each.name) for place, each in places if each.is_write)
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    known = func in IN_PLACE or name in ON_THE_OBJECT
+    return ((0, "self"),) if in_place and not known else ()
+
+
+def changed_by(func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the operands that an operation changes, if it is not in ``IN_PLACE``."""
+    places = places_changed(func)
+    changed = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
+    return [*tensors_in(changed)]
+
+
+# Those of them that only move axes, with their counterparts that return a view.
+MOVES_IN_PLACE = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze")
+}

@@ -1,0 +1,75 @@
+"""The tensors that modules keep in plain attributes: neither parameters nor buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import filterfalse
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradstats.capture.parameters._tensors import DerivedTensor, unwrap
+
+# The attributes that every module has.
+STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+# Types of entries of containers that need no search, as long vocabularies are.
+PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
+
+
+def kept_by(module: nn.Module) -> list[str]:
+    """Return the names of the plain attributes of a module that may hold tensors."""
+    own = module.__dict__
+    found = []
+    for name in filterfalse(STANDARD_ATTRIBUTES.__contains__, own):
+        kind = type(own[name])
+        if kind in PLAIN_TYPES or (kind is tuple and PLAIN_TYPES.issuperset(map(type, own[name]))):
+            continue  # as sizes and strides are
+        found.append(name)
+    return found
+
+
+def tensors_kept(attribute: Any) -> list[Tensor]:
+    """Return the tensors of an attribute: itself, or what it holds in containers."""
+    found: list[Tensor] = []
+    pending, met = [attribute], set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            if not isinstance(item, nn.Parameter):
+                found.append(item)
+        elif isinstance(item, (list, tuple, dict, deque)) and id(item) not in met:
+            met.add(id(item))  # a container may hold itself
+            entries = item.values() if isinstance(item, dict) else item
+            if not PLAIN_TYPES.issuperset(map(type, entries)):
+                pending += entries
+    return found
+
+
+def restore_attributes(module: nn.Module) -> None:
+    """Put plain tensors where a forward left derived ones, as hooks that compute weights do."""
+    own = vars(module)
+    for name in kept_by(module):
+        if any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(own[name])):
+            own[name] = _unwrapped(own[name], set())
+
+
+def _unwrapped(item: Any, met: set[int]) -> Any:
+    """Return an attribute with plain tensors for derived ones; what can change changes in place.
+
+    Args:
+        item: the attribute, or something inside it.
+        met: ids of the containers that are done; they may hold themselves.
+    """
+    if isinstance(item, (list, dict, deque)):
+        if id(item) not in met:
+            met.add(id(item))
+            for key in item if isinstance(item, dict) else range(len(item)):
+                item[key] = _unwrapped(item[key], met)
+        return item
+    if isinstance(item, tuple):
+        entries = [_unwrapped(entry, met) for entry in item]
+        if all(new is old for new, old in zip(entries, item, strict=True)):
+            return item
+        return type(item)(*entries) if hasattr(item, "_fields") else tuple(entries)
+    return unwrap(item)

@@ -1,0 +1,101 @@
+"""Activation checkpoints: recomputation must find the same tracked parameters as the forward.
+
+A reentrant checkpoint builds its graph only in its own backward: the forward does not show what
+happens to the examples inside, and ``torch.autograd.grad`` finds no parameter there. So it runs as
+a non-reentrant one, which takes the same memory and gives the same gradients.
+
+A non-reentrant checkpoint saves the tensors that it is given. Inside another checkpoint, or under
+other hooks on saved tensors, it gets copies back, which cannot be told from data. So a tracked
+tensor is passed around this mechanism, as the object that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from gradstats.capture.parameters._tensors import node_of
+
+# The function that ``checkpoint`` calls, by name, and its counterpart from PyTorch 2.14 on.
+SAVING = "_checkpoint_without_reentrant_generator"
+SAVING_LISTS = f"{SAVING}_impl"
+
+
+@cache
+def show_checkpoints() -> None:
+    """From now on, let non-reentrant checkpoints keep tracked tensors as they are."""
+    module = torch.utils.checkpoint
+    if hasattr(module, SAVING_LISTS):
+        setattr(module, SAVING_LISTS, _of_lists(getattr(module, SAVING_LISTS)))
+    else:
+        setattr(module, SAVING, _of_positions(getattr(module, SAVING)))
+
+
+def _of_lists(native: Callable[..., Any]):
+    def run(function, args, kwargs, **options):
+        return native(*_without_tracked(function, args), kwargs, **options)
+
+    return run
+
+
+def _of_positions(native: Callable[..., Any]):
+    def run(function, preserve, context, determinism, debug, stop, *args, **kwargs):
+        function, args = _without_tracked(function, args)
+        return native(function, preserve, context, determinism, debug, stop, *args, **kwargs)
+
+    return run
+
+
+def _without_tracked(function: Callable[..., Any], args: tuple[Any, ...]):
+    """Return the function with tracked arguments bound, and the arguments with None for those."""
+    tracked = {
+        place: item
+        for place, item in enumerate(args)
+        if isinstance(item, Tensor) and node_of(item) is not None
+    }
+    if not tracked:
+        return function, args
+
+    def complete(*others, **kwargs):
+        given = (tracked.get(place, item) for place, item in enumerate(others))
+        return function(*given, **kwargs)
+
+    return complete, tuple(None if place in tracked else item for place, item in enumerate(args))
+
+
+def run_checkpoint(native: Callable[..., Any], function: Callable[..., Any], preserve: bool, *args):
+    """Run a reentrant checkpoint.
+
+    Args:
+        native: PyTorch's own implementation.
+        function, preserve, args: its arguments.
+    """
+    flows = any(isinstance(item, Tensor) and item.requires_grad for item in args)
+    if not (flows and torch.is_grad_enabled()):
+        return native(function, preserve, *args)  # no gradient flows through it
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
+@contextmanager
+def checkpoints_differentiable() -> Iterator[None]:
+    """Let torch.autograd.grad find the parameters inside reentrant checkpoints."""
+    native = CheckpointFunction.apply
+    own = vars(CheckpointFunction).get("apply")
+
+    def apply(function, preserve, *args):
+        return run_checkpoint(native, function, preserve, *args)
+
+    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del CheckpointFunction.apply
+        else:
+            CheckpointFunction.apply = own  # type: ignore[method-assign]

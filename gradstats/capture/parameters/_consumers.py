@@ -1,0 +1,222 @@
+"""What a backward does with the factors of each parameter, beside their norms.
+
+    Keep           hold them for later backwards
+    Against        inner products with the kept factors of other batches
+    Along          inner products with a given direction
+    WithinBatch    inner products with the sum over the batch, and of all pairs within it
+
+The factors of a parameter arrive once, when all of its uses have delivered: layer by layer, from
+the last to the first. What a consumer does not hold is freed before the next layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradstats._complex import as_real
+from gradstats._factors import Factor, map_tensors
+from gradstats.capture.operations._memory import parts_of, storage_of
+from gradstats.capture.parameters._lineage import Pulled
+from gradstats.contractions import direction_inner, fold, inner_diagonal, inner_pairs, total
+from gradstats.contractions._result import squared_norms
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The factors of one parameter.
+
+    Attributes:
+        name: the parameter's name.
+        factors: one for each use.
+        sqnorm: (B,) float64 squared norms of their sum; zeros where the consumer needs none.
+        total: their sum over the examples, if it is already known.
+        workspace: bytes of scratch that may be allocated at once.
+    """
+
+    name: str
+    factors: Sequence[Factor]
+    sqnorm: Tensor
+    total: Tensor | None
+    workspace: int
+
+
+class Consumer(Protocol):
+    """What is done with each parameter's factors.
+
+    Attributes:
+        needs_norms: whether squared norms have to be computed too.
+    """
+
+    needs_norms: bool
+
+    def take(self, arrival: Arrival) -> None:
+        """Use the factors of one parameter."""
+
+
+@dataclass(frozen=True)
+class KeptParameter:
+    """The factors of one parameter for one batch, and the norms of their sum, (B,) float64."""
+
+    factors: list[Factor]
+    sizes: Tensor
+
+
+class Keep:
+    """Holds the factors of every parameter.
+
+    Args:
+        borrowed: the user's own tensors, which may change before the factors are used.
+
+    Attributes:
+        kept: name → factors and norms.
+    """
+
+    needs_norms = True
+
+    def __init__(self, borrowed: Iterable[Tensor]):
+        self.kept: dict[str, KeptParameter] = {}
+        storages = (storage_of(part) for each in borrowed for part in parts_of(each))
+        self._borrowed = {storage.data_ptr() for storage in storages if storage is not None}
+        self._replays: dict = {}
+
+    def take(self, arrival: Arrival) -> None:
+        factors = [self._owned(factor) for factor in fold(arrival.factors)]
+        self.kept[arrival.name] = KeptParameter(factors, arrival.sqnorm.sqrt())
+
+    def _owned(self, factor: Factor) -> Factor:
+        if isinstance(factor, Pulled):
+            factor = factor.frozen(self._replays)
+        return map_tensors(factor, self._own)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage()
+        # A view of a larger tensor would keep all of it alive.
+        larger = storage.nbytes() > 2 * max(1, tensor.numel()) * tensor.element_size()
+        if larger or storage.data_ptr() in self._borrowed:
+            return _copied(tensor)
+        return tensor
+
+
+class Against:
+    """Inner products with the kept factors of other batches, one matrix or vector for each.
+
+    Attributes:
+        values: for each kept batch (B_kept, B), or (B,) on the diagonal, float64; None until a
+            parameter arrives that the batch's losses depend on.
+        by_parameter: for each kept batch, name → the parameter's part; empty unless wanted.
+    """
+
+    needs_norms = True
+
+    def __init__(
+        self,
+        kept: Sequence[dict[str, KeptParameter]],
+        *,
+        diagonal: bool,
+        per_parameter: bool,
+        consume: bool,
+    ):
+        """Prepare the products.
+
+        Args:
+            kept: what ``Keep`` holds of each batch.
+            diagonal: pair the i-th example of one batch with the i-th of the other only.
+            per_parameter: hold each parameter's part too.
+            consume: free each parameter's kept factors as soon as they have been used.
+        """
+        self.values: list[Tensor | None] = [None for _ in kept]
+        self.by_parameter: list[dict[str, Tensor]] = [{} for _ in kept]
+        self._per_parameter = per_parameter
+        self._kept = kept
+        self._contract = inner_diagonal if diagonal else inner_pairs
+        self._consume = consume
+
+    def take(self, arrival: Arrival) -> None:
+        sizes = arrival.sqnorm.sqrt()
+
+        def to_device(tensor: Tensor) -> Tensor:
+            return tensor.to(sizes.device, non_blocking=True)
+
+        for index, kept in enumerate(self._kept):
+            theirs = kept.pop(arrival.name, None) if self._consume else kept.get(arrival.name)
+            if theirs is None:
+                continue  # the other batch's losses do not depend on this parameter
+            factors = [map_tensors(factor, to_device) for factor in theirs.factors]
+            both = theirs.sizes.to(sizes.device), sizes
+            part = self._contract(factors, arrival.factors, arrival.workspace, both)
+            if self._per_parameter:
+                self.by_parameter[index][arrival.name] = part
+            so_far = self.values[index]
+            self.values[index] = part if so_far is None else so_far + part.to(so_far.device)
+
+
+class Along:
+    """Inner products with one direction.
+
+    Attributes:
+        values: name → (B,) float64, of the parameters that the direction names.
+    """
+
+    needs_norms = False
+
+    def __init__(self, direction: Mapping[str, Tensor]):
+        self.values: dict[str, Tensor] = {}
+        self._direction = direction
+
+    def take(self, arrival: Arrival) -> None:
+        direction = self._direction.get(arrival.name)
+        if direction is not None:
+            direction = as_real(direction.detach()).to(arrival.sqnorm.device)
+            products = direction_inner(arrival.factors, direction, arrival.workspace)
+            self.values[arrival.name] = products
+
+
+class WithinBatch:
+    """Inner products with the sum over the batch, and of all pairs within it.
+
+    Attributes:
+        with_sum: name → (B,) float64, ⟨F[i], Σ_j F[j]⟩.
+        sum_sqnorm: name → () float64, ‖Σ_j F[j]‖².
+        pairs: (B, B) float64, ⟨F[i], F[j]⟩ over all parameters; None unless wanted.
+        pairs_by_parameter: name → the parameter's part; empty unless wanted.
+    """
+
+    needs_norms = True
+
+    def __init__(self, *, alignment: bool, gram: bool, per_parameter: bool = False):
+        self.with_sum: dict[str, Tensor] = {}
+        self.sum_sqnorm: dict[str, Tensor] = {}
+        self.pairs: Tensor | None = None
+        self.pairs_by_parameter: dict[str, Tensor] = {}
+        self._alignment = alignment
+        self._per_parameter = per_parameter
+        self._gram = gram
+
+    def take(self, arrival: Arrival) -> None:
+        factors, name = arrival.factors, arrival.name
+        if self._gram:
+            sizes = arrival.sqnorm.sqrt()
+            part = inner_pairs(factors, factors, arrival.workspace, (sizes, sizes))
+            if self._per_parameter:
+                self.pairs_by_parameter[name] = part
+            self.pairs = part if self.pairs is None else self.pairs + part.to(self.pairs.device)
+        if self._alignment:
+            whole = arrival.total
+            # A sum kept in half precision has lost digits that its terms still have.
+            if whole is None or whole.dtype not in (torch.float32, torch.float64):
+                whole = total(factors)
+            self.with_sum[name] = direction_inner(factors, whole, arrival.workspace)
+            rows = whole.reshape(1, -1, whole.shape[-1]) if whole.dim() else whole.reshape(1, 1)
+            self.sum_sqnorm[name] = squared_norms(rows, rows.dtype)[0]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy in which expanded axes stay expanded."""
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+    return tensor[once].clone().expand(tensor.shape)

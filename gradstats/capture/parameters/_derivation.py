@@ -1,0 +1,379 @@
+"""Derived tensors: what is computed from parameters alone, and how to compute it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+
+from gradstats._comparison import same_bits
+from gradstats._compiler import is_compiling
+from gradstats._complex import as_real
+from gradstats.capture.operations._names import function_class_of, function_name
+from gradstats.capture.operations._nested import flatten, rebuild
+from gradstats.capture.operations._operations import (
+    JOINS,
+    MOVES,
+    RESHAPES,
+    function_variants,
+    variants,
+)
+from gradstats.capture.parameters._drawn import Draw
+from gradstats.capture.parameters._nodes import Node, Root, same_storage, unique_roots
+from gradstats.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
+# Operations of quantised training, of which autograd keeps which elements were in range and no
+# scales: observers write these anew whenever the weight is used.
+QUANTISES = variants(
+    "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
+    "fused_moving_avg_obs_fake_quant",
+)  # fmt: skip
+
+# Operations that may change operands other than the first: the user's running statistics.
+UPDATES = frozenset(
+    {
+        functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm,
+        torch.fused_moving_avg_obs_fake_quant,
+    }
+)  # fmt: skip
+
+
+# The backward of a matrix exponential takes the exponential of a matrix with twice as many rows and
+# columns: so many elements for each of its result.
+EXPONENTIALS = {*variants("matrix_exp"), torch.linalg.matrix_exp}
+ELEMENTS_OF_EXPONENTIAL = 8
+
+
+# Operations that only add, move or cast: their derivative depends on no number, or their result
+# shows every change of an operand. The result of any other may stay the same, as a square whose
+# operand changes its sign, or a multiple of zeros, while its derivative changes.
+SHOWS_CHANGES = {
+    *function_variants("add", "sub", "subtract"), torch.rsub, *JOINS, *MOVES - {torch.einsum},
+    *RESHAPES, *variants("to", "type_as", "float", "double", "half", "bfloat16", "clone"),
+}  # fmt: skip
+
+
+class Derived(Node):
+    """A tensor computed from parameters and constants only, with how it was computed.
+
+    Attributes:
+        function, args, kwargs: the operation; tracked operands stand as their nodes.
+        operands: these, each once.
+        parents: the operands on which this result depends, as often as they are given; of a
+            derivative the parameters.
+        index: which of the operation's outputs this is; None for a single output.
+        shown: returns the tensor that stands for this in the user's code, None once it is gone.
+        aliased: whether a tensor that is not tracked shares its memory.
+        version: version counter of the shown tensor, where that has memory of its own: if it moves
+            on, the tensor was changed unseen.
+        widest: elements of the largest of this and the tensors between the roots and this, each of
+            which has a gradient when one is pulled back; or what the backward of one takes.
+        has_function: whether it was computed with the help of a custom autograd Function.
+        depth: the most operations in a row between a parameter and this, this one included.
+    """
+
+    def __init__(
+        self,
+        tracker: Context,
+        value: Tensor,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        index: int | None,
+    ):
+        self.tracker = tracker
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.index = index
+        self.shown: Callable[[], Tensor | None] = lambda: None
+        self.aliased = False
+        self.version: int | None = None
+        self._products: tuple[Any, Any] | None = None
+        self._checked = False
+        leaves = flatten((args, kwargs))
+        self._versions = _versions_of(leaves)
+        operands = [node for node in leaves if isinstance(node, Node)]
+        self.operands = tuple(dict.fromkeys(operands))
+        self._parameter_versions = self._versions_of_parameters()
+        # A derivative is computed from what its operands were computed from.
+        differentiates = function is torch.autograd.grad
+        # Operands may give no more than a dtype or a shape, or belong to another of the results.
+        self.parents = tuple(reached(value, unique_roots(operands) if differentiates else operands))
+        self.paths = {}
+        for node in self.parents:
+            for root, count in node.paths.items():
+                self.paths[root] = self.paths.get(root, 0) + count
+        self.roots = tuple(self.paths)
+        passed = operands if differentiates else self.parents
+        between = [node for node in passed if isinstance(node, Derived)]
+        own_elements = value.numel() * (ELEMENTS_OF_EXPONENTIAL if function in EXPONENTIALS else 1)
+        self.widest: int = max([own_elements, *(node.widest for node in between)])
+        own = function_class_of(function) is not None
+        self.has_function: bool = own or any(node.has_function for node in between)
+        self.depth: int = 1 + max([0, *(node.depth for node in between)])
+        self._value = value
+        device = value.device.type
+        enabled = torch.is_autocast_enabled(device)
+        self._autocast = device, torch.get_autocast_dtype(device) if enabled else None
+
+    @property
+    def value(self) -> Tensor:
+        shown = None if self.version is None else self.shown()
+        if shown is not None and shown._version != self.version:
+            raise UnsupportedOperationError(
+                f"{self.describe()} was changed in place under torch.no_grad(), or through a "
+                "tensor that shares its memory, so its per-example gradients are not known. "
+                "Expected a tensor that is left as it was computed: write the change out of place.",
+                self.names,
+            )
+        return self._value
+
+    def once(self, factor: Any, compute: Callable[[], Any]) -> Any:
+        """Return what is computed of a factor of this, the same for all operands that take it."""
+        if self._products is None or self._products[0] is not factor:
+            self._products = factor, compute()
+        return self._products[1]
+
+    def forget(self) -> None:
+        """Forget what was computed of a factor, once all operands have it."""
+        self._products = None
+
+    def take_numbers(self, numbers: Tensor) -> None:
+        """Take other numbers under the same gradient, as ``tensor.data = numbers`` gives them.
+
+        Gradients that are pulled back by computing this again are then refused.
+        """
+        self._value.data = numbers.detach()
+
+    def is_alone(self) -> bool:
+        """Whether no other tensor that is still in use shares its memory."""
+        if self.aliased or any(same_storage(root.value, self._value) for root in self.roots):
+            return False
+        visible = self.tracker.visible
+        for other in [node for node in visible if not node.aliased and node.shown() is None]:
+            del visible[other]  # so that each is met once, however many changes there are
+        return not any(
+            other is not self and same_storage(other.value, self._value) for other in visible
+        )
+
+    def describe(self) -> str:
+        name = function_name(self.function)
+        return f"a tensor derived by {name} from " + ", ".join(r.describe() for r in self.roots)
+
+    def replay(self, known: dict[Any, Tensor], copies: bool = False) -> Tensor:
+        """Compute this tensor again from the given values of some of the nodes it depends on.
+
+        Args:
+            known: node → value. What is computed on the way is added: each node is computed once,
+                however many paths lead to it, and operands that were one tensor are so again,
+                which matters to attention and recurrent layers.
+            copies: copy all other tensors, which may change later.
+        """
+        # Not by recursion: thousands of steps may lie between a parameter and this.
+        waiting: list[Node] = [self]
+        while waiting:
+            node = waiting.pop()
+            if node in known:
+                continue
+            operands = node.operands if isinstance(node, Derived) else ()
+            missing = [item for item in operands if item not in known]
+            if missing:
+                waiting += [node, *reversed(missing)]
+            elif isinstance(node, Derived):
+                known[node] = node._again(known, copies)
+            else:
+                value = node.value.detach()
+                # As in the forward: how PyTorch computes a product, and so its rounding, depends on
+                # which operands require grad.
+                known[node] = (value.clone() if copies else value).requires_grad_()
+        return known[self]
+
+    def _again(self, known: dict[Any, Tensor], copies: bool) -> Tensor:
+        """Run the operation again on its operands' values, which are known."""
+        updates = self.function in UPDATES or function_class_of(self.function) is not None
+
+        def resolve(item):
+            if isinstance(item, Node):
+                return known[item]
+            if not isinstance(item, Tensor):
+                return item
+            if updates:
+                return item.clone()
+            if not copies:
+                return item
+            if id(item) not in known:
+                known[id(item)] = item.clone()
+            return known[id(item)]
+
+        args, kwargs = rebuild(self.args, resolve), rebuild(self.kwargs, resolve)
+        device, dtype = self._autocast
+        with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
+            result = self.function(*args, **kwargs)
+        if self.index is None:
+            return result
+        if function_class_of(self.function) is None:
+            return result[self.index]
+        chosen = result[self.index]
+        others = [item for item in result if isinstance(item, Tensor) and item is not chosen]
+        return OneOfSeveral.apply(chosen, *others)
+
+    def replay_from(
+        self, roots: Sequence[Root], copies: bool = False
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return new leaves with the roots' values and this tensor computed from them.
+
+        Complex tensors come as real ones, with a last axis of size 2.
+        """
+        leaves, known = [], {}
+        with torch.enable_grad():
+            for root in roots:
+                parameter = root.parameter.detach()
+                value = as_real(parameter)
+                leaf = (value.clone() if copies else value).requires_grad_()
+                leaves.append(leaf)
+                known[root] = torch.view_as_complex(leaf) if parameter.is_complex() else leaf
+            again = self.replay(known, copies)
+            seen = as_real(again)
+        self.check_same(again)
+        for node in self._behind():
+            node._check_operands()
+        return leaves, seen
+
+    def check_step(self) -> None:
+        """Raise unless this tensor's operands, as they are now, still give its numbers.
+
+        Once for all uses: parameters that are updated during the backward are updated after it has
+        passed all of them.
+        """
+        if not self._checked:
+            self.step()
+
+    def slope(self, operand: Node) -> Tensor:
+        """Return the derivative of each element by the operand's, of an elementwise function."""
+        again, known = self.step()
+        (slope,) = torch.autograd.grad(again, known[operand], torch.ones_like(again))
+        return slope
+
+    def step(self) -> tuple[Tensor, dict[Any, Tensor]]:
+        """Return this tensor computed again from its operands, and these."""
+        with torch.enable_grad():
+            known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
+            again = self.replay({**known})
+        self.check_same(again)
+        self._check_operands()
+        self._checked = True
+        return again, known
+
+    def _versions_of_parameters(self) -> list[int]:
+        return [node.parameter._version for node in self.operands if isinstance(node, Root)]
+
+    def _check_operands(self) -> None:
+        """Raise where what this was computed with was written into since, as autograd would.
+
+        Where the result shows every change, computing it again says enough.
+        """
+        # alpha=, which may be a tensor, multiplies.
+        if self.function in SHOWS_CHANGES and "alpha" not in self.kwargs:
+            return
+        if self._is_written() or self._parameter_versions != self._versions_of_parameters():
+            raise self._differs()
+
+    def _is_written(self) -> bool:
+        """Whether a constant that this was computed with has been written into since."""
+        return self._versions != _versions_of(flatten((self.args, self.kwargs)))
+
+    def check_constants(self) -> None:
+        """Raise where a constant that this was computed with has been written into since.
+
+        As autograd would; that takes no numbers, for which one waits for a GPU.
+        """
+        if self._is_written():
+            raise self._differs()
+
+    def _check_fixed(self) -> None:
+        """Raise unless a graph, without numbers to compare, runs this operation again the same."""
+        own = function_class_of(self.function) is not None or self.function in UPDATES
+        if own or isinstance(self.function, Draw) or self._is_written():
+            raise UnsupportedOperationError(
+                f"{self.describe()} is computed again in a compiled graph, where the result cannot "
+                "be compared, by an operation that is random or of the user's own, or from "
+                "something that was changed in place. Expected neither.",
+                self.names,
+            )
+
+    def _behind(self) -> dict[Derived, None]:
+        """Return this tensor and all derived ones that it was computed from."""
+        found: dict[Derived, None] = {}
+        waiting: list[Node] = [self]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, Derived) and node not in found:
+                found[node] = None
+                waiting += node.parents
+        return found
+
+    def check_same(self, again: Tensor) -> None:
+        """Raise unless this tensor, computed again, has the same numbers."""
+        if is_compiling():
+            for node in self._behind():
+                node._check_fixed()
+            return
+        if not same_bits(again.detach(), self._value.detach()):
+            raise self._differs()
+
+    def _differs(self) -> UnsupportedOperationError:
+        return UnsupportedOperationError(
+            f"{self.describe()} cannot be computed again with the same result, so per-example "
+            "gradients cannot be pulled back through it. Is the operation random, or was one of "
+            "its inputs changed in place, or given other numbers by .data? Exclude the parameter, "
+            "or compute the tensor without randomness and out of place: a counter that moves on as "
+            "int(counter), a buffer that is written anew as buffer.clone(), other numbers under "
+            "the same gradient as x + (numbers - x).detach()."
+        )
+
+
+class OneOfSeveral(torch.autograd.Function):
+    """One of a custom Function's results; the gradients of the others are zeros.
+
+    They would otherwise be None, and the Function's backward might take another branch than it does
+    in the backward of the batch.
+    """
+
+    @staticmethod
+    def forward(ctx, chosen, *others):
+        ctx.others = [other.detach() for other in others]
+        return chosen.view_as(chosen)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *map(torch.zeros_like, ctx.others)
+
+
+def _versions_of(leaves: Sequence[Any]) -> list[int]:
+    tensors = [item for item in leaves if isinstance(item, Tensor)]
+    return [0 if item.is_inference() else item._version for item in tensors]
+
+
+def reached(value: Tensor, parents: Sequence[Node]) -> list[Node]:
+    """Return those operands of an operation on which one of its results depends."""
+
+    def edge_of(tensor: Tensor) -> tuple[Any, int]:
+        node, output, *_ = get_gradient_edge(tensor)
+        return node, output
+
+    edges = [edge_of(parent.value) for parent in parents]
+    ends, met, pending = {*edges}, set(), [edge_of(value)]
+    while pending:
+        edge = pending.pop()
+        if edge not in met and edge[0] is not None:
+            met.add(edge)
+            pending += [] if edge in ends else edge[0].next_functions
+    return [parent for parent, edge in zip(parents, edges, strict=True) if edge in met]

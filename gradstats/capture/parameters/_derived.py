@@ -1,0 +1,220 @@
+"""Operations on parameters and constants alone: their results are derived.
+
+A derived tensor belongs to no example yet. One that is changed in place stands for a new derived
+tensor from then on.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats.capture.following._marks import CONSTANTS
+from gradstats.capture.operations._names import function_class_of
+from gradstats.capture.operations._nested import operands_of, rebuild, tensors_in
+from gradstats.capture.operations._operations import MOVES_IN_PLACE, is_about_object
+from gradstats.capture.parameters._derivation import QUANTISES, Derived
+from gradstats.capture.parameters._drawn import DRAWS, Draw
+from gradstats.capture.parameters._nodes import Node, same_form, same_storage
+from gradstats.capture.parameters._refusals import refuse, refuse_change
+from gradstats.capture.parameters._tensors import (
+    DerivedTensor,
+    first_node,
+    node_of,
+    show,
+    value_of,
+    wrap,
+)
+
+
+def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Run an operation on parameters and constants; its differentiable results become derived."""
+    if is_about_object(func):
+        return note_alias(func(*args, **kwargs), args, kwargs)
+
+    def as_node(item):
+        node = node_of(item)
+        if keeps and node is None and isinstance(item, Tensor):
+            return item.detach().clone()
+        return item if node is None else node
+
+    def seen(value: Tensor, index: int | None) -> Tensor:
+        """Return what user code sees for a result."""
+        if value.layout is not torch.strided or value.is_nested:
+            refuse(
+                func, first_node(*operands), "makes a sparse or nested tensor, which has no rule"
+            )
+        node = Derived(tracker, value, again, node_args, node_kwargs, index)
+        if node.parents:
+            return wrap(node)
+        # It depends on parameters that are left out alone: others give its shape, or other results.
+        tracker.mark_constant(value)
+        return note_alias(value, args, kwargs)
+
+    # Scales are often written anew, some in this operation: autograd may not look at them again.
+    keeps = func in QUANTISES or function_class_of(func) is not None
+    operands = operands_of(args, kwargs)
+    if any([item.requires_grad and node_of(item) is None for item in operands]):
+        tracker.derived_from_leaves = True
+    node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
+    draws = func in DRAWS or (isinstance(func, Changed) and func.function in DRAWS)
+    again = Draw(func, operands[0].device) if draws else func
+    result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
+    if isinstance(result, Tensor):
+        if not result.requires_grad:
+            return note_alias(result, args, kwargs)
+        return seen(result, None)
+    if isinstance(result, (tuple, list)) and any(isinstance(item, Tensor) for item in result):
+        wrapped = [
+            seen(item, index) if isinstance(item, Tensor) and item.requires_grad else item
+            for index, item in enumerate(result)
+        ]
+        return wrapped if type(result) is list else type(result)(wrapped)
+    # A question about the tensor (is it a view? where is its memory?) is about the object itself.
+    return func(*args, **kwargs)
+
+
+def note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Return a result that is not tracked; note which derived operands share its memory."""
+    if not isinstance(result, Tensor) and type(result) not in (tuple, list):
+        return result  # a shape, a device: most questions about a tensor
+    found = [*tensors_in(result)]
+    for operand in operands_of(args, kwargs):
+        node = node_of(operand)
+        if isinstance(node, Derived) and any(same_storage(item, node.value) for item in found):
+            node.aliased = True
+    return result
+
+
+class Changed:
+    """The out-of-place form of an operation that changes its first operand in place."""
+
+    def __init__(self, function):
+        self.function = function
+        self.__name__ = getattr(function, "__name__", "in place")
+        self.__module__ = "Tensor"
+
+    def __call__(self, first: Tensor, *args, **kwargs) -> Tensor:
+        result = first.clone()
+        self.function(result, *args, **kwargs)
+        return result
+
+
+def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node):
+    """Run an operation that changes in place a tensor that belongs to no example.
+
+    From now on that tensor stands for a new derived node.
+    """
+    if is_compiling():
+        # The graph runs operation by operation then: in a trace no tensor takes other numbers.
+        refuse_change(func, node)
+    target = args[0]
+    own = node_of(target)
+    if func is Tensor.__setitem__ and _is_part(node_of(args[2]), own, args[1]):
+        return None  # the last step of x[i] += w: it writes back a part that was changed in place
+    if own is None and (whole := _free_base(tracker, target)) is not None:
+        view = (target.shape, target.stride(), target.storage_offset())
+
+        @wraps(func)
+        def change_view(first, *others, **named):
+            func(first.as_strided(*view), *others, **named)
+
+        # A copy, since the operation overwrites the values that it reads.
+        copied = (whole.clone(), *args[1:])
+        changed = node_of(derive(tracker, Changed(change_view), copied, kwargs))
+        func(*args, **kwargs)
+        if isinstance(changed, Derived):
+            _stand_for(changed, whole)
+            part = node_of(derive(tracker, Tensor.as_strided, (whole, *view), {}))
+            if whole is not target and isinstance(part, Derived):
+                _stand_for(part, target)
+        return _returned(func, target)
+    moves = func in MOVES_IN_PLACE
+    if isinstance(own, Derived) and (moves or own.is_alone()):
+        # Where only axes move, no other tensor that shows the same memory sees a number change.
+        function = MOVES_IN_PLACE[func] if moves else Changed(func)
+        changed = node_of(derive(tracker, function, args, kwargs))
+        if isinstance(changed, Derived) and (moves or same_form(changed.value, own.value)):
+            own.shown = lambda: None
+            if same_storage(target, own.value):
+                target.data = changed.value.detach()  # for readers of the plain numbers
+                show(changed, target)
+            else:
+                func(*args, **kwargs)
+                _stand_for(changed, target)
+            return _returned(func, target)
+    if isinstance(own, Derived) and own.index is None and not own.aliased:
+        base, others, named = own.args[0], own.args[1:], own.kwargs
+        whole = base.shown() if isinstance(base, Derived) else None
+        if whole is not None and same_storage(own.value, base.value):
+            # The target is a view: change the tensor that it is a part of, and take it anew.
+            @wraps(func)
+            def change_part(first, *operands, **options):
+                func(own.function(first, *others, **named), *operands, **options)
+
+            own.shown = lambda: None
+            change(tracker, change_part, (whole, *args[1:]), kwargs, node)
+            part = node_of(derive(tracker, own.function, (whole, *others), named))
+            if isinstance(part, Derived):
+                target.data = part.value.detach()
+                show(part, target)
+                return _returned(func, target)
+    # Views of the old value may still be in use, and would go on to describe that one.
+    refuse_change(func, node)
+
+
+def change_any(
+    tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node, changed: list[Tensor]
+):
+    """Run an operation that changes some operands in place, none of which belongs to an example.
+
+    Refused where a parameter's gradient flows through one of them.
+    """
+    if all(node_of(item) is None for item in changed):
+        result = derive(tracker, func, args, kwargs)
+        if not any(item.requires_grad for item in changed):
+            return result
+    refuse_change(func, node)
+
+
+def _is_part(value: Node | None, whole: Node | None, index) -> bool:
+    """Whether a tensor shows the memory of another at an index."""
+    if not (isinstance(value, Derived) and isinstance(whole, Derived)):
+        return False
+    part, again = value.value, whole.value.detach()[rebuild(index, value_of)]
+    same = same_storage(part, again) and same_form(part, again)
+    return same and bool(part.storage_offset() == again.storage_offset())
+
+
+def _free_base(tracker, constant: Tensor) -> Tensor | None:
+    """Return the tensor whose memory a constant shows, if it may stand for a derived node.
+
+    It may if it was made in this forward. What the model keeps outlives the context, and must not.
+    """
+    base = constant if constant._base is None else constant._base
+    plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
+    if not plain or base.requires_grad or tracker.is_data(base) or tracker.is_kept(base):
+        return None
+    dense = base.storage_offset() == 0 and same_form(torch.empty_like(base), base)
+    return base if dense else None
+
+
+def _stand_for(node: Derived, constant: Tensor) -> None:
+    """Let a constant that was changed in place stand for a derived node.
+
+    It keeps its own memory. Other tensors that show this memory have changed as well; if one of
+    them is used, the autograd graph shows it as a use that was not seen.
+    """
+    CONSTANTS.pop(id(constant), None)
+    constant.__class__ = DerivedTensor
+    node.version = constant._version
+    node.tracker.shown[constant.grad_fn] = node
+    show(node, constant)
+
+
+def _returned(func, target: Tensor) -> Tensor | None:
+    return None if func is Tensor.__setitem__ else target

@@ -1,0 +1,123 @@
+"""Custom autograd Functions, made visible.
+
+PyTorch shows neither modes nor tensor subclasses what is passed to a ``torch.autograd.Function``.
+From the first context on, every ``apply`` comes through here. A Function of parameters, tensors
+derived from them and constants is an operation like any other, with a derived result, through which
+factors are pulled back by the Function's own backward (see ``_replay``). A Function of data is
+assumed to leave the examples where they are (see ``Data.run_function``); if it takes parameters as
+well, the autograd graph shows it as a use that was not seen (see ``_coverage``).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd import Function
+from torch.nn.modules._functions import SyncBatchNorm
+from torch.overrides import handle_torch_function
+from torch.utils.checkpoint import CheckpointFunction
+
+from gradstats.capture.operations._graph import INNERMOST
+from gradstats.capture.operations._modes import innermost_mode, run_shown, run_unseen
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.parameters._checkpoints import run_checkpoint
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._tensors import nodes_of
+from gradstats.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
+# The class whose ``apply`` every ``Function.apply`` calls, even one kept from before all contexts.
+SHARED_APPLY = torch.autograd.function._SingleLevelFunction
+
+# The class in which ``apply`` is replaced. From PyTorch 2.14 on, ``Function`` itself has the
+# innermost ``apply``; one kept from before all contexts is then not seen, and refused.
+HOST = Function if vars(Function)["apply"] is INNERMOST else SHARED_APPLY
+
+# Modules whose Functions are left alone. PyTorch's own run the caller's code, compiled graphs, or
+# communication between processes, except those of its quantisation, which are like any user's.
+# Those of gradstats report themselves what they do with a parameter.
+OWN, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
+
+# Where those of PyTorch are that hand tensors of data to other processes.
+COLLECTIVES = "torch.distributed.nn.functional"
+
+# Where the Functions are defined as which compiled graphs run.
+COMPILED = "torch._functorch._aot_autograd.runtime_wrappers"
+
+
+@cache
+def show_functions() -> None:
+    """Let custom Functions be seen from now on.
+
+    This is never undone: every change makes Python drop its lookup caches of all subclasses, while
+    outside of contexts ``apply`` takes only a third of a microsecond longer.
+    """
+    HOST.apply = classmethod(show_function)  # type: ignore[attr-defined]
+
+
+def show_function(cls, *args, **kwargs):
+    """Run a custom Function, as an operation that modes see if it takes no data.
+
+    Replaces ``Function.apply``.
+    """
+    inner = super(SHARED_APPLY, cls).apply
+    if not torch._C._len_torch_function_stack():
+        return inner(*args, **kwargs)
+    if cls.__module__ == COMPILED:
+        return run_unseen(inner, args)
+    # No mode is on inside a rule, whose own Functions take parameters as they are.
+    if not torch._C._is_torch_function_enabled():
+        return inner(*args, **kwargs)
+    # Between graphs the compiler would try to trace what is called here too.
+    run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
+    return run(cls, inner, args, kwargs)
+
+
+def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    mode = innermost_mode()
+    if mode is None:
+        return inner(*args, **kwargs)
+    tracker: Context = mode.tracker
+    operands = operands_of(args, kwargs)
+    nodes = nodes_of(operands)
+    tracked = nodes and torch.is_grad_enabled() and not nodes[0].tracker.closed
+    if tracked and nodes[0].tracker.registered(cls.apply) is not None:
+        # A rule is registered, but the caller kept an ``apply`` from before the registration.
+        return handle_torch_function(cls.apply, args, *args, **kwargs)
+    if cls is CheckpointFunction:
+        return run_checkpoint(inner, *args, **kwargs)
+    if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
+        result = inner(*args, **kwargs)
+        tracker.follow_unchanged(operands, result)
+        if cls.__module__ == COLLECTIVES or cls is SyncBatchNorm:
+            tracker.note_exchanged(operands, result)
+        return result
+    data = tracker.data_among(operands)
+    if data:
+        return tracker.run_function(inner, args, kwargs, data)
+    if not tracked:
+        return inner(*args, **kwargs)
+    before = [node.value._version for node in nodes]
+    result = run_shown(mode, inner, operands, args, kwargs)
+    for node, version in zip(nodes, before, strict=True):
+        _check_unchanged(inner, node, version)
+    return result
+
+
+def _check_unchanged(function, node: Node, version: int) -> None:
+    value = node._value if isinstance(node, Derived) else node.value
+    if value._version != version:
+        raise UnsupportedOperationError(
+            f"{function_name(function)} changed {node.describe()} in place, so that earlier uses "
+            "of it can no longer be followed. Expected a Function that leaves its operands as they "
+            "are: return a new tensor, or leave the parameter out by name with "
+            f"exclude={node.names!r}.",
+            node.names,
+        )

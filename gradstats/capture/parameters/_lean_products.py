@@ -1,0 +1,317 @@
+"""Sums, multiples and elementwise functions of a parameter and its products with matrices.
+
+G is the gradient of the tensor that met the data, of one example; M what a parameter w was
+multiplied by. Of M ∘ w with an M that broadcasts along w the gradient is M ∘ G; where it is w that
+broadcasts, M ∘ G is summed over what w lacks; of w @ M it is G Mᵀ; of f(w), element by element,
+f'(w) ∘ G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradstats._cost import product
+from gradstats._factors import (
+    Factor,
+    Masked,
+    Outer,
+    Patches,
+    Ragged,
+    Rows,
+    Vector,
+    cast,
+    compute_dtype,
+    tensors_of,
+)
+from gradstats.capture.operations._nested import argument_of
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._replay import FunctionStep
+from gradstats.contractions import lean, row_products
+
+Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
+
+DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
+
+# Differences whose first operand is subtracted; of all others it is the second.
+REVERSED = frozenset({Tensor.__rsub__, torch.rsub})
+
+
+def shifted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """v + w: a sum has the gradient of each of its terms."""
+    if not only_adds(node):
+        return None
+    return factor if node.shape == parent.shape else _multiple(factor, 1, node, parent)
+
+
+def subtracted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """v - w."""
+    if not only_adds(node):
+        return None
+    first = argument_of(node.args, node.kwargs, 0, "input")
+    negative = (first is parent) == (node.function in REVERSED)
+    if negative or node.shape != parent.shape:
+        return _multiple(factor, -1 if negative else 1, node, parent)
+    return factor
+
+
+def negated(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """-w."""
+    return _multiple(factor, -1, node, parent)
+
+
+def only_adds(node: Derived) -> bool:
+    """Whether it is known which operand of a sum is which, and that neither is multiplied.
+
+    The factor ``alpha`` may also be given as a third argument, and operands by NumPy's names.
+    """
+    return len(node.args) <= 2 and node.kwargs.keys() <= {"input", "other"}
+
+
+def other_operand(node: Derived, parent: Node) -> Any:
+    """Return the numbers that an operation of two operands takes beside one of them."""
+    first, second = node.args[:2]
+    other = second if first is parent else first
+    return numbers_of(other)
+
+
+def numbers_of(operand: Any) -> Any:
+    """Return an operand's numbers, of a tracked tensor too."""
+    value = operand.value if isinstance(operand, Node) else operand
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _multiple(factor: Factor, number: int, node: Derived, parent: Node) -> Factor | None:
+    factor = lean(factor)
+    if not isinstance(factor, Scaled):
+        return None
+    dtype = compute_dtype(node.value, *tensors_of(factor))
+    return times(factor, torch.tensor(number, dtype=dtype, device=node.value.device), parent.shape)
+
+
+def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """M ∘ w, w / M and M / w."""
+    if node.kwargs or len(node.args) != 2:
+        return None
+    factor = lean(factor)
+    if not isinstance(factor, Scaled):
+        return None
+    value = other_operand(node, parent)
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        return None
+    dtype = compute_dtype(node.value, *tensors_of(factor))
+    scale = torch.as_tensor(value, dtype=dtype, device=node.value.device)
+    if node.function in DIVISIONS:
+        if node.args[0] is parent:
+            scale = scale.reciprocal()
+        else:
+            divisor = parent.value.detach().to(dtype)
+            scale = -scale / divisor / divisor
+    found = times(factor, scale, parent.shape)
+    if found is not None and isinstance(value, Tensor):
+        node.check_step()  # a number does not change
+    return found
+
+
+def elementwise(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """f(w), element by element."""
+    whole = _of_all_elements(factor, node, parent)
+    if whole is None:
+        return None
+    slope = node.slope(parent).to(compute_dtype(node.value, *tensors_of(whole)))
+    return times(whole, slope, parent.shape)
+
+
+def passed_through(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """f(w), by a custom Function whose backward is element by element, as straight through is."""
+    whole = _of_all_elements(factor, node, parent)
+    slope = None if whole is None else FunctionStep(node, parent).slope(whole)
+    if whole is None or slope is None:
+        return None
+    if bool((slope == 1).all()):
+        return whole
+    return times(whole, slope.to(compute_dtype(node.value, *tensors_of(whole))), parent.shape)
+
+
+def _of_all_elements(factor: Factor, node: Derived, parent: Node) -> Scaled | None:
+    """Return the factor of a tensor that has the operand's shape, if its elements can be scaled."""
+    factor = lean(factor)
+    if node.shape != parent.shape or not isinstance(factor, Scaled):
+        return None
+    return None if isinstance(factor, Vector) and factor.axis is not None else factor
+
+
+def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """x Wᵀ + b of matrices x that hold rows: what came of them is multiplied as data would be."""
+    x, weight, bias = (
+        argument_of(node.args, node.kwargs, place, name)
+        for place, name in enumerate(("input", "weight", "bias"))
+    )
+    factor = lean(factor)
+    if not isinstance(factor, Vector) or factor.axis is not None or len(weight.shape) != 2:
+        return None
+    dtype = compute_dtype(node.value, factor.values)
+    grad = cast(factor.values, dtype).reshape(factor.batch, -1, node.shape[-1])
+    if parent is bias:
+        return _multiple(factor, 1, node, parent)  # it may broadcast, as any term
+    node.check_step()
+    # Autocast may have rounded it first.
+    other = numbers_of(x if parent is weight else weight).to(node.value.dtype).to(dtype)
+    if parent is weight:
+        rows = other.reshape(1, 1, -1, other.shape[-1]).expand(factor.batch, -1, -1, -1)
+        return Outer(grad.unsqueeze(1), rows, tuple(parent.shape))
+    if factor.batch * parent.shape.numel() * dtype.itemsize > node.tracker.settings.workspace:
+        return None
+    return Vector((grad @ other).reshape(factor.batch, *parent.shape), tuple(parent.shape))
+
+
+def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """X @ Y of matrices: one operand of G is multiplied; of a vector, G is its outer product."""
+    if node.kwargs or len(node.args) != 2:
+        return None
+    vector = lean(factor)
+    if isinstance(vector, Vector):
+        return _multiplied_vector(vector, node, parent)
+    if not isinstance(factor, (Outer, Ragged)):
+        return None
+    first, second = node.args
+    if len(first.shape) != 2 or len(second.shape) != 2 or not factor.spans_rows:
+        return None
+    matrix = other_operand(node, parent)
+    if matrix.layout != torch.strided or parent.shape.numel() > node.shape.numel():
+        return None  # the operand would be wider than the one it replaces
+    node.check_step()
+    left, right = _in_full(factor, node.value)
+    # Autocast may have rounded it first.
+    matrix = matrix.to(node.value.dtype).to(left.dtype)
+    shape = tuple(parent.shape)
+    if first is parent:
+        return replace(factor, right=right @ matrix.mT, shape=shape)
+    return replace(factor, left=left @ matrix, shape=shape)
+
+
+def _multiplied_vector(factor: Vector, node: Derived, parent: Node) -> Factor | None:
+    """x · y, X y and x Y, of vectors x and y."""
+    first, second = node.args
+    if factor.axis is not None or 1 not in (len(first.shape), len(second.shape)):
+        return None
+    if max(len(first.shape), len(second.shape)) > 2:
+        return None
+    value = other_operand(node, parent)
+    if value.layout != torch.strided:
+        return None
+    node.check_step()
+    dtype = compute_dtype(node.value, factor.values)
+    # Autocast may have rounded it first.
+    value = value.to(node.value.dtype).to(dtype)
+    grad = cast(factor.values, dtype).reshape(factor.batch, *node.shape)
+    if len(parent.shape) == 2:
+        grad, value = grad[:, None, None], value.expand(factor.batch, 1, 1, -1)
+        left, right = (grad, value) if first is parent else (value, grad)
+        return Outer(left, right, tuple(parent.shape))
+    if value.dim() == 1:
+        return Vector(grad[:, None] * value, tuple(parent.shape))
+    return Vector(grad @ (value if second is parent else value.mT), tuple(parent.shape))
+
+
+def kronecker(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """X ⊗ Y of matrices: G has as many positions more as the smaller side of the other one.
+
+    With the sides l and r of each position as matrices L and R, whose rows are X's and whose
+    columns are Y's, the gradient of X is the sum of L Y Rᵀ, and that of Y the sum of Lᵀ X R.
+    """
+    if node.kwargs or not isinstance(factor, Outer) or not factor.spans_rows:
+        return None
+    first, second = node.args
+    if len(first.shape) != 2 or len(second.shape) != 2:
+        return None
+    node.check_step()
+    left, right = _in_full(factor, node.value)
+    left = left[:, 0].unflatten(2, (first.shape[0], second.shape[0]))
+    right = right[:, 0].unflatten(2, (first.shape[1], second.shape[1]))
+    if parent is second:
+        left, right = left.mT, right.mT
+    matrix = other_operand(node, parent).to(left.dtype)
+    if matrix.shape[0] > matrix.shape[1]:
+        left = left @ matrix
+    else:
+        right = right @ matrix.mT
+    left, right = (side.mT.flatten(1, 2).unsqueeze(1) for side in (left, right))
+    return Outer(left, right, tuple(parent.shape))
+
+
+def times(factor: Scaled, scale: Tensor, shape: Sequence[int]) -> Factor | None:
+    """Return the factor of ``scale`` ∘ G, summed over what an operand of a shape lacks.
+
+    Args:
+        factor: describes G.
+        scale: broadcasts along G.
+        shape: broadcasts along G too.
+    """
+    if factor.shape == tuple(shape):
+        return _times(factor, scale)
+    return _summed(factor, scale, tuple(shape))
+
+
+def _times(factor: Scaled, scale: Tensor) -> Factor | None:
+    """Return the factor of ``scale`` ∘ G, for a scale that broadcasts along it."""
+    sizes = (1,) * (len(factor.shape) - scale.dim()) + tuple(scale.shape)
+    if isinstance(factor, Vector):
+        if factor.axis is not None:
+            return None
+        values = factor.values.reshape(factor.batch, *factor.shape).to(scale.dtype)
+        return Vector(values * scale, factor.shape)
+    if isinstance(factor, Masked):
+        return replace(factor, mask=factor.mask * scale)
+    if isinstance(factor, Rows):
+        rows = scale.expand(factor.shape).reshape(factor.shape[0], -1)[factor.ids]
+        return replace(factor, grad=factor.grad.to(scale.dtype) * rows)
+    if max(sizes[1:], default=1) == 1 and isinstance(factor, Patches):
+        per_row = scale.reshape(-1, *(1,) * (factor.grad.dim() - 2))
+        return replace(factor, grad=factor.grad.to(scale.dtype) * per_row)
+    if isinstance(factor, (Outer, Ragged)) and factor.spans_rows:
+        left, right = _in_full(factor, scale)
+        along_rows = max(sizes[1:], default=1) == 1
+        if along_rows and (sizes[0] > 1 or left.shape[-1] < right.shape[-1]):
+            return replace(factor, left=left * scale.reshape(-1), right=right)
+        if sizes[0] == 1:
+            row = scale.expand(1, *factor.shape[1:]).reshape(-1)
+            return replace(factor, left=left, right=right * row)
+    return Masked(factor, scale.expand(factor.shape))
+
+
+def _summed(factor: Scaled, scale: Tensor, shape: tuple[int, ...]) -> Factor | None:
+    """Return the factor of ``scale`` ∘ G, summed over the axes that the shape lacks."""
+    sizes = (1,) * (len(factor.shape) - len(shape)) + shape
+    if isinstance(factor, Masked):
+        return _summed(factor.inner, factor.mask * scale, shape)
+    if isinstance(factor, Vector) and factor.axis is None:
+        values = factor.values.reshape(factor.batch, *factor.shape).to(scale.dtype) * scale
+        over = [axis + 1 for axis, size in enumerate(sizes) if size == 1]
+        return Vector(values.sum(over).reshape(factor.batch, *shape), shape)
+    if not (isinstance(factor, Patches) or (isinstance(factor, Outer) and factor.spans_rows)):
+        return None
+    constants = scale.expand(factor.shape)
+    if sizes[0] == 1 and product(sizes) > 1:
+        if sizes[1:] != factor.shape[1:] or isinstance(factor, Patches):
+            return None
+        turned = Outer(factor.right, factor.left, (factor.right.shape[3], factor.shape[0]))
+        values = row_products(turned, constants.reshape(factor.shape[0], -1).mT)
+    else:
+        if max(sizes[1:], default=1) > 1:
+            return None
+        values = row_products(factor, constants)
+        if product(sizes) == 1:
+            values = values.sum(1)
+    return Vector(values.reshape(factor.batch, *shape), shape)
+
+
+def _in_full(factor: Outer | Ragged, *others: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both operands in the accumulation dtype, so that new ones are not rounded further."""
+    dtype = compute_dtype(factor.left, factor.right, *others)
+    return cast(factor.left, dtype), cast(factor.right, dtype)

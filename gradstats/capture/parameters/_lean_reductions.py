@@ -1,0 +1,73 @@
+"""Reductions of a parameter, also where one of them normalises it.
+
+Of a reduction of the rows of w, as their norms, the gradient is c_p ∂r_p/∂w_pq with a number c_p of
+each example and each row: constants, multiplied row by row. The same holds for columns, and for
+reductions of all of w to one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Factor, Masked, Outer, Vector, cast, compute_dtype
+from gradstats.capture.following._reductions import OVER_MATRICES, REDUCES
+from gradstats.capture.operations._nested import argument_of
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._nodes import Node
+from gradstats.contractions import lean
+
+# Functions of all of w where their result is one number, which else is a vector or a matrix.
+MEASURES = OVER_MATRICES | {torch.linalg.norm, torch.linalg.matrix_norm}
+
+
+def reduced(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """r(w), over some of its axes."""
+    factor = lean(factor)
+    if not isinstance(factor, Vector) or factor.axis is not None:
+        return None
+    axes = _reduced_axes(node, parent)
+    if axes is None:
+        return None
+    slope = node.slope(parent)
+    dtype = compute_dtype(slope, factor.values)
+    shape = [1 if axis in axes else size for axis, size in enumerate(parent.shape)]
+    return _spread(cast(factor.values, dtype).reshape(factor.batch, *shape), slope.to(dtype))
+
+
+def _spread(values: Tensor, slope: Tensor) -> Factor | None:
+    """Return the factor of ``values`` (B, *) ∘ ``slope``, where each value stands for many."""
+    shape = tuple(slope.shape)
+    batch, *sizes = values.shape
+    if slope.dim() < 2:
+        return Vector(values * slope, shape)
+    left = right = values.new_ones(())
+    if max(sizes[1:]) == 1:
+        left = values.reshape(batch, 1, 1, -1)
+    elif sizes[0] == 1 and tuple(sizes[1:]) == shape[1:]:
+        right = values.reshape(batch, 1, 1, -1)
+    else:
+        return None
+    left, right = left.expand(batch, 1, 1, shape[0]), right.expand(batch, 1, 1, slope[0].numel())
+    return Masked(Outer(left, right, shape), slope)
+
+
+def _reduced_axes(node: Derived, parent: Node) -> Sequence[int] | None:
+    """Return over which axes a reduction runs; None if that is not known."""
+    count = len(parent.shape)
+    if node.value.numel() == 1:
+        return range(count)
+    if node.function not in REDUCES:
+        return None
+    position = REDUCES[node.function]
+    dim = argument_of(node.args, node.kwargs, position, "dim")
+    dims: Sequence[Any] = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if not dims or not all(isinstance(axis, int) for axis in dims):
+        return None
+    axes = [axis % count for axis in dims]
+    kept = [1 if axis in axes else size for axis, size in enumerate(parent.shape)]
+    gone = [size for axis, size in enumerate(parent.shape) if axis not in axes]
+    return axes if list(node.shape) in (kept, gone) else None

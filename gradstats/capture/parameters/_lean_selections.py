@@ -1,0 +1,366 @@
+"""Tensors of which every element is one of a parameter's, or none: joined, padded, reordered ones.
+
+Which element stands where is found by running the operation on the elements' numbers. Where it
+picks rows and columns apart from each other, an outer product stays one: its sides are picked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats._cost import product
+from gradstats._factors import (
+    Experts,
+    Factor,
+    Masked,
+    Outer,
+    Patches,
+    Ragged,
+    Rows,
+    Vector,
+    added,
+    cast,
+    compute_dtype,
+)
+from gradstats.capture.operations._nested import rebuild
+from gradstats.capture.operations._operations import JOINS, PADS, variants
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._derived import Changed
+from gradstats.capture.parameters._lean_normalisations import Flattened
+from gradstats.capture.parameters._nodes import Node
+from gradstats.contractions import lean
+
+# All of whose operands give elements.
+OF_ALL = JOINS.keys() | {torch.block_diag}
+
+# Of which the first operand alone gives elements; others say which.
+OF_FIRST = PADS | {
+    *variants("flip", "fliplr", "flipud", "roll", "rot90", "repeat", "tile"),
+    *variants("repeat_interleave", "index_select", "take", "take_along_dim", "gather"),
+    *variants("diag", "diag_embed", "diagflat", "diagonal"),
+}
+
+
+# Operations every element of whose result is one of their operands', or a constant.
+SELECTS = OF_ALL | OF_FIRST
+
+
+def is_assignment(function: Any) -> bool:
+    """Whether an operation is ``x[index] = w``, out of place: another of these."""
+    changes = function.function if isinstance(function, Changed) else None
+    return getattr(changes, "__wrapped__", changes) is Tensor.__setitem__
+
+
+# Operands with more elements than this many times those of the tensor are mostly left out of it:
+# what was picked tells more of them than factors that are mostly zeros.
+MOST_LEFT_OUT = 4
+
+# Elements are numbered with 32 bits: more than so many are not.
+MOST_ELEMENTS = 2**31 - 1
+
+# Places that are looked at at once.
+SLICE = 2**17
+
+
+def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor | None:
+    """The gradient of an element is the sum of those in the places where it stands."""
+    inner = factor.inner if isinstance(factor, Flattened) else lean(factor)
+    count, places = parent.shape.numel(), node.shape.numel()
+    if type(inner) not in PICKED or not 0 < count <= MOST_LEFT_OUT * places:
+        return None
+    if is_compiling() or _pads_with_numbers(node):
+        return None  # a graph has no values to look at
+    if node.function not in OF_ALL:
+        node.check_step()  # indices may have changed
+    # Once for all operands: there may be thousands.
+    numbering = node.once(factor, lambda: _numbered(node, places))
+    return numbering and PICKED[type(inner)](inner, numbering.places_of(parent))
+
+
+def _numbered(node: Derived, places: int) -> Numbering | None:
+    """Return where the elements of all operands stand; None where they are too many."""
+    count = sum(each.shape.numel() for each in node.parents)
+    return Numbering(node) if max(places, count) <= MOST_ELEMENTS else None
+
+
+def _pads_with_numbers(node: Derived) -> bool:
+    """Whether a tensor was padded otherwise than with zeros."""
+    if node.function not in PADS:
+        return False
+    named = [item for name, item in node.kwargs.items() if name not in ("input", "self", "pad")]
+    return not {*node.args[2:], *named} <= {"constant", None, 0}
+
+
+class Numbering:
+    """The elements of all operands of an operation, numbered from 1, and where they stand.
+
+    Attributes:
+        first: operand → the number of its first element.
+        size: number N of the places in the result.
+        where: the place of each element, -1 for those that stand nowhere; None if any stands in
+            several places. Then there are
+        places, numbers: (M,) where any element stands, and its number, ascending.
+    """
+
+    def __init__(self, node: Derived):
+        operands = list(dict.fromkeys(node.parents))
+        *starts, end = accumulate([each.shape.numel() for each in operands], initial=1)
+        self.first = dict(zip(operands, starts, strict=True))
+        numbers = self._run(node).reshape(-1)
+        self.size = len(numbers)
+        self.where: Tensor | None = numbers.new_full((end - 1,), -1)
+        standing = 0
+        for start in range(0, self.size, SLICE):
+            part = numbers[start : start + SLICE]
+            (here,) = part.nonzero(as_tuple=True)
+            self.where[part[here].long() - 1] = (here + start).to(numbers.dtype)
+            standing += len(here)
+        if standing > int((self.where >= 0).sum()):
+            self.where = None
+            (places,) = numbers.nonzero(as_tuple=True)
+            self.numbers, order = numbers[places].sort(stable=True)
+            self.places = places[order]
+
+    def _run(self, node: Derived) -> Tensor:
+        """Run the operation on the numbers of its operands' elements."""
+        kind: dict[str, Any] = {"dtype": torch.int32, "device": node.value.device}
+
+        def numbered(item):
+            if isinstance(item, Node) and item in self.first:
+                start = self.first[item]
+                return torch.arange(start, start + item.shape.numel(), **kind).view(item.shape)
+            return torch.zeros(item.shape, **kind) if isinstance(item, (Node, Tensor)) else item
+
+        args, kwargs = node.args, node.kwargs
+        if node.function in OF_ALL:
+            args, kwargs = rebuild((args, kwargs), numbered)
+        elif node.function in OF_FIRST:
+            args, kwargs = rebuild(
+                (args, kwargs), lambda item: numbered(item) if isinstance(item, Node) else item
+            )
+        else:
+            base, index, value = args
+            value = numbered(value) if isinstance(value, (Node, Tensor)) else 0
+            args = numbered(base), index, value
+        return node.function(*args, **kwargs)
+
+    def places_of(self, operand: Node) -> Places:
+        """Return where the elements of one operand stand."""
+        shape, first = tuple(operand.shape), self.first[operand]
+        end = first + operand.shape.numel()
+        if self.where is None:
+            bounds = self.numbers.new_tensor([first, end])
+            own = slice(*torch.searchsorted(self.numbers, bounds).tolist())
+            return Places(shape, self.size, self.places[own], self.numbers[own].long() - first)
+        where = self.where[first - 1 : end - 1]
+        if bool((where >= 0).all()):
+            return Places(shape, self.size, where, None)
+        (elements,) = (where >= 0).nonzero(as_tuple=True)
+        return Places(shape, self.size, where[elements].long(), elements)
+
+
+@dataclass(eq=False)
+class Places:
+    """Where the elements of an operand stand in a tensor.
+
+    Attributes:
+        shape: the operand's.
+        size: number of the tensor's places.
+        where: (M,) the places in which an element stands, in the order of the elements.
+        elements: (M,) the element in each of them; None where each stands in exactly one.
+    """
+
+    shape: tuple[int, ...]
+    size: int
+    where: Tensor
+    elements: Tensor | None
+
+    def within(self, parts: int) -> tuple[int, Places] | None:
+        """Return the only one of several equal parts that holds elements, and the places in it."""
+        size = self.size // parts
+        if not len(self.where):
+            return None
+        part = int(self.where[0]) // size
+        where = self.where - part * size
+        if bool((where < 0).any() or (where >= size).any()):
+            return None
+        return part, replace(self, size=size, where=where)
+
+    def of_matrix(self, rows: int) -> Picks | None:
+        """Return which rows and columns of the operand stand in those of the tensor.
+
+        Args:
+            rows: into which the tensor is divided.
+
+        Returns:
+            None if the operand is not picked so, in whatever way it is divided.
+        """
+        for axis in (*range(1, len(self.shape) + 1), 0):
+            picks = self._divided(rows, self.size // rows, product(self.shape[axis:]))
+            if picks is not None:
+                return picks
+        return None
+
+    def of_rows(self, rows: int) -> Picks | None:
+        """Do the same for an operand whose rows lie along its first axis."""
+        if not self.shape:
+            return None
+        return self._divided(rows, self.size // rows, product(self.shape[1:]))
+
+    def _divided(self, rows: int, columns: int, width: int) -> Picks | None:
+        """Do the same for an operand whose rows have ``width`` elements."""
+        height = product(self.shape) // width
+        of_rows, of_columns = (self.where.new_zeros(n, dtype=torch.long) for n in (rows, columns))
+        if self.elements is None:
+            where = self.where.view(height, width)
+            row, column = where[:, 0] // columns, where[0] % columns
+            of_rows[row.long()], of_columns[column.long()] = (
+                torch.arange(1, 1 + n, device=where.device) for n in (height, width)
+            )
+            same = torch.equal(row[:, None] * columns + column, where)
+        else:
+            row, column = self.where // columns, self.where % columns
+            mine, across = self.elements // width + 1, self.elements % width + 1
+            of_rows[row], of_columns[column] = mine, across
+            same = torch.equal(of_rows[row], mine) and torch.equal(of_columns[column], across)
+            met = of_rows.count_nonzero() * of_columns.count_nonzero()
+            same = same and int(met) == len(self.where)
+        return Picks(of_rows, of_columns, height, width) if same else None
+
+    def added(self, values: Tensor) -> Vector:
+        """Return the gradient that is the sum of values (B, M), one for each place."""
+        values = cast(values, compute_dtype(values))
+        if self.elements is not None:
+            values = added(values.mT, self.elements, product(self.shape)).mT
+        return Vector(values.reshape(-1, *self.shape), self.shape)
+
+
+class Picks(NamedTuple):
+    """Rows and columns of an operand in those of a tensor, counted from 1; 0 where there is none.
+
+    Attributes:
+        rows, columns: which stands in each of the tensor's.
+        height, width: how many the operand has.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    height: int
+    width: int
+
+    def of(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the operand's sides of an outer product, given those of the tensor."""
+        return _picked(left, self.rows, self.height), _picked(right, self.columns, self.width)
+
+
+def _picked(side: Tensor, picks: Tensor, size: int) -> Tensor:
+    """Return (*, size) sums of those columns of a side (*, n) that have the same number."""
+    if int(picks.count_nonzero()) == size:
+        order = picks.argsort()[len(picks) - size :]
+        numbers = torch.arange(size, device=picks.device)
+        if torch.equal(picks[order] - 1, numbers):
+            together = torch.equal(order - order[0], numbers)
+            return side.narrow(-1, int(order[0]), size) if together else side[..., order]
+    values = cast(side, compute_dtype(side)).reshape(-1, len(picks))
+    return added(values.mT, picks, size + 1)[1:].mT.reshape(*side.shape[:-1], size)
+
+
+def _of_vector(factor: Vector, places: Places) -> Factor | None:
+    if factor.axis is not None:
+        return None
+    return places.added(factor.values.reshape(factor.batch, -1)[:, places.where])
+
+
+def _of_outer(factor: Outer, places: Places) -> Factor | None:
+    left, right = factor.left, factor.right
+    if factor.permutation is not None:
+        return None
+    if left.shape[1] > 1:
+        found = places.within(left.shape[1])
+        if found is None:
+            return None
+        group, places = found
+        left, right = left[:, group, None], right[:, group, None]
+    rows, columns = left.shape[3], right.shape[3]
+    picks = places.of_matrix(rows)
+    if picks is not None:
+        left, right = picks.of(left, right)
+        if min(picks.height, picks.width) > 1:
+            return Outer(left, right, places.shape)
+        values = (cast(left, compute_dtype(left, right)) * right).sum((1, 2))
+        return Vector(values.reshape(-1, *places.shape), places.shape)
+    if len(places.where) > rows + columns:
+        return None
+    row, column = places.where.long() // columns, places.where.long() % columns
+    values = cast(left[..., row], compute_dtype(left, right)) * right[..., column]
+    return places.added(values.sum((1, 2)))
+
+
+def _of_ragged(factor: Ragged, places: Places) -> Factor | None:
+    picks = places.of_rows(factor.left.shape[1])
+    if picks is None:
+        return None
+    left, right = picks.of(factor.left, factor.right)
+    return replace(factor, left=left, right=right, shape=places.shape)
+
+
+def _of_experts(factor: Experts, places: Places) -> Factor | None:
+    found = places.within(factor.shape[0])
+    return None if found is None else _of_ragged(factor.of_expert(found[0]), found[1])
+
+
+def _of_rows(factor: Rows, places: Places) -> Factor | None:
+    """Rows of a table that stand in another, as they are."""
+    picks = places.of_rows(factor.shape[0])
+    if picks is None:
+        return None
+    whole = torch.arange(1, 1 + picks.width, device=picks.columns.device)
+    if not torch.equal(picks.columns, whole):
+        return None
+    number = picks.rows[factor.ids]
+    grad = factor.grad.masked_fill((number == 0).unsqueeze(1), 0)
+    ids = (number - 1).clamp(min=0)
+    return replace(factor, ids=ids, grad=grad, shape=places.shape, lookup=None)
+
+
+def _of_patches(factor: Patches, places: Places) -> Factor | None:
+    """Filters, and channels of them."""
+    kernel = factor.shape[2:]
+    picks = places.of_rows(factor.shape[0])
+    if picks is None or factor.geometry.groups > 1 or places.shape[2:] != kernel:
+        return None
+    columns = picks.columns.view(factor.shape[1], -1)
+    size = columns.shape[1]
+    channels = (columns[:, 0] - 1).div(size, rounding_mode="floor") + 1
+    expected = (channels[:, None] - 1) * size + torch.arange(1, 1 + size, device=channels.device)
+    if not torch.equal(expected * (channels > 0)[:, None], columns):
+        return None
+    grad = _picked(factor.grad.movedim(1, -1), picks.rows, picks.height).movedim(-1, 1)
+    x = _picked(factor.input.movedim(1, -1), channels, picks.width // size).movedim(-1, 1)
+    return replace(factor, input=x, grad=grad, shape=places.shape)
+
+
+def _of_masked(factor: Masked, places: Places) -> Factor | None:
+    """Elements that were multiplied, each of which stands in one place."""
+    inner = PICKED[type(factor.inner)](factor.inner, places) if places.elements is None else None
+    if not isinstance(inner, (Outer, Patches, Ragged)):
+        return None
+    return Masked(inner, factor.mask.reshape(-1)[places.where].view(places.shape))
+
+
+PICKED: dict[type, Callable[[Any, Places], Factor | None]] = {
+    Experts: _of_experts,
+    Masked: _of_masked,
+    Outer: _of_outer,
+    Patches: _of_patches,
+    Ragged: _of_ragged,
+    Rows: _of_rows,
+    Vector: _of_vector,
+}

@@ -1,0 +1,312 @@
+"""Steps from a derived tensor back to one that it was made of that keep factors lean.
+
+The factor of a cast, a reshape, an expansion or a multiple of a parameter, or of its product with a
+matrix, becomes one of the same kind for the parameter itself. A step is called with the factor, the
+derived tensor and one of the operands that depend on parameters; it returns the operand's factor,
+or None where this would not be lean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradstats._cost import product
+from gradstats._factors import (
+    Elementwise,
+    Experts,
+    Factor,
+    Masked,
+    Outer,
+    Patches,
+    Ragged,
+    Rows,
+    Vector,
+    added,
+    cast,
+    compute_dtype,
+)
+from gradstats.capture.following._reductions import REDUCES
+from gradstats.capture.operations._names import function_class_of
+from gradstats.capture.operations._operations import (
+    EXPANDS,
+    TRANSPOSING_GETTERS,
+    function_variants,
+    variants,
+)
+from gradstats.capture.operations._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._lean_normalisations import (
+    Flattened,
+    normalised,
+    standardised,
+    weight_normalised,
+)
+from gradstats.capture.parameters._lean_products import (
+    DIVISIONS,
+    elementwise,
+    kronecker,
+    linear,
+    multiplied,
+    negated,
+    only_adds,
+    passed_through,
+    scaled,
+    shifted,
+    subtracted,
+)
+from gradstats.capture.parameters._lean_reductions import MEASURES, reduced
+from gradstats.capture.parameters._lean_selections import SELECTS, is_assignment, selected
+from gradstats.capture.parameters._nodes import Node, Root
+from gradstats.contractions import lean
+
+
+def lean_step(node: Derived):
+    """Return the function that takes factors of a tensor back to an operand; None if unknown.
+
+    Factors see complex tensors as real ones with one more axis, for which most steps do not hold.
+    """
+    if node.function not in SAME_NUMBERS and (
+        node.value.is_complex() or any(parent.value.is_complex() for parent in node.parents)
+    ):
+        return None
+    step = LEAN_STEPS.get(node.function)
+    if function_class_of(node.function) is not None:
+        step = passed_through
+    elif is_assignment(node.function):
+        step = selected
+    if len(set(node.parents)) < len(node.parents) and step is not selected:
+        # An operand that stands in two places is one for an elementwise function alone.
+        step = elementwise if node.function in ELEMENTWISE else None
+    return step if len(node.parents) == 1 or step in OF_SEVERAL else None
+
+
+def rearranged_root(node: Node) -> Root | None:
+    """Return the parameter of which a tensor is a cast, a reshape or a shift by a constant.
+
+    These all have the parameter's own per-example gradients. None for any other tensor.
+    """
+    while isinstance(node, Derived):
+        step = lean_step(node)
+        same = (
+            step in (_same_shape, _reshaped)
+            or (step is _indexed and _only_adds_axes(node))
+            or (step is shifted and only_adds(node))
+        )
+        if not same or len(node.parents) != 1:
+            return None
+        if node.value.numel() != node.parents[0].value.numel():
+            return None
+        node = node.parents[0]
+    return node if isinstance(node, Root) else None
+
+
+def index_items(node: Derived):
+    index = node.args[1] if len(node.args) > 1 else ()
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """Axes in another order."""
+    count = len(parent.shape)
+    # Strides, here the numbers of the axes, are arranged as the axes are.
+    axes = torch.empty_strided(tuple(parent.shape), tuple(range(count)), device="meta")
+    order = node.function(axes, *node.args[1:], **node.kwargs).stride()
+    if order == tuple(range(count)):
+        return factor
+    factor = lean(factor)
+    if isinstance(factor, Vector) and factor.axis is None:
+        values = factor.values.reshape(factor.batch, *node.shape)
+        values = values.permute(0, *(1 + order.index(axis) for axis in range(count)))
+        return Vector(values, tuple(parent.shape))
+    if isinstance(factor, Experts):
+        return factor.transposed() if order == (0, 2, 1) else None
+    inner = factor.inner if isinstance(factor, Masked) else factor
+    if isinstance(inner, Outer) and not inner.spans_rows:
+        return None  # one side may span both axes, or none
+    if isinstance(factor, (Outer, Ragged, Masked)) and count == 2:
+        return factor.transposed()
+    return None
+
+
+def _same_shape(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """Casts and copies: the gradient has the same numbers, in the root's dtype."""
+    return factor if node.value.shape == parent.shape else None
+
+
+def _same_numbers(factor: Factor, node: Derived, parent: Node) -> Factor:
+    """A complex tensor viewed as pairs of real numbers, or the reverse: alike to factors."""
+    return factor
+
+
+def _reshaped(factor: Factor | Flattened, node: Derived, parent: Node):
+    """Reshapes, for factors that hold gradients element by element, or row by row."""
+    if node.value.shape == parent.shape:
+        return factor
+    if isinstance(factor, Flattened):
+        same = factor.inner.shape == tuple(parent.shape)
+        return factor.inner if same else Flattened(factor.inner, tuple(parent.shape))
+    if isinstance(factor, Vector) and factor.axis is None:
+        shape = tuple(parent.shape)
+        return Vector(factor.values.reshape(factor.batch, *shape), shape)
+    if isinstance(factor, Elementwise):
+        return replace(factor, shape=tuple(parent.shape))
+    inner = factor.inner if isinstance(factor, Masked) else factor
+    if isinstance(inner, Outer) and inner.spans_rows and parent.shape[:1] == inner.shape[:1]:
+        inner = replace(inner, shape=tuple(parent.shape))
+        if isinstance(factor, Masked):
+            return Masked(inner, factor.mask.reshape(parent.shape))
+        return inner
+    return Flattened(factor, tuple(parent.shape)) if isinstance(factor, (Outer, Patches)) else None
+
+
+def _indexed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """w[:, None], which picks every element once, and w[ids], rows of a table."""
+    if _only_adds_axes(node):
+        return _reshaped(factor, node, parent)
+    ids = node.args[1]
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        return None
+    factor = lean(factor)
+    if not isinstance(factor, Vector) or factor.axis is not None:
+        return None
+    node.check_step()
+    ids = ids.to(factor.values.device) % len(parent.value)
+    return _of_table(factor, ids, parent)
+
+
+def _of_table(factor: Vector, ids: Tensor, parent: Node, padding: int | None = None) -> Factor:
+    """Return the factor of a table of which the same rows were looked up for all examples."""
+    table = tuple(parent.shape)
+    if product(table) > product(factor.shape):
+        ids = ids.expand(factor.batch, *ids.shape)
+        return embedding_rows(ids, factor.values, table, padding)
+    grad = cast(factor.values, compute_dtype(factor.values))
+    # Rows of all examples side by side: narrow ones would take many times as long to add.
+    grad = grad.reshape(factor.batch, ids.numel(), *table[1:]).transpose(0, 1)
+    values = added(grad, ids.reshape(-1), table[0])
+    if padding is not None:
+        values[padding] = 0
+    return Vector(values.transpose(0, 1), table)
+
+
+def _only_adds_axes(node: Derived) -> bool:
+    return all(
+        item is None or item is ... or (isinstance(item, slice) and item == slice(None))
+        for item in index_items(node)
+    )
+
+
+def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """Expansion: the gradient is summed over the axes that were repeated."""
+    factor = lean(factor)
+    if not isinstance(factor, Vector):
+        return None
+    source = tuple(parent.shape)
+    padded = (1,) * (len(factor.shape) - len(source)) + source
+    values = factor.values
+    if factor.axis is not None:
+        # Along this axis each example has its own copy; all of them are copies of one.
+        if padded[factor.axis] != 1:
+            return None
+        values = values.unsqueeze(factor.axis + 1)
+    repeated = [axis + 1 for axis, size in enumerate(padded) if size == 1]
+    if repeated:
+        values = values.sum(repeated, keepdim=True)
+    return Vector(values.reshape(factor.batch, *source), source)
+
+
+def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """Constant ids looked up in a table, as position embeddings are."""
+    factor = lean(factor)
+    if not isinstance(factor, Vector) or factor.axis is not None:
+        return None
+    ids = node.args[0]
+    if isinstance(ids, Node) or any(node.kwargs.get(k) for k in ("scale_grad_by_freq", "max_norm")):
+        return None
+    node.check_constants()
+    return _of_table(factor, ids, parent, node.kwargs.get("padding_idx"))
+
+
+def embedding_rows(
+    ids: Tensor, grad: Tensor, table: tuple[int, ...], padding_idx: int | None
+) -> Rows:
+    """Return the factor of a table for ids (B, *) and gradients (B, *, width)."""
+    flat, example = rows_looked_up(ids)
+    grad = grad.reshape(flat.numel(), product(table[1:]))
+    if padding_idx is not None:
+        grad = grad.masked_fill((flat == padding_idx % table[0]).unsqueeze(1), 0)
+    positions = flat.numel() // max(1, ids.shape[0])
+    return Rows(flat, grad, example, ids.shape[0], table, positions)
+
+
+def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that ids (B, *) look up, and the example of each: (N,) both."""
+    positions = ids.numel() // max(1, ids.shape[0])
+    example = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(positions)
+    return ids.reshape(-1).long(), example
+
+
+ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
+
+LEAN_STEPS = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(REDUCES.keys() | MEASURES, reduced),
+    **dict.fromkeys(SELECTS, selected),
+    # Of those that follow, some are elementwise too: what is known of them is leaner.
+    # T and mT: the other getters conjugate as well.
+    **dict.fromkeys([*variants("t", "transpose", "permute"), *TRANSPOSING_GETTERS[:2]], _permuted),
+    **dict.fromkeys(variants("to", "type_as", "contiguous", "clone"), _same_shape),
+    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16), _same_shape),
+    **dict.fromkeys(function_variants("add"), shifted),
+    **dict.fromkeys([*function_variants("sub"), torch.rsub], subtracted),
+    **dict.fromkeys(function_variants("neg", "negative"), negated),
+    **dict.fromkeys([*function_variants("mul"), *DIVISIONS], scaled),
+    **dict.fromkeys(variants("mm", "matmul", "mv", "dot", "vdot"), multiplied),
+    Tensor.__matmul__: multiplied,
+    torch.nn.functional.linear: linear,
+    **dict.fromkeys(variants("kron"), kronecker),
+    torch.nn.functional.normalize: normalised,
+    torch._weight_norm: weight_normalised,
+    torch.nn.functional.batch_norm: standardised,
+    torch.nn.functional.layer_norm: standardised,
+    torch.view_as_real: _same_numbers,
+    torch.view_as_complex: _same_numbers,
+    **dict.fromkeys(
+        variants("view", "view_as", "reshape", "reshape_as", "unsqueeze", "squeeze", "flatten"),
+        _reshaped,
+    ),
+    Tensor.__getitem__: _indexed,
+    **dict.fromkeys(EXPANDS, _expanded),
+    torch.nn.functional.embedding: _embedded,
+}
+
+# Steps of operations whose gradient reaches each of several operands. Of all others, as
+# ``w.type_as(v)``, an operand may have none.
+OF_SEVERAL = frozenset(
+    {
+        elementwise,
+        selected,
+        shifted,
+        subtracted,
+        scaled,
+        linear,
+        kronecker,
+        multiplied,
+        passed_through,
+        weight_normalised,
+        standardised,
+    }
+)
+
+SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
+
+# Steps that only rearrange the elements of the gradient.
+ISOMETRIC_STEPS = frozenset({_permuted, _same_shape, _reshaped, _same_numbers})
+
+
+def is_cast(node: Derived) -> bool:
+    """Whether a tensor is a cast or a copy."""
+    return LEAN_STEPS.get(node.function) is _same_shape

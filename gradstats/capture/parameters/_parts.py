@@ -1,0 +1,129 @@
+"""Several uses of what was derived from parameters, pulled back at once.
+
+Uses of one tensor are merged first. Where parts of one were used, as a hypernetwork's weights are
+parts of what it returns, their gradients are put together to one of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Factor
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._lean_steps import is_cast
+from gradstats.capture.parameters._lineage import Pulled, is_isometric, sqnorms_together
+from gradstats.capture.parameters._nodes import Node, Root
+from gradstats.contractions import Contraction, merge
+
+# Parts whose gradients are put together: of each, one call of Python's waits for the next.
+MOST_PARTS = 200
+
+
+def joined(factors: list[Factor]) -> list[Factor]:
+    """Return factors with the same sum, those of one derived tensor merged before the way back."""
+    uses: dict[Node, list[Pulled]] = {}
+    found: list[Factor] = []
+    for factor in factors:
+        if type(factor) is Pulled:
+            uses.setdefault(factor.node, []).append(factor)
+        else:
+            found.append(factor)
+    for first, *more in uses.values():
+        merged = merge([each.inner for each in (first, *more)])
+        together: dict[Root, Contraction | None] = {first.root: None} if more else first.together
+        found += [replace(first, inner=inner, together=together) for inner in merged]
+    return found
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The gradients of parts of a derived tensor, as one of the whole.
+
+    Attributes:
+        inner: factor of one part.
+        places: (n,) the elements of the tensor that it holds.
+        others: the other parts; None behind the last.
+        shape: the whole's.
+    """
+
+    inner: Factor
+    places: Tensor
+    others: Parts | None
+    shape: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return self.inner.batch
+
+    def select(self, rows) -> Parts:
+        others = None if self.others is None else self.others.select(rows)
+        return replace(self, inner=self.inner.select(rows), others=others)
+
+    def dense(self) -> Tensor:
+        own = self.inner.dense().reshape(self.batch, -1)
+        if self.others is None:
+            whole = own.new_zeros(self.batch, *self.shape)
+        else:
+            whole = self.others.dense()
+        whole.view(self.batch, -1)[:, self.places] += own
+        return whole
+
+
+def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction | None:
+    """Return the squared norms of a parameter of which parts of one derived tensor were computed.
+
+    Their gradients are pulled back at once, to all parameters that were delivered just the same.
+
+    Args:
+        root: the parameter.
+        delivered: what its uses have delivered.
+        workspace: bytes of scratch.
+
+    Returns:
+        None for anything else.
+    """
+    nodes = {item.node for item in delivered if type(item) is Pulled}
+    if not 1 < len(nodes) <= MOST_PARTS or any(type(item) is not Pulled for item in delivered):
+        return None
+    first = delivered[0]
+    known = first.together.get(root)
+    if known is not None:
+        return known
+    (whole, *more) = {_whole_of(node) for node in nodes}
+    if more or not isinstance(whole, Derived) or is_isometric(whole) or whole.value.is_complex():
+        return None
+    numbers = torch.arange(whole.value.numel(), device=whole.value.device).view(whole.shape)
+    inner: Parts | None = None
+    for item in delivered:
+        places = item.node.replay({whole: numbers}) if item.node is not whole else numbers
+        inner = Parts(item.inner, places.reshape(-1), inner, tuple(whole.shape))
+    assert inner is not None
+    alike = [
+        other
+        for other in first.together
+        if other is root or (other.is_complete and _are_same(other.delivered, delivered))
+    ]
+    norms = sqnorms_together(inner, whole, alike, workspace)
+    first.together.update(zip(alike, norms, strict=True))
+    return first.together[root]
+
+
+def _whole_of(node: Node) -> Node:
+    """Return the tensor of which a derived one is a part, not counting the parameter itself."""
+    while isinstance(node, Derived) and is_isometric(node) and not is_cast(node):
+        if not isinstance(node.parents[0], Derived):
+            break
+        node = node.parents[0]
+    return node
+
+
+def _are_same(one: Sequence, other: Sequence) -> bool:
+    """Whether two parameters were delivered factors of the same tensors."""
+    pairs = zip(one, other)  # noqa: B905
+    return len(one) == len(other) and all(
+        type(a) is Pulled and a.inner is b.inner and a.node is b.node for a, b in pairs
+    )

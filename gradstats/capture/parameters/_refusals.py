@@ -1,0 +1,77 @@
+"""Operations that are refused, with the error and its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._tensors import first_node, node_of
+from gradstats.errors import UnsupportedOperationError
+
+# The remedy where tensors are nested.
+PACK = (
+    "Pack the examples into one row: a jagged tensor's values() as the batch, with "
+    "cu_seqlens=x.offsets()."
+)
+
+# The remedy where gradients are changed on their way to a parameter.
+BACKWARD_OF_ONES_OWN = (
+    "Register the hook on the parameter, if it changes what training does alone; where it belongs "
+    "to the gradients that are measured, have a torch.autograd.Function return the tensor and "
+    "change its gradient in backward."
+)
+
+
+def refuse(func, node: Node, reason: str = "has no rule", remedy: str = "") -> NoReturn:
+    """Raise the error for an operation whose factor is not known."""
+    raise refusal(func, node, reason, remedy)
+
+
+def refusal(func, node: Node, reason: str, remedy: str) -> UnsupportedOperationError:
+    """Return the error for an operation whose factor is not known."""
+    return UnsupportedOperationError(
+        f"{function_name(func)} {reason} for {node.describe()}, so its per-example gradient is not "
+        "known. Expected an operation that gradstats has a rule for. "
+        + (
+            remedy
+            or "Write the step with such operations, add a rule with gs.register_rule, have "
+            'per_example_norms compute it one example at a time with fallback="vmap", or leave the '
+            f"parameter out by name with exclude={node.names!r}."
+        ),
+        node.names,
+    )
+
+
+def check_nested(func, operands: Sequence[Tensor]) -> None:
+    """Refuse an operation of nested tensors and parameters."""
+    if any(item.is_nested for item in operands):
+        refuse(func, first_node(*operands), "of nested tensors has no rule", PACK)
+
+
+def check_has_sizes(func, result: Tensor) -> None:
+    """Refuse a nested tensor of data that has no sizes, which say where examples lie."""
+    if result.layout == torch.strided:
+        raise UnsupportedOperationError(
+            f"{function_name(func)} makes a nested tensor of the strided layout, which has no "
+            "sizes, so that it is not known where its examples lie. Expected layout=torch.jagged. "
+            f"{PACK}"
+        )
+
+
+def refuse_change(func, node: Node) -> NoReturn:
+    """Refuse an operation that changes in place what belongs to no example."""
+    reason = "changes a tensor in place that belongs to no example, which has no rule"
+    refuse(func, node, reason, "Write it out of place.")
+
+
+def refuse_on_derived(func, tensor: Tensor, remedy: str) -> None:
+    """Refuse an operation that changes how gradients pass a tensor derived from parameters."""
+    node = node_of(tensor)
+    if isinstance(node, Derived):
+        refuse(func, node, "changes its gradient in a way that is not followed", remedy)

@@ -1,0 +1,191 @@
+"""Parameters that were repeated for the batch, as data from there on.
+
+Learned queries and latents are expanded to the batch, and may pass through layers before they meet
+data. Each example's gradient is then that of its own slice, but to pull one of them back costs as
+much as to pull back all. What was computed of the repeated parameters is therefore computed again
+in a context of its own, in which the slices are data of the batch, and rules give factors as lean
+as for any data. That the slices are kept apart is not taken for granted: where they meet, such a
+context refuses, and examples are pulled back one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gradstats._compiler import is_compiling
+from gradstats._factors import Factor, Vector
+from gradstats.capture.operations._modes import without_contexts
+from gradstats.capture.operations._nested import flatten
+from gradstats.capture.operations._operations import EXPANDS, variants
+from gradstats.capture.parameters._consumers import Arrival, Consumer
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._lineage import Pulled
+from gradstats.capture.parameters._nodes import Node, Root
+from gradstats.contractions import lean, total
+from gradstats.errors import GradStatsError
+
+REPEATS = EXPANDS | frozenset(variants("repeat"))
+
+
+def repeated_in(node: Node, batch: int) -> list[Derived]:
+    """Return the tensors nearest to the parameters that hold a copy for each of ``batch`` examples.
+
+    The copies lie along their first axis, which what they were made of has not, or of size 1.
+    """
+    found: dict[Derived, None] = {}
+    waiting, seen = [node], set()
+    while waiting:
+        item = waiting.pop()
+        if not isinstance(item, Derived) or item in seen:
+            continue
+        seen.add(item)
+        if item.function in REPEATS and item.shape[:1] == (batch,):
+            source = item.parents[0].shape
+            if len(source) < len(item.shape) or source[0] == 1:
+                found[item] = None
+                continue
+        waiting += item.parents
+    return list(found)
+
+
+@dataclass(frozen=True)
+class Slices(Pulled):
+    """The factor of a parameter that is given by gradients of slices, one of each example."""
+
+
+def as_slices(factor: Factor, node: Derived) -> dict[Root, list[Factor]] | None:
+    """Return a factor of a tensor as that of all its parameters, where slices alone have it.
+
+    They wait for the end of the backward (see ``Root.of_slices``).
+
+    Returns:
+        The factors; None where the tensor is not known to hold a slice of each example.
+    """
+    tracker, factor = node.tracker, lean(factor)
+    if is_compiling() or tracker.packed or tracker.settings.consumer is not None:
+        return None
+    if not isinstance(factor, Vector) or factor.axis != 0:
+        return None
+    if node.has_function or node.value.is_complex() or factor.batch < 2:
+        return None
+    if not (tracker.keeps_values(node.roots) and repeated_in(node, factor.batch)):
+        return None
+    for root in node.roots:
+        root.of_slices = True
+    together: dict = dict.fromkeys(node.roots)
+    return {root: [Slices(factor, node, root, together)] for root in node.roots}
+
+
+class Collected:
+    """Holds the factors of each parameter."""
+
+    needs_norms = False
+
+    def __init__(self) -> None:
+        self.factors: dict[str, Sequence[Factor]] = {}
+
+    def take(self, arrival: Arrival) -> None:
+        replays: dict = {}
+        self.factors[arrival.name] = [
+            factor.frozen(replays) if isinstance(factor, Pulled) else factor
+            for factor in arrival.factors
+        ]
+
+
+# Called with a model, its number of examples and what takes its factors, returns a context.
+MakeTracker: TypeAlias = Callable[[nn.Module, int, Consumer], Any]
+
+
+def take_slices(roots: Sequence[Root], make_tracker: MakeTracker) -> None:
+    """Have lean factors in place of those of parameters that were repeated for the batch."""
+    slices = (each for root in roots for each in root.delivered if isinstance(each, Slices))
+    # One for each tensor, of which each parameter has its own.
+    pulled = {(id(each.inner), each.node): each for each in slices}
+    found = factors_of_slices(make_tracker, pulled.values()) if pulled else None
+    if found is None:
+        return
+    for root in roots:
+        kept = [each for each in root.delivered if not isinstance(each, Slices)]
+        root.exchange([*kept, *found[root]])
+
+
+def factors_of_slices(
+    make_tracker: MakeTracker, pulled: Iterable[Slices]
+) -> dict[Root, Sequence[Factor]] | None:
+    """Return the factors of all parameters from which some slices were computed.
+
+    Args:
+        make_tracker: makes the context.
+        pulled: the slices' gradients.
+
+    Returns:
+        The factors; None where the slices do not belong to one example each.
+    """
+    pulled = list(pulled)
+    batch = pulled[0].batch
+    roots = list(dict.fromkeys(root for each in pulled for root in each.node.roots))
+    weights = nn.ParameterList([nn.Parameter(root.parameter.detach()) for root in roots])
+    repeated = dict.fromkeys(r for each in pulled for r in repeated_in(each.node, batch))
+    zeros = [torch.zeros(r.shape, dtype=r.value.dtype, device=r.value.device) for r in repeated]
+    collected = Collected()
+    tracker = make_tracker(weights, batch, collected)
+    constants = _constants_behind(pulled)
+    # Those with a row for each example, such as first states, are taken for theirs like any such
+    # data, unless rows of different examples meet then.
+    rows = [each for each in constants if each.shape[:1] == (batch,) and not tracker.is_data(each)]
+    tracker.keep_constant(each for each in constants if each.shape[:1] != (batch,))
+    tracker.take_batch(rows)
+    try:
+        with without_contexts(), torch.enable_grad():
+            tracker.open()
+            known: dict[Any, Tensor] = dict(zip(roots, weights, strict=True))
+            for copies, zero in zip(repeated, zeros, strict=True):
+                # Data from here on: by contract, what comes from outside of a context is.
+                known[copies] = copies.replay(known) + zero
+            losses = sum(_losses(each, known) for each in pulled)
+            if tracker.order_of(losses) is not None:
+                return None
+            tracker.backward_without_gradients(losses.sum())  # type: ignore[union-attr]
+    except torch.OutOfMemoryError:
+        raise
+    except (GradStatsError, RuntimeError):  # the latter where a backward cannot run once more
+        return None
+    finally:
+        tracker.close()
+        for each in rows:
+            tracker.mark_constant(each)
+        # Their tensors' graphs lead back to the context, which refers to what collected them.
+        factors, collected.factors = collected.factors, {}
+    return {root: factors.get(str(number), ()) for number, root in enumerate(roots)}
+
+
+def _losses(pulled: Slices, known: dict[Any, Tensor]) -> Tensor:
+    """Return the inner product of each example's slice with its gradient, (B,)."""
+    again = pulled.node.replay(known)
+    with torch._C.DisableTorchFunction():
+        pulled.node.check_same(again)
+    gradient = total([pulled.inner])  # of each slice is that of its own example
+    return (again.to(gradient.dtype) * gradient).reshape(pulled.batch, -1).sum(1)
+
+
+def _constants_behind(pulled: Sequence[Slices]) -> list[Tensor]:
+    """Return the constants that some derived tensors were computed with."""
+    found: dict[int, Tensor] = {}
+    waiting: list[Node] = [each.node for each in pulled]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or not isinstance(node, Derived):
+            continue
+        seen.add(node)
+        for item in flatten((node.args, node.kwargs)):
+            if isinstance(item, Node):
+                waiting.append(item)
+            elif isinstance(item, Tensor):
+                found[id(item)] = item
+    return list(found.values())

@@ -1,0 +1,189 @@
+"""The tensor classes whose operations gradstats sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial, wraps
+from types import FunctionType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import functional
+
+from gradstats._compiler import leave_graph
+from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._nodes import Node
+
+
+def _times_reciprocal(divisor, other):
+    return torch.mul(torch.reciprocal(divisor), other)
+
+
+def _power_of(exponent, base):
+    return torch.pow(base, exponent)
+
+
+def _pieces(tensor, split_size, dim=0):
+    return torch.split(tensor, split_size, dim)
+
+
+def _product_with(right, left):
+    return torch.matmul(left, right)
+
+
+# Functions in Python that the compiler looks into, and what it is to record: where they ask again
+# whether an operand's class replaces them, it cannot follow. Methods and operators reach it as
+# functions of its own, which have their names alone.
+FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    functional.pad: torch._C._nn.pad,
+    functional.rms_norm: torch.rms_norm,
+}
+METHODS: dict[str, Callable[..., Any]] = {"norm": torch.norm, "split": _pieces}
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "__rdiv__": _times_reciprocal,
+    "__rmatmul__": _product_with,
+    "__rpow__": _power_of,
+    "__rsub__": torch.rsub,
+    "pow": torch.pow,
+}
+
+
+class TrackedParameter(torch.nn.Parameter):
+    """A parameter of the user's model inside a context: the same object, with its class changed."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo):
+        # The copy is an ordinary parameter, which no context tracks.
+        with torch._C.DisableTorchFunctionSubclass():
+            result = super().__deepcopy__(memo)
+        result.__class__ = torch.nn.Parameter
+        return result
+
+    def __reduce_ex__(self, proto):
+        node = self.__dict__.pop("_gradstats", None)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return super().__reduce_ex__(proto)
+        finally:
+            if node is not None:
+                self._gradstats = node
+
+
+def release(parameter: torch.nn.Parameter) -> None:
+    """Stop tracking a parameter, and leave it as it was before."""
+    parameter.__dict__.pop("_gradstats", None)
+    parameter.__class__ = torch.nn.Parameter  # what it was: see check_trackable
+
+
+class DerivedTensor(torch.Tensor):
+    """A tensor computed from parameters and constants alone, until it meets data."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+
+# The last is what graphs are traced with, where any tensor may be tracked.
+TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor, FunctionalTensor})
+
+
+@cache
+def show_parameters() -> None:
+    """Let a parameter be made of a tracked tensor as of any other: a new leaf, with its numbers.
+
+    PyTorch demands of subclasses that detaching them returns one of their kind. It is never undone,
+    like other changes to PyTorch (see ``_functions``).
+    """
+    made = torch.nn.Parameter.__new__
+
+    @wraps(made)
+    def new(cls, data=None, requires_grad=True):
+        return made(cls, data.detach() if type(data) in TRACKED_TYPES else data, requires_grad)
+
+    torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
+
+
+def run(func, args, kwargs):
+    """Run an operation on tracked tensors as their context prescribes."""
+    if torch.compiler.is_dynamo_compiling():
+        return _record(func, args, kwargs)
+    # The context of the first tracked operand decides; copies of parameters belong to none.
+    operands = operands_of(args, kwargs)
+    for item in operands:
+        if type(item) in TRACKED_TYPES:
+            node: Node | None = getattr(item, "_gradstats", None)
+            if node is not None and not node.tracker.closed:
+                return node.tracker.dispatch(func, args, kwargs, operands)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _record(func, args, kwargs):
+    """Run an operation that the compiler records, as if it were on plain tensors."""
+    if getattr(func, "__name__", "") == "__get__":
+        if isinstance(func.__self__, FunctionType):
+            if func.__self__.__name__ in METHODS:
+                return partial(METHODS[func.__self__.__name__], args[0])
+            # PyTorch 2.11 asks for methods written in Python this way, and cannot trace the answer.
+            leave_graph("a method of a parameter that is written in Python")
+        # Where a mode is on, the compiler leads every property of a subclass back here. This cannot
+        # move into the next block: the compiler of PyTorch 2.11 would then leave the mode off for
+        # the whole graph.
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+    func = OPERATORS.get(getattr(func, "__name__", ""), FUNCTIONS.get(func, func))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def node_of(item) -> Node | None:
+    """Return the node of a tracked tensor, None for everything else."""
+    return getattr(item, "_gradstats", None) if type(item) in TRACKED_TYPES else None
+
+
+def nodes_of(items: Iterable[Any]) -> list[Node]:
+    """Return the nodes of the tracked tensors among several items, in order."""
+    return [node for node in map(node_of, items) if node is not None]
+
+
+def first_node(*items) -> Node:
+    """Return the node of the first tracked tensor among several; at least one is tracked."""
+    return nodes_of(items)[0]
+
+
+def wrap(node: Derived) -> torch.Tensor:
+    """Return the tensor that user code sees for a derived node."""
+    node.tracker.derived = True
+    value = node.value
+    traced = isinstance(value, FunctionalTensor)
+    tensor = value.view_as(value) if traced else value.as_subclass(DerivedTensor)
+    show(node, tensor)
+    # Tracked uses read the node's value, so an edge in the autograd graph to the tensor returned
+    # here is a use that was not seen.
+    node.tracker.shown[tensor.grad_fn] = node
+    return tensor
+
+
+def show(node: Derived, tensor: torch.Tensor) -> None:
+    """Let a tensor in the user's code stand for a derived node."""
+    tensor._gradstats = node  # type: ignore[attr-defined]
+    node.shown = ref(tensor)
+    node.tracker.visible[node] = None
+
+
+def value_of(item):
+    """Return the plain tensor that a tracked one stands for, and everything else as it is."""
+    node = node_of(item)
+    return item if node is None else node.value
+
+
+def unwrap(item):
+    """Return a derived tensor as the plain one it stands for, and everything else as it is."""
+    node = node_of(item)
+    return node.value if isinstance(node, Derived) else item

@@ -1,0 +1,217 @@
+"""The transforms of torch.func, and torch.vmap of data and of parameters.
+
+PyTorch does not show function modes what enters and leaves a transform, and inside one tensors do
+not have the axes that they have outside. From the first context on, every call of ``torch.vmap``
+passes through here. Where it maps over nothing but the examples it runs as always. Otherwise its
+function is called on one slice after the other, as vmap is defined, so that each operation is seen
+with its true shapes. What other transforms compute from parameters is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._functorch import apis
+
+# Its functions are looked up where they are called: other libraries replace them, for operands of
+# their own types.
+from torch._functorch import vmap as functorch
+from torch.utils import _pytree as pytree
+
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.operations._memory import unwrapped
+from gradstats.capture.operations._modes import innermost_mode
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import operands_of, tensors_in
+from gradstats.capture.parameters._tensors import node_of
+from gradstats.errors import UnsupportedOperationError
+
+AT_ONCE = apis.vmap_impl
+
+# The number of transforms that the running code is nested in; None outside of all.
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
+
+class HiddenError(UnsupportedOperationError):
+    """A parameter, or what was computed from one, is used with data inside a transform."""
+
+
+def check_hidden(tracker, func, args, kwargs, result) -> None:
+    """Refuse what a transform computes from trained data, whose axes are hidden there.
+
+    What it takes from elsewhere that is data is noted.
+    """
+    tracker.maps_data = tracker.maps_data or any(
+        unwrapped(item) is item and tracker.is_data(item) for item in operands_of(args, kwargs)
+    )
+    if not any(unwrapped(item).requires_grad for item in tensors_in(result)):
+        return
+    for item in operands_of(args, kwargs):
+        inner = unwrapped(item)
+        if tracker.maps_examples and inner is not item:
+            continue  # torch.vmap shows one example at a time
+        if tracker.is_trained(inner):
+            raise _hidden(f"{function_name(func)} inside a torch.func transform (grad, jacrev, …)")
+
+
+def _hidden(what: str) -> HiddenError:
+    return HiddenError(
+        f"{what} computes with values that depend on parameters, and hides which of them belong to "
+        "which example. Expected plain autograd: write derivatives with "
+        "torch.autograd.grad(..., create_graph=True) on the whole batch, or detach the values."
+    )
+
+
+@cache
+def show_vmap() -> None:
+    """Make what torch.vmap maps over visible, even if it was called before the first context."""
+    apis.vmap_impl = vmapped  # type: ignore[assignment]
+
+
+class Vmap(NamedTuple):
+    """A call of a function that torch.vmap returned, with the options vmap was given."""
+
+    function: Callable[..., Any]
+    in_dims: Any
+    out_dims: Any
+    randomness: str
+    chunk_size: int | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def at_once(self) -> Any:
+        """Return the result of PyTorch's own vmap."""
+        *told, args, kwargs = self
+        return AT_ONCE(*told, *args, **kwargs)
+
+
+def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs):
+    """Run a function that torch.vmap returned. Replaces PyTorch's ``vmap_impl``."""
+    call = Vmap(function, in_dims, out_dims, randomness, chunk_size, args, kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return call.at_once()
+    mode = innermost_mode()
+    if mode is None:
+        return call.at_once()
+    if transform_level() is not None:
+        whole = [item for item in operands_of(args, kwargs) if unwrapped(item) is item]
+        if mode.tracker.maps_examples and any(map(mode.tracker.is_trained, whole)):
+            raise _hidden("torch.vmap inside torch.vmap, of what the outer one does not map,")
+        return call.at_once()
+    # Between graphs the compiler intercepts every call; in here there is nothing to trace.
+    run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
+    return run(mode.tracker, call)
+
+
+def _run(tracker, call: Vmap):
+    count, dims, operands, structure = functorch._process_batched_inputs(
+        call.in_dims, call.args, call.function
+    )
+    mapped = list(zip(operands, dims, strict=True))
+    slicewise, call = call.function, call._replace(function=_noted(tracker, call.function))
+    layouts = _mapped_along(tracker, mapped)
+    if layouts is not None:
+        try:
+            with tracker.mapping_examples(bool(layouts)):
+                result = call.at_once()
+        except HiddenError:
+            pass  # the function uses something that it was not given as an argument
+        else:
+            _place(tracker, bool(tracker.data_among(operands)), layouts, result, call.out_dims)
+            return result
+    others = any(dim is not None and not isinstance(item, Tensor) for item, dim in mapped)
+    if call.randomness == "same" or count == 0 or others:
+        return call.at_once()
+    if tracker.settings.exact:
+        raise UnsupportedOperationError(
+            "torch.vmap over other axes than the examples', or of a function that uses parameters, "
+            "is computed one slice after the other, which rounds differently. But with fused=False "
+            "training gradients are PyTorch's own to the bit, so expected fused=True: pass "
+            "that, or write the function for the whole batch."
+        )
+    parts = [[item] * count if dim is None else item.unbind(dim) for item, dim in mapped]
+    results = [
+        slicewise(*pytree.tree_unflatten(list(slices), structure), **call.kwargs)
+        for slices in zip(*parts, strict=True)
+    ]
+    columns = zip(*map(pytree.tree_leaves, results), strict=True)
+    joined = [
+        column[0] if dim is None else torch.stack(column, dim)
+        for column, dim in zip(columns, _dims_of(call.out_dims, results[0]), strict=True)
+    ]
+    return pytree.tree_unflatten(joined, pytree.tree_structure(results[0]))
+
+
+def _noted(tracker, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function under vmap that notes what it returns as it stands outside of vmap.
+
+    Such results are repeated, and have the examples along other axes than what was mapped.
+    """
+
+    @wraps(function)
+    def noted(*args, **kwargs):
+        result = function(*args, **kwargs)
+        whole = [item for item in tensors_in(result) if unwrapped(item) is item]
+        if any(node_of(item) is not None or tracker.is_trained(item) for item in whole):
+            raise _hidden("a function under torch.vmap that returns what it was not given")
+        tracker.maps_data = tracker.maps_data or any(map(tracker.is_data, whole))
+        return result
+
+    return noted
+
+
+def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Examples] | None:
+    """Return the layouts of the data among operands that are mapped over nothing but examples.
+
+    Args:
+        tracker: the context.
+        mapped: the operands, each with the axis along which it is mapped.
+
+    Returns:
+        The layouts; None if there are parameters among the operands, or data that are mapped along
+        another axis or not at all. None of data that are nobody's, as masks of all positions.
+    """
+    if any(node_of(item) is not None for item, _ in mapped):
+        return None
+    data = [(item, dim) for item, dim in mapped if tracker.is_of_data(item)]
+    layouts = [tracker.layout_of(item) for item, _ in data]
+    if not any(layouts) and not any(i.requires_grad or tracker.is_marked(i) for i, _ in data):
+        return []
+    for layout, (_, dim) in zip(layouts, data, strict=True):
+        if layout is None or not layout.plain or layout.axis != dim:
+            return None
+    return layouts
+
+
+def _place(tracker, data: bool, layouts: list[Examples], result, out_dims) -> None:
+    """Note where the examples lie in results of a function that was mapped over them.
+
+    Results are constant where it was given no data, and met none that it was not given.
+    """
+    leaves = pytree.tree_leaves(result)
+    for leaf, dim in zip(leaves, _dims_of(out_dims, result), strict=True):
+        if layouts and dim is not None:
+            tracker.place(leaf, layouts[0].along(dim % leaf.dim()))
+        elif data and not layouts:
+            tracker.place(leaf, None)
+        elif not (data or tracker.maps_data or leaf.requires_grad):
+            tracker.mark_constant(leaf)
+
+
+def _dims_of(out_dims, result) -> list[int | None]:
+    """Return the axis along which each result is mapped, read from ``out_dims`` as vmap does."""
+    if isinstance(result, Tensor) and isinstance(out_dims, tuple) and len(out_dims) == 1:
+        (out_dims,) = out_dims
+    structure = pytree.tree_structure(result)
+    dims = functorch._broadcast_to_and_flatten(out_dims, structure)
+    if dims is None:
+        raise ValueError(
+            f"torch.vmap was given out_dims={out_dims}, expected an int, or one for each of the "
+            f"results {structure}."
+        )
+    return dims

@@ -1,0 +1,14 @@
+"""Where a parameter meets data, and what its use delivers.
+
+_dispatch    what happens to an operation that touches a tracked tensor
+_uses        what all uses share, and how their factors reach the parameters
+_hooked      uses as a hook on the node of PyTorch's own operation; small ones are contracted
+_together    together; as autograd Functions:
+_linear      products with a weight matrix
+_convolution convolutions
+_normalization, _broadcast   normalisation layers, scales and shifts on chip
+_views, _product             everything that broadcasts; products index by index
+_recomputed  operations that backward takes apart: recurrent layers, whose gates have their
+_recurrence, _gates          gradients step by step, or on a GPU from one call
+_grafted     operations followed through a decomposition, which runs in their place or beside
+"""

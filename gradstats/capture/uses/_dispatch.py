@@ -1,0 +1,162 @@
+"""What happens to an operation that touches a tracked tensor.
+
+no data among its operands    the result is derived: it belongs to no example yet
+data, and a rule              the rule attaches the use's factor to the result's gradient
+data, no rule                 refused, naming the operation and the parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats.capture.following._signatures import NUMPYS, in_pytorchs_names
+from gradstats.capture.operations._memory import unwrapped
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import operands_of, rebuild, tensors_in
+from gradstats.capture.operations._operations import (
+    ADDED_PRODUCTS,
+    COMPLEX,
+    IN_PLACE,
+    PRODUCTS,
+    READS_ONLY_FIRST,
+    changed_by,
+    reads_property,
+)
+from gradstats.capture.parameters._derived import change, change_any, derive, note_alias
+from gradstats.capture.parameters._nodes import Node, unique_roots
+from gradstats.capture.parameters._refusals import check_nested, refuse
+from gradstats.capture.parameters._tensors import node_of
+from gradstats.capture.parameters._transforms import HiddenError, transform_level
+from gradstats.capture.uses._grafted import Grafted
+from gradstats.errors import TrackingError
+
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
+# Operations of sparse data and a parameter whose results are dense.
+OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS.keys() | {torch.nn.functional.linear}
+
+
+def dispatch(
+    tracker,
+    rules: Mapping,
+    func,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[Tensor],
+):
+    """Run an operation that has a tracked tensor among its operands."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch.is_grad_enabled():
+            if tracker.seen is not None and not reads_property(func):
+                tracker.note_inside(operands)
+            return note_alias(func(*args, **kwargs), args, kwargs)
+        nodes, data, is_complex, is_sparse = _found_among(tracker, func, operands)
+        if func in READS_ONLY_FIRST:
+            if node_of(args[0]) is None:
+                return func(*args, **kwargs)
+            return derive(tracker, func, args, kwargs)
+        if transform_level() is not None:
+            if data or any(unwrapped(item) is not item for item in operands):
+                raise _hidden(nodes)
+        if not data:
+            return _without_data(tracker, func, args, kwargs, nodes[0])
+        rule = rules.get(func)
+        if is_sparse:
+            check_nested(func, operands)
+            if func not in OF_SPARSE_DATA:
+                refuse(
+                    func, nodes[0], "of sparse data has no rule", "Make them dense: x.to_dense()."
+                )
+            # The result is dense in either case.
+            args, kwargs = rebuild(args, _dense), rebuild(kwargs, _dense)
+        if is_complex:
+            if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
+                refuse(func, nodes[0], "of complex numbers has no rule")
+        if rule is not None:
+            if kwargs and not (NUMPYS.isdisjoint(kwargs) or isinstance(rule, Grafted)):
+                kwargs = in_pytorchs_names(func, kwargs)
+            return rule(tracker, func, *args, **kwargs)
+        if not is_compiling():
+            # A size that stands in the batch, as that of an image, belongs to no example.
+            sized = rebuild(args, _number), rebuild(kwargs, _number)
+            left = [item for item in operands_of(*sized) if node_of(item) is None]
+            if not any(map(tracker.is_data, left)):
+                with suppress(TypeError):  # where it takes tensors alone
+                    return _without_data(tracker, func, *sized, nodes[0])
+        return _without_rule(func, nodes, args, kwargs)
+
+
+def _found_among(tracker, func, operands: Sequence[Tensor]) -> tuple[list[Node], bool, bool, bool]:
+    """Return what stands among operands; raise where contexts of two models meet.
+
+    Returns:
+        The nodes of the tracked ones; whether any is of data, of complex numbers, and sparse.
+    """
+    nodes: list[Node] = []
+    data = is_complex = is_sparse = False
+    for item in operands:
+        is_complex = is_complex or item.dtype.is_complex
+        is_sparse = is_sparse or item.layout is not torch.strided or item.is_nested
+        node = node_of(item)
+        if node is None:
+            data = data or tracker.is_data(item)
+            continue
+        nodes.append(node)
+        if node.tracker is not tracker:
+            raise TrackingError(
+                f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
+                "another tracking context owns. Track both models in turn, not at once."
+            )
+    return nodes, data, is_complex, is_sparse
+
+
+def _hidden(nodes: Sequence[Node]) -> HiddenError:
+    """Return the error about parameters that meet data inside a transform of torch.func."""
+    names = [root.name for root in unique_roots(nodes)]
+    return HiddenError(
+        f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
+        "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
+        "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
+        f"or leave the parameter out by name with exclude={names!r}.",
+        names,
+    )
+
+
+def _without_data(tracker, func, args, kwargs, node: Node):
+    """Run an operation on tracked tensors and constants, whose result belongs to no example."""
+    if func in IN_PLACE or kwargs.get("inplace"):
+        return change(tracker, func, args, kwargs, node)
+    changed = changed_by(func, args, kwargs)
+    if not changed:
+        return derive(tracker, func, args, kwargs)
+    return change_any(tracker, func, args, kwargs, node, changed)
+
+
+def _dense(item):
+    sparse = isinstance(item, Tensor) and item.layout is not torch.strided
+    return item.to_dense() if sparse else item
+
+
+def _number(item):
+    """Return the number that a tensor of one integer holds; anything else as it is."""
+    integer = isinstance(item, Tensor) and item.dim() == 0 and item.dtype in INTEGERS
+    return int(item) if integer and node_of(item) is None else item
+
+
+def _without_rule(func, nodes: list[Node], args, kwargs):
+    """Run an operation without a rule if its result has no gradient; refuse it otherwise."""
+    changed = changed_by(func, args, kwargs)
+    if not (func in IN_PLACE or any(item.requires_grad for item in changed)):
+        with torch.set_grad_enabled(bool(changed)):
+            result = func(*args, **kwargs)
+        found = tensors_in(result)
+        differentiable = any(item.is_floating_point() or item.is_complex() for item in found)
+        if not (differentiable or any(item.requires_grad for item in changed)):
+            return result
+    refuse(func, nodes[0])

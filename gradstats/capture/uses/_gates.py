@@ -1,0 +1,109 @@
+"""The gradients of all gates of a recurrent layer from PyTorch's own backward of a layer.
+
+Where the weight of the input is the identity, what is read is what it contributes to the gates, and
+its gradient theirs: a layer with that weight, given W_ih x + b_ih to read, finds the gradients of
+all steps in one call. On a GPU, where cuDNN goes through all steps in one kernel, that is one more
+forward and half a backward of the layer, in place of several kernels for each step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import cast
+
+if TYPE_CHECKING:
+    from gradstats.capture.uses._recurrence import States, Steps, Sweep
+
+# Kinds of devices where one call takes less time than a loop over the steps.
+AT_ONCE_ON = frozenset({"cuda"})
+
+
+def are_found_at_once(sweep: Sweep, rows: Tensor) -> bool:
+    """Whether a layer's gates have their gradients from one call."""
+    # Sequences of several lengths cannot be turned round together.
+    turned = sweep.steps.reverse and not sweep.steps.even
+    return rows.device.type in AT_ONCE_ON and sweep.projection is None and not turned
+
+
+def find_at_once(
+    sweep: Sweep,
+    inner: Tensor,
+    starts: States,
+    after: Tensor | None,
+    grad: Tensor | None,
+    ends: States,
+) -> tuple[Tensor, Tensor, States]:
+    """Return a layer's output, the gradients of its gates, and those of its initial states.
+
+    Args:
+        sweep: the layer.
+        inner: what the input contributes to the gates, (rows, gates · H).
+        starts, after, grad, ends: as ``Sweep.pass_back`` takes them.
+
+    Returns:
+        (rows, H), (rows, gates · H) and (sequences, H) each; gradients of gates are those of what
+        the input contributes to them.
+
+    Cost: one forward of the layer and a backward without weight gradients, each with a product of
+    the gates with the identity.
+    """
+    weight, steps = sweep.from_state, sweep.steps
+    weights = [torch.eye(len(weight), dtype=weight.dtype, device=weight.device), weight]
+    if sweep.state_bias is not None:
+        weights += [torch.zeros_like(sweep.state_bias), sweep.state_bias]
+    with torch.enable_grad():
+        read = _laid_out(steps, inner).detach().requires_grad_()
+        states = [cast(s, weight.dtype)[None].detach().requires_grad_() for s in starts]
+        output, *finals = _run(sweep, steps, read, states, weights)
+    of_finals = [cast(end, weight.dtype)[None] for end in ends]
+    results, grads = finals, of_finals
+    if grad is not None:
+        results, grads = [output, *finals], [_laid_out(steps, cast(grad, weight.dtype)), *of_finals]
+    of_read, *of_states = torch.autograd.grad(results, [read, *states], grads)
+    if after is None:
+        after = _in_rows(steps, output.detach())
+    return after, _in_rows(steps, of_read), [state[0] for state in of_states]
+
+
+def _run(sweep: Sweep, steps: Steps, read: Tensor, states: States, weights: list[Tensor]) -> Any:
+    """Run PyTorch's layer, in training mode: cuDNN keeps what its backward needs in no other."""
+    sizes = () if steps.even else (torch.tensor(steps.sizes),)
+    layout = (False,) if steps.even else ()
+    options = sweep.state_bias is not None, 1, 0.0, True, False, *layout
+    with weights_apart():
+        return sweep.cell.layer(read, *sizes, as_given(states), weights, *options)
+
+
+@contextmanager
+def weights_apart() -> Iterator[None]:
+    """Have PyTorch not warn of weights that do not lie in memory as those of a whole module do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single")
+        yield
+
+
+def as_given(states: Sequence[Tensor]) -> Any:
+    """Return a layer's states as PyTorch takes them: a single one stands alone."""
+    return states if len(states) > 1 else states[0]
+
+
+def _laid_out(steps: Steps, rows: Tensor) -> Tensor:
+    """Return rows as a layer of PyTorch's takes them that reads the first step first."""
+    if not steps.even:
+        return rows  # packed sequences, read in no other order
+    laid_out = rows.unflatten(0, (len(steps.sizes), -1))
+    return laid_out.flip(0) if steps.reverse else laid_out
+
+
+def _in_rows(steps: Steps, laid_out: Tensor) -> Tensor:
+    """Return what such a layer returns as rows."""
+    if not steps.even:
+        return laid_out
+    return (laid_out.flip(0) if steps.reverse else laid_out).flatten(0, 1)

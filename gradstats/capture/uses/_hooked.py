@@ -1,0 +1,203 @@
+"""Operations that PyTorch runs as always, with a hook on the node of their backward.
+
+For these the norms cannot share any work with the training gradient. So operation and backward stay
+PyTorch's, and a hook that runs after the backward reports. It costs less than an autograd Function,
+which would take longer than a small operation itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats._factors import Lookup
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.operations._graph import (
+    ADD,
+    ADDMM,
+    CONVOLUTION,
+    EMBEDDING,
+    GROUP_NORM,
+    LAYER_NORM,
+    MM,
+    MUL,
+    VIEWS,
+)
+from gradstats.capture.parameters._nodes import Root
+from gradstats.capture.parameters._tensors import node_of
+from gradstats.capture.uses._together import Group, norms_of
+from gradstats.capture.uses._uses import Use, check_derivatives
+
+Gradients = tuple[Tensor | None, ...]
+
+# The key under which an operation's node keeps its ``Hooked`` among its metadata.
+KEY = "gradstats"
+
+
+class Place(NamedTuple):
+    """Where the autograd node of an operation keeps its data.
+
+    Attributes:
+        kind: type of the node.
+        saved: attributes that hold what the factors need, the data first.
+        edge: position of the edge to the node that computed the data; None where data never have a
+            gradient.
+    """
+
+    kind: type
+    saved: tuple[str, ...]
+    edge: int | None
+
+
+LINEAR = Place(ADDMM, ("_saved_mat1",), 1)
+LINEAR_WITHOUT_BIAS = Place(MM, ("_saved_self",), 0)
+CONVOLVED = Place(CONVOLUTION, ("_saved_input",), 0)
+NORMALISED = Place(LAYER_NORM, ("_saved_input",), 0)
+NORMALISED_IN_GROUPS = Place(GROUP_NORM, ("_saved_input",), 0)
+LOOKED_UP = Place(EMBEDDING, ("_saved_indices",), None)
+# By the position of the data.
+MULTIPLIED = Place(MUL, ("_saved_self",), 0), Place(MUL, ("_saved_other",), 1)
+ADDED = Place(ADD, (), 0), Place(ADD, (), 1)
+
+KINDS = frozenset({ADDMM, MM, CONVOLUTION, LAYER_NORM, GROUP_NORM, EMBEDDING, MUL, ADD})
+
+
+class Hooked(Use):
+    """The use of parameters by an operation whose node has a hook that reports.
+
+    Attributes:
+        place: where the node keeps its data.
+        factors_of: as ``tap`` takes it, and as ``Joinable`` has it.
+        group: the operations that it may wait for; None if it may not wait.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Root],
+        place: Place,
+        factors_of,
+        lookup: Lookup | None,
+        group: Group | None,
+    ):
+        super().__init__(roots)
+        self.place = place
+        self.factors_of = factors_of
+        self.lookup = lookup
+        self.group = group
+
+    def expect(self) -> None:
+        super().expect()
+        if self.group is not None:
+            self.group.expected += 1
+
+    def after_backward(self, grads: Gradients, given: Gradients) -> Gradients | None:
+        """Report the factors; in a differentiated backward return gradients that can be tracked.
+
+        Args:
+            grads: gradients of the operation's operands.
+            given: gradients of its results, after the user's hooks.
+        """
+        grad = given[0]
+        if torch.is_grad_enabled():
+            check_derivatives(self)
+            return self._with_tracked(grads, grad)
+        if self.is_due():
+            if grad is None:
+                self.deliver([None for _ in self.nodes])
+            else:
+                saved = self._saved()
+                with torch._C.DisableTorchFunction():
+                    self._report(grad, *saved)
+        return None
+
+    def _saved(self) -> list[Tensor]:
+        node = torch._C._current_autograd_node()
+        return [getattr(node, name) for name in self.place.saved]
+
+    def _report(self, grad: Tensor, *saved: Tensor) -> None:
+        if self.settings.consumer is None and self.all_sole:
+            if self.group is not None and self.group.take(self.roots, grad, *saved):
+                return
+            norms = norms_of(self.factors_of, self.settings.workspace, grad, *saved)
+            for root, result in zip(self.roots, norms, strict=True):
+                root.settle_alone(result)
+            return
+        self.deliver(self.factors_of(grad, *saved))
+
+    def _with_tracked(self, grads: Gradients, grad: Tensor | None) -> Gradients | None:
+        """Return the gradients, that of the data computed by tracked operations."""
+        edge = self.place.edge
+        if edge is None or grads[edge] is None or grad is None:
+            return None
+        found = self.factors_of.data_gradients(self.nodes, grad, *self._saved())
+        return None if found is None else (*grads[:edge], found[0], *grads[edge + 1 :])
+
+
+def hooked(
+    tracker,
+    place: Place,
+    parameters: Sequence[Tensor | None],
+    factors_of,
+    examples: Examples,
+    run: Callable[..., Tensor],
+    lookup: Lookup | None = None,
+) -> Tensor | None:
+    """Return PyTorch's result of an operation, with a hook on its node; None if that cannot be.
+
+    Args:
+        tracker: the context.
+        place: where the operation's node is expected to keep its data.
+        parameters: the operands that are not data; those that are not None must be parameters.
+        factors_of: as ``tap`` takes it.
+        examples: where the examples lie in the result.
+        run: the operation, called with the plain tensors for ``parameters``.
+        lookup: as ``tap`` takes it.
+    """
+    settings = tracker.settings
+    roots: list[Root] = []
+    operands: list[Tensor | None] = []
+    for item in parameters:
+        root = node_of(item)
+        if isinstance(root, Root):
+            roots.append(root)
+            # To be added up in PyTorch's order, a parameter's gradients must all meet at its alias.
+            operands.append(root.value if settings.exact else root.parameter)
+        elif item is None:
+            operands.append(None)
+        else:
+            return None
+    if (
+        is_compiling()
+        # Autocast caches casts of leaves, and would reuse one made where no gradient is recorded.
+        or torch._C._is_any_autocast_enabled()
+        # Hooks on saved tensors may unpack each only once, as those of checkpoints do.
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    ):
+        return None
+    result = run(*operands)
+    node = _own_node(result, place.kind)
+    if node is None:
+        return None
+    group = tracker.together.group(factors_of, result)
+    use = Hooked(roots, place, factors_of, lookup, group)
+    node.metadata[KEY] = use
+    node.register_hook(use.after_backward)
+    tracker.note_followed(result, examples)
+    return result
+
+
+def _own_node(result: Tensor, kind: type) -> Any:
+    """Return the node of an operation, perhaps behind a view; None if it is of another kind."""
+    node: Any = result.grad_fn  # PyTorch's annotations take its metadata for a method
+    if type(node) in VIEWS:
+        node = node.next_functions[0][0]
+    return node if type(node) is kind else None
+
+
+def hooked_on(node: Any) -> Hooked | None:
+    """Return the use that a node's hook reports; None for nodes without such a hook."""
+    return node.metadata.get(KEY) if type(node) in KINDS else None

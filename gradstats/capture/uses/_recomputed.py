@@ -1,0 +1,173 @@
+"""Operations that PyTorch computes as a whole and that the backward takes apart.
+
+A recurrent layer reaches PyTorch as one operation, whose backward does not show the gradients of
+the products inside. The backward here computes what is inside once more, for the gradients of the
+operands and for their factors.
+
+    Recomputed  the operation's results; the backward finds gradients and factors
+    JointTap    identity on the results of PyTorch's own operation; the backward finds factors only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradstats._factors import Factor
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.uses._uses import Use, free_of_views
+from gradstats.contractions import Fused, sqnorm_and_sum
+from gradstats.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture.rules._recurrent import Recurrence
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where one operand meets data: its gradient is Σ_r left_r right_rᵀ over rows r.
+
+    Attributes:
+        slot: position of the operand among the operation's tensors.
+        left: (rows, p), gradients of what the operand computes.
+        right: (rows, q), what it is multiplied by; None where it is added.
+    """
+
+    slot: int
+    left: Tensor
+    right: Tensor | None
+
+    def total(self) -> Tensor:
+        """Return the gradient summed over all rows."""
+        return self.left.sum(0) if self.right is None else self.left.t() @ self.right
+
+
+class Kept:
+    """An operation's result, kept for its backward unless it is changed in place.
+
+    It is not saved as autograd saves tensors, which would raise an error where PyTorch's own
+    operation does not need its result and the user's code changes it.
+    """
+
+    def __init__(self, result: Tensor):
+        # Hooks on saved tensors, such as checkpoints', are there to save memory: keep nothing then.
+        packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        self._alias = None if packs else result.detach()
+        self._version = result._version
+
+    def take(self) -> Tensor | None:
+        """Return the result and drop it; None where it was not kept or has changed."""
+        alias, self._alias = self._alias, None
+        return alias if alias is not None and alias._version == self._version else None
+
+
+class Recomputed(torch.autograd.Function):
+    """The results of an operation, with a backward that computes the operation again."""
+
+    @staticmethod
+    def forward(ctx, use, operation, tracked, data, *tensors):
+        ctx.use, ctx.operation, ctx.tracked, ctx.data = use, operation, tracked, data
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        results = tuple(map(free_of_views, operation.native(*tensors)))
+        ctx.output = Kept(results[0])
+        return results
+
+    @staticmethod
+    def backward(ctx, *grads):
+        tensors = ctx.saved_tensors
+        _refuse_derivatives(ctx.use)
+        with torch._C.DisableTorchFunction():
+            wanted, settings = ctx.needs_input_grad[4:], ctx.use.settings
+            gradients, sites = _taken_apart(ctx, grads, tensors, wanted)
+            factors: dict[int, Factor | Fused] = {}
+            for site in sites:
+                train = wanted[site.slot] and (settings.weight_gradients or site.slot in ctx.data)
+                if site.slot in ctx.tracked:
+                    factor = ctx.operation.factor(site)
+                    sole = ctx.use.is_sole(ctx.tracked.index(site.slot))
+                    factors[site.slot] = factor
+                    if train and site.right is not None and sole:
+                        norms, total = sqnorm_and_sum(factor, settings.workspace)
+                        factors[site.slot] = Fused(factor, norms, total)
+                        gradients[site.slot] = total.to(tensors[site.slot].dtype)
+                if train and gradients[site.slot] is None:
+                    gradients[site.slot] = site.total().to(tensors[site.slot].dtype)
+            ctx.use.deliver([factors[slot] for slot in ctx.tracked])
+        return (None, None, None, None, *gradients)
+
+
+class JointTap(torch.autograd.Function):
+    """Identity on an operation's results that turns their gradients into reports."""
+
+    @staticmethod
+    def forward(ctx, use, operation, tracked, output, results, *tensors):
+        ctx.use, ctx.operation, ctx.tracked, ctx.output = use, operation, tracked, output
+        ctx.save_for_backward(*tensors[results:])
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*tensors[:results])
+        return tensors[:results]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        tensors = ctx.saved_tensors
+        _refuse_derivatives(ctx.use)
+        with torch._C.DisableTorchFunction():
+            _, sites = _taken_apart(ctx, grads, tensors, [False] * len(tensors))
+            factors = {
+                site.slot: ctx.operation.factor(site) for site in sites if site.slot in ctx.tracked
+            }
+            ctx.use.deliver([factors[slot] for slot in ctx.tracked])
+        return (None, None, None, None, None, *grads, *(None for _ in tensors))
+
+
+def _taken_apart(ctx, grads, tensors, wanted) -> tuple[list[Tensor | None], list[Site]]:
+    # The operands have been cast already, and what is accumulated must not be.
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return ctx.operation.differentiate(grads, ctx.output.take(), tensors, wanted)
+
+
+def recomputed(
+    nodes: Sequence[Node],
+    tracked: tuple[int, ...],
+    data: tuple[int, ...],
+    operation: Recurrence,
+    *tensors: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return an operation's results with the factors of ``nodes`` attached.
+
+    Args:
+        nodes: the tracked operands.
+        tracked: their positions among ``tensors``.
+        data: the positions of operands that stand in a parameter's place but were computed from
+            trained data: their gradients are always wanted.
+        operation: what computes the results and takes them apart.
+        tensors: its operands, as plain tensors.
+
+    Cost: one more forward of the operation in the backward; until then only the first result is
+    kept in memory.
+    """
+    use = Use(nodes)
+    if use.settings.exact:
+        results = tuple(map(free_of_views, operation.native(*tensors)))
+        # The tap marks the results as changed but leaves their values alone: without this, an
+        # operation that needs its own result in the backward would raise an error.
+        with torch.autograd._unsafe_preserve_version_counter(results):
+            kept = Kept(results[0])
+            return JointTap.apply(use, operation, tracked, kept, len(results), *results, *tensors)
+    return Recomputed.apply(use, operation, tracked, data, *tensors)
+
+
+def _refuse_derivatives(use: Use) -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedOperationError(
+            "the loss contains derivatives of the network (torch.autograd.grad with "
+            f"create_graph=True ran through a recurrent layer's {use.nodes[0].describe()}), and "
+            "how they depend on the parameter is not known for this operation. Expected such "
+            "derivatives through linear layers only: write the layer with these, or leave the "
+            f"parameter out by name with exclude={use.names!r}."
+        )

@@ -1,0 +1,353 @@
+"""What all uses of parameters have in common, and the simplest of them.
+
+    Use  the roots that one operation uses, and how its factors reach them
+    Tap  identity on the result of an operation that PyTorch computed as always
+
+The autograd Functions at which a parameter meets data keep their ``Use`` in ``ctx.use``, where the
+walk over the graph finds it, and deliver factors to the roots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats._factors import Factor, Lookup, Outer, Ragged
+from gradstats.capture.operations._graph import INNERMOST
+from gradstats.capture.parameters._consumers import Consumer
+from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._lineage import Pulled, pull_back
+from gradstats.capture.parameters._nodes import Node, Root, closed_before, unique_roots
+from gradstats.capture.parameters._slices import as_slices
+from gradstats.capture.parameters._transforms import HiddenError, transform_level
+from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
+from gradstats.contractions._precision import without_autocast
+from gradstats.errors import UnsupportedOperationError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a context asks of its uses.
+
+    Attributes:
+        weight_gradients: whether training gradients are wanted too.
+        fused: whether weight gradients may come from gradstats' own pass over the data.
+        workspace: bytes of scratch memory that a contraction may allocate at once.
+        consumer: what else is done with the factors of each parameter; None for norms alone.
+    """
+
+    weight_gradients: bool
+    fused: bool
+    workspace: int
+    consumer: Consumer | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the training gradients are to be PyTorch's own, to the bit."""
+        return self.weight_gradients and not self.fused
+
+
+class Use:
+    """One operation's use of some tracked tensors.
+
+    Attributes:
+        nodes: the tracked tensors.
+        roots: the parameters that they are computed from.
+        direct: whether the nodes are parameters, all of them different.
+        tracker, settings: the context, and what it asks of its uses.
+        lookup: the look-up, if this is one, on which what is kept for cross terms depends.
+    """
+
+    lookup: Lookup | None = None
+
+    def __init__(self, nodes: Sequence[Node]):
+        self.nodes = tuple(nodes)
+        self.roots = unique_roots(self.nodes)
+        self.direct = self.roots == self.nodes
+        self.tracker = nodes[0].tracker
+        self.settings: Settings = self.tracker.settings
+        for root in self.roots:
+            root.registered += 1
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the roots."""
+        return [root.name for root in self.roots]
+
+    def is_sole(self, position: int) -> bool:
+        """Whether the node there is a parameter whose only use this is, and only there."""
+        node = self.nodes[position]
+        if not (isinstance(node, Root) and node.has_one_use):
+            return False
+        return self.direct or sum(node in other.roots for other in self.nodes) == 1
+
+    @property
+    def all_sole(self) -> bool:
+        """Whether all nodes are parameters whose only use this is."""
+        if self.direct:
+            return all([root.has_one_use for root in self.roots])
+        return all(map(self.is_sole, range(len(self.nodes))))
+
+    def is_tied(self, factor: Outer | Ragged) -> bool:
+        """Whether the first node is a parameter whose other uses are all look-ups of its rows.
+
+        Then only the norms of this use's factor are kept, and what cross terms with the look-ups
+        need.
+        """
+        node = self.nodes[0]
+        tied = isinstance(node, Root) and self.direct and node.is_projection
+        return tied and factor.spans_rows
+
+    def expect(self) -> None:
+        """Count this use: the backward that is about to run will reach it."""
+        for root in self.roots:
+            root.counted += 1
+            root.expected += 1
+            if self.lookup is not None:
+                root.lookups = (*root.lookups, self.lookup)
+
+    def is_due(self) -> bool:
+        """Whether the running backward is that of the losses, not of an inner autograd.grad."""
+        if self.tracker.closed:
+            raise closed_before(self.nodes[0])
+        return self.tracker.is_backward_of_losses()
+
+    def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
+        """Hand the roots the factor of each node in turn.
+
+        ``Fused`` stands for a factor whose norms have been computed already (the only use of a
+        parameter, or of a cast or reshape of one); None for a node that no gradient reached.
+        """
+        if torch._C._is_any_autocast_enabled():
+            with without_autocast():  # a graph's backward is traced in that of its forward
+                return self.deliver(factors)
+        if not self.is_due():
+            return
+        if self.direct or (len(factors) == 1 and isinstance(factors[0], Fused)):
+            settings = self.settings
+            for root, factor in zip(self.roots, factors, strict=True):
+                if factor is not None and settings.consumer is None and root.has_one_use:
+                    root.settle_alone(_norms(factor, settings))
+                    continue
+                if factor is not None:
+                    root.deliver(_held(factor, root))
+                root.settle()
+            return
+        for node, factor in zip(self.nodes, factors, strict=True):
+            if factor is None:
+                continue
+            found: Mapping[Root, Sequence[Factor | Fused]]
+            if isinstance(node, Root):
+                found = {node: [factor]}
+            else:
+                assert not isinstance(factor, Fused)  # of sole uses, which are roots
+                assert isinstance(node, Derived)
+                found = pull_back(factor, node, node.roots)
+                if any(isinstance(own, Pulled) for terms in found.values() for own in terms):
+                    found = as_slices(factor, node) or found
+            for root, terms in found.items():
+                parts = max(len(terms), sum(root in other.roots for other in self.nodes))
+                for own in terms:
+                    root.deliver(_held(own, root), parts)
+        # All at first: what one contracts may serve the others that are complete as well.
+        for root in self.roots:
+            root.expected -= 1
+        for root in self.roots:
+            if root.is_complete:
+                root.contract()
+
+
+def _norms(factor: Factor | Fused, settings: Settings) -> Contraction:
+    """Return the squared norms of the only factor of a parameter."""
+    if isinstance(factor, Fused):
+        return factor.norms
+    return sqnorm([factor], settings.workspace)
+
+
+def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
+    """Return what to keep of a factor: where it has to wait for other uses, in lean form."""
+    return factor if root.has_one_use or isinstance(factor, Fused) else lean(factor)
+
+
+def attach(function: type[torch.autograd.Function], *args):
+    """Apply an autograd Function that takes a ``Use``.
+
+    It skips PyTorch's support for torch.func transforms, in which there are no uses.
+    """
+    return _innermost(function)(*args)
+
+
+@cache
+def _innermost(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    return INNERMOST.__get__(None, function)
+
+
+def fuse(
+    factor: Factor, settings: Settings, want_sum: bool, dtype: torch.dtype | None = None
+) -> Fused:
+    """Return the only factor of a parameter with its norms, and its sum if one pass gives both.
+
+    Args:
+        factor: the factor.
+        settings: the context's.
+        want_sum: whether the weight gradient is wanted.
+        dtype: the preferred dtype of the weight gradient; None for any.
+    """
+    if want_sum and settings.fused:
+        return Fused(factor, *sqnorm_and_sum(factor, settings.workspace, dtype))
+    return Fused(factor, sqnorm([factor], settings.workspace), None)
+
+
+def unseen(again):
+    """Make a backward of a function of (ctx, grad, *saved), and hide its operations from modes.
+
+    Saved tensors are read first: reading them makes a checkpoint run its part of the forward again,
+    which modes have to see.
+
+    Args:
+        again: called as again(ctx, grad, *saved) in place of the function when grad mode is on,
+            that is inside a ``torch.autograd.grad(..., create_graph=True)`` whose result becomes
+            part of the loss. Nothing is reported then. Tracked operations compute the gradients of
+            the data, which uses the parameters once more. Returns the position and the gradient of
+            each input that is data.
+    """
+
+    def decorate(backward):
+        def run(ctx, grad):
+            saved = ctx.saved_tensors
+            if is_compiling():
+                with without_autocast():  # a graph's backward is traced in that of its forward
+                    return backward(ctx, grad, *saved)
+            if torch.is_grad_enabled():
+                gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+                check_derivatives(ctx.use)
+                for position, gradient in again(ctx, grad, *saved):
+                    gradients[position] = gradient
+                return tuple(gradients)
+            with torch._C.DisableTorchFunction():
+                return backward(ctx, grad, *saved)
+
+        return run
+
+    return decorate
+
+
+def check_derivatives(use: Use) -> None:
+    """Raise where a context cannot serve a loss that contains derivatives of the network."""
+    if use.tracker.closed:
+        raise closed_before(use.nodes[0])
+    if transform_level() is not None:
+        raise HiddenError(
+            "torch.autograd.grad(..., create_graph=True) inside a torch.func transform (vmap, "
+            f"grad, jvp …) ran through {use.nodes[0].describe()}: the transform hides how the "
+            "derivatives depend on it. Expected torch.autograd.grad outside of transforms, with "
+            "is_grads_batched=True for several vectors at once.",
+            use.names,
+        )
+    if use.settings.exact:
+        raise UnsupportedOperationError(
+            "the loss contains derivatives of the network (torch.autograd.grad with "
+            f"create_graph=True ran through {use.nodes[0].describe()}). With fused=False gradients "
+            "are PyTorch's own to the bit, which does not allow such derivatives to be told apart "
+            "by example. Use fused=True."
+        )
+
+
+def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
+    method = getattr(ctx.factors_of, "data_gradients", None)
+    if method is None:
+        raise UnsupportedOperationError(
+            "the loss contains derivatives of the network (torch.autograd.grad with "
+            f"create_graph=True ran through an operation on {ctx.use.nodes[0].describe()}), and "
+            "how they depend on the parameter is not known for this operation. Expected a linear "
+            "layer, convolution, normalisation layer, product, or operation that broadcasts: write "
+            "it with these, or leave the parameter out by name with "
+            f"exclude={ctx.use.names!r}."
+        )
+    gradients = method(ctx.use.nodes, grad, *saved)
+    if gradients is None:
+        return ((2, grad),)
+    return zip(ctx.data, gradients, strict=True)
+
+
+def derived(node: Node, function, *args) -> Derived:
+    """Return the node of ``function(node, *args)``, a tensor that belongs to no example."""
+    with torch._C.DisableTorchFunctionSubclass():
+        value = function(node.value, *args)
+    return Derived(node.tracker, value, function, (node, *args), {}, None)
+
+
+class Tap(torch.autograd.Function):
+    """Identity on an operation's result that turns its gradient into reports.
+
+    The result is marked as changed in place so that it remains an ordinary tensor: returned as a
+    view, it could not be changed in place by a later ``relu_``.
+    """
+
+    @staticmethod
+    def forward(ctx, use, factors_of, result, *saved):
+        ctx.use, ctx.factors_of = use, factors_of
+        ctx.data = range(3, 3 + len(saved))
+        ctx.save_for_backward(*saved)
+        ctx.mark_dirty(result)
+        return result
+
+    @staticmethod
+    @unseen(_tap_again)
+    def backward(ctx, grad, *saved):
+        factors = None
+        if ctx.use.settings.consumer is None and ctx.use.all_sole:
+            method = getattr(ctx.factors_of, "norms", None)
+            norms = None if method is None else method(grad, *saved)
+            factors = None if norms is None else [Fused(None, each, None) for each in norms]
+        if factors is None:
+            factors = ctx.factors_of(grad, *saved)
+        ctx.use.deliver(factors)
+        return (None, None, grad, *(None for _ in saved))
+
+
+def tap(
+    nodes: Sequence[Node],
+    result: Tensor,
+    factors_of,
+    *saved: Tensor | None,
+    lookup: Lookup | None = None,
+) -> Tensor:
+    """Return ``result`` with the factors of ``nodes`` attached to its gradient.
+
+    Args:
+        nodes: the tracked operands of the operation.
+        result: what the operation returned, still connected to the operands as PyTorch connects it.
+        factors_of: called as factors_of(grad, *saved); returns one factor for each node. Its
+            method ``data_gradients(nodes, grad, *saved)``, where it has one, returns the gradients
+            of ``saved``, computed by tracked operations, or None where these do not depend on the
+            tracked operands. Its method ``norms(grad, *saved)``, where it has one, returns the
+            norms of factors that need not wait for other uses, one ``Contraction`` for each node,
+            or None.
+        saved: tensors that ``factors_of`` needs, saved as any operation saves its operands.
+        lookup: the look-up that the operation is, if its factors name one.
+    """
+    use = Use(nodes)
+    use.lookup = lookup
+    if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
+        return attach(Tap, use, factors_of, result, *saved)
+    # Dispatch modes, such as selective checkpoints, may check that results were not changed.
+    with torch.autograd._unsafe_preserve_version_counter(result):
+        return attach(Tap, use, factors_of, result, *saved)
+
+
+def free_of_views(tensor: Tensor) -> Tensor:
+    """Return a new result, which autograd may take for a view, as an ordinary tensor.
+
+    A view that is marked as changed passes its gradient on through a copy of its base with other
+    strides, so that sums over it are rounded differently.
+    """
+    if not tensor._is_view():
+        return tensor
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)

@@ -1,0 +1,105 @@
+"""A parameter as each example sees it, for all operations that broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradstats._complex import as_real
+from gradstats._factors import Vector, compute_dtype
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.parameters._nodes import Node, Root
+from gradstats.capture.uses._uses import Use, attach
+
+
+class ExampleView(torch.autograd.Function):
+    """A tracked tensor as each example sees it: expanded, not copied, along the example axis.
+
+    The operation that follows is PyTorch's own, and so is the gradient that comes back, with one
+    slice for each example.
+    """
+
+    @staticmethod
+    def forward(ctx, use, layout, value):
+        ctx.use, ctx.layout = use, layout
+        ctx.shape = tuple(value.shape)
+        return layout.view(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        layout = ctx.layout
+        with torch._C.DisableTorchFunction():
+            ctx.use.deliver([layout.factor(grad.detach(), ctx.shape)])
+        grad_value = None
+        if ctx.use.settings.weight_gradients and ctx.needs_input_grad[2]:
+            grad_value = layout.total(grad, ctx.shape)
+        return None, None, grad_value
+
+
+@dataclass(frozen=True)
+class ExampleLayout:
+    """How a tensor of some shape lines up with the examples of an operation's result.
+
+    Attributes:
+        dims: number of axes of the operation's result.
+        examples: where the result's examples lie.
+    """
+
+    dims: int
+    examples: Examples
+
+    def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (1,) * (self.dims - len(shape)) + tuple(shape)
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Return the size of a tensor along the example axis."""
+        axis = self.examples.axis - (self.dims - len(shape))
+        return shape[axis] if axis >= 0 else 1
+
+    def own_slices(self, shape: Sequence[int]) -> bool:
+        """Whether each row sees its own slice of the tensor rather than the whole."""
+        return self.rows_of(shape) == self.examples.rows != 1
+
+    def serves(self, shape: Sequence[int]) -> bool:
+        """Whether the factor of a tensor of this shape is known."""
+        alone = self.examples.batch == 1
+        return self.examples.plain or alone or not self.own_slices(shape)
+
+    def view(self, value: Tensor) -> Tensor:
+        shape = list(self.padded(value.shape))
+        shape[self.examples.axis] = self.examples.rows
+        return value.expand(shape)
+
+    def factor(self, grad: Tensor, shape: tuple[int, ...]) -> Vector:
+        if grad.is_complex():
+            return replace(self, dims=self.dims + 1).factor(as_real(grad), (*shape, 2))
+        slices = self.examples.lead(grad)
+        batch = self.examples.batch
+        if self.own_slices(shape) and batch == 1:
+            return Vector(grad.reshape(1, *shape), shape)
+        if self.own_slices(shape):
+            axis = self.examples.axis - (self.dims - len(shape))
+            rest = shape[:axis] + shape[axis + 1 :]
+            return Vector(slices.reshape(batch, *rest), shape, axis)
+        if not self.examples.plain:
+            slices = self.examples.reduce(slices.to(compute_dtype(slices)))
+        elif slices.dim() == len(shape) + 1:
+            return Vector(slices, shape)
+        return Vector(slices.reshape(batch, *shape), shape)
+
+    def total(self, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if not self.own_slices(shape):
+            grad = grad.sum(self.examples.axis, keepdim=True)
+        return grad.reshape(shape)
+
+
+def example_view(node: Node, layout: ExampleLayout) -> Tensor:
+    """Return the node's value as each example sees it, with its statistics attached."""
+    # The parameter itself is used rather than its alias, unless training gradients are to be
+    # PyTorch's own to the bit: then those of all uses are added up at the alias.
+    bare = isinstance(node, Root) and not node.tracker.settings.exact
+    value = node.parameter if bare else node.value  # type: ignore[attr-defined]
+    return attach(ExampleView, Use([node]), layout, value)
