@@ -1,9 +1,9 @@
 """Do a convolution's norms take the faster form, and as many examples at once as is best?
 
-For layers of residual networks the per-example gradients are formed by grouped convolutions or by
-products of written patches, or products of patches meet in the Gram form. All are timed in one run,
-for the norms alone and with the weight gradient, and the cost model's choice is compared with the
-fastest.
+For layers of convolutional networks the per-example gradients are formed by convolutions, with the
+examples as groups or one by one, or by products of written patches, or products of patches meet in
+the Gram form. All are timed in one run, for the norms alone and with the weight gradient, and the
+cost model's choice is compared with the fastest.
 
     python -m benchmarks.convolution_forms [--rounds 9] [--no-csv]
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from gradstats._factors import ConvolutionGeometry, Patches
 from gradstats.contractions import _outer, _patches
 
 EXAMPLES = 16
-FORMS = ("convolution", "patches", "gram")
+FORMS = ("groups", "alone", "patches", "gram")
 WORKSPACE = 256 * 1024 * 1024
 
 
@@ -37,7 +38,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = (
-    Layer(3, 64, 7, 2, 64), Layer(1, 16, 8, 2, 28), Layer(16, 32, 4, 2, 13),
+    Layer(3, 64, 7, 2, 64), Layer(3, 64, 7, 2, 224), Layer(3, 64, 3, 1, 32),
+    Layer(3, 96, 4, 4, 64), Layer(1, 32, 3, 1, 28), Layer(1, 6, 5, 1, 28), Layer(6, 16, 5, 1, 14),
+    Layer(1, 16, 8, 2, 28), Layer(16, 32, 4, 2, 13),
     Layer(16, 16, 3, 1, 32), Layer(32, 32, 3, 1, 16), Layer(64, 64, 3, 1, 8),
     Layer(64, 64, 3, 1, 16), Layer(128, 128, 3, 1, 8), Layer(256, 256, 3, 1, 4),
     Layer(512, 512, 3, 1, 2), Layer(64, 64, 3, 1, 56), Layer(128, 128, 3, 1, 28),
@@ -69,8 +72,10 @@ def forms(factor: Patches, with_sum: bool) -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {
         "patches": lambda: of_patches(_outer.direct_and_sum if with_sum else _outer.direct),
     }
-    if not factor.cheap:  # elsewhere gradients are formed of patches in any case
-        found["convolution"] = lambda: _patches._direct(factor, WORKSPACE, with_sum=with_sum)
+    for name in ("groups", "alone"):
+        found[name] = partial(
+            _patches._convolved, factor, WORKSPACE, alone=name == "alone", with_sum=with_sum
+        )
     if factor.geometry.groups > 1:
         return found  # whose groups are not matrix products
     if not with_sum:
@@ -82,8 +87,9 @@ def compare(layer: Layer, with_sum: bool, rounds: int) -> dict[str, object]:
     """Time the forms for one layer and print what the cost model's choice loses."""
     factor = factor_of(layer)
     timings = interleave(forms(factor, with_sum), "patches", rounds)
-    direct = "patches" if factor.cheap else "convolution"
-    chosen = direct if _patches._form(factor, with_sum=with_sum) == "direct" else "gram"
+    chosen = "gram"
+    if _patches._form(factor, with_sum=with_sum) == "direct":
+        chosen = factor.way
     milliseconds = {name: timing.milliseconds for name, timing in timings.items()}
     fastest = min(timings, key=lambda name: timings[name].ratio)
     lost = lost_by(chosen, timings)

@@ -11,11 +11,13 @@ units.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from gradstats._compiler import remembered
 
 Form = Literal["rank_one", "gram", "direct"]
+ConvolutionWay = Literal["patches", "groups", "alone"]
 
 # One element read or written by an elementwise pass costs about as much as this many multiply-adds
 # of a matrix product (float32, two cores of an AMD EPYC; see benchmarks/crossover.py).
@@ -28,6 +30,11 @@ PATCH_COST = 64
 # Elements of patches that are written and multiplied in the time that a grouped convolution takes
 # in oneDNN whatever its size: about 150 µs.
 FEW_PATCHES = 2**16
+
+# Elements of one example's patches above which oneDNN convolves faster example by example, where it
+# cannot take them as groups by blocks of so many channels.
+MANY_PATCHES = 200_000
+CHANNEL_BLOCK = 8
 
 # What the Gram form's additional operations cost, whatever their size: about 15 µs.
 GRAM_OPERATIONS = 1_400_000
@@ -342,6 +349,15 @@ def product(sizes) -> int:
     return math.prod(sizes)
 
 
+def patches_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
+    """Return of how many examples the patches are written out at once.
+
+    On two cores of an AMD EPYC 16 MiB take 0.6 to 1.0 of the time of 1 MiB.
+    """
+    budget = min(workspace, FRESH_BYTES)
+    return max(1, min(examples, budget // max(1, bytes_per_example)))
+
+
 def convolution_chunk(operands: int, gradient: int, examples: int, workspace: int) -> int:
     """Return how many examples become the groups of one grouped weight-gradient call.
 
@@ -359,18 +375,37 @@ def convolution_chunk(operands: int, gradient: int, examples: int, workspace: in
     return max(1, min(examples, 64, fits))
 
 
-def patches_are_cheap(channels: int, kernel: int, groups: int, elements: int) -> bool:
-    """Whether per-example gradients of a convolution are best formed of patches written out.
+def convolution_way(
+    channels: int, outputs: int, kernel: Sequence[int], positions: int, groups: int, examples: int
+) -> ConvolutionWay:
+    """Choose how per-example gradients of a convolution are formed.
 
-    Measured on two cores of an AMD EPYC: for pointwise kernels, whose patches are the input as it
+    Measured on two cores of an AMD EPYC. For pointwise kernels, whose patches are the input as it
     stands, for the few channels of a first layer, which a convolution pads, and where there is so
     little to write that calling a convolution takes longer, products of patches take 0.25 to 1.1
-    times as long as a grouped convolution; elsewhere up to 2.5 times.
+    times as long as a grouped convolution; elsewhere up to 2.5 times. Large images of which oneDNN
+    pads the channels take 0.4 to 1.1 of either when they are convolved one by one.
 
     Args:
         channels: number of input channels in one group.
-        kernel: number of positions of the kernel.
+        outputs: number of output channels O.
+        kernel: its size along each axis.
+        positions: number of positions T of one example.
         groups: number of groups.
-        elements: of the patches of all examples.
+        examples: number of examples B.
+
+    Returns:
+        "patches" for products of patches written out, "groups" for examples as the groups of one
+        convolution, "alone" for a convolution of each.
     """
-    return groups == 1 and (kernel == 1 or channels < 8 or elements <= FEW_PATCHES)
+    if groups > 1:
+        return "groups"
+    size = math.prod(kernel)
+    if size == 1:
+        return "patches"
+    padded = channels % CHANNEL_BLOCK > 0 or outputs % CHANNEL_BLOCK > 0
+    patches = positions * channels * size
+    if padded and len(kernel) == 2 and patches > MANY_PATCHES:
+        return "alone"
+    few = channels < CHANNEL_BLOCK or examples * patches <= FEW_PATCHES
+    return "patches" if few else "groups"

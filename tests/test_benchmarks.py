@@ -548,8 +548,7 @@ def test_forms_of_convolutions_are_timed(tmp_path, monkeypatch, capsys):
         assert all(float(row[f"{name}_ms"]) > 0 for name in ways) and row["chosen"] in ways
         (patches,) = ways["patches"]()
         results = [patches] if with_sum else [(patches, None)]
-        if "convolution" in ways:
-            results.append(ways["convolution"]())
+        results += [ways["groups"](), ways["alone"]()]
         for contraction, total in results:
             expected = gradients.square().sum((1, 2, 3, 4))
             torch.testing.assert_close(contraction.value.float(), expected)

@@ -188,7 +188,10 @@ def test_patches(groups, out, kernel):
     torch.testing.assert_close(factor.unfolded().dense(), factor.dense())
     for workspace in (WORKSPACE, TINY):
         assert_exact(contractions.sqnorm([factor], workspace), factor)
-        assert_exact(_patches._direct(factor, workspace, with_sum=False)[0], factor)
+        for alone in (False, True):
+            result, total = _patches._convolved(factor, workspace, alone=alone, with_sum=True)
+            assert_exact(result, factor)
+            torch.testing.assert_close(total, factor.dense().sum(0))
         result, total = contractions.sqnorm_and_sum(factor, workspace)
         assert_exact(result, factor)
         torch.testing.assert_close(total, factor.dense().sum(0))
@@ -246,6 +249,18 @@ def test_every_form_of_a_convolution(name, layout, dtype):
         )
         formed = factor.dense().double()
         torch.testing.assert_close(formed, expected, rtol=roundoff, atol=100 * roundoff)
+
+
+def test_large_images_of_few_channels_are_convolved_one_by_one(monkeypatch):
+    geometry = ConvolutionGeometry((1, 2), (1, 1), (1, 1), 1)
+    factor = Patches(normal(5, 3, 9, 12), normal(5, 20, 9, 6), (20, 3, 3, 3), geometry)
+    for limit, way in ((factor.positions * 27, "patches"), (factor.positions * 27 - 1, "alone")):
+        monkeypatch.setattr(_cost, "MANY_PATCHES", limit)
+        assert factor.way == way
+        assert_exact(contractions.sqnorm([factor], WORKSPACE), factor)
+        result, total = contractions.sqnorm_and_sum(factor, WORKSPACE)
+        assert_exact(result, factor)
+        torch.testing.assert_close(total, factor.unfolded().dense().sum(0))
 
 
 def test_what_a_convolution_writes_anew_is_limited():

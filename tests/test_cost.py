@@ -144,13 +144,24 @@ def test_forms_of_convolutions_as_measured():
         assert _cost.choose_outer_form(positions, outputs, 9 * channels, patches=True) == form
 
 
-def test_patches_are_written_out_where_that_is_cheap():
-    many = 2**20
-    assert _cost.patches_are_cheap(channels=256, kernel=1, groups=1, elements=many)
-    assert _cost.patches_are_cheap(channels=3, kernel=49, groups=1, elements=many)
-    assert not _cost.patches_are_cheap(channels=64, kernel=9, groups=1, elements=many)
-    assert _cost.patches_are_cheap(channels=64, kernel=9, groups=1, elements=2**15)
-    assert not _cost.patches_are_cheap(channels=1, kernel=9, groups=64, elements=2**15)
+@pytest.mark.parametrize(
+    ("channels", "outputs", "kernel", "positions", "groups", "examples", "way"),
+    [
+        (256, 64, (1, 1), 196, 1, 64, "patches"),
+        (3, 64, (7, 7), 196, 1, 64, "patches"),
+        (3, 64, (7, 7), 1024, 1, 64, "patches"),
+        (3, 64, (7, 7), 1600, 1, 64, "alone"),
+        (3, 64, (3, 7, 7), 1600, 1, 64, "patches"),
+        (64, 64, (3, 3), 3136, 1, 64, "groups"),
+        (64, 6, (3, 3), 3136, 1, 64, "alone"),
+        (64, 64, (3, 3), 16, 1, 4, "patches"),
+        (1, 64, (3, 3), 3136, 64, 64, "groups"),
+    ],
+)
+def test_ways_of_convolutions_as_measured(
+    channels, outputs, kernel, positions, groups, examples, way
+):
+    assert _cost.convolution_way(channels, outputs, kernel, positions, groups, examples) == way
 
 
 def test_factors_are_pulled_back_in_several_ways_where_examples_are_short():
@@ -177,6 +188,9 @@ def test_chunks():
     assert _cost.direct_chunk(100, 8, 1) == 1
     assert _cost.rows_per_tile(10, 100, 250) == 2
     assert _cost.rows_per_tile(10, 100, 1) == 1
+    assert _cost.patches_chunk(2**18, 99, WORKSPACE) == 64
+    assert _cost.patches_chunk(100, 99, 250) == 2
+    assert _cost.patches_chunk(2**25, 99, WORKSPACE) == 1
     assert _cost.convolution_chunk(50, 50, 99, WORKSPACE) == 64
     assert _cost.convolution_chunk(50, 50, 64, 250) == 2
     # Gradients that are formed together stay in cache.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradstats._cost import patches_are_cheap, product
+from gradstats._cost import ConvolutionWay, convolution_way, product
 from gradstats._factors._factor import compute_dtype
 from gradstats._factors._outer import Outer
 
@@ -69,11 +69,12 @@ class Patches:
         return replace(self, input=self.input[rows], grad=self.grad[rows])
 
     @property
-    def cheap(self) -> bool:
-        """Whether gradients are best formed of patches written out."""
-        channels, kernel = self.shape[1], product(self.kernel)
-        elements = self.batch * self.positions * channels * kernel
-        return patches_are_cheap(channels, kernel, self.geometry.groups, elements)
+    def way(self) -> ConvolutionWay:
+        """How per-example gradients are best formed."""
+        outputs, channels = self.shape[:2]
+        return convolution_way(
+            channels, outputs, self.kernel, self.positions, self.geometry.groups, self.batch
+        )
 
     @property
     def pointwise(self) -> bool:
@@ -82,10 +83,15 @@ class Patches:
         return {*self.kernel, *geometry.stride} == {1} and not any(geometry.padding)
 
     def dense(self) -> Tensor:
-        if self.cheap:
+        if self.way == "patches":
             return self.unfolded().dense()
-        # The examples become the groups of one grouped convolution, so that the backend's own
-        # weight-gradient kernel produces all per-example gradients without unfolding the input.
+        return self.as_groups()
+
+    def as_groups(self) -> Tensor:
+        """Return what ``dense`` does, by PyTorch's own kernel and without unfolding the input.
+
+        The examples are the groups of one convolution, whose weight gradient is all of theirs.
+        """
         dtype = compute_dtype(self.input, self.grad)
         examples, geometry = self.batch, self.geometry
         spatial = self.input.shape[2:]

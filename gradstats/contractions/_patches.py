@@ -32,8 +32,8 @@ def sqnorm(factor: Patches, workspace: int) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for this geometry."""
     if _triton.convolves(factor):
         return _by_kernels(factor)
-    if _form(factor) == "direct" and not factor.cheap:
-        return _direct(factor, workspace, with_sum=False)[0]
+    if _form(factor) == "direct" and factor.way != "patches":
+        return _convolved(factor, workspace, alone=factor.way == "alone", with_sum=False)[0]
     return joined(
         [
             _outer.sqnorm(factor.select(rows).unfolded(), workspace)
@@ -51,8 +51,9 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
             return _triton_layers.depthwise_and_sum(factor)
         return _by_kernels(factor), _total(factor)
     form = _form(factor, with_sum=True)
-    if form == "direct" and not factor.cheap:
-        result, total = _direct(factor, workspace, with_sum=True)
+    if form == "direct" and factor.way != "patches":
+        alone = factor.way == "alone"
+        result, total = _convolved(factor, workspace, alone=alone, with_sum=True)
         assert total is not None
         return result, total
     results, whole = [], None
@@ -69,7 +70,7 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
 
 
 def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
-    """Return the examples in pieces whose patches, written out, stay in cache.
+    """Return the examples in pieces whose patches are written out at once.
 
     Slices, not patches: a compiler that reads strides in a backward starts over, and one that
     stopped inside a generator (PyTorch 2.15) cannot close it.
@@ -79,7 +80,7 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
     size = factor.positions * row * dtype.itemsize
     chunk = max(1, factor.batch)
     if not factor.pointwise:
-        chunk = _cost.examples_per_chunk(size, factor.batch, workspace)
+        chunk = _cost.patches_chunk(size, factor.batch, workspace)
     return chunks(factor.batch, chunk)
 
 
@@ -115,15 +116,17 @@ def _total(factor: Patches) -> Tensor:
     return summed(factor, torch.promote_types(factor.input.dtype, factor.grad.dtype))
 
 
-def _direct(factor: Patches, workspace: int, *, with_sum: bool):
+def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
+    """Return ‖G_i‖², and Σ_i G_i where it is wanted, of gradients that convolutions form."""
     dtype = compute_dtype(*factor.sides)
     # The operands are regrouped, the gradients written: all of it counts against the workspace.
     operands = (factor.input[0].numel() + factor.grad[0].numel()) * dtype.itemsize
     gradient = _cost.product(factor.shape) * dtype.itemsize
     chunk = _cost.convolution_chunk(operands, gradient, factor.batch, workspace)
+    chunk = 1 if alone else chunk
     total, values = None, []
     for start in range(0, factor.batch, chunk):
-        gradients = factor.select(slice(start, start + chunk)).dense()
+        gradients = factor.select(slice(start, start + chunk)).as_groups()
         values.append(squared_norms(gradients.flatten(2), dtype))
         if with_sum:
             part = gradients[0] if len(gradients) == 1 else gradients.sum(0)
