@@ -17,8 +17,6 @@ from gradstats.scoring._weights import weights_hash
 from gradstats.scoring._work import Work
 from gradstats.statistics._loss import check_losses
 
-HASHES = ("weights", "query_weights")
-
 
 class Recognition:
     """Tells the checkpoints of one call apart, and whether results on disk belong to the call.
@@ -73,18 +71,24 @@ class Recognition:
         self, checkpoint: Checkpoint, query: Checkpoint | None, entry: dict[str, Any]
     ) -> None:
         """Raise unless a checkpoint that was loaded again holds what it did for its entry."""
-        hashes = self._hashes(checkpoint, query)
-        for each, now, key in zip((checkpoint, query), hashes, HASHES, strict=True):
-            if each is not None and now != entry[key]:
+        weights, query_weights = self._hashes(checkpoint, query)
+        held = [
+            (checkpoint, "weights", weights, entry["weights"]),
+            (checkpoint, "learning rates", checkpoint.rates, entry["rates"]),
+        ]
+        if query is not None:
+            held.append((query, "weights", query_weights, entry["query_weights"]))
+        for each, what, now, before in held:
+            if now != before:
                 raise CheckpointError(
-                    f"{each.name} holds other weights than when it was first read in this call, so "
-                    "scores of some examples would be at other weights than those of the rest. "
+                    f"{each.name} holds other {what} than when it was first read in this call, so "
+                    f"scores of some examples would be at other {what} than those of the rest. "
                     "Expected files that nobody writes meanwhile: score copies of those that a "
                     "training run replaces."
                 )
 
     def _hashes(self, checkpoint: Checkpoint, query: Checkpoint | None) -> tuple[str, str | None]:
-        """Return by what the weights of both sides are told, as entries hold it under HASHES."""
+        """Return by what the weights of both sides are told."""
         model = self._work.model
         query_hash = None if query is None else weights_hash(model, query)
         return weights_hash(model, checkpoint), query_hash

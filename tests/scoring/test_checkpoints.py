@@ -454,25 +454,32 @@ def test_the_same_weights_count_once(setting, tmp_path, kind, source, on_disk):
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("what", ["weights", "learning rates"])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_a_file_that_is_written_during_a_call_is_refused(setting, tmp_path, on_disk):
+def test_a_file_that_is_written_during_a_call_is_refused(setting, tmp_path, on_disk, what):
     """With top_k= files are read again for every chunk of the training data."""
     files = [tmp_path / "0.pt", tmp_path / "1.pt"]
+    optimizer = torch.optim.SGD(setting.model.parameters(), lr=0.1)
     for file, state in zip(files, setting.states, strict=True):
-        torch.save(state, file)
+        torch.save({"model": state, "optimizer": optimizer.state_dict()}, file)
     calls = []
 
     def writing(model, batch):
         calls.append(len(batch[0]))
         if len(calls) == 5:
-            torch.save({name: 2 * value for name, value in setting.states[0].items()}, files[1])
+            state = setting.states[1]
+            if what == "weights":
+                state = {name: 2 * value for name, value in state.items()}
+            else:
+                optimizer.param_groups[0]["lr"] = 0.7
+            torch.save({"model": state, "optimizer": optimizer.state_dict()}, files[1])
         return loss_fn(model, batch)
 
     out = tmp_path / "out" if on_disk else None
-    with pytest.raises(gs.CheckpointError, match=r"1\.pt holds other weights than when .* first"):
+    with pytest.raises(gs.CheckpointError, match=rf"1\.pt holds other {what} than when .* first"):
         gs.influence(
             setting.model, setting.train_batches, setting.query_batches, writing,
-            gs.Checkpoints(files, lr=0.1), top_k=2, budget=1, out=out, progress=False,
+            gs.Checkpoints(files, lr="optimizer"), top_k=2, budget=1, out=out, progress=False,
         )  # fmt: skip
 
 
