@@ -258,17 +258,19 @@ def share(rank: int, size: int, folder: Path) -> None:
         call("matrix", folder / "matrix", parameters="0.*")
     except gs.StoreError as error:
         (folder / f"refused-{rank}").write_text(str(error))
-    # Data of its own, or weights of its own, in each process.
+    # Data, weights or a learning rate of its own in each process.
     numbered = TensorDataset(*setting.train, torch.arange(len(setting.train[0])))
     own_data = DataLoader(numbered, 2, sampler=DistributedSampler(numbered))
     own_state = {key: (1 + rank) * value for key, value in setting.states[0].items()}
-    for name, loader, state in (
-        ("data", own_data, setting.states[0]), ("weights", DataLoader(numbered, 2), own_state),
+    whole, state = DataLoader(numbered, 2), setting.states[0]
+    for name, loader, own, rate in (
+        ("data", own_data, state, 0.1), ("weights", whole, own_state, 0.1),
+        ("learning rates", whole, state, 0.1 * (1 + rank)),
     ):  # fmt: skip
         try:
             gs.self_influence(
                 setting.model, loader, lambda model, batch: loss_fn(model, batch[:2]),
-                gs.Checkpoints([state], lr=0.1), ids=2, progress=False,
+                gs.Checkpoints([own], lr=rate), ids=2, progress=False,
             )  # fmt: skip
         except gs.GradStatsError as error:
             (folder / f"{name}-{rank}").write_text(str(error))
