@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -55,14 +55,21 @@ def plot(monitor: Monitor) -> Figure:
     figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
     norms, noise = figure.subplots(2, 1, sharex=True)
     steps = history["step"]
-    alone = {"marker": "."} if len(steps) == 1 else {}  # a line through one point shows nothing
+
+    class Plain(LogFormatter):
+        """Labels the ticks that matplotlib would: 0.6, not 6e-01."""
+
+        def __call__(self, x, pos=None):
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    def draw(axes: Any, name: str, **style: Any) -> None:
+        axes.plot(steps, history[name], **_marked(history[name]), **style)
 
     low, high = history["example_grad_norm/p05"], history["example_grad_norm/p95"]
     norms.fill_between(steps, low, high, color=BLUE, alpha=0.25, label="5 % to 95 % of examples")
-    norms.plot(steps, history["example_grad_norm/p50"], color=BLUE, label="median example", **alone)
-    largest = history["example_grad_norm/max"]
-    norms.plot(steps, largest, color=BLUE, lw=0.8, ls=":", label="largest", **alone)
-    norms.plot(steps, history["grad_norm"], color=BLACK, label="training gradient", **alone)
+    draw(norms, "example_grad_norm/p50", color=BLUE, label="median example")
+    draw(norms, "example_grad_norm/max", color=BLUE, lw=0.8, ls=":", label="largest")
+    draw(norms, "grad_norm", color=BLACK, label="training gradient")
     labelled: set[int] = set()
     for spike in monitor.spikes:
         if spike.step in labelled or not np.isfinite(spike.value):
@@ -79,8 +86,8 @@ def plot(monitor: Monitor) -> Figure:
         norms.plot([], [], marker="v", color=ORANGE, ls="none", label="spike, largest examples")
     norms.set_yscale("log")
     # Of less than a decade the ticks between powers of ten are labelled: 2, not 2 × 10⁰.
-    norms.yaxis.set_major_formatter(LogFormatter())
-    norms.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    norms.yaxis.set_major_formatter(Plain())
+    norms.yaxis.set_minor_formatter(Plain(minor_thresholds=(1.5, 0.5)))
     norms.set_ylabel("gradient norm")
     norms.margins(y=0.1)  # spikes are the highest points, and their ids stand above them
     # Examples that are fit to the last digit must not flatten all other lines.
@@ -95,13 +102,17 @@ def plot(monitor: Monitor) -> Figure:
     noise.fill_between(
         steps, value - spread, value + spread, color=BLUE, alpha=0.25, label="± 2 standard errors"
     )
-    noise.plot(steps, value, color=BLUE, label="noise scale $B_{simple}$")
+    draw(noise, "gns/b_simple", color=BLUE, label="noise scale $B_{simple}$")
     # Steps that know next to nothing must not set the scale, nor their errors flatten the line.
     known = np.isfinite(value + spread)
+    if not known.any():
+        # A standard error takes two steps.
+        known, spread = np.isfinite(value), np.zeros(len(value))
     if known.any():
         examples = history["gradient_diversity/batch_bound"] / history["gradient_diversity"]
         usual = np.nanmedian(examples)
-        noise.plot(steps, examples, color=BLACK, ls="--", label=f"a step: {usual:,.0f} examples")
+        label = f"a step: {usual:,.0f} examples"
+        noise.plot(steps, examples, color=BLACK, ls="--", label=label, **_marked(examples))
         line, band = (np.percentile(each[known], 90) for each in (value, value + spread))
         noise.set_ylim(0, 1.2 * min(band, 3 * line))
         if np.isnan(value).any():
@@ -123,3 +134,10 @@ def plot(monitor: Monitor) -> Figure:
         axes.grid(color="#E4E4E4", linewidth=0.8)
         axes.set_axisbelow(True)
     return figure
+
+
+def _marked(values: np.ndarray) -> dict[str, Any]:
+    """Return the style of a line that marks the values between gaps, which it does not reach."""
+    finite = np.pad(np.isfinite(values), 1)
+    alone = np.flatnonzero(finite[1:-1] & ~finite[:-2] & ~finite[2:])
+    return {"marker": ".", "markevery": alone.tolist()} if len(alone) else {}

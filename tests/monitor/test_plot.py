@@ -70,14 +70,40 @@ def test_one_measured_step_is_seen(monitor):
     assert all(line.get_marker() == "None" for line in plot(monitor).axes[0].get_lines()[:3])
 
 
-def test_norms_of_one_magnitude_have_plain_labels(monitor):
-    norms = np.linspace(2.0, 4.5, len(monitor.history["step"])).tolist()
+@pytest.mark.parametrize(("scale", "expected"), [(1, "2 3 4"), (0.1, "0.2 0.3 0.4")])
+def test_norms_of_one_magnitude_have_plain_labels(monitor, scale, expected):
+    norms = (scale * np.linspace(2.0, 4.5, len(monitor.history["step"]))).tolist()
     names = [name for name in monitor.history if "grad_norm" in name]
     history = {**monitor.history, **dict.fromkeys(names, norms)}
     figure = plot(SimpleNamespace(history=history, spikes=[], metrics=dict))
     figure.canvas.draw()
     labels = {tick.get_text() for tick in figure.axes[0].get_yticklabels(minor=True)}
-    assert {"2", "3", "4"} <= labels
+    assert set(expected.split()) <= labels
+
+
+def test_a_value_without_neighbours_is_seen(monitor):
+    """As the last of a run whose step before had an example that was not finite."""
+    values = list(monitor.history["grad_norm"])
+    values[1] = values[3] = values[-2] = float("nan")
+    history = {**monitor.history, "grad_norm": values}
+    figure = plot(SimpleNamespace(history=history, spikes=[], metrics=dict))
+    lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
+    line = lines["training gradient"]
+    assert line.get_marker() == "."
+    assert line.get_markevery() == [0, 2, len(values) - 1]
+    assert lines["median example"].get_marker() == "None"
+
+
+def test_a_first_estimate_is_shown_before_its_error_is_known(monitor):
+    """A standard error takes two steps."""
+    history = {name: values[:2] for name, values in monitor.history.items()}
+    known = {"gns/b_simple": [40.0, 50.0], "gns/b_simple_se": [float("nan")] * 2}
+    (noise,) = plot(SimpleNamespace(history={**history, **known}, spikes=[])).axes[1:]
+    assert not noise.texts and 50 < noise.get_ylim()[1] < 100
+    assert "a step: 6 examples" in [line.get_label() for line in noise.get_lines()]
+    known["gns/b_simple"] = [float("nan")] * 2
+    (noise,) = plot(SimpleNamespace(history={**history, **known}, spikes=[])).axes[1:]
+    assert [text.get_text() for text in noise.texts] == ["no estimate has a meaning yet"]
 
 
 def test_examples_without_gradient_do_not_flatten_the_norms(monitor):
