@@ -163,7 +163,9 @@ def parse(content: Any, name: str) -> Content:
     if not any(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(
             f"{name} holds no weights: its keys are {list(content)[:8]}, expected parameter names, "
-            f"or a state dict under one of {WEIGHTS_KEYS}."
+            f"or a state dict under one of {WEIGHTS_KEYS}. Where weights and optimizer stand under "
+            "other names, pass them: gs.Checkpoints([{'model': ..., 'optimizer': ...}, ...], "
+            'lr="optimizer"), of what torch.load(path, weights_only=True) gives.'
         )
     if not held:
         return Content(weights)

@@ -378,7 +378,7 @@ def test_missing_or_impossible_rates(setting, lr, message):
         ("nowhere/*.pt", "no checkpoint matches 'nowhere/"),
         ([3], "checkpoint 0 is int, expected a file"),
         ([nn.Linear(1, 1)], "checkpoint 0 is Linear, expected a file"),
-        ([{"epoch": 3}], "holds no weights"),
+        ([{"epoch": 3}], r"holds no weights.*names, pass them: .*torch\.load"),
         ({"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.ones(1)}}, "under each of"),
         ({"early.pt", "late.pt"}, "the list of checkpoints is a set, which has no order"),
     ],
