@@ -118,7 +118,9 @@ class Monitor:
             infinite, and counts as not finite.
         alignment: measure p_i too.
         gram: measure all inner products within each micro-batch.
-        layers: patterns over module paths, ``"blocks.*"``: one layer for each path that matches.
+        layers: patterns over module paths: one layer for each path that matches. Each component is
+            matched by itself, from the first on: ``"blocks.*"`` makes one of ``blocks.0``, and
+            ``"*.layers.*"`` none of ``model.decoder.layers.0``.
         decay: of the exponential averages over measured steps, in [0, 1).
         spike: a norm stands out if it is more than this many times its median over the last 100
             measured steps (at least 5).
@@ -252,9 +254,12 @@ class Monitor:
 
     @property
     def self_influence(self) -> RunningSelfInfluence:
-        """Running self-influence by id, of the measured steps that were given ids.
+        """Running self-influence by id, Σ_t η_t ‖∇ℓ_i(w_t)‖² over measured steps with ids.
 
-        Empty without ``optimizer=``, whose learning rates weigh it; its ``top`` then says so.
+        Its ``ids``, ``values`` and ``visits`` are arrays (N,), and ``top(k)`` lists (id, value).
+        With ``every`` > 1 it is chance how often an example is measured: compare ``values /
+        visits``. Empty without ``optimizer=``, whose learning rates weigh it; its ``top`` then says
+        so.
         """
         self._settle()
         return self._run.self_influence
