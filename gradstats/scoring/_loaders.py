@@ -20,6 +20,11 @@ from gradstats.scoring._layout import BatchLayout
 # Batches are compared at every reading, larger tensors by about so many of their elements.
 COMPARED = 1 << 18
 
+WHERE_IDS = (
+    "where a batch holds the ids of its examples with ids= (train_ids= and query_ids= in "
+    "gs.influence): a key, a position or a function of the batch."
+)
+
 
 class Data:
     """The batches of a loader, readable again and in part.
@@ -311,6 +316,13 @@ def _check_order(loader: Any, role: str, ids: Source) -> None:
     if ids is None and sampler is not None and not iterable:
         if not isinstance(sampler, SequentialSampler):
             raise _unordered(role, f"its sampler is {type(sampler).__name__}")
+    workers = getattr(loader, "num_workers", 0)
+    if ids is None and iterable and workers > 1:
+        raise LoaderError(
+            f"the {role} loader reads an iterable data set in {workers} workers, whose batches "
+            "alternate, so that an example's position among them is not that in the data set. Pass "
+            f"num_workers=0, or say {WHERE_IDS}"
+        )
 
 
 def _single_batch(loader: Any) -> str | None:
@@ -332,8 +344,7 @@ def _unordered(role: str, reason: str) -> LoaderError:
         f"the {role} loader does not give the examples in the order of its data set ({reason}), so "
         "scores could not be told apart. Pass a DataLoader with shuffle=False (it need not be the "
         "one you train with; under torch.distributed every process passes the whole data), or say "
-        "where a batch holds the ids of its examples with ids= (train_ids= and query_ids= in "
-        "gs.influence): a key, a position or a function of the batch."
+        f"{WHERE_IDS}"
     )
 
 

@@ -386,6 +386,37 @@ def test_a_collate_fn_that_leaves_examples_out(setting):
     np.testing.assert_allclose(table.self_influence, reference(setting)[kept])
 
 
+class Shared(IterableDataset):
+    """Examples of which each worker gives a part, with their places in the data set."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(first, len(self.data[0]), step):
+            yield (*(each[index] for each in self.data), index)
+
+
+def test_an_iterable_data_set_in_several_workers_is_in_another_order(setting):
+    """Batches of the workers alternate, so that places among them are none in the data set."""
+    loader = DataLoader(Shared(setting.train), batch_size=4, num_workers=2)
+
+    def loss(model, batch):
+        return loss_fn(model, batch[:2])
+
+    with pytest.raises(gs.LoaderError, match=r"2 workers, .* num_workers=0, or say .* ids="):
+        score(setting, loader, loss=loss)
+    for workers in (0, 1):
+        ordered = DataLoader(Shared(setting.train), batch_size=4, num_workers=workers)
+        table = score(setting, ordered, loss=loss)
+        np.testing.assert_allclose(table.self_influence, reference(setting), rtol=1e-12)
+    table = score(setting, loader, loss=loss, ids=2)
+    assert table.ids.tolist() != list(range(11))
+    np.testing.assert_allclose(table.self_influence, reference(setting)[table.ids], rtol=1e-12)
+
+
 class Shuffling(IterableDataset):
     """Examples in another order in each pass."""
 
