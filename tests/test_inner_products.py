@@ -511,11 +511,15 @@ def test_directions_that_do_not_fit():
         ({k: v for k, v in good.items() if k != "2.bias"}, r"missing \['2.bias'\]"),
         ({**good, "3.bias": torch.zeros(3)}, r"not tracked \['3.bias'\]"),
         ({**good, "2.bias": torch.zeros(2)}, r"'2.bias' has shape \(2,\).*\(3,\)"),
+    ):
+        with pytest.raises(gs.CoverageError, match=message):
+            gs.alignment(model, batch, classification, direction)
+    for direction, message in (
         ({**good, "2.bias": torch.zeros(3, dtype=torch.long)}, "int64"),
         ({**good, "2.bias": 0.0}, "'2.bias' is float"),
         ([1.0], "direction is list"),
     ):
-        with pytest.raises(gs.CoverageError, match=message):
+        with pytest.raises(gs.TrackingError, match=message):
             gs.alignment(model, batch, classification, direction)
 
 

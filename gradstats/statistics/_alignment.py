@@ -158,7 +158,7 @@ def check_direction(
 ) -> dict[str, Tensor]:
     """Return a direction under the tracked parameters' names, or raise."""
     if not isinstance(direction, Mapping):
-        raise CoverageError(
+        raise TrackingError(
             f"the direction is {type(direction).__name__}, expected a mapping from parameter names "
             'to tensors, or "mean".'
         )
@@ -176,7 +176,7 @@ def check_direction(
     given = {name: value for name, value in named.items() if value is not None}
     for name, value in given.items():
         if not isinstance(value, Tensor):
-            raise CoverageError(
+            raise TrackingError(
                 f"the direction for {name!r} is {type(value).__name__}, expected a tensor of the "
                 f"parameter's shape {shapes[name]}."
             )
@@ -187,7 +187,7 @@ def check_direction(
                 f"parameter's {shapes[name]}{pairs}."
             )
         if not as_real(value).is_floating_point():
-            raise CoverageError(
+            raise TrackingError(
                 f"the direction for {name!r} has dtype {value.dtype}, expected floating point."
             )
     # As gradients of embeddings with sparse=True are not.
