@@ -45,11 +45,14 @@ class Data:
         self._loader = loader
         _check_order(loader, role, ids)
         self._index_lists: list[list[int]] | None = None
-        if _is_indexable(loader):
-            self._index_lists = _index_lists(loader, role, named=ids is not None)
-            order = [i for each in self._index_lists for i in each]
+        # Loaders of other classes may do more between sampler and batch, so they are read in order.
+        indexable = type(loader) is DataLoader
+        if (indexable or ids is None) and _chooses_batches(loader):
+            lists = _index_lists(loader, role, named=ids is not None)
+            order = [i for each in lists for i in each]
             if ids is None and order != list(range(len(order))):
                 raise _unordered(role, "its batch sampler does not go through them in order")
+            self._index_lists = lists if indexable else None
         content = ContentHash()
         self._hashes: dict[int, str] = {}
         self._counted = self._covered = True
@@ -211,10 +214,10 @@ class Data:
             raise LoaderError(f"the {self._role} loader is empty: it gives no batch.")
 
 
-def _is_indexable(loader: Any) -> bool:
-    """Whether any batch of a loader can be made again by itself."""
+def _chooses_batches(loader: Any) -> bool:
+    """Whether a sampler says which examples of a data set stand in which batch."""
     return (
-        type(loader) is DataLoader
+        isinstance(loader, DataLoader)
         and loader.batch_sampler is not None
         and not isinstance(loader.dataset, torch.utils.data.IterableDataset)
     )

@@ -386,6 +386,59 @@ def test_a_collate_fn_that_leaves_examples_out(setting):
     np.testing.assert_allclose(table.self_influence, reference(setting)[kept])
 
 
+class SameEachTime(RandomSampler):
+    """Draws the same order in each pass, as samplers do that are seeded with the epoch."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(5)
+        return iter(torch.randperm(len(self.data_source), generator=generator).tolist())
+
+
+class Shuffled:
+    """A sampler of batches of one's own."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(5))
+        return iter(part.tolist() for part in order.split(4))
+
+
+class OwnLoader(DataLoader):
+    """As libraries for training have them, whose passes are their own."""
+
+
+@pytest.mark.parametrize("kind", [DataLoader, OwnLoader])
+def test_what_is_shuffled_in_the_sampler_of_batches(setting, kind):
+    """The loader's own sampler is in order there, and not asked for anything."""
+    data = Rows(setting.train)
+    for sampler in (BatchSampler(SameEachTime(data), 4, False), Shuffled(len(data))):
+        with pytest.raises(gs.LoaderError, match="in the order of its data set"):
+            score(setting, kind(data, batch_sampler=sampler))
+    loader = kind(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, False))
+    np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
+    numbered = Numbered(setting.train)
+    loader = kind(numbered, batch_sampler=BatchSampler(SameEachTime(numbered), 4, False))
+    table = score(setting, loader, dict_loss, ids="number")
+    expected = reference(setting)[table.ids - 100]
+    np.testing.assert_allclose(table.self_influence, expected, rtol=1e-12)
+
+
+def test_the_training_loader_of_accelerate(setting):
+    """Its order is drawn by the epoch, so that two passes may well agree."""
+    accelerate = pytest.importorskip("accelerate")
+    settings = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
+    for shuffle in (True, False):
+        loader = accelerator.prepare(DataLoader(Rows(setting.train), 4, shuffle=shuffle))
+        if shuffle:
+            with pytest.raises(gs.LoaderError, match="its batch sampler does not go through"):
+                score(setting, loader)
+        else:
+            np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
+
+
 class Shared(IterableDataset):
     """Examples of which each worker gives a part, with their places in the data set."""
 
