@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -15,8 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from tests.oracle import (
+    assert_products,
     assert_sqnorms,
     assert_unchanged,
+    check_model,
+    flat,
     oracle_gradients,
     oracle_sqnorms,
     snapshot,
@@ -644,6 +647,99 @@ def test_numbers_that_are_put_in_the_place_of_a_parameters(way, put, fused):
     for name, each in model.named_parameters():
         if each.grad is not None:
             torch.testing.assert_close(got[name], each.grad, rtol=1e-12, atol=1e-15)
+
+
+class Twice(nn.Module):
+    """Meets its data in several ways whose backward needs the parameters' numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.rand(4) + 1)
+        self.matrix = nn.Parameter(torch.randn(4, 3))
+        self.cell = nn.GRU(4, 4, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        hidden = self.norm(self.layer(x)) / self.scale
+        hidden = self.cell(hidden.unsqueeze(1))[0].squeeze(1)
+        return torch.cdist(hidden, self.layer.weight) @ self.matrix
+
+
+@contextmanager
+def others_in_place(model):
+    """Have other numbers in the place of the parameters' for a while, as averaged weights are."""
+    own = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+    yield
+    for parameter, numbers in zip(model.parameters(), own, strict=True):
+        parameter.data = numbers
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_numbers_that_are_put_in_place_for_a_teacher(fused):
+    """The student's backward finds the parameters as its forward did."""
+
+    def distilled(model, batch):
+        losses = losses_of(model, batch)
+        with others_in_place(model):
+            teacher = model(batch[0]).detach()
+        return losses + (model(batch[0]) - teacher).square().sum(1)
+
+    def first_the_student(model, batch):
+        student = model(batch[0])
+        with others_in_place(model):
+            teacher = model(batch[0]).detach()
+        return (student - teacher).square().sum(1)
+
+    model = Twice().double()
+    batch = torch.randn(B, 4, dtype=torch.float64), torch.randint(3, (B,))
+    for loss_fn in (distilled, first_the_student):
+        check_model(model, batch, loss_fn, fusing=(fused,))
+        rows = flat(oracle_gradients(model, batch, loss_fn))
+        got = gs.inner_products(model, batch, model, batch, loss_fn)
+        assert_products(got, rows, rows, 1e-9)
+
+
+@pytest.mark.parametrize("when", ["between uses", "before the backward"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_uses_of_several_numbers_in_the_place_of_one_parameter_are_refused(way, when):
+    """PyTorch's backward would take the former for some operations and the latter for others."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return way(self, x)
+
+    def of_both(model, batch):
+        losses = losses_of(model, batch)
+        with others_in_place(model):
+            return losses + losses_of(model, batch)
+
+    def of_former(model, batch):
+        losses = losses_of(model, batch)
+        halved(model)
+        return losses
+
+    model = Layer().double()
+    batch = torch.randn(B, 4, dtype=torch.float64), torch.randint(3, (B,))
+    loss_fn = of_both if when == "between uses" else of_former
+    for call in (
+        lambda: gs.per_example_norms(model, batch, loss_fn),
+        lambda: gs.inner_products(model, batch, model, batch, loss_fn),
+    ):
+        with pytest.raises(gs.UnsupportedOperationError, match=r"given other numbers.*functional"):
+            call()
+    with (
+        pytest.raises(gs.UnsupportedOperationError, match="given other numbers"),
+        gs.track(model, batch_size=B, fused=False) as tracker,
+    ):
+        tracker.backward(loss_fn(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_products_with_a_sum_that_is_kept_in_half_precision():

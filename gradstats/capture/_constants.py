@@ -42,6 +42,7 @@ from gradstats.capture.operations._operations import OPAQUE, QUESTIONS
 from gradstats.capture.operations._operators import OPERATORS, as_function
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._functions import show_function
+from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._refusals import (
     BACKWARD_OF_ONES_OWN,
     check_nested,
@@ -153,10 +154,12 @@ class ConstantTracking(ContextMode):
         self.tracker.note_training(tensor, bool(requires_grad))
 
     def _note_numbers(self, tensor, data) -> None:
-        """Compute with the numbers that a tensor derived from parameters is being given."""
+        """Compute with the numbers that a parameter, or a tensor derived from some, is given."""
         node = node_of(tensor)
         if isinstance(node, Derived):
             node.take_numbers(data)
+        elif isinstance(node, Root):
+            node.note_place(data)
 
     def _check_hook(self, tensor, hook) -> None:
         refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)

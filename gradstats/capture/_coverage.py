@@ -127,6 +127,9 @@ def _walk(
     tracker.check_known(others)
     for loss in losses:
         tracker.check_sum(loss)
+    if any([root.places for root in tracker.roots]):
+        for use in uses:
+            use.check_numbers()
     shared = [root for report in reports for root in report.expect()]
     for use in uses:
         use.expect()

@@ -97,6 +97,8 @@ class Root(Node):
         of_slices: whether gradients of slices of it were delivered (see ``_slices``), which are
             pulled back together when the backward has ended.
         lookups: those of the counted uses that are look-ups.
+        places: the memory that the parameter had before it was given other numbers, and that it
+            was given each time since; empty where that has not happened.
         result: the squared norms, once all uses have delivered.
     """
 
@@ -104,9 +106,11 @@ class Root(Node):
     alias: Tensor | None = None
     alias_nodes: tuple[Any, ...] = ()
     _alias_version = 0
+    _first: tuple[Tensor, int] | None = None
     registered = counted = expected = 0
     postponed = of_slices = False
     lookups: tuple[Lookup, ...] = ()
+    places: tuple[Any, ...] = ()
     result: Contraction | None = None
     _delivered: tuple[Factor | Fused | Projected, ...] = ()
 
@@ -129,21 +133,40 @@ class Root(Node):
         # Every tracked use reads this alias, so that a use that was not seen stands out in the
         # autograd graph: it is an edge to the parameter that does not come through the alias.
         alias = self.alias
-        if alias is None or self._is_outdated(alias):
-            alias = self.alias = self.parameter.as_subclass(Tensor)
-            self.alias_nodes = (*self.alias_nodes, alias.grad_fn)
-            self._alias_version = alias._version
-        elif _place(alias) != _place(self.parameter):
-            # The parameter was given other memory, as by ``parameter.data = ...``.
-            alias.data = self.parameter.detach()
+        if alias is None or self._is_outdated(alias, self._alias_version):
+            return self._renewed()
         return alias
 
-    def _is_outdated(self, alias: Tensor) -> bool:
-        if alias.dtype != self.parameter.dtype:
+    def _renewed(self) -> Tensor:
+        # Once the parameter has the numbers again that it had at first, its uses go on at the same
+        # alias, so that their gradients are added up in PyTorch's order.
+        first = self._first
+        if first is None or self._is_outdated(*first):
+            alias = self.parameter.as_subclass(Tensor)
+            self.alias_nodes = (*self.alias_nodes, alias.grad_fn)
+            version = alias._version
+        else:
+            alias, version = first
+        self._first = first or (alias, version)
+        self.alias, self._alias_version = alias, version
+        return alias
+
+    def _is_outdated(self, alias: Tensor, version: int) -> bool:
+        # The parameter was given other memory, as by ``parameter.data = ...``. The backward of what
+        # was computed before needs the earlier numbers.
+        if alias.dtype != self.parameter.dtype or _place(alias) != _place(self.parameter):
             return True
         # Of a view that was changed in place PyTorch computes the gradient anew, as that of a
         # strided view: by another node, which takes no sparse gradients.
-        return alias._version != self._alias_version
+        return alias._version != version
+
+    def note_place(self, numbers: Tensor) -> None:
+        """Note that the parameter is about to be given numbers, as by ``parameter.data = ...``."""
+        self.places = (*(self.places or (_place(self.parameter),)), _place(numbers))
+
+    def is_at(self, time: int) -> bool:
+        """Whether the parameter has the numbers that it had when there were so many places."""
+        return self.places[max(time - 1, 0)] == _place(self.parameter)
 
     def describe(self) -> str:
         module = self.name.rpartition(".")[0]
@@ -212,7 +235,7 @@ class Root(Node):
     def release(self) -> None:
         """Drop all references to the graph and the context when it closes."""
         self.tracker = CLOSED  # type: ignore[assignment]
-        self.alias = None
+        self.alias = self._first = None
         self.alias_nodes = ()
         self.graph = None
         self.lookups = self._delivered = ()

@@ -62,9 +62,11 @@ class Use:
         direct: whether the nodes are parameters, all of them different.
         tracker, settings: the context, and what it asks of its uses.
         lookup: the look-up, if this is one, on which what is kept for cross terms depends.
+        times: how many places each root's numbers had had by then; empty where none was given any.
     """
 
     lookup: Lookup | None = None
+    times: tuple[int, ...] = ()
 
     def __init__(self, nodes: Sequence[Node]):
         self.nodes = tuple(nodes)
@@ -74,6 +76,8 @@ class Use:
         self.settings: Settings = self.tracker.settings
         for root in self.roots:
             root.registered += 1
+            if root.places:
+                self.times = tuple([len(each.places) for each in self.roots])
 
     @property
     def names(self) -> list[str]:
@@ -103,6 +107,12 @@ class Use:
         node = self.nodes[0]
         tied = isinstance(node, Root) and self.direct and node.is_projection
         return tied and factor.spans_rows
+
+    def check_numbers(self) -> None:
+        """Raise where a parameter does not have the numbers that it was used with."""
+        for place, root in enumerate(self.roots):
+            if root.places and not root.is_at(self.times[place] if self.times else 0):
+                raise _given_others(root)
 
     def expect(self) -> None:
         """Count this use: the backward that is about to run will reach it."""
@@ -161,6 +171,21 @@ class Use:
         for root in self.roots:
             if root.is_complete:
                 root.contract()
+
+
+def _given_others(root: Root) -> UnsupportedOperationError:
+    """Return the error for numbers of which PyTorch's backward takes now the former, now the new.
+
+    Which of them depends on what an operation saves: the parameter, or a view of it.
+    """
+    return UnsupportedOperationError(
+        f"{root.describe()} was given other numbers (by .data = ...) since an operation used it "
+        "of which the losses are made, so that the backward may compute with these in place of "
+        "those of the forward. Expected the numbers of the forward: put them back before the "
+        "backward, and use others by torch.func.functional_call, or leave the parameter out by "
+        f"name with exclude={root.names!r}.",
+        root.names,
+    )
 
 
 def _norms(factor: Factor | Fused, settings: Settings) -> Contraction:
