@@ -158,6 +158,50 @@ def test_a_function_that_hides_its_parameter_is_refused(batch):
     assert list(stats.by_parameter) == ["layer.weight", "layer.bias"]
 
 
+class AddsByHand(torch.autograd.Function):
+    """A checkpoint that puts the gradients of its layer into ``.grad`` itself."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            result = ctx.layer(x)
+        parameters = list(ctx.layer.parameters())
+        own, *gradients = torch.autograd.grad(result, [x, *parameters], grad)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return own, None
+
+
+def test_gradients_that_a_backward_adds_by_hand_are_refused(batch):
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return AddsByHand.apply(self.first(x), self.inner)
+
+    model = ByHand()
+    message = r"inside a backward asks.*'inner.weight'.*torch\.autograd\.backward"
+    for fused in (True, False):
+        with (
+            pytest.raises(gs.UnsupportedOperationError, match=message),
+            gs.track(model, batch_size=B, fused=fused) as tracker,
+        ):
+            tracker.backward(per_example_cross_entropy(model, batch))
+    with pytest.raises(gs.UnsupportedOperationError, match=message):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 class UsesCumulative(nn.Module):
     def __init__(self):
         super().__init__()

@@ -188,10 +188,21 @@ def _along_each(find, stacks: tuple[Tensor, ...], retain_graph: bool) -> list[Te
 
 
 def _check_inputs(tracker, inputs: tuple, create_graph: bool) -> None:
-    """Refuse gradients of tracked parameters that become a part of the loss."""
+    """Refuse gradients of tracked parameters that become a part of the loss, or of its gradient."""
+    in_backward = torch._C._current_graph_task_id() != -1
     for item in inputs:
         node = node_of(item)
-        if node is not None and (create_graph or not tracker.settings.weight_gradients):
+        if node is None:
+            continue
+        if in_backward:  # as an autograd Function that computes a layer again puts them in .grad
+            raise UnsupportedOperationError(
+                f"torch.autograd.grad inside a backward asks for the gradient of "
+                f"{node.describe()}, which sums over the examples: what is added to .grad by hand "
+                "is not measured. Expected torch.autograd.backward there, which is followed and "
+                f"adds to .grad by itself, or exclude={node.names!r}.",
+                node.names,
+            )
+        if create_graph or not tracker.settings.weight_gradients:
             raise CoupledExamplesError(
                 f"torch.autograd.grad inside the context asks for the gradient of "
                 f"{node.describe()}, which sums over the examples: a loss that contains it has "
