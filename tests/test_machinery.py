@@ -240,6 +240,19 @@ def test_a_parameter_that_such_checkpoints_share_is_refused():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def saved_on_cpu(function, *args):
+    with torch.autograd.graph.save_on_cpu():
+        return function(*args)
+
+
+# Checkpoints that get copies of their arguments back.
+GET_COPIES = {
+    "inside of another": lambda f, *args: ALONE(lambda *again: ALONE(f, *again), *args),
+    "inside of a reentrant one": lambda f, *args: REENTRANT(lambda *own: REENTRANT(f, *own), *args),
+    "saved on the CPU": lambda f, *args: saved_on_cpu(ALONE, f, *args),
+}
+
+
 # What happens to the examples before, inside of and behind a checkpoint, with T = B.
 INSIDE = {
     "sequence first": lambda run, f, h: run(f, h.transpose(0, 1)).transpose(0, 1),
@@ -248,6 +261,10 @@ INSIDE = {
     "with a table": lambda run, f, h: run(
         lambda h, table: f(h) * table, h, torch.arange(B * 8.0).view(B, 8).to(h)
     ),
+    "into a table": lambda run, f, h: run(
+        lambda h, table: h * f(table), h, torch.arange(B * 8.0).view(B, 8).to(h).sin()
+    ),
+    "several rows each": lambda run, f, h: run(f, h.flatten(0, 1)).view_as(h),
 }
 
 
@@ -268,18 +285,13 @@ def test_examples_that_are_followed_through_checkpoints(place):
     batch = torch.randn(B, B, 4, dtype=torch.float64), torch.randint(3, (B,))
     model = Sequences(lambda f, *args: f(*args)).double()
     expected = oracle_sqnorms(model, batch, classify)
-    for model.run in (ALONE, REENTRANT):
+    for model.run in (ALONE, REENTRANT, *GET_COPIES.values()):
         assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
     model.run = recomputing
     with pytest.raises(
         gs.UnsupportedOperationError, match=r"Recomputing.*inner\.weight.*batch_dim"
     ):
         gs.per_example_norms(model, batch, classify)
-
-
-def saved_on_cpu(function, *args):
-    with torch.autograd.graph.save_on_cpu():
-        return function(*args)
 
 
 # What a checkpoint computes of the tensors that it is given, with B = T.

@@ -5,8 +5,9 @@ happens to the examples inside, and ``torch.autograd.grad`` finds no parameter t
 a non-reentrant one, which takes the same memory and gives the same gradients.
 
 A non-reentrant checkpoint saves the tensors that it is given. Inside another checkpoint, or under
-other hooks on saved tensors, it gets copies back, which cannot be told from data. So a tracked
-tensor is passed around this mechanism, as the object that it is.
+other hooks on saved tensors, it gets copies back, which cannot be told from data in their usual
+place. So a tracked tensor is passed around this mechanism, as the object that it is, and what is
+known of the others is noted on what comes back.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.parameters._tensors import node_of
 
 # The function that ``checkpoint`` calls, by name, and its counterpart from PyTorch 2.14 on.
@@ -39,17 +41,42 @@ def show_checkpoints() -> None:
 
 def _of_lists(native: Callable[..., Any]):
     def run(function, args, kwargs, **options):
-        return native(*_without_tracked(function, args), kwargs, **options)
+        return native(*_without_tracked(_noting(function, args), args), kwargs, **options)
 
     return run
 
 
 def _of_positions(native: Callable[..., Any]):
     def run(function, preserve, context, determinism, debug, stop, *args, **kwargs):
-        function, args = _without_tracked(function, args)
+        function, args = _without_tracked(_noting(function, args), args)
         return native(function, preserve, context, determinism, debug, stop, *args, **kwargs)
 
     return run
+
+
+def _noting(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return the function, noting on copies of its arguments what is known of these now."""
+    mode = innermost_mode()
+    if mode is None:
+        return function
+    tracker = mode.tracker
+    notes = {
+        place: note
+        for place, item in enumerate(args)
+        if isinstance(item, Tensor) and node_of(item) is None
+        if tracker.is_unusual(item) or not tracker.is_data(item)
+        if (note := tracker.note_of(item)) is not None
+    }
+    if not notes:
+        return function
+
+    def noted(*others, **kwargs):
+        if not tracker.closed:
+            for place, note in notes.items():
+                tracker.note_as(others[place], note)
+        return function(*others, **kwargs)
+
+    return noted
 
 
 def _without_tracked(function: Callable[..., Any], args: tuple[Any, ...]):
