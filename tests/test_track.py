@@ -742,6 +742,56 @@ def test_uses_of_several_numbers_in_the_place_of_one_parameter_are_refused(way, 
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Renumbered(nn.Module):
+    """Gives an activation other numbers, before or after its first use."""
+
+    def __init__(self, use, early):
+        super().__init__()
+        self.use = use
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.matrix = nn.Parameter(torch.randn(4, 4))
+        self.cell = nn.GRU(4, 4, batch_first=True)
+        self.early = early
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        if self.early:
+            hidden.data = (hidden.data * 8).round() / 8
+        used = self.use(self, hidden)
+        if not self.early:
+            hidden.data = (hidden.data * 8).round() / 8
+        return self.second(hidden + used)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("way", ["product", "recurrent", "scale"])
+def test_activations_that_are_given_other_numbers(way, fused):
+    """Rounded before their first use, as quantised training does, they are served."""
+    use = {
+        "product": lambda self, h: h @ self.matrix,
+        "recurrent": lambda self, h: self.cell(h)[0],
+        "scale": lambda self, h: h * self.matrix[0],
+    }[way]
+
+    def losses(model, x):
+        return model(x).square().sum((1, 2))
+
+    x = torch.randn(B, 4, 4, dtype=torch.float64)
+    model = Renumbered(use, early=True).double()
+    check_model(model, x, losses, fusing=(fused,))
+    model.early = False
+    said = r"a tensor that Tanh.*other numbers"
+    with pytest.raises(gs.UnsupportedOperationError, match=said):
+        gs.per_example_norms(model, x, losses)
+    with pytest.raises(gs.UnsupportedOperationError, match=said):
+        gs.inner_products(model, x, model, x, losses)
+    with (
+        pytest.raises(gs.UnsupportedOperationError, match=said),
+        gs.track(model, batch_size=B, fused=fused) as tracker,
+    ):
+        tracker.backward(losses(model, x))
+
+
 def test_products_with_a_sum_that_is_kept_in_half_precision():
     """The gradient in .grad has lost digits that its terms still have."""
     model = nn.Linear(64, 32, bias=False).bfloat16()

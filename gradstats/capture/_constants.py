@@ -154,12 +154,14 @@ class ConstantTracking(ContextMode):
         self.tracker.note_training(tensor, bool(requires_grad))
 
     def _note_numbers(self, tensor, data) -> None:
-        """Compute with the numbers that a parameter, or a tensor derived from some, is given."""
+        """Note that a tensor is given other numbers; compute with these if it is derived."""
         node = node_of(tensor)
         if isinstance(node, Derived):
             node.take_numbers(data)
         elif isinstance(node, Root):
             node.note_place(data)
+        elif tensor.grad_fn is not None:
+            self.tracker.renumbered[tensor.grad_fn] = torch._C._autograd._get_sequence_nr()
 
     def _check_hook(self, tensor, hook) -> None:
         refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)

@@ -20,7 +20,7 @@ from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.uses._hooked import KINDS, hooked_on
-from gradstats.capture.uses._uses import Use
+from gradstats.capture.uses._uses import Use, given_others
 from gradstats.errors import ExampleAxisError, UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _walk(
     others: list[Tensor] = []
     coupled, added = tracker.coupled, tracker.added
     shown_nodes, roots = tracker.shown, {*tracker.roots}
-    of_graphs = tracker.reports.of_graphs
+    of_graphs, renumbered = tracker.reports.of_graphs, tracker.renumbered
     reports: list[GraphReport] = []
     while stack:
         node = stack.pop()
@@ -99,6 +99,12 @@ def _walk(
             for child, _ in node.next_functions:
                 if child in added:  # of a sum over several examples more was made than sums
                     raise tracker.refusal_of_meeting(child)
+        if renumbered:
+            for child, _ in node.next_functions:
+                if node._sequence_nr() < renumbered.get(child, 0):
+                    raise given_others(
+                        f"a tensor that {child.name()} made", "keep others in a tensor of their own"
+                    )
         inside: set[Root] | None = None
         for child, _ in edges:
             if child is None or child in seen:

@@ -276,6 +276,7 @@ class Tracker(Threaded, Context):
         self.added.clear()
         self.shown.clear()
         self.visible.clear()
+        self.renumbered.clear()
         self.forget_marks()
         self.followed = None
         self.surroundings = ()

@@ -59,9 +59,10 @@ def per_example_norms(
 ) -> GradientNorms:
     """Return the exact norm of every example's gradient, ‖∇ℓ_i(w)‖, without forming the gradients.
 
-    Hooks on parameters (``register_hook``) may change what arrives in ``.grad``; ∇ℓ_i is the
-    gradient before them. Hooks on activations that change gradients belong to the backward: they
-    are taken to do so linearly, with each example by itself.
+    Hooks on parameters (``register_hook``), or on nodes of the autograd graph for what these pass
+    on to parameters, may change what arrives in ``.grad``; ∇ℓ_i is the gradient before them. Hooks
+    on activations that change gradients belong to the backward: they are taken to do so linearly,
+    with each example by itself.
 
     Args:
         model: any module; it is left as it was found, its training mode included, but for buffers

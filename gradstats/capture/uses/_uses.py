@@ -112,7 +112,8 @@ class Use:
         """Raise where a parameter does not have the numbers that it was used with."""
         for place, root in enumerate(self.roots):
             if root.places and not root.is_at(self.times[place] if self.times else 0):
-                raise _given_others(root)
+                remedy = "put them back, or use others by torch.func.functional_call"
+                raise given_others(root.describe(), remedy)
 
     def expect(self) -> None:
         """Count this use: the backward that is about to run will reach it."""
@@ -173,18 +174,15 @@ class Use:
                 root.contract()
 
 
-def _given_others(root: Root) -> UnsupportedOperationError:
+def given_others(what: str, remedy: str) -> UnsupportedOperationError:
     """Return the error for numbers of which PyTorch's backward takes now the former, now the new.
 
-    Which of them depends on what an operation saves: the parameter, or a view of it.
+    Which of them depends on what an operation saves: a tensor itself, or a view of it.
     """
     return UnsupportedOperationError(
-        f"{root.describe()} was given other numbers (by .data = ...) since an operation used it "
-        "of which the losses are made, so that the backward may compute with these in place of "
-        "those of the forward. Expected the numbers of the forward: put them back before the "
-        "backward, and use others by torch.func.functional_call, or leave the parameter out by "
-        f"name with exclude={root.names!r}.",
-        root.names,
+        f"{what} was given other numbers (by .data = ...) since an operation used it of which the "
+        "losses are made, so that the backward may compute with these in place of those of the "
+        f"forward. Expected the numbers of the forward: {remedy}."
     )
 
 
