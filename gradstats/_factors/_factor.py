@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from gradstats._cost import product
 
 
 class Factor(Protocol):
@@ -56,7 +55,7 @@ def selected(rows, batch: int) -> Tensor:
 
 def elements_of(factor: Factor) -> int:
     """Return how many numbers are written to form the gradient of one example."""
-    return getattr(factor, "elements", product(factor.shape))
+    return getattr(factor, "elements", math.prod(factor.shape))
 
 
 def tensors_of(factor) -> list[Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradstats._cost import ConvolutionWay, convolution_way, product
+from gradstats._cost import ConvolutionWay, convolution_way
 from gradstats._factors._factor import compute_dtype
 from gradstats._factors._outer import Outer
 
@@ -57,7 +58,7 @@ class Patches:
 
     @property
     def positions(self) -> int:
-        return product(self.grad.shape[2:])
+        return math.prod(self.grad.shape[2:])
 
     @property
     def kernel(self) -> tuple[int, ...]:
@@ -137,8 +138,8 @@ class Patches:
         places, offsets = range(3, inner), range(inner, windows.dim())
         order = (2, *offsets, *places) if rows_last else (*places, 2, *offsets)
         shape = (sizes, positions) if rows_last else (positions, sizes)
-        right = windows.permute(0, 1, *order).reshape(examples, groups, *map(product, shape))
-        left = self.grad.reshape(examples, groups, self.shape[0] // groups, product(positions)).mT
+        right = windows.permute(0, 1, *order).reshape(examples, groups, *map(math.prod, shape))
+        left = self.grad.reshape(examples, groups, self.shape[0] // groups, math.prod(positions)).mT
         return Outer(left, right.mT if rows_last else right, self.shape)
 
 

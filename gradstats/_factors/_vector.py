@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradstats._cost import product
 from gradstats._factors._factor import Undivided, compute_dtype, selected
 from gradstats._factors._segments import filled_up, padding
 
@@ -90,7 +90,7 @@ class Elementwise(Undivided):
     @property
     def shared(self) -> bool:
         """Whether all channels share one element of the parameter."""
-        return product(self.shape) != self.grad.shape[-1]
+        return math.prod(self.shape) != self.grad.shape[-1]
 
     def select(self, rows) -> Elementwise:
         if self.offsets is None:

@@ -6,6 +6,7 @@ with V, multiplied by the output gradient; for rows and vectors the elements of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -104,7 +105,7 @@ def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor
     one, two = (factor.left, factor.right) if p <= q else (factor.right, factor.left)
     matrix = (direction.mT if p <= q else direction).to(dtype)  # (K, wide, narrow)
     result = _tiles.zeros([factor], factor.batch)
-    size = _cost.product(one.shape[1:]) + _cost.product(two.shape[1:])
+    size = math.prod(one.shape[1:]) + math.prod(two.shape[1:])
     chunk = max(1, workspace // max(1, 2 * size * dtype.itemsize))
     for here in _tiles.chunks(factor.batch, chunk):
         # One product for all examples: a batched one would read V once for each.

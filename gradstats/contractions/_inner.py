@@ -10,13 +10,13 @@ contracted as it stands with factors that were rearranged in the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradstats import _cost
 from gradstats._factors import (
     Experts,
     Factor,
@@ -131,7 +131,7 @@ def fold(factors: Sequence[Factor]) -> list[Factor]:
     factors = merge(factors)
     if len(factors) == 1 and isinstance(factors[0], Vector):
         return factors
-    elements = factors[0].batch * _cost.product(factors[0].shape)
+    elements = factors[0].batch * math.prod(factors[0].shape)
     if elements > FOLDED * sum(
         tensor.numel() for factor in factors for tensor in tensors_of(factor)
     ):

@@ -6,6 +6,7 @@ are few positions, patches are written out for as many examples as a quarter of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -68,7 +69,7 @@ def _form(
     groups = first.geometry.groups
     if groups != second.geometry.groups or (on_chip and first.shape[1] == 1):
         return "direct"  # one channel to a group is no matrix product
-    p, q = first.shape[0] // groups, _cost.product(first.shape[1:])
+    p, q = first.shape[0] // groups, math.prod(first.shape[1:])
     positions = first.positions, second.positions
     roundoff = product_roundoff(*first.sides, *second.sides)
     return _cost.choose_pair_form(
@@ -90,6 +91,6 @@ def magnitude(factor: Patches) -> Tensor:
 
 def _unfolded_chunks(factor: Patches, workspace: int):
     dtype = compute_dtype(*factor.sides)
-    q = factor.geometry.groups * _cost.product(factor.shape[1:])
+    q = factor.geometry.groups * math.prod(factor.shape[1:])
     size = factor.positions * q * dtype.itemsize
     return _tiles.chunks(factor.batch, max(1, workspace // (4 * max(1, size))))

@@ -8,6 +8,7 @@ on patches written out for a chunk costs less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -76,7 +77,7 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
     stopped inside a generator (PyTorch 2.15) cannot close it.
     """
     dtype = compute_dtype(*factor.sides)
-    row = factor.geometry.groups * _cost.product(factor.shape[1:])
+    row = factor.geometry.groups * math.prod(factor.shape[1:])
     size = factor.positions * row * dtype.itemsize
     chunk = max(1, factor.batch)
     if not factor.pointwise:
@@ -93,7 +94,7 @@ def _by_kernels(factor: Patches) -> Contraction:
 def _form(factor: Patches, *, with_sum: bool = False, on_chip: bool = False) -> _cost.Form:
     if on_chip and factor.shape[1] == 1:
         return "direct"  # depthwise: nothing is a matrix product
-    p, q = factor.shape[0] // factor.geometry.groups, _cost.product(factor.shape[1:])
+    p, q = factor.shape[0] // factor.geometry.groups, math.prod(factor.shape[1:])
     written = not (on_chip or factor.pointwise)
     roundoff = product_roundoff(*factor.sides)
     # Convolutions are oneDNN's in any case, and where it multiplies faster they gain as much.
@@ -121,7 +122,7 @@ def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
     dtype = compute_dtype(*factor.sides)
     # The operands are regrouped, the gradients written: all of it counts against the workspace.
     operands = (factor.input[0].numel() + factor.grad[0].numel()) * dtype.itemsize
-    gradient = _cost.product(factor.shape) * dtype.itemsize
+    gradient = math.prod(factor.shape) * dtype.itemsize
     chunk = _cost.convolution_chunk(operands, gradient, factor.batch, workspace)
     chunk = 1 if alone else chunk
     total, values = None, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats._cost import GUARD_TOLERANCE, product
+from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import Factor, compute_dtype
 
 UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64)}
@@ -243,7 +244,7 @@ def relative_error(
     # One for the rounding of the sum itself.
     widest, squares = 0, 1.0 * unit
     for row, (result, shape) in enumerate(zip(results, shapes, strict=True)):
-        count = product(shape)
+        count = math.prod(shape)
         if isinstance(result, WellConditioned):
             rows.setdefault(result.dtype, []).append(row)
             if len(result.norms) == 2:
@@ -275,7 +276,7 @@ def relative_error(
 def widest_of(shape: Sequence[int]) -> int:
     """Return the larger of a matrix's number of rows and of columns."""
     first = shape[0] if shape else 1
-    return max(first, product(shape) // max(1, first))
+    return max(first, math.prod(shape) // max(1, first))
 
 
 @dataclass(eq=False)

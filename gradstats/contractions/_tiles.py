@@ -78,7 +78,7 @@ def gradients(factors: Sequence[Factor], examples: slice) -> Tensor:
     for factor in factors:
         chosen = factor.select(examples)
         if isinstance(chosen, (Patches, Images)) and chosen.batch > GROUPED_EXAMPLES:
-            elements, sides = _cost.product(chosen.shape), tensors_of(chosen)
+            elements, sides = math.prod(chosen.shape), tensors_of(chosen)
             formed = sides[0].new_empty(chosen.batch, elements, dtype=compute_dtype(*sides))
             for rows in chunks(chosen.batch, GROUPED_EXAMPLES):
                 formed[rows] = chosen.select(rows).dense().flatten(1)
@@ -114,14 +114,14 @@ def _tiles(
         yield first, second, max(map(elements_of, factors)) * size
         return
     granule = math.lcm(*granules)
-    row = _cost.product(shape[1:])
+    row = math.prod(shape[1:])
     budget = min(workspace, _cost.PAIR_TILE_BYTES)
     fitting = min(TILE_ELEMENTS // max(1, row), budget // max(1, itemsize * held * row))
     if convolved and granule == 1 and fitting >= CHANNEL_BLOCK:
         granule = CHANNEL_BLOCK
     step = max(1, fitting // granule) * granule
     if step >= shape[0]:
-        yield first, second, _cost.product(shape) * size
+        yield first, second, math.prod(shape) * size
         return
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])
