@@ -18,7 +18,7 @@ from gradstats._cost import GUARD_TOLERANCE, choose_outer_form
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged, Rows, map_tensors
 from gradstats.contractions import (
     _outer,
-    _patch_pairs,
+    _patches,
     _result,
     _triton,
     _triton_layers,
@@ -167,7 +167,7 @@ def test_doubtful_examples_are_recomputed_without_waiting(kernels, kind, monkeyp
     else:
         groups = slice(None) if kind == "groups" else slice(1)
         factor = Outer(left[:, groups], right[:, groups], (-1, 64))
-    form = {"ragged": "ragged_gram", "convolution": "convolution_gram"}.get(kind, "gram")
+    form = "convolution_gram" if kind == "convolution" else "gram"
     with monkeypatch.context() as patch:
         patch.setattr(_triton, "GUARD_TOLERANCE", math.inf)
         found = getattr(_triton_layers if kind == "convolution" else _triton, form)(factor)
@@ -601,7 +601,7 @@ def test_the_size_of_products_of_patches_needs_no_patches(groups):
     x = torch.randn(3, 6, 7, 5).to(memory_format=torch.channels_last)
     factor = Patches(x, torch.randn(3, 9, 4, 3), (9, 6 // groups, 2, 2), geometry)
     want = _outer.magnitude(map_tensors(factor, torch.Tensor.double).unfolded())
-    torch.testing.assert_close(_patch_pairs.magnitude(factor), want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(_patches.magnitude(factor), want, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])

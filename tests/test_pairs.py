@@ -341,13 +341,13 @@ def test_only_doubtful_examples_are_computed_again(side, monkeypatch):
     )
     first, second = (bad, mixed) if side else (mixed, bad)
     formed = []
-    direct = _outer_pairs._direct_pairs
+    direct = _outer_pairs.formed_pairs
 
     def record(one, two, workspace):
         formed.append((one.batch, two.batch))
         return direct(one, two, workspace)
 
-    monkeypatch.setattr(_outer_pairs, "_direct_pairs", record)
+    monkeypatch.setattr(_outer_pairs, "formed_pairs", record)
     contractions.inner_pairs([first], [second], WORKSPACE, sizes_of([first], [second]))
     assert formed == [(2, 1) if side else (1, 2)]
 

@@ -31,6 +31,11 @@ class Outer:
     def batch(self) -> int:
         return self.left.shape[0]
 
+    @property
+    def longest(self) -> int:
+        """Positions of one example, as all have equally many."""
+        return self.left.shape[2]
+
     def select(self, rows) -> Outer:
         return replace(self, left=self.left[rows], right=self.right[rows])
 

@@ -14,7 +14,7 @@ Squared norms, and sums from the same pass
 
 Inner products
     _inner       of two lists of factors, pair by pair
-    _outer_pairs, _patch_pairs, _row_pairs, _vector_pairs, _ragged_pairs    of two factors
+    _outer_pairs, _patch_pairs, _row_pairs, _vector_pairs    of two factors
     _tiles       the definition
     _direction   with one dense direction; sums over the examples
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from gradstats._factors import Experts, compute_dtype
-from gradstats.contractions import _outer_pairs, _ragged, _ragged_pairs, _triton
+from gradstats._factors import Experts, Outer, Ragged, compute_dtype
+from gradstats.contractions import _outer_pairs, _ragged, _triton
 from gradstats.contractions._outer_pairs import Sizes
 from gradstats.contractions._result import Contraction
 
@@ -21,16 +23,16 @@ def sqnorm(factor: Experts, workspace: int) -> Contraction:
 def pairs(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64."""
     result = torch.zeros(first.batch, second.batch, dtype=torch.float64, device=sizes[0].device)
-    for rules, one, two in _met(first, second):
-        result += rules.pairs(one, two, workspace, sizes)
+    for one, two in _met(first, second):
+        result += _outer_pairs.pairs(one, two, workspace, sizes)
     return result
 
 
 def diagonal(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_i⟩ for each example, (B,) float64."""
     result = torch.zeros(first.batch, dtype=torch.float64, device=sizes[0].device)
-    for rules, one, two in _met(first, second):
-        result += rules.diagonal(one, two, workspace, sizes)
+    for one, two in _met(first, second):
+        result += _outer_pairs.diagonal(one, two, workspace, sizes)
     return result
 
 
@@ -44,11 +46,8 @@ def total(factor: Experts) -> Tensor:
     return result
 
 
-def _met(first: Experts, second: Experts):
-    """Yield the factors of each expert that takes rows of both batches, behind their rules."""
+def _met(first: Experts, second: Experts) -> Iterator[tuple[Ragged, Ragged] | tuple[Outer, Outer]]:
+    """Yield the factors of each expert that takes rows of both batches, as rules take them."""
     for number in sorted({*first.busy} & {*second.busy}):
         one, two = first.of_expert(number), second.of_expert(number)
-        if _triton.serves(one, two):
-            yield _ragged_pairs, one, two
-        else:
-            yield _outer_pairs, one.padded(), two.padded()
+        yield (one, two) if _triton.serves(one, two) else (one.padded(), two.padded())

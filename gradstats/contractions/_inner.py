@@ -33,7 +33,6 @@ from gradstats.contractions import (
     _experts,
     _outer_pairs,
     _patch_pairs,
-    _ragged_pairs,
     _row_pairs,
     _tiles,
     _triton,
@@ -61,7 +60,7 @@ RULES: dict[tuple[type, type], tuple[Rule, Rule]] = {
     (Rows, Outer): (_swapped_pairs, _swapped_diagonal),
     (Rows, Rows): (_row_pairs.pairs, _row_pairs.diagonal),
     (Patches, Patches): (_patch_pairs.pairs, _patch_pairs.diagonal),
-    (Ragged, Ragged): (_ragged_pairs.pairs, _ragged_pairs.diagonal),
+    (Ragged, Ragged): (_outer_pairs.pairs, _outer_pairs.diagonal),
     (Experts, Experts): (_experts.pairs, _experts.diagonal),
     (Vector, Vector): (_vector_pairs.pairs, _vector_pairs.diagonal),
 }

@@ -1,4 +1,4 @@
-"""Inner products of Outer factors: through products of positions, or tile by tile.
+"""Inner products of Outer factors, of packed ones on a GPU: by products of positions, or tiles.
 
 Gram    ⟨G_i, G'_j⟩ = Σ_{t,s} (left_t·left'_s)(right_t·right'_s); for T = T' = 1 it is the product
         of two matrices of dot products, entry by entry
@@ -20,8 +20,17 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Factor, Outer, Rows, add_at, compute_dtype, tensors_of
-from gradstats.contractions import _outer, _tied, _tiles, _triton
+from gradstats._factors import (
+    Factor,
+    Outer,
+    Patches,
+    Ragged,
+    Rows,
+    add_at,
+    compute_dtype,
+    tensors_of,
+)
+from gradstats.contractions import _outer, _patches, _ragged, _tied, _tiles, _triton
 from gradstats.contractions._multiply import multiply_groups
 from gradstats.contractions._result import product_roundoff
 
@@ -32,38 +41,48 @@ GRAM_TILE_BYTES = 32 * 1024 * 1024
 Sizes = tuple[Tensor, Tensor]
 
 
-def pairs(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
-    """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least."""
+def pairs(first: Outer | Ragged, second: Outer | Ragged, workspace: int, sizes: Sizes) -> Tensor:
+    """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least.
+
+    Packed examples are taken where the kernels run: there none is padded to another's length.
+    """
     first, second = _plain(first, second)
-    if 0 in (first.left.shape[2], second.left.shape[2]):
+    if 0 in (first.longest, second.longest):
         return _tiles.zeros([first], first.batch, second.batch)
     on_chip = _triton.serves(first, second)
     return by_form(
         first, second, sizes, _form(first, second, first.batch, second.batch, on_chip=on_chip),
         _triton.gram_pairs if on_chip else partial(gram_pairs, workspace=workspace),
-        partial(_direct_pairs, workspace=workspace), _outer.magnitude, recompute_pairs,
+        partial(_triton.direct_pairs if on_chip else formed_pairs, workspace=workspace),
+        recompute_pairs,
     )  # fmt: skip
 
 
-def diagonal(first: Outer, second: Outer, workspace: int, sizes: Sizes) -> Tensor:
-    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, by the form that costs least."""
+def diagonal(first: Outer | Ragged, second: Outer | Ragged, workspace: int, sizes: Sizes) -> Tensor:
+    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, likewise."""
     first, second = _plain(first, second)
-    if 0 in (first.left.shape[2], second.left.shape[2]):
+    if 0 in (first.longest, second.longest):
         return _tiles.zeros([first], first.batch)
     on_chip = _triton.serves(first, second)
     return by_form(
         first, second, sizes, _form(first, second, 1, 1, on_chip=on_chip),
         _triton.gram_diagonal if on_chip else partial(gram_diagonal, workspace=workspace),
-        partial(_direct_diagonal, workspace=workspace), _outer.magnitude, recompute_diagonal,
+        _triton.direct_diagonal if on_chip else partial(formed_diagonal, workspace=workspace),
+        recompute_diagonal,
     )  # fmt: skip
 
 
 def _form(
-    first: Outer, second: Outer, examples1: int, examples2: int, *, on_chip: bool
+    first: Outer | Ragged,
+    second: Outer | Ragged,
+    examples1: int,
+    examples2: int,
+    *,
+    on_chip: bool,
 ) -> _cost.Form:
-    (_, _, positions, p), q = first.left.shape, first.right.shape[3]
+    p, q = first.left.shape[-1], first.right.shape[-1]
     return _cost.choose_pair_form(
-        positions, second.left.shape[2], p, q, examples1, examples2, on_chip=on_chip,
+        first.longest, second.longest, p, q, examples1, examples2, on_chip=on_chip,
         roundoff=product_roundoff(*tensors_of(first), *tensors_of(second)),
     )  # fmt: skip
 
@@ -75,7 +94,6 @@ def by_form(
     form: _cost.Form,
     gram: Callable[[Any, Any], Tensor],
     direct: Callable[[Any, Any], Tensor],
-    magnitude: Callable[[Any], Tensor],
     again: Callable[..., Tensor],
 ) -> Tensor:
     """Return products of two factors in one form, those that cancel computed again by the other.
@@ -85,7 +103,6 @@ def by_form(
         sizes: norms of both sides' gradients.
         form: which is chosen.
         gram, direct: contract the factors through products of positions, and of gradients.
-        magnitude: of a factor's examples, Σ_t ‖left_t‖‖right_t‖ (B,).
         again: replaces doubtful results, ``recompute_pairs`` or ``recompute_diagonal``.
     """
     if form == "direct":
@@ -97,7 +114,7 @@ def by_form(
     # error relative to ‖G_i‖‖G'_j‖. Zero by zero is zero: there is nothing to lose.
     roundoff = product_roundoff(*tensors_of(first), *tensors_of(second))
     conditions = [
-        roundoff**0.5 * (magnitude(factor) / size).nan_to_num(nan=0.0)
+        roundoff**0.5 * (MAGNITUDE[type(factor)](factor) / size).nan_to_num(nan=0.0)
         for factor, size in zip((first, second), sizes, strict=True)
     ]
     return again(result, first, second, conditions, direct)
@@ -229,10 +246,12 @@ def diagonal_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -
     return _tied.inner_with_rows(outer, rows, workspace)
 
 
-def _plain(first: Outer, second: Outer) -> tuple[Outer, Outer]:
+def _plain(first: Outer | Ragged, second: Outer | Ragged) -> tuple:
     """Drop how the axes are permuted, which is the same on both sides: it moves no product."""
 
-    def plain(factor: Outer) -> Outer:
+    def plain(factor: Outer | Ragged) -> Outer | Ragged:
+        if isinstance(factor, Ragged):
+            return factor
         groups, p, q = factor.left.shape[1], factor.left.shape[3], factor.right.shape[3]
         return replace(factor, shape=(groups * p, q), permutation=None, unfolded=None)
 
@@ -240,14 +259,20 @@ def _plain(first: Outer, second: Outer) -> tuple[Outer, Outer]:
     return one, one if second is first else plain(second)
 
 
-def _direct_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
-    if _triton.serves(first, second):
-        return _triton.direct_pairs(first, second, workspace)
+def formed_pairs(first: Factor, second: Factor, workspace: int) -> Tensor:
+    """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, of gradients that are formed."""
     one = [first]
     return _tiles.dense_pairs(one, one if second is first else [second], workspace)
 
 
-def _direct_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
-    if _triton.serves(first, second):
-        return _triton.direct_diagonal(first, second)
+def formed_diagonal(first: Factor, second: Factor, workspace: int) -> Tensor:
+    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, of gradients that are formed."""
     return _tiles.dense_diagonal([first], [second], workspace)
+
+
+# Σ_t ‖left_t‖‖right_t‖ of each example, (B,); the square bounds the terms of the Gram form.
+MAGNITUDE: dict[type, Callable[[Any], Tensor]] = {
+    Outer: _outer.magnitude,
+    Patches: _patches.magnitude,
+    Ragged: _ragged.magnitude,
+}

@@ -7,15 +7,13 @@ are few positions, patches are written out for as many examples as a quarter of 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Patches, compute_dtype
-from gradstats.contractions import _outer, _outer_pairs, _tiles, _triton, _triton_layers
+from gradstats.contractions import _outer_pairs, _tiles, _triton, _triton_layers
 from gradstats.contractions._outer_pairs import Sizes
 from gradstats.contractions._result import product_roundoff
 
@@ -27,11 +25,10 @@ def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tens
             first, second, sizes, _form(first, second, first.batch, second.batch, on_chip=True),
             _triton_layers.convolution_gram_pairs,
             partial(_triton_layers.convolution_pairs, workspace=workspace),
-            magnitude, _outer_pairs.recompute_pairs,
+            _outer_pairs.recompute_pairs,
         )  # fmt: skip
     if _form(first, second, first.batch, second.batch) == "direct":
-        one = [first]
-        return _tiles.dense_pairs(one, one if first is second else [second], workspace)
+        return _outer_pairs.formed_pairs(first, second, workspace)
     result = _tiles.zeros([first], first.batch, second.batch)
     for here in _unfolded_chunks(first, workspace):
         left = first.select(here).unfolded()
@@ -50,10 +47,10 @@ def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> T
             first, second, sizes, _form(first, second, 1, 1, on_chip=True),
             _triton_layers.convolution_gram_diagonal,
             partial(_triton_layers.convolution_diagonal, workspace=workspace),
-            magnitude, _outer_pairs.recompute_diagonal,
+            _outer_pairs.recompute_diagonal,
         )  # fmt: skip
     if _form(first, second, 1, 1) == "direct":
-        return _tiles.dense_diagonal([first], [second], workspace)
+        return _outer_pairs.formed_diagonal(first, second, workspace)
     result = _tiles.zeros([first], first.batch)
     larger = first if first.positions > second.positions else second
     for here in _unfolded_chunks(larger, workspace):
@@ -75,18 +72,6 @@ def _form(
     return _cost.choose_pair_form(
         *positions, p, q, examples1, examples2, on_chip=on_chip, roundoff=roundoff
     )
-
-
-def magnitude(factor: Patches) -> Tensor:
-    """Return Σ_t ‖patch_t‖‖grad_t‖ over the groups, (B,) float64.
-
-    The norm of a patch is that of its pixels' norms over the channels: only those are written out.
-    """
-    channels = factor.input.unflatten(1, (factor.geometry.groups, factor.shape[1]))
-    pixels = torch.linalg.vector_norm(channels, dim=2, dtype=torch.float32)
-    shape = (factor.shape[0], 1, *factor.shape[2:])
-    norms = replace(factor, input=pixels, shape=shape).unfolded()
-    return _outer.magnitude(norms)
 
 
 def _unfolded_chunks(factor: Patches, workspace: int):

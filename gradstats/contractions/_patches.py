@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -103,6 +104,18 @@ def _form(factor: Patches, *, with_sum: bool = False, on_chip: bool = False) -> 
         factor.positions, p, q, with_sum=with_sum, on_chip=on_chip, alone=alone, patches=written,
         roundoff=roundoff, guarded=on_chip or not is_compiling(),
     )  # fmt: skip
+
+
+def magnitude(factor: Patches) -> Tensor:
+    """Return Σ_t ‖patch_t‖‖grad_t‖ over the groups, (B,) float64.
+
+    The norm of a patch is that of its pixels' norms over the channels: only those are written out.
+    """
+    channels = factor.input.unflatten(1, (factor.geometry.groups, factor.shape[1]))
+    pixels = torch.linalg.vector_norm(channels, dim=2, dtype=torch.float32)
+    shape = (factor.shape[0], 1, *factor.shape[2:])
+    norms = replace(factor, input=pixels, shape=shape).unfolded()
+    return _outer.magnitude(norms)
 
 
 def summed(factor: Patches, dtype: torch.dtype) -> Tensor:

@@ -87,7 +87,8 @@ def _formed(factor: Ragged, examples: list[int]) -> Contraction:
 def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the sum is one product over all rows."""
     if _triton.serves(factor):
-        return _triton.ragged_and_sum(factor)
+        norms, total = _triton.direct_and_sum(factor)
+        return norms, total.reshape(factor.shape)
     total = multiply(factor.left.t(), factor.right).reshape(factor.shape)
     return sqnorm(factor, workspace), total
 
@@ -99,9 +100,7 @@ def _on_chip(factor: Ragged) -> Contraction:
         factor.longest, *widths, on_chip=True, roundoff=roundoff,
         cut_off=cut_off_of(factor.left, factor.right),
     )  # fmt: skip
-    if form == "direct":
-        return _triton.ragged_direct(factor)
-    return _triton.ragged_gram(factor)
+    return _triton.direct(factor) if form == "direct" else _triton.gram(factor)
 
 
 def magnitude(factor: Ragged) -> Tensor:

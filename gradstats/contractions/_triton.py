@@ -93,13 +93,13 @@ def rank_one(factor: Outer) -> Contraction:
     return well_conditioned(_over_groups(value, factor), torch.float32)
 
 
-def gram(factor: Outer) -> Contraction:
+def gram(factor: Outer | Ragged) -> Contraction:
     """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), what cancels replaced by the direct form."""
     operands = factor.left, factor.right
     numbers = rounding(*operands, cut_off_of(*operands))
-    return Contraction(
-        *operators().gram_sqnorm(*operands_of(factor), factor.left.shape[1], *numbers)
-    )
+    groups = 1 if isinstance(factor, Ragged) else factor.left.shape[1]
+    a, g = operands_of(factor)
+    return Contraction(*operators().gram_sqnorm(a, g, groups, *numbers, *_bounds(factor)))
 
 
 def rounding(left: Tensor, right: Tensor, cut_off: float) -> tuple[float, float, float, float]:
@@ -118,76 +118,23 @@ def rounding(left: Tensor, right: Tensor, cut_off: float) -> tuple[float, float,
     return adding, product_roundoff(left, right), cut_off, GUARD_TOLERANCE
 
 
-def direct(factor: Outer) -> Contraction:
+def direct(factor: Outer | Ragged) -> Contraction:
     """Return the squares of gradient tiles that never leave the chip."""
-    value = operators().direct_sqnorm(*operands_of(factor))
+    value = operators().direct_sqnorm(*operands_of(factor), *_bounds(factor))
     return well_conditioned(_over_groups(value, factor), torch.float32)
 
 
-def direct_and_sum(factor: Outer) -> tuple[Contraction, Tensor]:
-    """Return squared norms and Σ_i G_i (1, p, q) from one kernel; for factors of one group."""
-    gradient, value = operators().weight_gradient_sqnorm(*operands_of(factor))
-    return well_conditioned(value, torch.float32), gradient.unsqueeze(0)
+def direct_and_sum(factor: Outer | Ragged) -> tuple[Contraction, Tensor]:
+    """Return squared norms and Σ_i G_i (p, q) from one kernel; for factors of one group."""
+    operands = operands_of(factor)
+    gradient, value = operators().weight_gradient_sqnorm(*operands, *_bounds(factor))
+    return well_conditioned(value, torch.float32), gradient
 
 
-def ragged_gram(factor: Ragged) -> Contraction:
-    """Return the Gram form of packed examples, what cancels replaced by the direct form."""
-    a, g, bounds = _packed(factor)
-    operands = factor.left, factor.right
-    numbers = rounding(*operands, cut_off_of(*operands))
-    return Contraction(
-        *operators().gram_sqnorm(a, g, 1, *numbers, cu_seqlens=bounds, max_seqlen=factor.longest)
-    )
-
-
-def ragged_direct(factor: Ragged) -> Contraction:
-    """Return the squares of gradient tiles of packed examples."""
-    value = operators().direct_sqnorm(*_packed(factor), max_seqlen=factor.longest)
-    return well_conditioned(value, torch.float32)
-
-
-def ragged_and_sum(factor: Ragged) -> tuple[Contraction, Tensor]:
-    """Return squared norms and Σ_i G_i (p, q) of packed examples from one kernel."""
-    operands = _packed(factor)
-    gradient, value = operators().weight_gradient_sqnorm(*operands, max_seqlen=factor.longest)
-    return well_conditioned(value, torch.float32), gradient.reshape(factor.shape)
-
-
-def _packed(factor: Ragged) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a, g and the bounds of the examples as the kernels take them."""
-    return factor.right, factor.left, torch.tensor(factor.offsets)
-
-
-def _both_packed(first: Ragged, second: Ragged) -> tuple:
-    (a1, g1, bounds1), (a2, g2, bounds2) = _packed(first), _packed(second)
-    return a1, g1, a2, g2, bounds1, bounds2
-
-
-def ragged_gram_pairs(first: Ragged, second: Ragged) -> Tensor:
-    """Return all pairs' products of packed examples through products of rows, (B, B') float64."""
-    return operators().pairwise_gram(*_both_packed(first, second)).double()
-
-
-def ragged_direct_pairs(first: Ragged, second: Ragged, workspace: int) -> Tensor:
-    """Return the same from gradients formed chunk by chunk, (B, B') float64."""
-    operands = _both_packed(first, second)
-    return operators().pairwise_direct(*operands, workspace=workspace).double()
-
-
-def ragged_gram_diagonal(first: Ragged, second: Ragged) -> Tensor:
-    """Return the products of equal indices through products of rows, (B,) float64."""
-    value, _ = operators().diagonal_gram(*_both_packed(first, second))
-    return value
-
-
-def ragged_direct_diagonal(first: Ragged, second: Ragged) -> Tensor:
-    """Return the same from gradient tiles that never leave the chip, (B,) float64."""
-    return operators().direct_inner(*_both_packed(first, second))
-
-
-def gram_pairs(first: Outer, second: Outer) -> Tensor:
+def gram_pairs(first: Outer | Ragged, second: Outer | Ragged) -> Tensor:
     """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) for all pairs, (B, B') float64."""
-    rows = first.left.shape[2] == second.left.shape[2] == 1 and first.left.dtype in HALF
+    rows = isinstance(first, Outer) and first.longest == second.longest == 1
+    rows = rows and first.left.dtype in HALF
     product = _row_pairs if rows else operators().pairwise_gram
     products = (product(*both) for both in _groups(first, second))
     return reduce(torch.add, (part.double() for part in products))
@@ -205,7 +152,7 @@ def _row_pairs(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> Tensor:
     return result.mul_(other)
 
 
-def direct_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
+def direct_pairs(first: Outer | Ragged, second: Outer | Ragged, workspace: int) -> Tensor:
     """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
     products = (
         operators().pairwise_direct(*both, workspace=workspace) for both in _groups(first, second)
@@ -213,15 +160,15 @@ def direct_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
     return reduce(torch.add, (part.double() for part in products))
 
 
-def gram_diagonal(first: Outer, second: Outer) -> Tensor:
+def gram_diagonal(first: Outer | Ragged, second: Outer | Ragged) -> Tensor:
     """Return Σ_{t,s} (left_t·left'_s)(right_t·right'_s) of each example, (B,) float64."""
-    value, _ = operators().diagonal_gram(*operands_of(first), *operands_of(second))
+    value, _ = operators().diagonal_gram(*_both(first, second))
     return _over_groups(value, first)
 
 
-def direct_diagonal(first: Outer, second: Outer) -> Tensor:
+def direct_diagonal(first: Outer | Ragged, second: Outer | Ragged) -> Tensor:
     """Return the products of gradient tiles that never leave the chip, (B,) float64."""
-    value = operators().direct_inner(*operands_of(first), *operands_of(second))
+    value = operators().direct_inner(*_both(first, second))
     return _over_groups(value, first)
 
 
@@ -239,14 +186,20 @@ def direction(factor: Outer, direction: Tensor) -> Tensor:
 
 def ragged_direction(factor: Ragged, direction: Tensor) -> Tensor:
     """Return Σ_t left_tᵀ V right_t of packed examples, (B,) float64, for V (p, q)."""
-    a, g, bounds = _packed(factor)
-    return operators().direction_inner(
-        a, g, narrow(direction, a), cu_seqlens=bounds, max_seqlen=factor.longest
-    )
+    direction = narrow(direction, factor.right)
+    return operators().direction_inner(*operands_of(factor), direction, *_bounds(factor))
 
 
-def _groups(first: Outer, second: Outer) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Return a, g of both factors for each group: examples of different groups never meet."""
+def _both(first: Outer | Ragged, second: Outer | Ragged) -> tuple:
+    """Return the operands of two factors, and where packed examples of either begin and end."""
+    bounds = _bounds(first)[0], _bounds(second)[0]
+    return *operands_of(first), *operands_of(second), *bounds
+
+
+def _groups(first: Outer | Ragged, second: Outer | Ragged) -> list[tuple]:
+    """Return the same for each group: examples of different groups never meet."""
+    if isinstance(first, Ragged):
+        return [_both(first, second)]
     one, two = (
         list(zip(each.right.unbind(1), each.left.unbind(1), strict=True))
         for each in (first, second)
@@ -259,10 +212,19 @@ def narrow(direction: Tensor, operand: Tensor) -> Tensor:
     return direction if direction.dtype == operand.dtype else direction.float()
 
 
-def operands_of(factor: Outer) -> tuple[Tensor, Tensor]:
-    """Return a and g of (B·K, T, ·) as the kernels name them: G = Σ_t g_t a_tᵀ."""
+def operands_of(factor: Outer | Ragged) -> tuple[Tensor, Tensor]:
+    """Return a and g as the kernels name them, G = Σ_t g_t a_tᵀ: (B·K, T, ·), or packed rows."""
+    if isinstance(factor, Ragged):
+        return factor.right, factor.left
     return factor.right.flatten(0, 1), factor.left.flatten(0, 1)
 
 
-def _over_groups(values: Tensor, factor: Outer) -> Tensor:
+def _bounds(factor: Outer | Ragged) -> tuple[Tensor | None, int | None]:
+    """Return where packed examples begin and end, and the most rows of one; None for others."""
+    if isinstance(factor, Ragged):
+        return torch.tensor(factor.offsets), factor.longest
+    return None, None
+
+
+def _over_groups(values: Tensor, factor: Outer | Ragged) -> Tensor:
     return values if len(values) == factor.batch else values.view(factor.batch, -1).sum(1)
