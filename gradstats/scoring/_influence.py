@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
@@ -20,10 +20,28 @@ from gradstats.scoring._rankings import check_k
 from gradstats.scoring._scores import InfluenceScores, check_normalize
 from gradstats.scoring._top import TopScores
 from gradstats.scoring._work import Work, check_checkpoints, folder_path, read_data
-from gradstats.statistics._arguments import LossFunction, check_flags, integer
+from gradstats.statistics._arguments import Choices, LossFunction, check_flags, integer
 from gradstats.statistics._state import random_numbers_kept
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 DEFAULT_BUDGET = 1024**3
+
+
+class InfluenceOptions(Choices, total=False):
+    """What ``influence`` takes in either of its forms; it says what each means."""
+
+    query_checkpoints: Any
+    normalize: str | None
+    out: str | Path | None
+    resume: bool
+    train_ids: Source
+    query_ids: Source
+    budget: int
+    cu_seqlens: Source
+    nonfinite: str
+    progress: bool
 
 
 @overload
@@ -34,21 +52,8 @@ def influence(
     loss_fn: LossFunction,
     checkpoints: Checkpoints,
     *,
-    query_checkpoints: Any = None,
-    normalize: str | None = None,
-    out: str | Path | None = None,
-    resume: bool = True,
     top_k: None = None,
-    train_ids: Source = None,
-    query_ids: Source = None,
-    budget: int = DEFAULT_BUDGET,
-    batch_dim: int = 0,
-    cu_seqlens: Source = None,
-    parameters: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str = (),
-    workspace: int | None = None,
-    nonfinite: str = "raise",
-    progress: bool = True,
+    **options: Unpack[InfluenceOptions],
 ) -> InfluenceScores: ...
 
 
@@ -60,21 +65,8 @@ def influence(
     loss_fn: LossFunction,
     checkpoints: Checkpoints,
     *,
-    query_checkpoints: Any = None,
-    normalize: str | None = None,
-    out: str | Path | None = None,
-    resume: bool = True,
     top_k: int,
-    train_ids: Source = None,
-    query_ids: Source = None,
-    budget: int = DEFAULT_BUDGET,
-    batch_dim: int = 0,
-    cu_seqlens: Source = None,
-    parameters: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str = (),
-    workspace: int | None = None,
-    nonfinite: str = "raise",
-    progress: bool = True,
+    **options: Unpack[InfluenceOptions],
 ) -> TopScores: ...
 
 

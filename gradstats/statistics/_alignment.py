@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from gradstats.statistics._arguments import (
 from gradstats.statistics._backward import run
 from gradstats.statistics._result import examples_named, result_dtype
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @overload
 def alignment(
@@ -32,13 +35,9 @@ def alignment(
     loss_fn: LossFunction,
     direction: Mapping[str, Tensor | None] | str,
     *,
-    batch_dim: int = 0,
-    cu_seqlens: Tensor | None = None,
-    parameters: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str = (),
-    workspace: int | None = None,
     nonfinite: str = "raise",
     per_parameter: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
@@ -49,13 +48,9 @@ def alignment(
     loss_fn: LossFunction,
     direction: Mapping[str, Tensor | None] | str,
     *,
-    batch_dim: int = 0,
-    cu_seqlens: Tensor | None = None,
-    parameters: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str = (),
-    workspace: int | None = None,
     nonfinite: str = "raise",
     per_parameter: Literal[True],
+    **options: Unpack[Options],
 ) -> dict[str, Tensor]: ...
 
 

@@ -25,14 +25,19 @@ from gradstats.errors import TrackingError
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Options(TypedDict, total=False):
+class Choices(TypedDict, total=False):
     """What all functions that run a loss function take; per_example_norms says what each means."""
 
     batch_dim: int
-    cu_seqlens: Tensor | None
     parameters: Sequence[str] | str | None
     exclude: Sequence[str] | str
     workspace: int | None
+
+
+class Options(Choices, total=False):
+    """The same for one batch."""
+
+    cu_seqlens: Tensor | None
 
 
 def shapes_of(model: nn.Module, options: Options) -> dict[str, tuple[int, ...]]:

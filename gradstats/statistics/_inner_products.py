@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from gradstats._compiler import in_python
 from gradstats.capture.parameters._consumers import WithinBatch
 from gradstats.errors import ExampleAxisError, NonFiniteGradientError
 from gradstats.statistics._arguments import (
+    Choices,
     LossFunction,
     Options,
     check_call,
@@ -27,6 +28,9 @@ from gradstats.statistics._kept import check_same_parameters, keep, products
 from gradstats.statistics._loss import examples_in
 from gradstats.statistics._result import check_finite, result_dtype
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @overload
 def inner_products(
@@ -37,13 +41,10 @@ def inner_products(
     loss_fn: LossFunction,
     *,
     pairs: str = "all",
-    batch_dim: int = 0,
     cu_seqlens: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
-    parameters: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str = (),
-    workspace: int | None = None,
     nonfinite: str = "raise",
     per_parameter: Literal[False] = False,
+    **choices: Unpack[Choices],
 ) -> Tensor: ...
 
 
@@ -56,13 +57,10 @@ def inner_products(
     loss_fn: LossFunction,
     *,
     pairs: str = "all",
-    batch_dim: int = 0,
     cu_seqlens: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
-    parameters: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str = (),
-    workspace: int | None = None,
     nonfinite: str = "raise",
     per_parameter: Literal[True],
+    **choices: Unpack[Choices],
 ) -> dict[str, Tensor]: ...
 
 
