@@ -7,7 +7,7 @@ holds, squared and let go; every other parameter goes the lean way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -73,153 +73,232 @@ class Gradients:
     sqnorms: dict[str, Tensor]
 
 
-def norms_with_fallback(
-    lean: Callable[..., GradientNorms],
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFunction,
-    options: dict[str, Any],
-    workspace: int,
-    nonfinite: str,
-) -> GradientNorms:
-    """Return the norms of a batch, parameters without a rule included.
+class Fallback:
+    """The norms of a batch, parameters without a rule included.
 
     Args:
-        lean: computes the norms under the given options, or raises naming parameters.
+        model, batch, loss_fn: as for per_example_norms.
         options: of Tracker.
-        others: as for per_example_norms.
+        workspace: bytes of scratch memory.
     """
-    before = State(model)
-    stats, served, hidden = _lean_part(lean, model, batch, loss_fn, options, before)
-    if stats is not None and not served:
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: LossFunction,
+        options: dict[str, Any],
+        workspace: int,
+    ):
+        self._model, self._batch, self._loss_fn = model, batch, loss_fn
+        self._options, self._workspace = options, workspace
+        self._selected = select_parameters(model, options["parameters"], options["exclude"])
+        bounds = None if options["segments"] is None else options["segments"].offsets
+        self._division = Division(options["batch_size"], options["batch_dim"], bounds)
+        # What each forward starts from, so that all see the same buffers.
+        self._before = State(model)
+        # The parameters without a rule, and whether some of them may be used where
+        # torch.autograd.grad does not look.
+        self._unserved: dict[str, nn.Parameter] = {}
+        self._hidden = False
+
+    def norms(self, lean: Callable[..., GradientNorms], nonfinite: str) -> GradientNorms:
+        """Return the norms.
+
+        Args:
+            lean: computes the norms under the given options, or raises naming parameters.
+            nonfinite: as for per_example_norms.
+        """
+        stats = self._lean_part(lean)
+        if stats is not None and not self._unserved:
+            return stats
+        self._before.restore()
+        with differentiable(self._model):
+            together = self._together()
+        after = State(self._model)
+        try:
+            with differentiable(self._model):
+                alone = self._one_by_one()
+        finally:
+            after.restore()
+        check_same(alone, together)
+        values = alone.sqnorms
+        bound: Tensor | float = 0.0
+        if stats is not None:
+            values.update({name: row.double() for name, row in stats.by_parameter.items()})
+            bound = stats.error_bound.double() * stats.norm.double().square()
+        unused = torch.zeros_like(next(iter(values.values())))
+        names, wide = list(self._selected), any_double(self._selected.values())
+        rows = torch.stack([values.get(name, unused) for name in names])
+        total = rows.sum(0)
+        relative = partial(_relative, bound, total)
+        return summarise(names, rows, total, relative, together.losses, nonfinite, wide)
+
+    def _lean_part(self, lean: Callable[..., GradientNorms]) -> GradientNorms | None:
+        """Return the norms over all parameters that have a rule, and note those that have none.
+
+        None where the losses use no parameter that has a rule.
+        """
+        stats = None
+        while stats is None and len(self._unserved) < len(self._selected):
+            exclude = excluding(self._options["exclude"], sorted(self._unserved))
+            # What is left to the fallback is differentiated by PyTorch here.
+            native = differentiable(self._model) if self._unserved else nullcontext()
+            try:
+                with native:
+                    stats = lean(**{**self._options, "exclude": exclude})
+            except NothingUsedError:
+                if not self._unserved:
+                    raise
+                break
+            except (UnsupportedOperationError, ExampleAxisError) as error:
+                if not self._selected.keys() & (set(error.parameters) - self._unserved.keys()):
+                    raise
+                self._before.restore()
+                found = survey(self._model, self._batch, self._loss_fn, **self._options)
+                refused = {*self._unserved, *error.parameters, *found.refused}
+                self._unserved = {n: p for n, p in self._selected.items() if n in refused}
+                self._hidden |= bool(found.inside)
+                self._before.restore()
         return stats
-    selected = select_parameters(model, options["parameters"], options["exclude"])
-    names = [name for name in selected if name in served]
-    bounds = None if options["segments"] is None else options["segments"].offsets
-    division = Division(options["batch_size"], options["batch_dim"], bounds)
-    before.restore()
-    with differentiable(model):
-        together = gradients_together(
-            model, batch, loss_fn, names, division.batch_size, hidden=hidden
-        )
-    after = State(model)
-    try:
-        alone = sqnorms_one_by_one(
-            model, batch, loss_fn, names, division, workspace=workspace, state=before
-        )
-    finally:
-        after.restore()
-    check_same(alone, together)
-    values = alone.sqnorms
-    bound: Tensor | float = 0.0
-    if stats is not None:
-        values.update({name: row.double() for name, row in stats.by_parameter.items()})
-        bound = stats.error_bound.double() * stats.norm.double().square()
-    wide = any_double(selected.values())
-    unused = torch.zeros_like(values[names[0]])
-    rows = torch.stack([values.get(name, unused) for name in selected])
-    total = rows.sum(0)
-    relative = partial(_relative, bound, total)
-    return summarise(list(selected), rows, total, relative, together.losses, nonfinite, wide)
 
+    def _together(self) -> Gradients:
+        """Return the losses of the whole batch, and the gradients of their sum."""
+        with torch.enable_grad(), SettledFormats():
+            losses = self._loss_fn(self._model, self._batch)
+            losses = check_losses(losses, self._division.batch_size)
+            return Gradients(losses.detach(), self._gradients(losses, hidden=self._hidden), {})
 
-def _lean_part(
-    lean: Callable[..., GradientNorms],
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFunction,
-    options: dict[str, Any],
-    before: State,
-) -> tuple[GradientNorms | None, set[str], bool]:
-    """Return the norms over all parameters that have a rule, and the names of those that have none.
-
-    Args:
-        before: what each forward starts from.
-        others: as for ``norms_with_fallback``.
-
-    Returns:
-        None for the norms where the losses use no parameter that has a rule; the names; whether
-        some of them may be used where torch.autograd.grad does not look.
-    """
-    selected = set(select_parameters(model, options["parameters"], options["exclude"]))
-    served: set[str] = set()
-    hidden = False
-    while served != selected:
-        exclude = excluding(options["exclude"], sorted(served))
-        # What is left to the fallback is differentiated by PyTorch here.
-        native = differentiable(model) if served else nullcontext()
+    def _one_by_one(self) -> Gradients:
+        """Return the losses, and the gradients' squared norms and sum, of each example alone."""
         try:
-            with native:
-                return lean(**{**options, "exclude": exclude}), served, hidden
-        except NothingUsedError:
-            if not served:
-                raise
-            break
-        except (UnsupportedOperationError, ExampleAxisError) as error:
-            new = set(error.parameters) - served
-            if not new:
-                raise
-            before.restore()
-            found = survey(model, batch, loss_fn, **options)
-            served |= new | set(found.refused)
-            hidden |= bool(found.inside)
-            before.restore()
-    return None, served, hidden
-
-
-def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
-    return torch.where(total != 0, bound / total, 0.0)
-
-
-def gradients_together(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFunction,
-    names: Sequence[str],
-    batch_size: int,
-    *,
-    hidden: bool,
-) -> Gradients:
-    """Return the losses of the whole batch, and the named parameters' gradients of their sum.
-
-    Args:
-        hidden: parameters may be used where torch.autograd.grad does not look.
-        others: as for per_example_norms.
-    """
-    parameters = _inner(model, names)
-    with torch.enable_grad(), SettledFormats():
-        losses = check_losses(loss_fn(model, batch), batch_size)
-        gradients = _gradients(losses, parameters, names, hidden=hidden)
-        return Gradients(losses.detach(), gradients, {})
-
-
-def sqnorms_one_by_one(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFunction,
-    names: Sequence[str],
-    division: Division,
-    *,
-    workspace: int,
-    state: State,
-) -> Gradients:
-    """Return the losses (B,) and the squared norms (B,) of the named parameters' gradients.
-
-    Args:
-        names: names of parameters that require grad.
-        division: how the batch divides into examples.
-        state: restored before each forward, so that all see the same buffers.
-        others: as for per_example_norms.
-    """
-    arguments = (model, batch, loss_fn, names, division)
-    with differentiable(model):
-        try:
-            return _in_chunks(*arguments, workspace=workspace, state=state)
+            return self._in_chunks()
         except Exception:
             # Control flow on values, checkpoints, autograd Functions without vmap, in-place
             # changes of buffers, randomness: torch.func refuses them in many ways. If the fault
             # is the user's own, it shows again below.
-            return _singly(*arguments, state=state)
+            return self._singly()
+
+    def _in_chunks(self) -> Gradients:
+        division, batch = self._division, self._batch
+        module = LossOfModel(self._model, self._loss_fn)
+        parameters = list(self._unserved.values())
+        if any(type(parameter) is not nn.Parameter for parameter in parameters):
+            raise TypeError("torch.func would take a parameter of a subclass for a plain tensor")
+        if division.bounds is not None:
+            raise TypeError("packed examples differ in length")
+        if division.has_entries(batch):
+            raise TypeError("vmap would give each example all entries of a list")
+        # A chunk's gradients, the same in the accumulation dtype, and their squares may exist at
+        # once.
+        numbers = 3 * sum(parameter.numel() for parameter in parameters)
+        chunk = max(1, min(division.batch_size, self._workspace // (8 * numbers)))
+        tensors = [*tensors_in(batch)]  # in the order of ``map_tensors``
+        dims = tuple(map(division.axis, tensors))
+        # Under the names that the given model, wrapped or not, uses.
+        own = {id(parameter): name for name, parameter in module.named_parameters()}
+        keys = {own[id(parameter)]: parameter.detach() for parameter in parameters}
+
+        def loss_of_one(values, *items):
+            # Each example comes without its axis: give it one of size one, as in a batch of one.
+            example = iter(
+                item if dim is None else item.unsqueeze(dim)
+                for item, dim in zip(items, dims, strict=True)
+            )
+            losses = torch.func.functional_call(
+                module, values, (map_tensors(batch, lambda _: next(example)),)
+            )
+            if not isinstance(losses, Tensor) or tuple(losses.shape) != (1,):
+                raise TypeError("a batch of one did not give one loss")
+            return losses.sum(), losses.sum().detach()
+
+        every = torch.func.vmap(torch.func.grad(loss_of_one, has_aux=True), in_dims=(None, *dims))
+        losses: list[Tensor] = []
+        rows: list[list[Tensor]] = []
+        totals: list[Tensor] = []
+        with torch.no_grad():
+            for start in range(0, division.batch_size, chunk):
+                self._before.restore()
+                stop = min(start + chunk, division.batch_size)
+                part = (
+                    tensor if dim is None else tensor.narrow(dim, start, stop - start)
+                    for tensor, dim in zip(tensors, dims, strict=True)
+                )
+                gradients, loss = every(keys, *part)
+                losses.append(loss)
+                found = list(gradients.values())
+                rows.append([torch.func.vmap(sqnorm_of)(gradient) for gradient in found])
+                sums = [gradient.sum(0) for gradient in found]
+                totals = [a.add_(b) for a, b in zip(totals, sums, strict=True)] if totals else sums
+                del gradients, found
+        sqnorms = (torch.cat(column) for column in zip(*rows, strict=True))
+        return Gradients(
+            torch.cat(losses),
+            dict(zip(self._unserved, totals, strict=True)),
+            dict(zip(self._unserved, sqnorms, strict=True)),
+        )
+
+    def _singly(self) -> Gradients:
+        losses: list[Tensor] = []
+        rows: list[list[Tensor]] = []
+        total: dict[str, Tensor] = {}
+        for number in range(self._division.batch_size):
+            self._before.restore()
+            with torch.enable_grad(), SettledFormats():
+                loss = self._loss_of_one(number)
+                gradients = self._gradients(loss)
+            losses.append(loss.detach().reshape(()))
+            rows.append([sqnorm_of(gradient).to(loss.device) for gradient in gradients.values()])
+            total = {name: total[name] + g for name, g in gradients.items()} if total else gradients
+        columns = map(torch.stack, zip(*rows, strict=True))
+        sqnorms = dict(zip(self._unserved, columns, strict=True))
+        return Gradients(torch.stack(losses), total, sqnorms)
+
+    def _loss_of_one(self, number: int) -> Tensor:
+        example = self._division.take(self._batch, [number])
+        try:
+            return check_losses(self._loss_fn(self._model, example), 1)
+        except Exception as error:
+            obstacle = self._division.obstacle(self._batch)
+            if obstacle is None:
+                raise
+            raise ExampleAxisError(
+                f"{obstacle}, so gradients cannot be computed one example at a time "
+                f'(fallback="vmap"): there {summary(error)}. Expected nested tuples, lists, '
+                "mappings or dataclasses of tensors, rows of examples and labels; or leave the "
+                "parameters without a rule out by name with exclude=."
+            ) from error
+
+    def _gradients(self, losses: Tensor, *, hidden: bool = False) -> dict[str, Tensor]:
+        """Return name → gradient of the sum of losses, zeros where they use no parameter.
+
+        Args:
+            losses: to be differentiated.
+            hidden: what has no gradient may have one that torch.autograd.grad does not find.
+        """
+        leaves = list(self._unserved.values())
+        # Before the parameters' hooks, as rules take them.
+        with without_hooks(leaves):
+            gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        named = dict(zip(self._unserved, gradients, strict=True))
+        missing = [name for name, found in named.items() if found is None]
+        if missing and hidden:
+            raise UnsupportedOperationError(
+                f"no gradient was found for {missing[:4]}, which has no rule: an autograd Function "
+                "runs a part of the model whose backward runs one of its own, as checkpoints of "
+                "other libraries do. Expected torch.utils.checkpoint.checkpoint there, a rule for "
+                "the operation (gs.register_rule), or the parameters left out by name with "
+                f"exclude={missing!r}.",
+                missing,
+            )
+        return {
+            name: torch.zeros_like(self._unserved[name]) if found is None else found.detach()
+            for name, found in named.items()
+        }
+
+
+def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
+    return torch.where(total != 0, bound / total, 0.0)
 
 
 def check_same(alone: Gradients, together: Gradients) -> None:
@@ -263,132 +342,8 @@ def _check_same_losses(alone: Tensor, together: Tensor, tolerance: float) -> Non
         )
 
 
-def _in_chunks(model, batch, loss_fn, names, division, *, workspace, state) -> Gradients:
-    module = LossOfModel(model, loss_fn)
-    parameters = _inner(model, names)
-    if any(type(parameter) is not nn.Parameter for parameter in parameters.values()):
-        raise TypeError("torch.func would take a parameter of a subclass for a plain tensor")
-    if division.bounds is not None:
-        raise TypeError("packed examples differ in length")
-    if division.has_entries(batch):
-        raise TypeError("vmap would give each example all entries of a list")
-    # A chunk's gradients, the same in the accumulation dtype, and their squares may exist at once.
-    numbers = 3 * sum(parameter.numel() for parameter in parameters.values())
-    chunk = max(1, min(division.batch_size, workspace // (8 * numbers)))
-    tensors = [*tensors_in(batch)]  # in the order of ``map_tensors``
-    dims = tuple(map(division.axis, tensors))
-    keys = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-
-    def loss_of_one(values, *items):
-        # Each example comes without its axis: give it one of size one, as in a batch of one.
-        example = iter(
-            item if dim is None else item.unsqueeze(dim)
-            for item, dim in zip(items, dims, strict=True)
-        )
-        losses = torch.func.functional_call(
-            module, values, (map_tensors(batch, lambda _: next(example)),)
-        )
-        if not isinstance(losses, Tensor) or tuple(losses.shape) != (1,):
-            raise TypeError("a batch of one did not give one loss")
-        return losses.sum(), losses.sum().detach()
-
-    every = torch.func.vmap(torch.func.grad(loss_of_one, has_aux=True), in_dims=(None, *dims))
-    losses: list[Tensor] = []
-    rows: list[list[Tensor]] = []
-    totals: list[Tensor] = []
-    with torch.no_grad():
-        for start in range(0, division.batch_size, chunk):
-            state.restore()
-            stop = min(start + chunk, division.batch_size)
-            part = (
-                tensor if dim is None else tensor.narrow(dim, start, stop - start)
-                for tensor, dim in zip(tensors, dims, strict=True)
-            )
-            gradients, loss = every(keys, *part)
-            losses.append(loss)
-            found = list(gradients.values())
-            rows.append([torch.func.vmap(sqnorm_of)(gradient) for gradient in found])
-            sums = [gradient.sum(0) for gradient in found]
-            totals = [a.add_(b) for a, b in zip(totals, sums, strict=True)] if totals else sums
-            del gradients, found
-    sqnorms = (torch.cat(column) for column in zip(*rows, strict=True))
-    return Gradients(
-        torch.cat(losses),
-        dict(zip(names, totals, strict=True)),
-        dict(zip(names, sqnorms, strict=True)),
-    )
-
-
-def _gradients(
-    losses: Tensor,
-    parameters: dict[str, nn.Parameter],
-    names: Sequence[str],
-    *,
-    hidden: bool = False,
-) -> dict[str, Tensor]:
-    """Return name → gradient of the sum of losses, zeros where they use no parameter."""
-    leaves = list(parameters.values())
-    # Before the parameters' hooks, as rules take them.
-    with without_hooks(leaves):
-        gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-    missing = [name for name, found in zip(names, gradients, strict=True) if found is None]
-    if missing and hidden:
-        raise UnsupportedOperationError(
-            f"no gradient was found for {missing[:4]}, which has no rule: an autograd Function "
-            "runs a part of the model whose backward runs one of its own, as checkpoints of other "
-            "libraries do. Expected torch.utils.checkpoint.checkpoint there, a rule for the "
-            "operation (gs.register_rule), or the parameters left out by name with "
-            f"exclude={missing!r}.",
-            missing,
-        )
-    return {
-        name: torch.zeros_like(leaf) if gradient is None else gradient.detach()
-        for name, leaf, gradient in zip(names, leaves, gradients, strict=True)
-    }
-
-
-def _singly(model, batch, loss_fn, names, division, *, state) -> Gradients:
-    parameters = _inner(model, names)
-    losses: list[Tensor] = []
-    rows: list[list[Tensor]] = []
-    total: dict[str, Tensor] = {}
-    for number in range(division.batch_size):
-        state.restore()
-        with torch.enable_grad(), SettledFormats():
-            example = division.take(batch, [number])
-            loss = _loss_of_one(partial(loss_fn, model, example), division, batch)
-            gradients = _gradients(loss, parameters, names)
-        losses.append(loss.detach().reshape(()))
-        rows.append([sqnorm_of(gradient).to(loss.device) for gradient in gradients.values()])
-        total = {name: total[name] + g for name, g in gradients.items()} if total else gradients
-    sqnorms = {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(names)}
-    return Gradients(torch.stack(losses), total, sqnorms)
-
-
-def _loss_of_one(loss_fn: Callable[[], Any], division: Division, batch: Any) -> Tensor:
-    try:
-        return check_losses(loss_fn(), 1)
-    except Exception as error:
-        obstacle = division.obstacle(batch)
-        if obstacle is None:
-            raise
-        raise ExampleAxisError(
-            f"{obstacle}, so gradients cannot be computed one example at a time "
-            f'(fallback="vmap"): there {summary(error)}. Expected nested tuples, lists, mappings '
-            "or dataclasses of tensors, rows of examples and labels; or leave the parameters "
-            "without a rule out by name with exclude=."
-        ) from error
-
-
 def sqnorm_of(gradient: Tensor) -> Tensor:
     """Return ‖gradient‖² in float64, of a sparse or complex gradient too."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     return torch.linalg.vector_norm(gradient.abs(), dtype=torch.float64).square()
-
-
-def _inner(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the named parameters under the names that the given model, wrapped or not, uses."""
-    known = select_parameters(model, None, ())
-    own = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {own[id(known[name])]: known[name] for name in names}

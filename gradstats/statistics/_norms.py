@@ -27,7 +27,7 @@ from gradstats.statistics._arguments import (
 )
 from gradstats.statistics._backward import run_examples
 from gradstats.statistics._batches import on_a_copy
-from gradstats.statistics._fallback import norms_with_fallback
+from gradstats.statistics._fallback import Fallback
 from gradstats.statistics._loss import (
     check_batch_dim,
     check_batch_size,
@@ -152,7 +152,7 @@ def per_example_norms(
                 f"fallback={fallback!r} together with {name} is not supported: expected norms "
                 "alone. Exclude the parameters without a rule instead."
             )
-    return norms_with_fallback(lean, model, batch, loss_fn, options, scratch, nonfinite)
+    return Fallback(model, batch, loss_fn, options, scratch).norms(lean, nonfinite)
 
 
 class _ScaleAtBackward:
