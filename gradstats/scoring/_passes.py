@@ -83,7 +83,7 @@ class Passes:
     def lists(self, k: int) -> Lists:
         """Compute the lists of the strongest examples without the matrix."""
         circumstances = self._work.circumstances()
-        lists = TopLists(self._query.examples, k, self._pairs.names, circumstances)
+        lists = TopLists.empty(self._query.examples, self._pairs.names, circumstances)
         # Checkpoints are met again in every chunk, so they are told apart beforehand.
         entries = {}
         for number in range(len(self._pairs)):
@@ -97,7 +97,7 @@ class Passes:
             description["nonfinite"] = self._work.nonfinite
             description["summed"] = entries
             folder = open_folder(self._out, description, self._ids(), self._resume)
-            problem, lists = _ranks.on_first(partial(self._restored, lists, folder))
+            lists, problem = _ranks.on_first(partial(self._resumed, lists, folder, k))
             if problem is not None:
                 self._work.say(f"{problem}: computing it again")
         first = lists.next_batch
@@ -124,18 +124,18 @@ class Passes:
             bar.update(len(self._pairs) * first * self._query.batches)
             for part in left:
                 for found in _ranks.gather(_ranks.together(partial(compute, part))):
-                    lists.add(found)
+                    lists.add(found, k)
                 lists.next_batch = part.stop
                 if self._out is not None:
                     _ranks.on_first(partial(lists.save, self._out))
         return lists.lists
 
-    def _restored(self, lists: TopLists, folder: Folder) -> tuple[str | None, TopLists]:
-        """Return what is wrong with the lists of a folder, and the lists to go on with."""
-        own, problem = lists.circumstances, lists.restore(folder.path)
-        if lists.next_batch < self._train.batches:
-            folder.check_circumstances(lists.circumstances, own, "this call")
-        return problem, lists
+    def _resumed(self, lists: TopLists, folder: Folder, k: int) -> tuple[TopLists, str | None]:
+        """Return the lists to go on with, and what is wrong with those of a folder."""
+        held, problem = lists.resumed(folder.path, k)
+        if held.next_batch < self._train.batches:
+            folder.check_circumstances(held.circumstances, lists.circumstances, "this call")
+        return held, problem
 
     def _tiles_of(self, batches: slice) -> np.ndarray:
         """Return (train batches, query batches) bool: all tiles of some train batches."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -32,23 +33,34 @@ UNREADABLE = (OSError, KeyError, RuntimeError, zipfile.BadZipFile, *DAMAGED)
 Lists = dict[tuple[str | None, int], tuple[np.ndarray, np.ndarray]]
 
 
-class Held(NamedTuple):
-    """What a folder of lists holds.
+@dataclass
+class TopLists:
+    """The lists so far, as a folder holds them.
 
     Attributes:
         lists: the strongest first.
-        next_batch: the first train batch that has not been counted.
         checkpoints: names of those that are summed over.
         circumstances: on which the bits depend.
+        next_batch: the first train batch that has not been counted.
     """
 
     lists: Lists
-    next_batch: int
     checkpoints: tuple[str, ...]
     circumstances: dict[str, str]
+    next_batch: int = 0
 
     @classmethod
-    def read(cls, folder: Path) -> Held:
+    def empty(
+        cls, queries: int, checkpoints: Sequence[str], circumstances: dict[str, str]
+    ) -> TopLists:
+        """Return the lists before the first train batch."""
+        lists: Lists = {
+            kind: (np.zeros((queries, 0), np.int64), np.zeros((queries, 0))) for kind in KINDS
+        }
+        return cls(lists, tuple(checkpoints), circumstances)
+
+    @classmethod
+    def read(cls, folder: Path) -> TopLists:
         """Return what a folder holds, or raise one of UNREADABLE."""
         with (folder / STATE).open("rb") as file, np.load(file, allow_pickle=False) as held:
             lists = {kind: tuple(held[name] for name in names_of(*kind)) for kind in KINDS}
@@ -56,31 +68,10 @@ class Held(NamedTuple):
             # A folder written before they were noted has none: its lists may be read, and no more.
             known = "circumstances" in held
             circumstances = json.loads(str(held["circumstances"])) if known else {}
-            return cls(lists, int(held["next_batch"]), names, circumstances)
+            return cls(lists, names, circumstances, int(held["next_batch"]))
 
-
-class TopLists:
-    """The lists so far.
-
-    Attributes:
-        lists: the strongest first.
-        next_batch: the first train batch that has not been counted.
-        circumstances: in which those before it were.
-    """
-
-    def __init__(
-        self, queries: int, k: int, checkpoints: Sequence[str], circumstances: dict[str, str]
-    ):
-        self._k = k
-        self._checkpoints = tuple(checkpoints)
-        self.lists: Lists = {
-            kind: (np.zeros((queries, 0), np.int64), np.zeros((queries, 0))) for kind in KINDS
-        }
-        self.next_batch = 0
-        self.circumstances = circumstances
-
-    def add(self, lists: Lists) -> None:
-        """Merge other lists into these."""
+    def add(self, lists: Lists, k: int) -> None:
+        """Merge other lists into these, of which k entries stay."""
         for kind in KINDS:
             positions, scores = (
                 np.concatenate([own, new], axis=1)
@@ -88,7 +79,7 @@ class TopLists:
             )
             kept = np.stack(
                 [
-                    strongest(row, places, self._k, kind[1])
+                    strongest(row, places, k, kind[1])
                     for row, places in zip(scores, positions, strict=True)
                 ]
             )
@@ -99,29 +90,27 @@ class TopLists:
     def save(self, folder: Path) -> None:
         """Write the lists to a folder, so that a kill leaves these or the ones before."""
         arrays: dict[str, Any] = {
-            "next_batch": np.array(self.next_batch), "checkpoints": np.array(self._checkpoints),
+            "next_batch": np.array(self.next_batch), "checkpoints": np.array(self.checkpoints),
             "circumstances": np.array(json.dumps(self.circumstances)),
         }  # fmt: skip
         for kind, both in self.lists.items():
             arrays |= zip(names_of(*kind), both, strict=True)
         write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
 
-    def restore(self, folder: Path) -> str | None:
-        """Go on with the lists of a folder; return what is wrong with them, if anything."""
+    def resumed(self, folder: Path, k: int) -> tuple[TopLists, str | None]:
+        """Return the lists of a folder; these, and what is wrong with those, if anything is."""
         if not (folder / STATE).exists():
-            return None
+            return self, None
         try:
-            held = Held.read(folder)
+            held = TopLists.read(folder)
             for kind, (positions, scores) in held.lists.items():
-                own = len(self.lists[kind][0]), min([self._k, *positions.shape[-1:]])
+                own = len(self.lists[kind][0]), min([k, *positions.shape[-1:]])
                 if not positions.shape == scores.shape == own:
                     name = names_of(*kind)[1]
                     raise ValueError(f"{name} has shape {scores.shape}, expected {own}")
         except UNREADABLE as error:
-            return f"{folder / STATE} is damaged ({error})"
-        self.lists, self.next_batch = held.lists, held.next_batch
-        self.circumstances = held.circumstances
-        return None
+            return self, f"{folder / STATE} is damaged ({error})"
+        return replace(held, checkpoints=self.checkpoints), None
 
 
 class Chunk:
@@ -228,7 +217,7 @@ class TopScores(Rankings):
         manifest = read_manifest_of(path, STRONGEST)
         again = "Call gs.influence with the same arguments again to"
         try:
-            held = Held.read(path)
+            held = TopLists.read(path)
             ids = [np.load(path / f"{name}.npy", allow_pickle=False) for name in IDS]
             batches, sizes = int(manifest["train"]["batches"]), [len(each) for each in ids]
             for positions, _ in held.lists.values():
