@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,34 +11,11 @@ from gradstats.scoring._stream import Stream
 from gradstats.scoring._work import amount, duration, plural
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What the tiles of all checkpoints take.
-
-    Attributes:
-        query_bytes: of the gradients of all queries.
-        held_bytes: of those that are kept at once.
-        blocks: how often the training data are passed at each checkpoint.
-        seconds: for everything.
-    """
-
-    query_bytes: float
-    held_bytes: float
-    blocks: int
-    seconds: float
-
-    def __str__(self) -> str:
-        kept = f"query gradients take {amount(self.query_bytes)}"
-        if self.blocks > 1:
-            kept += f", {amount(self.held_bytes)} at once in {plural(self.blocks, 'block')}"
-        return f"{kept}; about {duration(self.seconds)}"
-
-
-def estimate(stream: Stream, pending: np.ndarray, checkpoints: int) -> Estimate:
-    """Return what is expected after a trial of the first pending tile.
+def estimate(stream: Stream, pending: np.ndarray, checkpoints: int) -> str:
+    """Return what the tiles of all checkpoints are expected to take, for people.
 
     Args:
-        stream: computes the tiles.
+        stream: computes the tiles; tries the first pending one.
         pending: (train batches, query batches) bool, the tiles of the first checkpoint.
         checkpoints: how many there are; of the others all tiles count.
     """
@@ -48,6 +24,7 @@ def estimate(stream: Stream, pending: np.ndarray, checkpoints: int) -> Estimate:
     trial = stream.trial(row, column)
     rows, columns = train.sizes[row], query.sizes[column]
     query_bytes = trial.nbytes / columns * query.examples
+    # How often the training data are passed at each checkpoint.
     blocks = min(query.batches, math.ceil(query_bytes / stream.budget))
     # A pass is a forward and backward, as keeping is, and a product with each kept query.
     keeping = trial.keeping / columns
@@ -56,5 +33,8 @@ def estimate(stream: Stream, pending: np.ndarray, checkpoints: int) -> Estimate:
     examples = float(train.sizes[pending.any(1)].sum()) + (checkpoints - 1) * train.examples
     seconds = (passing * blocks + product * query.examples) * examples / _ranks.size()
     seconds += checkpoints * keeping * query.examples
-    held_bytes = min(query_bytes, max(stream.budget, trial.nbytes))
-    return Estimate(query_bytes, held_bytes, blocks, seconds)
+    kept = f"query gradients take {amount(query_bytes)}"
+    if blocks > 1:
+        held_bytes = min(query_bytes, max(stream.budget, trial.nbytes))
+        kept += f", {amount(held_bytes)} at once in {plural(blocks, 'block')}"
+    return f"{kept}; about {duration(seconds)}"

@@ -233,7 +233,7 @@ class Passes:
             return
         expected = "the first checkpoint is there already"
         if pending.any():
-            expected = str(estimate(self._stream, pending, count))
+            expected = estimate(self._stream, pending, count)
         work.say(
             f"influence of {plural(self._train.examples, 'training example')} on "
             f"{plural(self._query.examples, 'query example')} at {plural(count, 'checkpoint')}\n"
