@@ -19,7 +19,7 @@ from gradstats.scoring._loaders import Data
 from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._scores import IDS, PARTS, Partial
 from gradstats.scoring._stream import Stream
-from gradstats.scoring._tiles import Array, Tiles, Tiling
+from gradstats.scoring._tiles import Array, Tiling
 from gradstats.scoring._top import Chunk, Lists, TopLists, chunks
 from gradstats.scoring._work import Work, amount, open_folder, open_tiles, plural
 
@@ -173,7 +173,11 @@ class Passes:
                 entry = self._recognition.entry(*pair)
                 tiles, done = open_tiles(folder, tiling, entry, self._work)
                 with closing(tiles):
-                    self._check_held(tiles, done, *pair)
+                    train, query = (each or pair[0] for each in pair)
+                    norms = tiles.view("train_sqnorm"), tiles.view("query_sqnorm")
+                    check = self._work.check_held
+                    check(norms[0], done.any(1), self._train, train.name, "training")
+                    check(norms[1], done.any(0), self._query, query.name, "query")
                     if number == 0:
                         size = tiling.nbytes * len(self._pairs)
                         _ranks.together(partial(self._announce, ~done, size, f"in {out}"))
@@ -200,19 +204,6 @@ class Passes:
     def _bar(self) -> tqdm:
         tiles = self._train.batches * self._query.batches
         return self._work.bar(len(self._pairs) * tiles, "influence")
-
-    def _check_held(
-        self, tiles: Tiles, done: np.ndarray, train: Checkpoint, query: Checkpoint | None
-    ) -> None:
-        """Raise where an earlier call has left squared norms that this one would not."""
-        sides = (
-            ("train_sqnorm", self._train, 1, train, "training"),
-            ("query_sqnorm", self._query, 0, query or train, "query"),
-        )
-        for name, data, axis, checkpoint, role in sides:
-            held = np.repeat(done.any(axis), data.sizes)
-            norms = tiles.view(name)[held]
-            self._work.check_finite(norms, data.ids[held], checkpoint.name, role)
 
     def _ids(self) -> dict[str, np.ndarray]:
         return dict(zip(IDS, (self._train.ids, self._query.ids), strict=True))

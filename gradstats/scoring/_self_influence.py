@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+from tqdm import tqdm
 
 from gradstats._compiler import in_python
 from gradstats.scoring import _ranks
@@ -29,7 +30,7 @@ from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates, as_numpy, weighed
 from gradstats.scoring._recognition import Recognition
 from gradstats.scoring._table import FIELDS, SQNORM, SelfInfluence
-from gradstats.scoring._tiles import Array, MemoryTiles, Tiles, Tiling
+from gradstats.scoring._tiles import AnyTiles, Array, Tiling
 from gradstats.scoring._weights import load_weights
 from gradstats.scoring._work import (
     Work,
@@ -122,87 +123,108 @@ def self_influence(
 
     work, path = _ranks.together(checked)
     with random_numbers_kept(work.device):
-        return _scored(work, loader, ids, checkpoints, path, resume)
+        data = read_data(work, loader, "training", ids, kept=path is not None)
+        return _Scoring(work, data, checkpoints, path).table(resume)
 
 
-def _scored(
-    work: Work, loader: Any, ids: Source, checkpoints: Checkpoints, path: Path | None, resume: bool
-) -> SelfInfluence:
-    """Measure all examples at all checkpoints."""
-    data = read_data(work, loader, "training", ids, kept=path is not None)
-    folder = None
-    if path is not None:
-        description = {
-            "kind": "self-influence",
-            "settings": work.description(),
-            "data": data.description(),
-        }
-        folder = open_folder(path, description, {"ids": data.ids}, resume)
-    watch = CrossEntropyWatch()
-    measure = _Measurement(work, watch, Halving("examples", work.layout))
-    values = np.zeros((len(checkpoints), data.examples, len(FIELDS)))
-    arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
-    tiling = Tiling(arrays, data.spans, [slice(0, len(FIELDS))])
-    recognition = Recognition(work, None if path is None else data)
-    bar = work.bar(len(checkpoints) * data.batches, "self-influence")
-    with borrowed(work.model, work.renewal), bar:
-        for number in range(len(checkpoints)):
-            checkpoint = _ranks.together(partial(_moved_to, work, checkpoints, number))
-            entry = recognition.entry(checkpoint, None)
-            tiles: Tiles | MemoryTiles = MemoryTiles(tiling)
-            done = np.zeros(tiling.grid, dtype=bool)
-            if folder is not None:
-                tiles, done = open_tiles(folder, tiling, entry, work)
-            pending = np.flatnonzero(~done[:, 0]).tolist()
+class _Scoring:
+    """What one call measures: all examples at all checkpoints.
 
-            def fill(pending=pending, checkpoint=checkpoint, tiles=tiles):
-                for batch_number, batch in data.read(_ranks.share(pending)):
-                    rows = measure(batch, int(data.sizes[batch_number]), checkpoint)
-                    span = data.spans[batch_number]
-                    work.check_finite(rows[:, SQNORM], data.ids[span], checkpoint.name, "training")
-                    tiles.write(batch_number, 0, {"values": rows})
-                    bar.update(min(_ranks.size(), bar.total - bar.n))
+    Args:
+        work: the model and the options.
+        data: the examples.
+        checkpoints: each is loaded once.
+        path: the folder of the results, None for memory.
+    """
 
-            with closing(tiles):
-                held = np.repeat(done[:, 0], data.sizes)
-                sqnorms = tiles.view("values")[held, SQNORM]
-                work.check_finite(sqnorms, data.ids[held], checkpoint.name, "training")
-                if number == 0:
-                    where = "in memory" if path is None else f"in {path}"
-                    stored = f"{amount(tiling.nbytes * len(checkpoints))} {where}"
-                    trial = partial(measure, checkpoint=checkpoint)
-                    _ranks.together(
-                        partial(_announce, work, data, len(checkpoints), stored, pending, trial)
-                    )
-                bar.update(data.batches - len(pending))
-                _ranks.together(fill)
-            values[number] = tiles.view("values")
-            if folder is None:
-                _ranks.add_up(values[number])
-    return SelfInfluence(data.ids, tuple(checkpoints.names), values, watch.reason)
+    def __init__(self, work: Work, data: Data, checkpoints: Checkpoints, path: Path | None):
+        self._work, self._data = work, data
+        self._checkpoints, self._path = checkpoints, path
+        self._watch = CrossEntropyWatch()
+        self._losses = watched(work.losses, self._watch)
+        self._halving = Halving("examples", work.layout)
+        arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
+        self._tiling = Tiling(arrays, data.spans, [slice(0, len(FIELDS))])
 
+    def table(self, resume: bool) -> SelfInfluence:
+        """Return the results, of which some may be there.
 
-def _moved_to(work: Work, checkpoints: Checkpoints, number: int) -> Checkpoint:
-    """Load a checkpoint and give the model its weights."""
-    checkpoint = checkpoints.load(number, work.model, work.names)
-    load_weights(work.model, checkpoint, work.renewal)
-    return checkpoint
+        Args:
+            resume: whether to go on with these.
+        """
+        work, data, count = self._work, self._data, len(self._checkpoints)
+        folder = None
+        if self._path is not None:
+            description = {
+                "kind": "self-influence",
+                "settings": work.description(),
+                "data": data.description(),
+            }
+            folder = open_folder(self._path, description, {"ids": data.ids}, resume)
+        recognition = Recognition(work, None if folder is None else data)
+        values = np.zeros((count, data.examples, len(FIELDS)))
+        bar = work.bar(count * data.batches, "self-influence")
+        with borrowed(work.model, work.renewal), bar:
+            for number, rows in enumerate(values):
+                checkpoint = _ranks.together(partial(self._move_to, number))
+                entry = recognition.entry(checkpoint, None)
+                tiles, done = open_tiles(folder, self._tiling, entry, work)
+                pending = np.flatnonzero(~done[:, 0]).tolist()
+                with closing(tiles):
+                    sqnorms = tiles.view("values")[:, SQNORM]
+                    work.check_held(sqnorms, done[:, 0], data, checkpoint.name, "training")
+                    if number == 0:
+                        _ranks.together(partial(self._announce, pending, checkpoint))
+                    bar.update(data.batches - len(pending))
+                    _ranks.together(partial(self._fill, pending, checkpoint, tiles, bar))
+                rows[:] = tiles.view("values")
+                if folder is None:
+                    _ranks.add_up(rows)
+        return SelfInfluence(data.ids, self._checkpoints.names, values, self._watch.reason)
 
+    def _move_to(self, number: int) -> Checkpoint:
+        """Load a checkpoint and give the model its weights."""
+        checkpoint = self._checkpoints.load(number, self._work.model, self._work.names)
+        load_weights(self._work.model, checkpoint, self._work.renewal)
+        return checkpoint
 
-class _Measurement:
-    """Measures one batch at the weights that the model has."""
+    def _announce(self, pending: list[int], checkpoint: Checkpoint) -> None:
+        """Print how much there is to do, after a trial of one batch."""
+        work, data, count = self._work, self._data, len(self._checkpoints)
+        if not work.progress or _ranks.rank() != 0:
+            return
+        expected = "nothing left to compute at the first checkpoint"
+        if pending:
+            ((number, batch),) = data.read(pending[:1])
+            start = time.perf_counter()
+            self._measured(batch, int(data.sizes[number]), checkpoint)
+            once = time.perf_counter() - start
+            left = once * (len(pending) + (count - 1) * data.batches) / _ranks.size()
+            expected = f"about {duration(left)}"
+        where = "in memory" if self._path is None else f"in {self._path}"
+        work.say(
+            f"self-influence of {plural(data.examples, 'example')} at "
+            f"{plural(count, 'checkpoint')}: {amount(self._tiling.nbytes * count)} {where}, "
+            f"{expected}"
+        )
 
-    def __init__(self, work: Work, watch: CrossEntropyWatch, halving: Halving):
-        self._work, self._watch, self._halving = work, watch, halving
-        self._loss_fn = watched(work.losses, watch)
+    def _fill(self, pending: list[int], checkpoint: Checkpoint, tiles: AnyTiles, bar: tqdm) -> None:
+        """Measure this process's share of some batches."""
+        work, data = self._work, self._data
+        for number, batch in data.read(_ranks.share(pending)):
+            rows = self._measured(batch, int(data.sizes[number]), checkpoint)
+            ids = data.ids[data.spans[number]]
+            work.check_finite(rows[:, SQNORM], ids, checkpoint.name, "training")
+            tiles.write(number, 0, {"values": rows})
+            bar.update(min(_ranks.size(), bar.total - bar.n))
 
-    def __call__(self, batch: Any, size: int, checkpoint: Checkpoint) -> np.ndarray:
-        """Return one row of FIELDS for each example."""
+    def _measured(self, batch: Any, size: int, checkpoint: Checkpoint) -> np.ndarray:
+        """Return one row of FIELDS for each example, at the weights that the model has."""
 
         def part(batch: Any) -> np.ndarray:
             options = self._work.options_of(batch)
             stats = per_example_norms(
-                self._work.model, batch, self._loss_fn, nonfinite="keep", **options
+                self._work.model, batch, self._losses, nonfinite="keep", **options
             )
             return self._rows(stats, checkpoint.rates)
 
@@ -228,28 +250,3 @@ class _Measurement:
             }
         unknown = np.full(len(stats.sqnorm), np.nan)
         return np.stack([columns.get(name, unknown) for name in FIELDS], axis=1)
-
-
-def _announce(
-    work: Work,
-    data: Data,
-    checkpoints: int,
-    stored: str,
-    pending: list[int],
-    measure: Callable[[Any, int], object],
-) -> None:
-    """Print how much there is to do, after a trial of one batch."""
-    if not work.progress or _ranks.rank() != 0:
-        return
-    expected = "nothing left to compute at the first checkpoint"
-    if pending:
-        ((number, batch),) = data.read(pending[:1])
-        start = time.perf_counter()
-        measure(batch, int(data.sizes[number]))
-        once = time.perf_counter() - start
-        left = once * (len(pending) + (checkpoints - 1) * data.batches) / _ranks.size()
-        expected = f"about {duration(left)}"
-    work.say(
-        f"self-influence of {plural(data.examples, 'example')} at "
-        f"{plural(checkpoints, 'checkpoint')}: {stored}, {expected}"
-    )

@@ -265,6 +265,9 @@ class MemoryTiles:
         """Nothing is open."""
 
 
+AnyTiles = Tiles | MemoryTiles
+
+
 def cannot_write(path: Path, error: OSError) -> StoreError:
     """Return the error for a file or folder that the system did not let be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)

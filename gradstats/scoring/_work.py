@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -33,7 +34,7 @@ from gradstats.scoring._folder import Folder, path_of, versions
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._renewal import Renewal
-from gradstats.scoring._tiles import Tiles, Tiling
+from gradstats.scoring._tiles import AnyTiles, MemoryTiles, Tiles, Tiling
 from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
 from gradstats.statistics._batches import on_a_copy
@@ -148,6 +149,19 @@ class Work:
                 'these examples and their losses, or pass nonfinite="keep".'
             )
 
+    def check_held(
+        self, sqnorm: np.ndarray, done: ArrayLike, data: Data, checkpoint: str, role: str
+    ) -> None:
+        """Raise where an earlier call has left squared norms that this one would not.
+
+        Args:
+            sqnorm: of all examples of the data.
+            done: (batches,) bool, those that are there.
+            data, checkpoint, role: as for ``check_finite``.
+        """
+        held = np.repeat(done, data.sizes)
+        self.check_finite(sqnorm[held], data.ids[held], checkpoint, role)
+
     def narrowed(self, scores: np.ndarray, checkpoint: str) -> np.ndarray:
         """Return scores of finite gradients in the dtype of results, or raise if it lacks them."""
         with np.errstate(over="ignore"):
@@ -246,16 +260,18 @@ def open_folder(
 
 
 def open_tiles(
-    folder: Folder, tiling: Tiling, entry: dict[str, Any], work: Work
-) -> tuple[Tiles, np.ndarray]:
+    folder: Folder | None, tiling: Tiling, entry: dict[str, Any], work: Work
+) -> tuple[AnyTiles, np.ndarray]:
     """Return a checkpoint's tiles, and which of them are done, the same in every process.
 
     Args:
-        folder: of the call.
+        folder: of the call; None for tiles in memory, each process's own.
         tiling: of the tiles.
         entry: of the checkpoint.
         work: the call.
     """
+    if folder is None:
+        return MemoryTiles(tiling), np.zeros(tiling.grid, dtype=bool)
 
     def first() -> tuple[str, list[str], np.ndarray]:
         prepared = folder.prepare(entry, work.circumstances(), tiling)
