@@ -250,11 +250,14 @@ def choose_pair_form(
     return "gram" if gram < direct else "direct"
 
 
+def fitting(bytes_each: int, count: int, budget: int) -> int:
+    """Return how many of ``count`` things fit a budget of bytes, at least one."""
+    return max(1, min(count, budget // max(1, bytes_each)))
+
+
 def examples_per_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
-    """Return how many examples are contracted at once: as many as fit the budget, at least one."""
-    return max(
-        1, min(in_cache(bytes_per_example, examples), workspace // max(1, bytes_per_example))
-    )
+    """Return how many examples are contracted at once, so that they stay in a core's cache."""
+    return fitting(bytes_per_example, examples, min(workspace, CACHE_BYTES))
 
 
 def direct_chunk(
@@ -269,7 +272,7 @@ def direct_chunk(
     if bytes_per_example >= CACHE_BYTES // 2 and not launched:
         return 1
     budget = workspace if launched else min(workspace, 4 * CACHE_BYTES)
-    return max(1, min(examples, budget // max(1, bytes_per_example)))
+    return fitting(bytes_per_example, examples, budget)
 
 
 def pulled_chunk(bytes_per_example: int, examples: int, workspace: int, *, launched: bool) -> int:
@@ -314,7 +317,7 @@ def direct_plan(
     if turned:
         p, q = q, p
     row_bytes = groups * q * itemsize
-    rows = rows_per_tile(p, row_bytes, workspace)
+    rows = fitting(row_bytes, p, workspace)
     return turned, rows, direct_chunk(rows * row_bytes, batch, workspace)
 
 
@@ -334,16 +337,6 @@ def pays_to_turn(d_left: int, d_right: int, examples: int, *, with_sum: bool) ->
     return d_right > d_left and (not with_sum or examples >= 8)
 
 
-def in_cache(bytes_per_example: int, examples: int) -> int:
-    """Return how many examples' temporaries stay in a core's cache, at least one."""
-    return max(1, min(examples, CACHE_BYTES // max(1, bytes_per_example)))
-
-
-def rows_per_tile(rows: int, bytes_per_row: int, workspace: int) -> int:
-    """Return how many rows of one example's gradient are formed at once within the workspace."""
-    return max(1, min(rows, workspace // max(1, bytes_per_row)))
-
-
 def product(sizes) -> int:
     """Return the product of integers, 1 for none."""
     return math.prod(sizes)
@@ -355,7 +348,7 @@ def patches_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
     On two cores of an AMD EPYC 16 MiB take 0.6 to 1.0 of the time of 1 MiB.
     """
     budget = min(workspace, FRESH_BYTES)
-    return max(1, min(examples, budget // max(1, bytes_per_example)))
+    return fitting(bytes_per_example, examples, budget)
 
 
 def convolution_chunk(operands: int, gradient: int, examples: int, workspace: int) -> int:

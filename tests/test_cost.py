@@ -186,8 +186,8 @@ def test_chunks():
     assert _cost.direct_chunk(100, 8, WORKSPACE) == 8
     assert _cost.direct_chunk(100, 8, 250) == 2
     assert _cost.direct_chunk(100, 8, 1) == 1
-    assert _cost.rows_per_tile(10, 100, 250) == 2
-    assert _cost.rows_per_tile(10, 100, 1) == 1
+    assert _cost.fitting(100, 10, 250) == 2
+    assert _cost.fitting(100, 10, 1) == 1
     assert _cost.patches_chunk(2**18, 99, WORKSPACE) == 64
     assert _cost.patches_chunk(100, 99, 250) == 2
     assert _cost.patches_chunk(2**25, 99, WORKSPACE) == 1

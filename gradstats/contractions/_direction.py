@@ -105,9 +105,8 @@ def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor
     one, two = (factor.left, factor.right) if p <= q else (factor.right, factor.left)
     matrix = (direction.mT if p <= q else direction).to(dtype)  # (K, wide, narrow)
     result = _tiles.zeros([factor], factor.batch)
-    size = math.prod(one.shape[1:]) + math.prod(two.shape[1:])
-    chunk = max(1, workspace // max(1, 2 * size * dtype.itemsize))
-    for here in _tiles.chunks(factor.batch, chunk):
+    size = 2 * (math.prod(one.shape[1:]) + math.prod(two.shape[1:])) * dtype.itemsize
+    for here in _tiles.chunks(factor.batch, _cost.fitting(size, factor.batch, workspace)):
         # One product for all examples: a batched one would read V once for each.
         rows = two[here].to(dtype).transpose(0, 1)  # (K, B, T, wide)
         applied = multiply_groups(rows.flatten(1, 2), matrix).unflatten(1, rows.shape[1:3])
@@ -132,9 +131,8 @@ def _patch_rows(
     """Yield slices of examples with ⟨G_i[o], V[o]⟩ for each output channel o, (b, O)."""
     dtype = compute_dtype(*factor.sides, direction)
     weight = direction.reshape(*factor.shape[:2], *factor.kernel).to(dtype)
-    size = factor.input[0].numel() + 3 * factor.grad[0].numel()
-    chunk = max(1, workspace // max(1, size * dtype.itemsize))
-    for here in _tiles.chunks(factor.batch, chunk):
+    size = (factor.input[0].numel() + 3 * factor.grad[0].numel()) * dtype.itemsize
+    for here in _tiles.chunks(factor.batch, _cost.fitting(size, factor.batch, workspace)):
         output = _convolved(factor.input[here].to(dtype), weight, factor)
         products = output * factor.grad[here].to(dtype)
         yield here, products.flatten(2).sum(2)
@@ -174,7 +172,7 @@ def row_products(factor: Outer | Patches, direction: Tensor) -> Tensor:
     matrix = cast(direction, dtype).reshape(left.shape[2], right.shape[2])
     result = matrix.new_empty(factor.batch, left.shape[2])
     size = left.shape[1] * (2 * left.shape[2] + right.shape[2]) * dtype.itemsize
-    for here in _tiles.chunks(factor.batch, max(1, budget // max(1, size))):
+    for here in _tiles.chunks(factor.batch, _cost.fitting(size, factor.batch, budget)):
         products = multiply(cast(right[here], dtype).flatten(0, 1), matrix.mT)
         products = products.view(-1, *left.shape[1:]).mul_(left[here])
         torch.sum(products, 1, out=result[here])
@@ -217,9 +215,8 @@ def _ragged_direction(factor: Ragged, direction: Tensor, workspace: int) -> Tens
     dtype = compute_dtype(factor.left, factor.right, direction)
     matrix = direction.to(dtype)
     rows = factor.left.new_zeros(factor.left.shape[0], dtype=torch.float64)
-    size = factor.left.shape[1] + factor.right.shape[1]
-    chunk = max(1, workspace // max(1, 2 * size * dtype.itemsize))
-    for here in _tiles.chunks(len(rows), chunk):
+    size = 2 * (factor.left.shape[1] + factor.right.shape[1]) * dtype.itemsize
+    for here in _tiles.chunks(len(rows), _cost.fitting(size, len(rows), workspace)):
         products = multiply(factor.right[here].to(dtype), matrix.t())
         products.mul_(factor.left[here].to(dtype))
         rows[here] = products.sum(1, dtype=torch.float64)
@@ -240,8 +237,7 @@ def _rows_direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
     if _triton.runs(factor.grad):
         return _triton_layers.rows_direction(factor, table)
     result = _tiles.zeros([factor], factor.batch)
-    chunk = max(1, workspace // max(1, 3 * width * dtype.itemsize))
-    for here in _tiles.chunks(count, chunk):
+    for here in _tiles.chunks(count, _cost.fitting(3 * width * dtype.itemsize, count, workspace)):
         products = table[factor.ids[here]].to(dtype) * factor.grad[here].to(dtype)
         add_at(result, factor.example[here], products.sum(1, dtype=torch.float64))
     return result

@@ -45,7 +45,7 @@ def inner(first: Masked, second: Masked, workspace: int) -> Tensor:
     masks = [factor.mask.reshape(left.shape[1], right.shape[1]) for factor in (first, second)]
     # The products of a few rows at a time: they are multiplied while they are in the cache.
     budget = workspace if left.is_cuda else min(workspace, _cost.CACHE_BYTES)
-    rows = _cost.rows_per_tile(left.shape[1], right.shape[1] * dtype.itemsize, budget)
+    rows = _cost.fitting(right.shape[1] * dtype.itemsize, left.shape[1], budget)
     sums = torch.zeros_like(right)
     for here in chunks(left.shape[1], rows):
         sums.addmm_(left[:, here], cast(masks[0][here], dtype) * masks[1][here])

@@ -202,7 +202,7 @@ def gram_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
     dtype = compute_dtype(first.left, first.right, second.left, second.right)
     groups, positions, longest = *first.left.shape[1:3], second.left.shape[2]
     itemsize = dtype.itemsize
-    step = max(1, min(positions, workspace // (2 * groups * longest * itemsize)))
+    step = _cost.fitting(2 * groups * longest * itemsize, positions, workspace)
     size = 2 * groups * step * longest * itemsize
     result = _tiles.zeros([first], first.batch)
     for here in _tiles.chunks(first.batch, _cost.examples_per_chunk(size, first.batch, workspace)):

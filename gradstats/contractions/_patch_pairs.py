@@ -78,4 +78,4 @@ def _unfolded_chunks(factor: Patches, workspace: int):
     dtype = compute_dtype(*factor.sides)
     q = factor.geometry.groups * math.prod(factor.shape[1:])
     size = factor.positions * q * dtype.itemsize
-    return _tiles.chunks(factor.batch, max(1, workspace // (4 * max(1, size))))
+    return _tiles.chunks(factor.batch, _cost.fitting(4 * size, factor.batch, workspace))

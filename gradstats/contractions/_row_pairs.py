@@ -59,7 +59,7 @@ def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     width = first.grad.shape[1]
     rows = first.grad.shape[0] + second.grad.shape[0] + one.ids.numel() + two.ids.numel()
     # The width is cut first, so that runs are summed within the workspace too.
-    for columns in _tiles.chunks(width, max(1, min(width, workspace // (itemsize * max(1, rows))))):
+    for columns in _tiles.chunks(width, _cost.fitting(itemsize * rows, width, workspace)):
         span = columns.stop - columns.start
         sums1, sums2 = one.sums(columns, dtype), two.sums(columns, dtype)
         step = max(1, workspace // (itemsize * span * (first.batch + second.batch)))
@@ -92,8 +92,7 @@ def diagonal(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     there = place[here]
     width = first.grad.shape[1]
     rows = first.grad.shape[0] + second.grad.shape[0] + 5 * one.ids.numel()
-    step = workspace // (dtype.itemsize * max(1, rows))
-    for columns in _tiles.chunks(width, max(1, min(width, step))):
+    for columns in _tiles.chunks(width, _cost.fitting(dtype.itemsize * rows, width, workspace)):
         products = one.sums(columns, dtype)[here] * two.sums(columns, dtype)[there]
         add_at(result, one.example[here], products.sum(1, dtype=torch.float64))
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradstats import _cost
 from gradstats._compiler import is_compiling
 from gradstats._factors import Rows, add_at, added, cast, compute_dtype
 from gradstats.contractions import _triton, _triton_layers
@@ -50,12 +51,12 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
     bounds, runs = [0, count], [0, count]
     if factor.grad.device.type == "cpu" and not is_compiling():
         # Whole examples, and no more rows than a cache holds unless one example has them.
-        rows = max(1, BLOCK // max(1, width * dtype.itemsize))
+        rows = _cost.fitting(width * dtype.itemsize, count, BLOCK)
         cuts = torch.searchsorted(factor.example, factor.example[::rows].contiguous()).unique()
         bounds = [*cuts.tolist(), count]
         runs = [*run[cuts].tolist(), int(run[-1]) + 1]
     for begin, end, low, high in zip(bounds, bounds[1:], runs, runs[1:], strict=False):
-        columns = max(1, min(width, workspace // (2 * (end - begin) * dtype.itemsize)))
+        columns = _cost.fitting(2 * (end - begin) * dtype.itemsize, width, workspace)
         for start in range(0, width, columns):
             part = cast(factor.grad[begin:end, start : start + columns], dtype)
             sums = added(part, place[begin:end] - low, high - low)

@@ -93,7 +93,7 @@ def _gathered(factor, rows: Lookup | Rows, workspace: int) -> Iterator:
             start += count
             continue
         scratch = 2 * (left.shape[0] + right.shape[1]) * dtype.itemsize
-        chunk = max(1, workspace // max(1, scratch))
+        chunk = _cost.fitting(scratch, count, workspace)
         for first in range(start, start + count, chunk):
             here = slice(first, min(first + chunk, start + count))
             columns = left.index_select(1, ids[here]).to(dtype)  # (T, n)
@@ -112,7 +112,7 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
     if left.is_cpu:
         chunk = _cost.examples_per_chunk(scratch, factor.batch, workspace)
     else:  # which has no core's cache to stay in, and starts every operation anew
-        chunk = max(1, min(factor.batch, workspace // max(1, scratch)))
+        chunk = _cost.fitting(scratch, factor.batch, workspace)
     for start in range(0, factor.batch, chunk):
         own = slice(start, min(start + chunk, factor.batch))
         if few:
