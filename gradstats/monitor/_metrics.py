@@ -16,6 +16,7 @@ from gradstats.statistics._training import (
     m_coherence,
     norm_test,
     orthogonality_test,
+    root,
 )
 
 
@@ -30,7 +31,7 @@ def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
     diversity = gradient_diversity(step)
     norms = _finite_norms(step)
     metrics = {
-        "grad_norm": measured.total_weight * _sqrt(step.mean_sqnorm),
+        "grad_norm": measured.total_weight * root(step.mean_sqnorm),
         **_distribution("example_grad_norm", norms),
         "gradient_diversity": diversity,
         "gradient_diversity/batch_bound": diversity * step.effective_batch,
@@ -59,7 +60,7 @@ def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
     if clip is not None:
         metrics["clip/frac"] = _mean(norms > clip)
     for layer, gradients in measured.layers.items():
-        metrics[f"grad_norm/{layer}"] = measured.total_weight * _sqrt(gradients.mean_sqnorm)
+        metrics[f"grad_norm/{layer}"] = measured.total_weight * root(gradients.mean_sqnorm)
         metrics[f"example_grad_norm/{layer}/mean"] = _mean(_finite_norms(gradients))
     return metrics
 
@@ -92,7 +93,3 @@ def _distribution(name: str, values: np.ndarray) -> dict[str, float]:
         f"{name}/p95": quantile(0.95),
         f"{name}/max": float(ordered[-1]),
     }
-
-
-def _sqrt(square: float) -> float:
-    return math.sqrt(square) if square >= 0 else math.nan

@@ -92,7 +92,7 @@ def norm_test(step: StepGradients) -> float:
     Source:
         Byrd et al., Sample size selection in optimization methods for machine learning, 2012.
     """
-    return _root(_ratio(step.noise_scale[0], step.effective_batch * step.mean_sqnorm))
+    return root(_ratio(step.noise_scale[0], step.effective_batch * step.mean_sqnorm))
 
 
 def inner_product_test(step: StepGradients) -> float:
@@ -110,7 +110,7 @@ def inner_product_test(step: StepGradients) -> float:
         if size > 1:
             above += float(weight @ (alignment - square) ** 2) * size / (size - 1)
             below += size * square * square
-    return _root(_ratio(above, below))
+    return root(_ratio(above, below))
 
 
 def orthogonality_test(step: StepGradients) -> float:
@@ -129,7 +129,7 @@ def orthogonality_test(step: StepGradients) -> float:
             across = float(weight @ sqnorm) - _ratio(float(weight @ alignment**2), square)
             above += (max(across, 0.0) if math.isfinite(across) else NAN) * size / (size - 1)
             below += size * square
-    return _root(_ratio(above, below))
+    return root(_ratio(above, below))
 
 
 def lengths_along_mean(step: StepGradients) -> np.ndarray:
@@ -238,5 +238,6 @@ def _ratio(above: float, below: float) -> float:
     return above / below if below > 0 else NAN
 
 
-def _root(square: float) -> float:
+def root(square: float) -> float:
+    """Return a square root; NaN where there is none."""
     return math.sqrt(square) if square >= 0 else NAN
