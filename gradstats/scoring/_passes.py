@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ class Passes:
         # Checkpoints are met again in every chunk, so they are told apart beforehand.
         entries = {}
         for number in range(len(self._pairs)):
-            held = self._move_to(number)
+            held = _ranks.together(self._move_to, number)
             entries[str(number)] = self._recognition.entry(*held)
             del entries[str(number)]["name"]
         if self._out is not None:
@@ -97,7 +96,7 @@ class Passes:
             description["nonfinite"] = self._work.nonfinite
             description["summed"] = entries
             folder = open_folder(self._out, description, self._ids(), self._resume)
-            lists, problem = _ranks.on_first(partial(self._resumed, lists, folder, k))
+            lists, problem = _ranks.on_first(self._resumed, lists, folder, k)
             if problem is not None:
                 self._work.say(f"{problem}: computing it again")
         first = lists.next_batch
@@ -111,9 +110,7 @@ class Passes:
             pending = self._tiles_of(slice(part.start, part.stop))
             for number in range(len(self._pairs)):
                 if only is None:
-                    pair = self._pairs.load(number)
-                    self._recognition.check_same(*pair, entries[str(number)])
-                    self._stream.move_to(*pair)
+                    self._recognition.check_same(*self._move_to(number), entries[str(number)])
                 if part.start == first and number == 0:
                     size = self._query.examples * k * 64
                     self._announce(self._tiles_of(slice(first, None)), size, "for the lists")
@@ -123,11 +120,11 @@ class Passes:
         with self._bar() as bar:
             bar.update(len(self._pairs) * first * self._query.batches)
             for part in left:
-                for found in _ranks.gather(_ranks.together(partial(compute, part))):
+                for found in _ranks.gather(_ranks.together(compute, part)):
                     lists.add(found, k)
                 lists.next_batch = part.stop
                 if self._out is not None:
-                    _ranks.on_first(partial(lists.save, self._out))
+                    _ranks.on_first(lists.save, self._out)
         return lists.lists
 
     def _resumed(self, lists: TopLists, folder: Folder, k: int) -> tuple[TopLists, str | None]:
@@ -149,12 +146,11 @@ class Passes:
         everything = self._tiles_of(slice(None))
         with self._bar() as bar:
             for number in range(len(self._pairs)):
-                pair = self._move_to(number)
+                pair = _ranks.together(self._move_to, number)
                 self._recognition.entry(*pair)
                 if number == 0:
-                    announce = partial(self._announce, everything, sums.nbytes, "in memory")
-                    _ranks.together(announce)
-                _ranks.together(partial(self._stream.fill, everything, sums.write, bar))
+                    _ranks.together(self._announce, everything, sums.nbytes, "in memory")
+                _ranks.together(self._stream.fill, everything, sums.write, bar)
         return sums.scores()
 
     def _on_disk(self, out: Path) -> list[Partial]:
@@ -169,7 +165,7 @@ class Passes:
         parts: list[Partial] = []
         with self._bar() as bar:
             for number in range(len(self._pairs)):
-                pair = self._move_to(number)
+                pair = _ranks.together(self._move_to, number)
                 entry = self._recognition.entry(*pair)
                 tiles, done = open_tiles(folder, tiling, entry, self._work)
                 with closing(tiles):
@@ -180,21 +176,17 @@ class Passes:
                     check(norms[1], done.any(0), self._query, query.name, "query")
                     if number == 0:
                         size = tiling.nbytes * len(self._pairs)
-                        _ranks.together(partial(self._announce, ~done, size, f"in {out}"))
+                        _ranks.together(self._announce, ~done, size, f"in {out}")
                     bar.update(int(done.sum()))
-                    _ranks.together(partial(self._stream.fill, ~done, tiles.write, bar))
+                    _ranks.together(self._stream.fill, ~done, tiles.write, bar)
                 parts.append(Partial(*map(tiles.view, PARTS)))
         return parts
 
     def _move_to(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
         """Load the checkpoints of both sides, and give the model the train side's."""
-
-        def move() -> tuple[Checkpoint, Checkpoint | None]:
-            pair = self._pairs.load(number)
-            self._stream.move_to(*pair)
-            return pair
-
-        return _ranks.together(move)
+        pair = self._pairs.load(number)
+        self._stream.move_to(*pair)
+        return pair
 
     @property
     def _spans(self) -> tuple[list[slice], list[slice]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import distributed
 from gradstats import errors
 
 Item = TypeVar("Item")
+Arguments = ParamSpec("Arguments")
 
 
 def rank() -> int:
@@ -29,21 +30,26 @@ def share(items: Sequence[Item]) -> list[Item]:
     return list(items[rank() :: size()])
 
 
-def on_first(action: Callable[[], Item]) -> Item:
+def on_first(
+    action: Callable[Arguments, Item], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Item:
     """Run something in the first process; return its result in all, or raise in all."""
-    return gather(together(lambda: action() if rank() == 0 else None))[0]  # type: ignore[return-value]
+    found = together(lambda: action(*args, **kwargs) if rank() == 0 else None)
+    return gather(found)[0]  # type: ignore[return-value]
 
 
-def together(action: Callable[[], Item]) -> Item:
+def together(
+    action: Callable[Arguments, Item], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Item:
     """Run something in every process; where it fails in one, raise in all, so that none waits.
 
     Errors of gradstats keep their class. Of any error what it says is sent, not what it holds.
     """
     if not _started():
-        return action()
+        return action(*args, **kwargs)
     result, error = None, None
     try:
-        result = action()
+        result = action(*args, **kwargs)
     except Exception as raised:
         error = raised
     failures = gather(None if error is None else (type(error).__name__, str(error)))

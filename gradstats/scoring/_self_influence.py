@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ class _Scoring:
         bar = work.bar(count * data.batches, "self-influence")
         with borrowed(work.model, work.renewal), bar:
             for number, rows in enumerate(values):
-                checkpoint = _ranks.together(partial(self._move_to, number))
+                checkpoint = _ranks.together(self._move_to, number)
                 entry = recognition.entry(checkpoint, None)
                 tiles, done = open_tiles(folder, self._tiling, entry, work)
                 pending = np.flatnonzero(~done[:, 0]).tolist()
@@ -174,9 +173,9 @@ class _Scoring:
                     sqnorms = tiles.view("values")[:, SQNORM]
                     work.check_held(sqnorms, done[:, 0], data, checkpoint.name, "training")
                     if number == 0:
-                        _ranks.together(partial(self._announce, pending, checkpoint))
+                        _ranks.together(self._announce, pending, checkpoint)
                     bar.update(data.batches - len(pending))
-                    _ranks.together(partial(self._fill, pending, checkpoint, tiles, bar))
+                    _ranks.together(self._fill, pending, checkpoint, tiles, bar)
                 rows[:] = tiles.view("values")
                 if folder is None:
                     _ranks.add_up(rows)

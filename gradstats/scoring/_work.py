@@ -219,7 +219,7 @@ def read_data(
             all data are read once more.
         shared: whether each process scores a part of these data alone, and reads a part of them.
     """
-    data = _ranks.together(lambda: Data(loader, role, ids, work.layout))
+    data = _ranks.together(Data, loader, role, ids, work.layout)
     if kept and (numbers := data.uncovered()):
         own = _ranks.share(numbers) if shared else numbers
 
@@ -252,11 +252,7 @@ def open_folder(
     path: Path, description: dict[str, Any], ids: dict[str, np.ndarray], resume: bool
 ) -> Folder:
     """Return the folder of a call, the same for every process."""
-
-    def first() -> dict[str, Any]:
-        return Folder(path, description, ids, resume).manifest
-
-    return Folder.opened(path, _ranks.on_first(first))
+    return Folder.opened(path, _ranks.on_first(Folder, path, description, ids, resume).manifest)
 
 
 def open_tiles(
