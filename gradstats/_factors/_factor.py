@@ -48,6 +48,24 @@ class Undivided:
         raise NotImplementedError
 
 
+class Changed:
+    """A factor that says how the gradients of another, of the same shape, are changed."""
+
+    inner: Any
+
+    @property
+    def batch(self) -> int:
+        return self.inner.batch
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.inner.shape
+
+    @property
+    def granule(self) -> int:
+        return self.inner.granule
+
+
 def selected(rows, batch: int) -> Tensor:
     """Return the examples that ``select`` is asked for, (n,) int64 on the CPU."""
     return torch.arange(batch)[rows.cpu() if isinstance(rows, Tensor) else rows]

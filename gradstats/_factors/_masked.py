@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from gradstats._factors._factor import Changed
 from gradstats._factors._outer import Outer
 from gradstats._factors._patches import Patches
 from gradstats._factors._ragged import Ragged
 
 
 @dataclass(eq=False)
-class Masked:
+class Masked(Changed):
     """G_i = mask ∘ inner_i: pruned and masked weights, products of two weights element by element.
 
     Attributes:
@@ -23,20 +24,8 @@ class Masked:
     inner: Outer | Patches | Ragged
     mask: Tensor
 
-    @property
-    def batch(self) -> int:
-        return self.inner.batch
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.inner.shape
-
     def select(self, rows) -> Masked:
         return replace(self, inner=self.inner.select(rows))
-
-    @property
-    def granule(self) -> int:
-        return self.inner.granule
 
     @property
     def layout(self) -> int:

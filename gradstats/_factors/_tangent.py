@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from gradstats._factors._factor import Changed
 from gradstats._factors._outer import Outer
 from gradstats._factors._patches import Patches
 
 
 @dataclass(eq=False)
-class Tangent:
+class Tangent(Changed):
     """G_i = inner_i - share ∘ along_i ∘ unit: inner_i without a share of its part along a vector.
 
     The unit vectors are the rows of the parameter, its columns, or all of it, each divided by its
@@ -30,20 +31,8 @@ class Tangent:
     along: Tensor
     share: Tensor
 
-    @property
-    def batch(self) -> int:
-        return self.inner.batch
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.inner.shape
-
     def select(self, rows) -> Tangent:
         return replace(self, inner=self.inner.select(rows), along=self.along[rows])
-
-    @property
-    def granule(self) -> int:
-        return self.inner.granule
 
     def narrow(self, start: int, stop: int) -> Tangent:
         along, share = self.along, self.share
