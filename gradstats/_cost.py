@@ -337,11 +337,6 @@ def pays_to_turn(d_left: int, d_right: int, examples: int, *, with_sum: bool) ->
     return d_right > d_left and (not with_sum or examples >= 8)
 
 
-def product(sizes) -> int:
-    """Return the product of integers, 1 for none."""
-    return math.prod(sizes)
-
-
 def patches_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
     """Return of how many examples the patches are written out at once.
 

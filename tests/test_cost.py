@@ -197,4 +197,3 @@ def test_chunks():
     assert _cost.convolution_chunk(50, 2**18, 64, WORKSPACE) == _cost.CACHE_BYTES // 2**18
     assert _cost.convolution_chunk(50, 2**22, 64, WORKSPACE) == 1
     assert _cost.convolution_chunk(2**21, 50, 99, WORKSPACE) == 64
-    assert _cost.product(()) == 1 and _cost.product((2, 3)) == 6

@@ -5,6 +5,7 @@ One table, ``REINDEXES``, says what each does to the layout of its first operand
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from math import gcd
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats._cost import product
 from gradstats.capture.following._examples import Examples, Grid, Whole, spread
 from gradstats.capture.following._indexing import items_of, read_at
 from gradstats.capture.following._reductions import KEYWORD
@@ -47,10 +47,10 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Who
     if result.numel() == 0:
         places = [axis for axis in range(result.dim()) if result.shape[axis] == layout.rows]
         return layout.along(places[0]) if len(places) == 1 else None
-    rows, width = layout.rows, product(source.shape[layout.axis + 1 :])
+    rows, width = layout.rows, math.prod(source.shape[layout.axis + 1 :])
     owners: Tensor | None = None
     for axis in range(result.dim()):
-        size, step = result.shape[axis], product(result.shape[axis + 1 :])
+        size, step = result.shape[axis], math.prod(result.shape[axis + 1 :])
         if layout.segments is None and size * step == rows * width:
             example = layout.fold * width
             if example % step == 0:

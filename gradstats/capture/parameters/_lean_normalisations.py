@@ -6,6 +6,7 @@ the mean was subtracted, without its mean too.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._cost import pays_to_pull_apart, product
+from gradstats._cost import pays_to_pull_apart
 from gradstats._factors import Factor, Outer, Patches, Tangent, Vector, compute_dtype, tensors_of
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.parameters._derivation import Derived
@@ -138,7 +139,7 @@ def _of_layer_norm(node: Derived) -> Operands | None:
     if argument(2, "weight") is not None or argument(3, "bias") is not None:
         return None  # of each column
     weight, shape = argument(0, "input"), tuple(argument(1, "normalized_shape"))
-    rows = weight.shape.numel() // product(shape)
+    rows = weight.shape.numel() // math.prod(shape)
     return Operands(weight, rows, None, None, argument(4, "eps", 1e-5))
 
 

@@ -8,6 +8,7 @@ f'(w) ∘ G.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -15,7 +16,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradstats._cost import product
 from gradstats._factors import (
     Factor,
     Masked,
@@ -297,7 +297,7 @@ def _summed(factor: Scaled, scale: Tensor, shape: tuple[int, ...]) -> Factor | N
     if not (isinstance(factor, Patches) or (isinstance(factor, Outer) and factor.spans_rows)):
         return None
     constants = scale.expand(factor.shape)
-    if sizes[0] == 1 and product(sizes) > 1:
+    if sizes[0] == 1 and math.prod(sizes) > 1:
         if sizes[1:] != factor.shape[1:] or isinstance(factor, Patches):
             return None
         turned = Outer(factor.right, factor.left, (factor.right.shape[3], factor.shape[0]))
@@ -306,7 +306,7 @@ def _summed(factor: Scaled, scale: Tensor, shape: tuple[int, ...]) -> Factor | N
         if max(sizes[1:], default=1) > 1:
             return None
         values = row_products(factor, constants)
-        if product(sizes) == 1:
+        if math.prod(sizes) == 1:
             values = values.sum(1)
     return Vector(values.reshape(factor.batch, *shape), shape)
 

@@ -6,6 +6,7 @@ picks rows and columns apart from each other, an outer product stays one: its si
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats._cost import product
 from gradstats._factors import (
     Experts,
     Factor,
@@ -203,7 +203,7 @@ class Places:
             None if the operand is not picked so, in whatever way it is divided.
         """
         for axis in (*range(1, len(self.shape) + 1), 0):
-            picks = self._divided(rows, self.size // rows, product(self.shape[axis:]))
+            picks = self._divided(rows, self.size // rows, math.prod(self.shape[axis:]))
             if picks is not None:
                 return picks
         return None
@@ -212,11 +212,11 @@ class Places:
         """Do the same for an operand whose rows lie along its first axis."""
         if not self.shape:
             return None
-        return self._divided(rows, self.size // rows, product(self.shape[1:]))
+        return self._divided(rows, self.size // rows, math.prod(self.shape[1:]))
 
     def _divided(self, rows: int, columns: int, width: int) -> Picks | None:
         """Do the same for an operand whose rows have ``width`` elements."""
-        height = product(self.shape) // width
+        height = math.prod(self.shape) // width
         of_rows, of_columns = (self.where.new_zeros(n, dtype=torch.long) for n in (rows, columns))
         if self.elements is None:
             where = self.where.view(height, width)
@@ -238,7 +238,7 @@ class Places:
         """Return the gradient that is the sum of values (B, M), one for each place."""
         values = cast(values, compute_dtype(values))
         if self.elements is not None:
-            values = added(values.mT, self.elements, product(self.shape)).mT
+            values = added(values.mT, self.elements, math.prod(self.shape)).mT
         return Vector(values.reshape(-1, *self.shape), self.shape)
 
 

@@ -8,12 +8,12 @@ or None where this would not be lean.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gradstats._cost import product
 from gradstats._factors import (
     Elementwise,
     Experts,
@@ -180,7 +180,7 @@ def _indexed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 def _of_table(factor: Vector, ids: Tensor, parent: Node, padding: int | None = None) -> Factor:
     """Return the factor of a table of which the same rows were looked up for all examples."""
     table = tuple(parent.shape)
-    if product(table) > product(factor.shape):
+    if math.prod(table) > math.prod(factor.shape):
         ids = ids.expand(factor.batch, *ids.shape)
         return embedding_rows(ids, factor.values, table, padding)
     grad = cast(factor.values, compute_dtype(factor.values))
@@ -235,7 +235,7 @@ def embedding_rows(
 ) -> Rows:
     """Return the factor of a table for ids (B, *) and gradients (B, *, width)."""
     flat, example = rows_looked_up(ids)
-    grad = grad.reshape(flat.numel(), product(table[1:]))
+    grad = grad.reshape(flat.numel(), math.prod(table[1:]))
     if padding_idx is not None:
         grad = grad.masked_fill((flat == padding_idx % table[0]).unsqueeze(1), 0)
     positions = flat.numel() // max(1, ids.shape[0])

@@ -9,6 +9,7 @@ pulled back by automatic differentiation, a few examples at a time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradstats._complex import real_shape
-from gradstats._cost import pays_to_pull_apart, product, pulled_chunk
+from gradstats._cost import pays_to_pull_apart, pulled_chunk
 from gradstats._factors import Factor, Outer, Path, Undivided, compute_dtype
 from gradstats.capture.following._indexing import is_sequence
 from gradstats.capture.operations._memory import extent
@@ -81,7 +82,7 @@ class Pulled(Undivided):
 
     @property
     def elements(self) -> int:
-        return product(self.shape) + self.node.widest
+        return math.prod(self.shape) + self.node.widest
 
     @property
     def path(self) -> Path | None:
@@ -146,7 +147,7 @@ class Frozen(Undivided):
 
     @property
     def elements(self) -> int:
-        return product(self.shape) + self.replay.widest
+        return math.prod(self.shape) + self.replay.widest
 
     def select(self, rows) -> Frozen:
         return replace(self, inner=self.inner.select(rows))

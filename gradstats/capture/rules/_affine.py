@@ -6,6 +6,7 @@ from the input, which the layer keeps anyway.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats._cost import product
 from gradstats._factors import Vector, cast, compute_dtype, segment_sum
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._nodes import Node
@@ -144,14 +144,14 @@ class AffineFactors(Joinable):
         if examples.segments is None:
             rows, g = self._positions(examples.first(x), examples.first(grad))
             return rows, g, None
-        features = product(self.shape)
+        features = math.prod(self.shape)
         rows, g = (examples.lead(side).reshape(-1, features) for side in (x, grad))
         return rows, g, examples.segments.offsets_of(len(rows))
 
     def _positions(self, *operands: Tensor) -> list[Tensor]:
         """Return the operands as (B, T, features), channels that come first as a view."""
         if self.channel_axis is None:
-            features = product(self.shape)
+            features = math.prod(self.shape)
             return [
                 operand
                 if operand.dim() == 3 and operand.shape[2] == features

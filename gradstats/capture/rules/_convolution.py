@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._cost import product
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._refusals import refuse
@@ -110,7 +110,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     layer = ConvolutionFactors(
         of_weight is not None, of_bias is not None, examples, tuple(weight.shape), call, data
     )
-    outputs = weight.shape[1] * call[-1] * product(call[0]) if call[3] else weight.shape[0]
+    outputs = weight.shape[1] * call[-1] * math.prod(call[0]) if call[3] else weight.shape[0]
     if is_small(settings, input, input.shape[1], outputs):
         run = partial(layer.forward, input)
         result = hooked(tracker, CONVOLVED, (weight, bias), layer, examples, run)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats._cost import product
 from gradstats._factors import Elementwise, Vector
 from gradstats.capture.parameters._lean_steps import rearranged_root
 from gradstats.capture.uses._uses import fuse, unseen
@@ -47,8 +47,8 @@ class Broadcast:
         first, *sizes = leading.shape
         positions, channels = sizes[: self.positions], sizes[self.positions :]
         if self.layout.examples.segments is None:
-            return first, product(positions), product(channels)
-        return first * product(positions), product(channels)
+            return first, math.prod(positions), math.prod(channels)
+        return first * math.prod(positions), math.prod(channels)
 
     def is_view(self, tensor: Tensor) -> bool:
         """Whether the kernels can read the rows of data in place, without a copy."""

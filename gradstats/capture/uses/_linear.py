@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._compiler import is_compiling
-from gradstats._cost import product
 from gradstats._factors import (
     Elementwise,
     Factor,
@@ -197,12 +197,12 @@ def is_pytorchs_own(
 
 def by_rows(examples: Examples, x: Tensor) -> Examples:
     """Return where the examples lie in data (rows, *, d_in) as PyTorch multiplies them: by rows."""
-    return Examples(examples.batch, 0, examples.fold * product(x.shape[1:-1]))
+    return Examples(examples.batch, 0, examples.fold * math.prod(x.shape[1:-1]))
 
 
 def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether products of our own with data or gradients of these sizes beat PyTorch's."""
-    return x.dtype == torch.float32 and pays(product(x.shape[:-1]) * weight.numel())
+    return x.dtype == torch.float32 and pays(math.prod(x.shape[:-1]) * weight.numel())
 
 
 def _is_contracted_here(use: Use, factor: Outer | Ragged, want_sum: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gradstats._complex import real_product
-from gradstats._cost import product
 from gradstats._factors import Outer, Ragged
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._nodes import Node
@@ -76,7 +76,7 @@ class ProductFactor:
     def _left(self, grad: Tensor) -> Tensor:
         """Return the result's gradient by rows: (rows, K, T, p)."""
         grad = (grad.unsqueeze(0) if self.alone else grad).permute(self.left)
-        groups, p, _ = (product(sizes) for sizes in self.sizes)
+        groups, p, _ = (math.prod(sizes) for sizes in self.sizes)
         return grad.reshape(len(grad), groups, -1, p)
 
     def _right(self, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class ProductFactor:
         right = x.permute(self.right)
         if right.dim() > kept:
             right = right.sum(tuple(range(kept, right.dim())))
-        groups, _, q = (product(sizes) for sizes in self.sizes)
+        groups, _, q = (math.prod(sizes) for sizes in self.sizes)
         return right.reshape(len(right), groups, -1, q)
 
     def _by_example(self, rows: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class ProductFactor:
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> list[Tensor]:
         """Return the data's gradient: one more product with the parameter, as (K, p, q)."""
         (node,) = nodes
-        groups, p, q = (product(sizes) for sizes in self.sizes)
+        groups, p, q = (math.prod(sizes) for sizes in self.sizes)
         order = [self.permutation.index(axis) for axis in range(len(self.permutation))]
         if node.value.is_complex():
             node = derived(node, Tensor.conj)
