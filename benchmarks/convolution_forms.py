@@ -1,8 +1,8 @@
-"""Do a convolution's norms take the faster form, and as many examples at once as is best?
+"""Do a convolution's norms take the faster way, and as many examples at once as is best?
 
 For layers of convolutional networks the per-example gradients are formed by convolutions, with the
-examples as groups or one by one, or by products of written patches, or products of patches meet in
-the Gram form. All are timed in one run, for the norms alone and with the weight gradient, and the
+examples as groups or one by one, or patches are written out, for outer products of them in whatever
+form is best. All are timed in one run, for the norms alone and with the weight gradient, and the
 cost model's choice is compared with the fastest.
 
     python -m benchmarks.convolution_forms [--rounds 9] [--no-csv]
@@ -10,7 +10,6 @@ cost model's choice is compared with the fastest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from gradstats._factors import ConvolutionGeometry, Patches
 from gradstats.contractions import _outer, _patches
 
 EXAMPLES = 16
-FORMS = ("groups", "alone", "patches", "gram")
+WAYS = ("patches", "groups", "alone")
 WORKSPACE = 256 * 1024 * 1024
 
 
@@ -62,38 +61,31 @@ def factor_of(layer: Layer) -> Patches:
     )
 
 
-def forms(factor: Patches, with_sum: bool) -> dict[str, Callable[[], object]]:
+def ways(factor: Patches, with_sum: bool) -> dict[str, Callable[[], object]]:
     """Return all ways to a factor's norms, and to its sum where it is wanted."""
+    contract = _outer.sqnorm_and_sum if with_sum else _outer.sqnorm
 
-    def of_patches(contract) -> list:
+    def of_patches() -> list:
         parts = _patches._pieces(factor, WORKSPACE)
         return [contract(factor.select(rows).unfolded(), WORKSPACE) for rows in parts]
 
-    found: dict[str, Callable[[], object]] = {
-        "patches": lambda: of_patches(_outer.direct_and_sum if with_sum else _outer.direct),
+    convolved = partial(_patches._convolved, factor, WORKSPACE, with_sum=with_sum)
+    return {
+        "patches": of_patches,
+        "groups": partial(convolved, alone=False),
+        "alone": partial(convolved, alone=True),
     }
-    for name in ("groups", "alone"):
-        found[name] = partial(
-            _patches._convolved, factor, WORKSPACE, alone=name == "alone", with_sum=with_sum
-        )
-    if factor.geometry.groups > 1:
-        return found  # whose groups are not matrix products
-    if not with_sum:
-        return {**found, "gram": lambda: of_patches(_outer.guarded_gram)}
-    return {**found, "gram": lambda: (of_patches(_outer.guarded_gram), _patches._total(factor))}
 
 
 def compare(layer: Layer, with_sum: bool, rounds: int) -> dict[str, object]:
-    """Time the forms for one layer and print what the cost model's choice loses."""
+    """Time all ways for one layer and print what the cost model's choice loses."""
     factor = factor_of(layer)
-    timings = interleave(forms(factor, with_sum), "patches", rounds)
-    chosen = "gram"
-    if _patches._form(factor, with_sum=with_sum) == "direct":
-        chosen = factor.way
+    timings = interleave(ways(factor, with_sum), "patches", rounds)
+    chosen = factor.way
     milliseconds = {name: timing.milliseconds for name, timing in timings.items()}
     fastest = min(timings, key=lambda name: timings[name].ratio)
     lost = lost_by(chosen, timings)
-    times = " ".join(f"{milliseconds.get(name, math.nan):11.2f}" for name in FORMS)
+    times = " ".join(f"{milliseconds[name]:11.2f}" for name in WAYS)
     print(
         f"{'×'.join(map(str, layer[:5])):17} {factor.positions:5} {times}   {chosen:11} {lost:5.0%}"
     )
@@ -111,7 +103,7 @@ def main() -> None:
     rows = []
     for with_sum in (False, True):
         print("\nnorms and weight gradient" if with_sum else "\nnorms alone")
-        names = " ".join(f"{name:>11}" for name in FORMS)
+        names = " ".join(f"{name:>11}" for name in WAYS)
         print(f"{'layer':17} {'T':>5} {names}   chosen      lost by the choice")
         rows += [compare(layer, with_sum, options.rounds) for layer in LAYERS]
     if not options.no_csv:

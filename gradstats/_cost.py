@@ -23,17 +23,13 @@ ConvolutionWay = Literal["patches", "groups", "alone"]
 # of a matrix product (float32, two cores of an AMD EPYC; see benchmarks/crossover.py).
 ELEMENT_COST = 8
 
-# One element of image patches that a Gram form has to write out and arrange anew takes 2 to 3 ns,
-# in which its products take about this many multiply-adds.
-PATCH_COST = 64
-
 # Elements of patches that are written and multiplied in the time that a grouped convolution takes
 # in oneDNN whatever its size: about 150 µs.
 FEW_PATCHES = 2**16
 
 # Elements of one example's patches above which oneDNN convolves faster example by example, where it
 # cannot take them as groups by blocks of so many channels.
-MANY_PATCHES = 200_000
+MANY_PATCHES = 400_000
 CHANNEL_BLOCK = 8
 
 # What the Gram form's additional operations cost, whatever their size: about 15 µs.
@@ -162,7 +158,6 @@ def choose_outer_form(
     guarded: bool = True,
     on_chip: bool = False,
     alone: bool = False,
-    patches: bool = False,
     examples: int | None = None,
     roundoff: float = 2.0**-24,
     cut_off: float = 0.0,
@@ -187,7 +182,6 @@ def choose_outer_form(
         on_chip: tiles are squared where they are made, so that only the products cost anything.
         alone: gradients are formed one at a time, by products that take less time than those of
             positions.
-        patches: ``right`` is image patches, which the Gram form has to write out and read.
         examples: number of examples; None leaves out what costs the same however many there are.
         roundoff: relative error of one product of operands.
         cut_off: relative error of sums over a row's width where the hardware truncates them.
@@ -203,8 +197,6 @@ def choose_outer_form(
         gram, direct = kernel_costs(positions, d_left, d_right, with_sum=with_sum)
         return "gram" if gram < direct else "direct"
     gram = gram_cost(positions, d_left, d_right)
-    if patches:
-        gram += positions * d_right * PATCH_COST
     if with_sum:
         gram += (SUM_ALONE if alone else 1) * positions * d_left * d_right
     if examples is not None:
@@ -366,34 +358,36 @@ def convolution_chunk(operands: int, gradient: int, examples: int, workspace: in
 def convolution_way(
     channels: int, outputs: int, kernel: Sequence[int], positions: int, groups: int, examples: int
 ) -> ConvolutionWay:
-    """Choose how per-example gradients of a convolution are formed.
+    """Choose how norms of per-example gradients of a convolution are found.
 
-    Measured on two cores of an AMD EPYC. For pointwise kernels, whose patches are the input as it
-    stands, for the few channels of a first layer, which a convolution pads, and where there is so
-    little to write that calling a convolution takes longer, products of patches take 0.25 to 1.1
-    times as long as a grouped convolution; elsewhere up to 2.5 times. Large images of which oneDNN
-    pads the channels take 0.4 to 1.1 of either when they are convolved one by one.
+    Measured on two cores of an AMD EPYC, for 1400 convolutions of images with 1 to 256 channels:
+    what this chooses takes 1.05 to 1.07 times as long as the fastest. Patches serve pointwise
+    kernels, for which they are the input as it stands; short sequences of positions with many
+    outputs; few channels, which a convolution pads to a block; and where there is so little to
+    write that calling a convolution takes longer. Large images whose channels are padded take a
+    third of the time when they are convolved one by one.
 
     Args:
         channels: number of input channels in one group.
-        outputs: number of output channels O.
+        outputs: number of output channels of all groups.
         kernel: its size along each axis.
         positions: number of positions T of one example.
         groups: number of groups.
         examples: number of examples B.
 
     Returns:
-        "patches" for products of patches written out, "groups" for examples as the groups of one
-        convolution, "alone" for a convolution of each.
+        "patches" for outer products with patches written out, "groups" for examples as the groups
+        of one convolution, "alone" for a convolution of each.
     """
+    size, rows = math.prod(kernel), outputs // groups
+    if 1 in (positions, size) or rows**2 >= 64 * positions:
+        return "patches"
     if groups > 1:
         return "groups"
-    size = math.prod(kernel)
-    if size == 1:
-        return "patches"
-    padded = channels % CHANNEL_BLOCK > 0 or outputs % CHANNEL_BLOCK > 0
+    padded = channels % CHANNEL_BLOCK > 0
     patches = positions * channels * size
-    if padded and len(kernel) == 2 and patches > MANY_PATCHES:
+    if patches > MANY_PATCHES and len(kernel) == 2 and (padded or outputs % CHANNEL_BLOCK > 0):
         return "alone"
-    few = channels < CHANNEL_BLOCK or examples * patches <= FEW_PATCHES
-    return "patches" if few else "groups"
+    if (padded and channels < 2 * CHANNEL_BLOCK) or examples * patches <= FEW_PATCHES:
+        return "patches"
+    return "groups"

@@ -544,7 +544,7 @@ def test_forms_of_convolutions_are_timed(tmp_path, monkeypatch, capsys):
     for row, with_sum in zip(rows, (False, False, True, True), strict=True):
         factor = convolution_forms.factor_of(layers[row["groups"] == "4"])
         gradients = factor.dense()
-        ways = convolution_forms.forms(factor, with_sum)
+        ways = convolution_forms.ways(factor, with_sum)
         assert all(float(row[f"{name}_ms"]) > 0 for name in ways) and row["chosen"] in ways
         (patches,) = ways["patches"]()
         results = [patches] if with_sum else [(patches, None)]

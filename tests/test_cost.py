@@ -126,36 +126,26 @@ def test_forms_of_kernels_as_measured(positions, p, q, alone, with_sum):
         assert got == want
 
 
-def test_a_gram_form_pays_for_the_patches_it_writes():
-    small = {"positions": 16, "d_left": 16, "d_right": 144}
-    assert _cost.choose_outer_form(**small) == "gram"
-    assert _cost.choose_outer_form(**small, patches=True) == "direct"
-    large = {"positions": 49, "d_left": 512, "d_right": 4608, "with_sum": True}
-    assert _cost.choose_outer_form(**large, patches=True) == "gram"
-
-
-def test_forms_of_convolutions_as_measured():
-    """3×3 convolutions of (channels, outputs) on so many positions."""
-    for positions, channels, outputs, form in (
-        (64, 32, 64, "direct"), (64, 64, 64, "direct"), (64, 128, 128, "gram"),
-        (256, 128, 128, "direct"), (64, 256, 256, "gram"), (16, 64, 64, "gram"),
-        (16, 256, 256, "gram"), (4, 512, 512, "gram"),
-    ):  # fmt: skip
-        assert _cost.choose_outer_form(positions, outputs, 9 * channels, patches=True) == form
-
-
 @pytest.mark.parametrize(
     ("channels", "outputs", "kernel", "positions", "groups", "examples", "way"),
     [
         (256, 64, (1, 1), 196, 1, 64, "patches"),
         (3, 64, (7, 7), 196, 1, 64, "patches"),
-        (3, 64, (7, 7), 1024, 1, 64, "patches"),
-        (3, 64, (7, 7), 1600, 1, 64, "alone"),
-        (3, 64, (3, 7, 7), 1600, 1, 64, "patches"),
+        (3, 64, (7, 7), 2704, 1, 64, "patches"),
+        (3, 64, (7, 7), 2916, 1, 64, "alone"),
+        (3, 64, (3, 7, 7), 2916, 1, 64, "patches"),
+        (12, 64, (3, 3), 196, 1, 64, "patches"),
+        (20, 64, (3, 3), 196, 1, 64, "groups"),
         (64, 64, (3, 3), 3136, 1, 64, "groups"),
         (64, 6, (3, 3), 3136, 1, 64, "alone"),
-        (64, 64, (3, 3), 16, 1, 4, "patches"),
+        (64, 64, (3, 3), 256, 1, 64, "groups"),
+        (64, 64, (3, 3), 64, 1, 64, "patches"),
+        (128, 128, (3, 3), 256, 1, 64, "patches"),
+        (512, 512, (3, 3), 49, 1, 64, "patches"),
+        (64, 16, (3, 3), 16, 1, 4, "patches"),
+        (64, 4, (3, 3), 1, 1, 64, "patches"),
         (1, 64, (3, 3), 3136, 64, 64, "groups"),
+        (32, 64, (3, 3), 16, 2, 64, "patches"),
     ],
 )
 def test_ways_of_convolutions_as_measured(

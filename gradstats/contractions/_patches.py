@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._compiler import is_compiling
 from gradstats._factors import Patches, compute_dtype, weight_gradient
 from gradstats.contractions import _outer, _triton, _triton_layers
-from gradstats.contractions._multiply import pays
 from gradstats.contractions._result import (
     Contraction,
     joined,
@@ -34,7 +32,7 @@ def sqnorm(factor: Patches, workspace: int) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for this geometry."""
     if _triton.convolves(factor):
         return _by_kernels(factor)
-    if _form(factor) == "direct" and factor.way != "patches":
+    if factor.way != "patches":
         return _convolved(factor, workspace, alone=factor.way == "alone", with_sum=False)[0]
     return joined(
         [
@@ -52,23 +50,15 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
         if factor.shape[1] == 1:
             return _triton_layers.depthwise_and_sum(factor)
         return _by_kernels(factor), _total(factor)
-    form = _form(factor, with_sum=True)
-    if form == "direct" and factor.way != "patches":
-        alone = factor.way == "alone"
-        result, total = _convolved(factor, workspace, alone=alone, with_sum=True)
-        assert total is not None
-        return result, total
+    if factor.way != "patches":
+        return _convolved(factor, workspace, alone=factor.way == "alone", with_sum=True)
     results, whole = [], None
     for rows in _pieces(factor, workspace):
-        part = factor.select(rows).unfolded()
-        if form == "direct":
-            result, total = _outer.sqnorm_and_sum(part, workspace)
-            whole = total if whole is None else whole.add_(total)
-        else:
-            # The sum is the backend's own weight gradient, which needs no patches.
-            result = _outer.sqnorm(part, workspace)
+        result, total = _outer.sqnorm_and_sum(factor.select(rows).unfolded(), workspace)
+        whole = total if whole is None else whole.add_(total)
         results.append(result)
-    return joined(results), _total(factor) if whole is None else whole
+    assert whole is not None
+    return joined(results), whole
 
 
 def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
@@ -87,23 +77,17 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
 
 
 def _by_kernels(factor: Patches) -> Contraction:
-    if _form(factor, on_chip=True) != "gram":
-        return _triton_layers.convolution(factor)
-    return _triton_layers.convolution_gram(factor)
+    if _form_on_chip(factor) == "gram":
+        return _triton_layers.convolution_gram(factor)
+    return _triton_layers.convolution(factor)
 
 
-def _form(factor: Patches, *, with_sum: bool = False, on_chip: bool = False) -> _cost.Form:
-    if on_chip and factor.shape[1] == 1:
+def _form_on_chip(factor: Patches) -> _cost.Form:
+    if factor.shape[1] == 1:
         return "direct"  # depthwise: nothing is a matrix product
     p, q = factor.shape[0] // factor.geometry.groups, math.prod(factor.shape[1:])
-    written = not (on_chip or factor.pointwise)
     roundoff = product_roundoff(*factor.sides)
-    # Convolutions are oneDNN's in any case, and where it multiplies faster they gain as much.
-    alone = pays(factor.positions * p * q, *factor.sides, times=factor.batch)
-    return _cost.choose_outer_form(
-        factor.positions, p, q, with_sum=with_sum, on_chip=on_chip, alone=alone, patches=written,
-        roundoff=roundoff, guarded=on_chip or not is_compiling(),
-    )  # fmt: skip
+    return _cost.choose_outer_form(factor.positions, p, q, on_chip=True, roundoff=roundoff)
 
 
 def magnitude(factor: Patches) -> Tensor:
