@@ -380,7 +380,7 @@ def convolution_way(
         of one convolution, "alone" for a convolution of each.
     """
     size, rows = math.prod(kernel), outputs // groups
-    if 1 in (positions, size) or rows**2 >= 64 * positions:
+    if 1 in (positions, size) or rows**2 > 64 * positions:
         return "patches"
     if groups > 1:
         return "groups"
