@@ -1,19 +1,19 @@
 """Exact per-example gradient norms and inner products for unmodified PyTorch models.
 
-Neither ever holds a (batch, d) gradient. With ``import gradstats as gs``, ``help`` of each of these
-has formula, arguments, cost and source:
+A (batch, d) gradient is never materialised. With ``import gradstats as gs``, ``help`` of each of
+these gives the formula, arguments, cost and source:
 
     gs.per_example_norms    the gradient norm of every example of a batch
-    gs.track                the same inside a training step of your own
-    gs.inner_products       of the gradients of examples, batches and checkpoints
-    gs.alignment            with the mean gradient or a given direction
+    gs.track                the same inside your own training step
+    gs.inner_products       of per-example gradients, between batches and checkpoints
+    gs.alignment            inner products with the mean gradient or a given direction
     gs.Checkpoints          of a training run, with their learning rates
     gs.self_influence       of every training example, beside its loss, margin and EL2N
     gs.influence            of every training example on every query
     gs.Monitor              norms, noise scale and alignment while training; gs.monitor.plot
-    gs.verify               whether all that holds for your model
-    gs.register_rule        for operations of your own
-    gs.assign_rows          for data whose rows are sorted into examples by an index
+    gs.verify               check that all of this holds for your model
+    gs.register_rule        support for your own operations
+    gs.assign_rows          for data whose rows are assigned to examples by an index
     gs.errors               what is raised, and when
 
 Callbacks for trainers are in ``gradstats.integrations.lightning`` and

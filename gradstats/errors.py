@@ -1,4 +1,4 @@
-"""The errors of gradstats: each says what happened, what was got and expected, and what to do."""
+"""The errors of gradstats: each says what happened, what was expected, and what to do."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ class GradStatsError(Exception):
     """Base of every error that gradstats raises on purpose.
 
     Attributes:
-        parameters: names of the parameters whose gradient could not be had; empty for other errors.
+        parameters: names of the parameters whose gradients could not be computed; else empty.
     """
 
     def __init__(self, message: str, parameters: Sequence[str] = ()):
@@ -20,7 +20,7 @@ class LossShapeError(GradStatsError):
 
 
 class ExampleAxisError(GradStatsError):
-    """A tensor does not say which of its rows belong to which example."""
+    """It cannot be determined which rows of a tensor belong to which example."""
 
 
 class CoupledExamplesError(GradStatsError):
@@ -28,7 +28,7 @@ class CoupledExamplesError(GradStatsError):
 
 
 class UnsupportedOperationError(GradStatsError):
-    """A parameter meets data in an operation for which no exact rule exists."""
+    """A parameter is used with data in an operation for which no exact rule exists."""
 
 
 class CoverageError(GradStatsError):
@@ -40,11 +40,11 @@ class NonFiniteGradientError(GradStatsError):
 
 
 class BackendError(GradStatsError):
-    """The contractions cannot run on this device as the machine is set up."""
+    """The computation cannot run on this device with what is installed."""
 
 
 class TrackingError(GradStatsError):
-    """A tracking context was used in a way that it cannot serve."""
+    """A function or a tracking context was used in a way that it does not support."""
 
 
 class CheckpointError(GradStatsError):
@@ -52,20 +52,20 @@ class CheckpointError(GradStatsError):
 
 
 class LoaderError(GradStatsError):
-    """A data loader does not say which example is which, or cannot be read again."""
+    """A data loader does not identify its examples, or cannot be read again."""
 
 
 class StoreError(GradStatsError):
-    """What is on disk does not belong to this call, cannot be read, or cannot be written."""
+    """A results folder does not belong to this call, cannot be read, or cannot be written."""
 
 
 class ScoreError(GradStatsError):
-    """Scores were asked for something that they cannot answer."""
+    """Scores were asked for something that they do not have."""
 
 
 class MissingPackageError(GradStatsError):
-    """A package that only some results need cannot be imported."""
+    """An optional package that this call needs cannot be imported."""
 
 
 class GradStatsWarning(UserWarning):
-    """A result is as asked for, and may not mean what it seems to mean."""
+    """A result is what was asked for, but may not mean what it seems to mean."""

@@ -34,14 +34,14 @@ class RuleHandle:
 
 
 def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandle:
-    """Tell gradstats how an operation of your own uses its parameters.
+    """Tell gradstats how your own operation uses its parameters.
 
-    Inside a context, wherever ``function`` meets a tracked parameter and data, it runs as always:
-    its values and gradients stay the same. ``decomposition`` runs beside it on the same arguments,
-    and the per-example gradients are computed from the PyTorch operations in there, given the
-    gradient that reaches the result. A ``torch.autograd.Function`` of parameters and constants
-    alone needs no rule: its own backward is used. A rule does not hold for subclasses. Operations
-    that change their operands in place are refused, but for a blank tensor that they fill.
+    Where ``function`` is called on a tracked parameter and data inside a context, it runs as usual:
+    its values and gradients stay the same. ``decomposition`` runs alongside on the same arguments,
+    and the per-example gradients are computed from its PyTorch operations, given the gradient that
+    reaches the result. A ``torch.autograd.Function`` of parameters and constants alone needs no
+    rule: its own backward is used. A rule does not apply to subclasses. Operations that change
+    their operands in place are refused, except for an uninitialised tensor that they fill.
 
         class ScaledSiLU(torch.autograd.Function):          # perhaps a Triton kernel
             @staticmethod
@@ -68,9 +68,9 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
             function that calls ``torch.overrides.handle_torch_function``. A Python function that
             only calls other operations needs no rule: register the operations inside.
         decomposition: a function of the same arguments that returns the same values and has the
-            same gradient, without side effects or randomness. Where the gradient is not the
-            derivative of the value (straight-through estimators), write it so that it is not:
-            ``x + (x.round() - x).detach()``.
+            same gradient, without side effects or randomness. If that gradient is not the
+            derivative of the values (straight-through estimators), write it accordingly:
+            ``x + (x.round() - x).detach()``. The values are compared, the gradient is not.
 
     Returns:
         A handle: ``handle.remove()``, or the end of ``with gs.register_rule(...):``, removes the
@@ -78,11 +78,12 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
 
     Raises:
         TrackingError: if ``function`` has a rule already, or its calls cannot be seen.
-        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values or
-            none that depend on a parameter it was given, or it or the operation changed an operand.
+        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values, or
+            none that depend on a parameter it was given, or if it or the operation changed an
+            operand.
 
     Cost:
-        The decomposition's forward and backward beside the operation's.
+        The decomposition's forward and backward in addition to the operation's.
     """
     if not callable(decomposition):
         raise TrackingError(

@@ -71,8 +71,8 @@ def alignment(
 ) -> Tensor | dict[str, Tensor]:
     """Return the exact inner product of every example's gradient with one direction.
 
-    ⟨∇ℓ_i, v⟩ = Σ_p ⟨∇_p ℓ_i, v_p⟩ over the parameters p: not divided by any norm. Divided by those
-    of ``per_example_norms`` and by ‖v‖ they are cosines; with the mean gradient these are
+    ⟨∇ℓ_i, v⟩ = Σ_p ⟨∇_p ℓ_i, v_p⟩ over the parameters p, not divided by any norm. Divided by the
+    norms of ``per_example_norms`` and by ‖v‖ they are cosines; with the mean gradient these are
     ``per_example_norms(..., alignment=True).cosine``.
 
         loss_fn(model, validation).mean().backward()
@@ -84,8 +84,8 @@ def alignment(
         model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, nonfinite: as
             for per_example_norms.
         direction: v as name → tensor of the parameter's shape, for every tracked parameter: the
-            mean gradient of validation data, an update, a task vector; None for zeros, as .grad has
-            it. Or "mean", the mean of the batch's own gradients, (1/B) Σ_j ∇ℓ_j.
+            mean gradient of validation data, an update, a task vector; None means zeros, as in
+            ``.grad``. Or "mean", the mean of the batch's own gradients, (1/B) Σ_j ∇ℓ_j.
         per_parameter: return name → (B,) inner products over that parameter instead of their sum.
 
     Returns:
@@ -95,13 +95,13 @@ def alignment(
     Raises:
         CoverageError: the direction's names or shapes are not those of the tracked parameters.
         NonFiniteGradientError: an inner product is NaN or infinite.
-        ExampleAxisError: among others, losses in another order than the batch.
+        ExampleAxisError: for example, losses in another order than the batch.
         TrackingError: an argument of the wrong type or value, or losses that use none of the
             parameters.
         See gradstats.errors for what the batch is checked for.
 
     Cost:
-        A forward and a backward without weight gradients, and as much as one forward pass for the
+        A forward and a backward without weight gradients, and about one more forward pass for the
         products with v; with "mean" also the weight gradients. Memory: the plain step's, v and the
         workspace.
 

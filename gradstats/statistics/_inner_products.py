@@ -83,21 +83,21 @@ def inner_products(
 ) -> Tensor | dict[str, Tensor]:
     """Return the exact inner products ⟨∇ℓ_i(w_a), ∇ℓ_j(w_b)⟩ without forming the gradients.
 
-    The two models are one architecture with different weights, say two checkpoints, or one model
-    given twice. A model and batch with themselves (the same objects) take one backward, and
-    products are computed once for ⟨i, j⟩ and ⟨j, i⟩. Everything else takes one backward for either
-    side, one after the other.
+    The two models have one architecture and different weights, such as two checkpoints, or are one
+    model given twice. If both models and both batches are the same objects, one backward is run,
+    and each product ⟨i, j⟩ = ⟨j, i⟩ is computed once. Otherwise one backward is run per side, one
+    after the other.
 
     Args:
-        model_a, model_b: modules with the same parameters; both are left as they were found, but
-            for buffers that their own forwards write to: each side runs one.
+        model_a, model_b: modules with the same parameters; both are left unchanged, except for
+            buffers that their own forwards write to: each side runs one forward.
         batch_a, batch_b: what ``loss_fn`` takes; their sizes and lengths may differ.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         pairs: "all" for every i of ``batch_a`` with every j of ``batch_b``, or "diagonal" for the
             i-th with the i-th.
         batch_dim: the example axis of the data.
-        cu_seqlens: bounds of packed examples (see per_example_norms): one for both batches, or a
-            pair, either of which may be None.
+        cu_seqlens: bounds of packed examples (see per_example_norms): one tensor for both batches,
+            or a pair, either of which may be None.
         parameters, exclude: fnmatch patterns over parameter names; all that require grad by
             default.
         workspace: bytes of scratch memory; 256 MiB by default.
@@ -115,9 +115,9 @@ def inner_products(
         See gradstats.errors for what both batches are checked for.
 
     Cost:
-        A forward and a backward without weight gradients for either side. Each weight then takes
-        the least of T·T'·(d_in + d_out) for every pair and d_in·d_out·(T·B_a + T'·B_b + B_a·B_b).
-        Memory: the layer inputs and output gradients of ``batch_a`` are kept until the backward of
+        A forward and a backward without weight gradients for each side. Each weight then takes the
+        smaller of T·T'·(d_in + d_out) for every pair and d_in·d_out·(T·B_a + T'·B_b + B_a·B_b).
+        Memory: the layer inputs and output gradients of ``batch_a``, kept until the backward of
         ``batch_b`` has consumed them, layer by layer; and the workspace.
 
     Source:

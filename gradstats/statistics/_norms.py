@@ -59,38 +59,38 @@ def per_example_norms(
 ) -> GradientNorms:
     """Return the exact norm of every example's gradient, ‖∇ℓ_i(w)‖, without forming the gradients.
 
-    Hooks on parameters (``register_hook``), or on nodes of the autograd graph for what these pass
-    on to parameters, may change what arrives in ``.grad``; ∇ℓ_i is the gradient before them. Hooks
-    on activations that change gradients belong to the backward: they are taken to do so linearly,
-    with each example by itself.
+    Hooks on parameters (``register_hook``), or on autograd nodes for what these pass on to
+    parameters, may change what arrives in ``.grad``; ∇ℓ_i is the gradient before such hooks. Hooks
+    on activations that change gradients are part of the backward: they are assumed to do so
+    linearly, for each example separately.
 
     Args:
-        model: any module; it is left as it was found, its training mode included, but for buffers
+        model: any module; it is left unchanged, including its training mode, except for buffers
             that its own forward writes to.
         batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors.
-        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It is called a second time if
-            the forward makes as many values of its own as there are examples
-            (``torch.tensor([...])``) and these turn out not to be one for each.
+        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It may be called again: if
+            tensors that the forward creates from values (``torch.tensor([...])``) or finds in
+            closures and globals were taken for data and turn out not to be, for some compiled
+            models, and with ``fallback``.
         batch_dim: the example axis of the data.
-        cu_seqlens: (B + 1,) integers for examples of uneven length packed into one row, as
-            padding-free training does: example i is rows cu_seqlens[i] to cu_seqlens[i + 1] of
-            data of shape (rows, *) or (1, rows, *). The losses are one for each example, and the
-            model must keep the rows of different examples apart: masks of attention and weights of
-            products over rows are read to see that it does. Graphs in one batch are packed
-            examples, whose rows are nodes: torch_geometric has their bounds in ``batch.ptr``; for
-            features of edges see ``assign_rows``.
+        cu_seqlens: (B + 1,) integers for examples of different lengths packed into one row, as in
+            padding-free training: example i is rows cu_seqlens[i] to cu_seqlens[i + 1] (exclusive)
+            of data of shape (rows, *) or (1, rows, *). There is one loss per example, and the
+            model must keep the rows of different examples apart: attention masks and weights of
+            products over rows are read to check this. Graphs in one batch are packed examples,
+            whose rows are nodes: torch_geometric has their bounds in ``batch.ptr``; for edge
+            features see ``assign_rows``.
         parameters: fnmatch patterns over parameter names; all that require grad by default.
         exclude: fnmatch patterns of parameters to leave out.
         workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by
             default.
         nonfinite: "raise" an error for gradients with NaN or infinity, or "keep" them.
-        fallback: "vmap" computes the parameters that no rule serves by torch.func.vmap, a few
-            examples at a time as the workspace allows, or one at a time where that cannot run. One
-            more forward and backward of the whole batch checks that their gradients add up to its
-            own. Of norms alone, without ``alignment`` and ``gram``. By default such parameters are
-            an error.
-        alignment: also return ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for the mean gradient Ḡ = (1/B) Σ_j ∇ℓ_j, for
-            the cost of the weight gradients and one more forward pass.
+        fallback: "vmap" computes parameters without a rule by torch.func.vmap, as many examples at
+            a time as the workspace allows, or one at a time where vmap fails. One more forward and
+            backward of the whole batch checks that these gradients add up to its own. For norms
+            only, without ``alignment`` and ``gram``. By default such parameters are an error.
+        alignment: also return ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for the mean gradient Ḡ = (1/B) Σ_j ∇ℓ_j. This
+            costs the weight gradients and about one more forward pass.
         gram: also return the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
 
     Returns:
@@ -104,8 +104,8 @@ def per_example_norms(
 
     Cost:
         One forward and one backward without weight gradients, plus at most the cost of the weight
-        gradients. Memory: the plain step's and the workspace; for parameters that reach the data
-        through other operations than views and casts, their gradients of one example.
+        gradients. Memory: the plain step's and the workspace; for parameters that are transformed
+        by more than views and casts before use, also their gradients of one example.
 
     Source:
         Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv
@@ -172,7 +172,7 @@ class _ScaleAtBackward:
 class track:
     """Measure per-example gradient norms ‖∇ℓ_i(w)‖ inside your own training step.
 
-    ``param.grad`` is what it is without tracking: to the bit with ``fused=False``, and up to the
+    ``param.grad`` is the same as without tracking: bit for bit with ``fused=False``, and up to the
     rounding of a reordered sum by default.
 
         with gs.track(model, batch_size=len(x)) as tracker:
@@ -180,36 +180,37 @@ class track:
         tracker.stats.norm
 
     Args:
-        model: any module; outside the context it is as it was.
+        model: any module; outside the context it is unchanged.
         batch_size: number of examples B.
         batch_dim: the example axis of the data.
         cu_seqlens: (B + 1,) bounds of packed examples; see per_example_norms.
         loss_reduction: how the scalar was formed if you run ``loss.backward()`` yourself. "mean"
-            says scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a token mean over the batch, ℓ_i
-            is B/N times the sum of its token losses; where accelerate's ``backward`` divides by
-            the number of accumulated steps, so is ℓ_i. "sum" says scalar = Σ ℓ_i. This is trusted;
-            a scalar that is not known to be a sum over the examples is refused. What a custom
-            Function or a script makes of a loss is taken for one.
+            means scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a mean over the N tokens of the
+            batch, ℓ_i is B/N times the sum of its token losses; where accelerate's ``backward``
+            divides by the number of accumulated steps, ℓ_i is divided too. "sum" means scalar =
+            Σ ℓ_i. This is trusted; a scalar that is not known to be a sum over the examples is
+            refused. What a custom autograd Function or a TorchScript function computes from a loss
+            is trusted to be such a sum.
         weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i.
-        scaler: the torch.amp.GradScaler of the step, whose scale is divided out.
-            ``tracker.backward`` multiplies by it, so that it takes the losses as they are; if you
-            run the backward yourself, scale as ever: ``scaler.scale(loss).backward()``.
-        fused: let weight gradients come from the same pass over the data as the norms, and from
-            whichever of PyTorch's libraries is faster. With False derivatives of the network in the
-            loss, torch.vmap and some forms of attention are refused.
+        scaler: the torch.amp.GradScaler of the step, whose scale is divided out of the statistics.
+            ``tracker.backward`` applies the scale, so pass it unscaled losses; if you run the
+            backward yourself, scale as usual: ``scaler.scale(loss).backward()``.
+        fused: compute weight gradients in the same pass over the data as the norms, and with
+            whichever of PyTorch's libraries is faster. With False, derivatives of the network in
+            the loss, torch.vmap and some forms of attention are refused.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
         nonfinite: "keep" gradients with NaN or infinity, the default here since a scaled step may
             overflow, or "raise" an error when the context closes.
         alignment: also measure ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for Ḡ = Σ_j weight_j ∇ℓ_j, the gradient of this
-            context's training loss, before any scaling or averaging over processes. It costs about
-            one more forward pass.
-        gram: also measure the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩. Either makes a compiled model
-            run eagerly inside the context.
+            context's training loss, before any scaling or averaging over processes. This costs
+            about one more forward pass.
+        gram: also measure the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩. Either of these makes a compiled
+            model run eagerly inside the context.
 
     Attributes:
-        stats: GradientNorms, once the context has closed. Examples stand in the order of the losses
-            given to ``tracker.backward``, after ``loss.backward()`` in that of the batch.
+        stats: GradientNorms, once the context has closed. Examples are in the order of the losses
+            given to ``tracker.backward``, or, after ``loss.backward()``, in that of the batch.
 
     Raises:
         LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
@@ -217,10 +218,10 @@ class track:
         TrackingError: a second backward or batch in one context, or one after it has closed.
 
     Cost:
-        The plain step, plus for each weight whichever is least of squaring per-example tiles on the
-        way to the weight gradient and comparing positions. Memory: the plain step's and the
-        workspace; for parameters that reach the data through other operations than views and casts,
-        their gradients of one example.
+        The plain step, plus for each weight the cheaper of squaring per-example tiles on the way to
+        the weight gradient and products between pairs of positions. Memory: the plain step's and
+        the workspace; for parameters that are transformed by more than views and casts before use,
+        also their gradients of one example.
 
     Source:
         As for per_example_norms.
@@ -304,14 +305,14 @@ class track:
     def backward(self, losses: Tensor) -> None:
         """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.
 
-        With a scaler, of that times its scale.
+        With a scaler, that is multiplied by its scale.
 
         Args:
             losses: (B,) unreduced losses, one for each example, not scaled.
 
         Raises:
             LossShapeError: the losses are not (B,) differentiable numbers.
-            ExampleAxisError, CoupledExamplesError: a loss is not that of one example.
+            ExampleAxisError, CoupledExamplesError: a loss depends on other examples than its own.
             TrackingError: called outside the context.
         """
         if not self._opened or self._tracker.closed:

@@ -22,26 +22,25 @@ class GradientNorms:
     """Per-example gradient norms of one batch, ‖∇ℓ_i(w)‖ over all tracked parameters.
 
     Squares are accumulated in float32 (float64 for float64 models) and added up in float64: norms
-    from about 1e-19 to 1e19 have full precision. Below, squares lose digits and then vanish, as
-    ``error_bound`` says of all that are not zero; above, they overflow.
+    from about 1e-19 to 1e19 have full precision. Below, squares lose digits and then vanish, which
+    ``error_bound`` reflects for all that are not zero; above, they overflow.
 
     Attributes:
-        norm: (B,) norms, in units of loss; rounded once, not the root of ``sqnorm``, whose range is
-            that of its dtype.
+        norm: (B,) norms, in units of loss; rounded once, and not limited to the range of
+            ``sqnorm``'s dtype.
         sqnorm: (B,) squared norms, float32 (float64 for float64 models), in units of loss².
-        loss: (B,) the losses; None where the caller ran the backward of a scalar of their own.
+        loss: (B,) the losses; None if you ran the backward of your own scalar.
         by_parameter: name → (B,) squared norms; zeros for parameters that the loss did not use.
-        error_bound: (B,) relative bound on what rounding and underflow in the contractions may
-            have done to ``sqnorm``, and about twice what they may have done to ``norm``: how far
-            it is from that of the gradient ∇ℓ_i as float32 (float64) sums form it. What those
-            sums over positions and uses round themselves, much where their terms cancel, a weight
-            gradient has too, and is not in it, nor what forward and backward round. Zero for
-            norms of zero, NaN for NaN.
+        error_bound: (B,) bound on the relative error of ``sqnorm`` (about half of it for
+            ``norm``) from rounding and underflow in the contractions, compared with the gradient
+            ∇ℓ_i as float32 (float64) sums form it. It does not include the rounding of those sums
+            over positions and uses, which is large where terms cancel and which a weight gradient
+            has too, nor that of forward and backward. Zero for norms of zero, NaN for NaN.
         names: of the parameters, in the model's order.
-        rows: (parameters, B) what ``by_parameter`` holds, as one matrix.
+        rows: (parameters, B) the values of ``by_parameter`` as one matrix.
         alignment: (B,) ⟨∇ℓ_i, Ḡ⟩, inner products with the gradient of the training loss of this
-            context, Ḡ = Σ_j weight_j ∇ℓ_j (the mean gradient unless weights say otherwise). None
-            unless asked for, as are all that follow.
+            context, Ḡ = Σ_j weight_j ∇ℓ_j (the mean gradient without weights). None unless
+            requested, as is everything below.
         alignment_by_parameter: name → (B,) the parameter's part of ``alignment``.
         mean_sqnorm: () float64, ‖Ḡ‖².
         cosine: (B,) ⟨∇ℓ_i, Ḡ⟩ / (‖∇ℓ_i‖ ‖Ḡ‖).

@@ -54,23 +54,23 @@ def verify(
         print(gs.verify(model, batch, loss_fn))
 
     - *loss*: ``loss_fn`` returns one differentiable loss for each example;
-    - *coverage*: every parameter that requires grad is counted, unused or excluded, and which
-      operations used it;
+    - *coverage*: every parameter that requires grad is counted, unused or excluded; the report
+      shows which operations used it;
     - *exactness*: ‖∂ℓ_i/∂w‖² of each parameter against plain autograd of ``losses[i]``, for a
       sample of examples, in float64 on a copy of the model where one can be made;
-    - *coupling*: each example's loss and gradient alone are those it has in its batch. They are not
-      with batch normalisation in training mode, contrastive losses, or losses divided by
-      something of the whole batch. While the forward is random (dropout), the example is compared
-      with itself among other examples under the same random numbers instead;
+    - *coupling*: each example has the same loss and gradient alone as in its batch. This fails with
+      batch normalisation in training mode, contrastive losses, or losses divided by a quantity of
+      the whole batch. If the forward is random (dropout), the example is instead compared with
+      itself among other examples under the same random numbers;
     - *padding*: where the batch is a mapping with an ``attention_mask``, an example without its
       trailing padding has the same loss and gradient;
     - *determinism*: two runs on the model itself give the same bits;
-    - *precision*: what the model's own dtype does to the norms.
+    - *precision*: how far the model's own dtype changes the norms.
 
     Args:
         model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, fallback: as for
             per_example_norms. The model's parameters, buffers, gradients, mode and the random
-            generators are left as they were; hooks of yours run as in any forward.
+            generators are left as they were; your hooks run as in any forward.
         examples: how many examples to compare, spread over the batch.
         tolerance: largest relative error of a squared norm; by default 1e-6 in float64, 1e-3 in
             float32, 0.05 in float16, 0.1 in bfloat16.
@@ -79,12 +79,12 @@ def verify(
         VerifyReport: ``ok``, ``rows``, ``checks``; ``print`` shows them as tables.
 
     Raises:
-        ExampleAxisError, CoverageError, TrackingError: for arguments that cannot be served. A model
-        or a loss that cannot be served is reported, not raised.
+        ExampleAxisError, CoverageError, TrackingError: invalid arguments. An unsupported model or
+        loss is reported, not raised.
 
     Cost:
-        About ten forwards of the batch and two backwards for each compared example; memory for the
-        copy and two whole gradients in float64.
+        About ten forwards of the batch and two backwards per compared example; memory for the copy
+        and two whole gradients in float64.
     """
     check_call(model, loss_fn)
     check_choice("fallback", fallback, (None, "vmap"))

@@ -16,17 +16,17 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """What is known of one parameter.
+    """What verify found about one parameter.
 
     Attributes:
         name: as in model.named_parameters().
         shape: of the parameter.
-        status: "counted"; "unused" by the loss; "excluded" by the caller; "fallback", computed one
-            example at a time; "refused", the reason among the checks; "unknown" where the loss
-            could not be computed.
+        status: "counted"; "unused" by the loss; "excluded" by the caller; "fallback", its
+            per-example gradients are formed; "refused", with the reason among the checks;
+            "unknown" if the loss could not be computed.
         operations: names of the operations that used it, in order.
-        error: largest relative error of its squared norms over the checked examples, with a
-            millionth of the example's whole squared norm added to the denominator; None where
+        error: largest relative error of its squared norms over the compared examples, with a
+            millionth of the example's total squared norm added to the denominator; None if
             nothing was compared.
         ok: whether the parameter is accounted for and its error within the tolerance.
     """
@@ -41,12 +41,12 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class Check:
-    """One property of the whole.
+    """One check of the model, loss and batch as a whole.
 
     Attributes:
         name: "loss", "coverage", "exactness", "coupling", "padding", "determinism", "precision".
-        ok: None where it could not be checked or there is nothing to check.
-        detail: what was found, and where it failed what to do.
+        ok: None if it could not be checked or there is nothing to check.
+        detail: what was found and, if the check failed, what to do.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Check:
 
 @dataclass(frozen=True)
 class VerifyReport(Printed):
-    """The result of gs.verify: print it.
+    """The result of gs.verify; ``print`` shows it as tables, ``bool`` is ``ok``.
 
     Attributes:
         rows: one for each parameter that requires grad, in the model's order.
-        checks: the properties of the whole.
+        checks: the checks of the whole.
         examples: which examples were compared with plain autograd.
-        reference: in which precision, on what.
+        reference: in which precision, and whether on a copy of the model.
     """
 
     rows: tuple[ParameterRow, ...]

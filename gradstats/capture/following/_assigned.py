@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
-    """Say which example each row of a tensor of data belongs to, where its shape does not tell.
+    """Say which example each row of a data tensor belongs to, if its shape does not show it.
 
     Row r of the tensor (its slice r along ``dim``) belongs to example ``owner[r]``; an example may
-    have any number of rows, in any order. What the model computes from them is then followed like
-    what it computes from any data. Needed for data whose rows are neither one per example nor those
-    that ``cu_seqlens=`` bounds, such as the edge features of graphs that are packed by their nodes:
+    have any number of rows, in any order. What the model computes from them is then followed as for
+    any other data. This is needed if the rows are neither one per example nor those described by
+    ``cu_seqlens=``, such as the edge features of graphs that are packed by their nodes:
 
         def loss_fn(model, batch):                           # a batch of torch_geometric
             gs.assign_rows(batch.edge_attr, batch.batch[batch.edge_index[0]])
@@ -31,11 +31,11 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
 
         gs.per_example_norms(model, batch, loss_fn, cu_seqlens=batch.ptr)
 
-    Call it inside ``loss_fn``, in the block of ``track`` or of a monitor's step, or in the model's
-    own forward. Where nothing is measured it does nothing, so the call can stay there.
+    Call it in ``loss_fn``, inside the ``with`` block of ``track`` or of a monitor's step, or in the
+    model's own forward. It does nothing while nothing is measured, so the call can stay there.
 
     Args:
-        tensor: any shape and dtype; data, or what was computed from data.
+        tensor: data, or a tensor computed from data; any shape and dtype.
         owner: (rows,) integers in [0, B), the example of each row along ``dim``.
         dim: the axis along which the rows lie.
 
@@ -47,8 +47,8 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
             tensor, is a parameter, or was computed from parameters alone.
 
     Cost:
-        A pass over ``owner`` to check its range, which waits for a GPU. Whether the owners are the
-        right ones cannot be checked: they are trusted, as ``cu_seqlens=`` is.
+        A pass over ``owner`` to check its range, which synchronises with a GPU. Whether the owners
+        are correct cannot be checked: they are trusted, as ``cu_seqlens=`` is.
     """
     # has_torch_function() would not do: in a graph that is traced under a mode it says no.
     mode = innermost_mode()
