@@ -54,9 +54,9 @@ class Checkpoints:
         gs.Checkpoints("run/checkpoint-*/model.safetensors", lr="optimizer")   # transformers
         gs.Checkpoints([{**model.state_dict(), **load_file(f)} for f in adapters], lr=1e-4)
 
-    Each holds all of the model's state dict. The last line fills in, from the model, what was not
-    trained and not saved, which takes no memory; the names have to be those of the model. peft
-    saves adapters under other names, and gives them back under those of the model:
+    Each checkpoint must hold the model's whole state dict. The last line takes what was not trained
+    and not saved from the model, which needs no memory; the names must be those of the model. peft
+    saves adapters under other names, and maps them back to those of the model:
 
         def adapted(folder):                                   # run/checkpoint-500, of transformers
             saved = load_file(f"{folder}/adapter_model.safetensors")
@@ -74,27 +74,27 @@ class Checkpoints:
         sources: a glob (matches in natural order: epoch-2 before epoch-10), a file, a state dict,
             or a list of these. Files are safetensors, or torch files of tensors and plain values
             (read with ``weights_only=True``: nothing is unpickled), or, for weights in several
-            files, the index that lists them (``*.index.json``). Weights may stand at the top or
+            files, the index that lists them (``*.index.json``). Weights may be at the top level or
             under "model", "model_state_dict" or "state_dict"; the optimizer's state under
-            "optimizer", "optimizer_state_dict" or "optimizer_states", or in a file of its own,
-            ``optimizer.pt``, in a folder with the weights of no other checkpoint: none in the list,
-            and none whose file's name differs in numbers alone.
-        lr: the learning rates η_c. A number; a list with one entry for each checkpoint; a mapping
+            "optimizer", "optimizer_state_dict" or "optimizer_states", or in a separate file,
+            ``optimizer.pt``, in the same folder, which then must hold no other checkpoint: none
+            in the list, and none whose file name differs only in numbers.
+        lr: the learning rates η_c. A number; a list with one entry per checkpoint; a mapping
             {fnmatch pattern over parameter names: number} in place of a number; or "optimizer",
-            which reads the rate of each parameter group from the optimizer's state at the time
-            the checkpoint was written; where the rates of groups differ, the optimizer has to be
-            built from ``model.named_parameters()``, or it is not known which parameters are in
-            which. A checkpoint whose rates are all zero is warned about.
+            which reads the rate of each parameter group from the optimizer's state in the
+            checkpoint. If the rates of groups differ, the optimizer must have been built from
+            ``model.named_parameters()``; otherwise it is not known which group a parameter is
+            in. A checkpoint whose rates are all zero gives a warning.
 
     Raises:
         CheckpointError: no file matches, a file is listed twice, or a learning rate is missing.
-            When a checkpoint is loaded: it cannot be read, does not fit the model, lacks the rate
-            asked for, or holds the same weights as another of the list, which would count twice;
-            or every rate is zero.
+            When a checkpoint is loaded: it cannot be read, does not fit the model, lacks a learning
+            rate, or holds the same weights as another in the list, which would count twice; or
+            the rates of all checkpoints are zero.
 
     Cost:
-        A file is read, into the host's memory, each time that its checkpoint is asked for; nothing
-        is read before. State dicts are held as they are.
+        A file is read into host memory each time its checkpoint is needed, and not before. State
+        dicts are kept as they are.
 
     Source:
         The sum over checkpoints weighted by learning rates: Pruthi et al., arXiv 2002.08484.

@@ -96,61 +96,61 @@ def influence(
 ) -> InfluenceScores | TopScores:
     """Return Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩ for every training example i and query j.
 
-    A score above zero says that steps on i lowered the loss of j (a proponent), below that they
-    raised it (an opponent). With ``normalize="cosine"`` each checkpoint's product is divided by
-    both norms before the sum, Σ_c η_c ⟨∇ℓ_i, ∇ℓ_j⟩ / (‖∇ℓ_i‖‖∇ℓ_j‖): examples with large gradients,
-    mislabelled ones among them, are otherwise on top of every query's list. Both forms come from
-    one pass: ``scores.raw`` and ``scores.cosine``. With a learning rate for each parameter η_c⟨·,·⟩
-    is Σ_p η_cp ⟨∇_p ℓ_i, ∇_p ℓ_j⟩, and the norms stay plain.
+    A positive score says that steps on i lowered the loss of j (a proponent), a negative one that
+    they raised it (an opponent). With ``normalize="cosine"`` each checkpoint's product is divided
+    by both norms before the sum, Σ_c η_c ⟨∇ℓ_i, ∇ℓ_j⟩ / (‖∇ℓ_i‖‖∇ℓ_j‖); otherwise examples with
+    large gradients, such as mislabelled ones, top every query's list. Both forms come from one
+    pass: ``scores.raw`` and ``scores.cosine``. With a learning rate per parameter, η_c⟨·,·⟩ is
+    Σ_p η_cp ⟨∇_p ℓ_i, ∇_p ℓ_j⟩, and the norms are unweighted.
 
     Args:
-        model: any module; scored in eval mode, and given back with its weights, buffers and mode.
+        model: any module; scored in eval mode; its weights, buffers and mode are restored.
         train_loader, query_loader: DataLoaders in the order of their data sets, or lists of
-            batches; the same batches in each pass, which is checked. Under torch.distributed every
-            process passes the whole data, which is checked; the train side is divided between them
-            and the result is the same.
+            batches. They must yield the same batches in each pass, which is checked. Under
+            torch.distributed every process passes the whole data, which is checked; the train side
+            is divided between them and the result is the same.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         checkpoints: gs.Checkpoints, with the learning rates.
         query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints
-            (their rates play no part), or files or state dicts, which may repeat. Scores are then
+            (their rates are ignored), or files or state dicts, which may repeat. Scores are then
             Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w'_c)⟩.
-        normalize: None or "cosine": which form the result shows first. Gradients of float32 whose
-            norms are below 1e-19 have cosines of fewer digits, or zero: their squares vanish (see
-            GradientNorms), as products times a learning rate below 1e-38 do; for these use
-            ``model.double()``.
-        out: a folder for the matrix: one plain .npy file for each checkpoint, in tiles of a train
-            batch by a query batch. A call that was killed goes on there with ``resume``, to the
-            same bits, in the circumstances on which these depend (versions, device, precision,
-            workspace: half-done checkpoints and lists are refused in others; on a CPU also its kind
-            and the number of threads, which are not compared); further checkpoints add to what is
-            there, also from several calls at once; other data, models or options are refused with
-            the difference. Data are recognised by their sizes and a hash of their contents, for
-            which they are read once more (``load`` of the results reads no data). Model and loss
-            are recognised by their names and shapes and, at checkpoints that are there, by the
-            losses of the first training batch up to rounding (√eps): a difference that leaves these
-            as they are is not seen, nor one by which only a further checkpoint differs.
+        normalize: None or "cosine": which form the result shows first. float32 gradients with
+            norms below 1e-19 have cosines with fewer digits, or zero, because their squares
+            underflow (see GradientNorms), as products times a learning rate below 1e-38 do; for
+            these use ``model.double()``.
+        out: a folder for the matrix: one plain .npy file per checkpoint, written in tiles of a
+            train batch by a query batch. With ``resume``, a call that was killed resumes there with
+            bit-identical results, given the same versions, device, precision and workspace
+            (half-done checkpoints and lists are refused with others) and, on a CPU, the same
+            processor and number of threads (not checked). Further checkpoints add to the folder,
+            also from several calls at once; other data, models or options are refused with the
+            difference. Data are identified by their sizes and a hash of their contents, which takes
+            one more pass over them (``load`` of the results reads no data). Model and loss are
+            identified by their names and shapes and, at checkpoints already in the folder, by the
+            losses of the first training batch up to rounding (√eps): a change that leaves these as
+            they are is not seen, nor one that affects only a further checkpoint.
         resume: False refuses a folder that holds results.
-        top_k: keep only so many proponents and opponents of every query, and never form the
+        top_k: keep only this many proponents and opponents for every query, and never form the
             matrix. With ``out`` their lists are written after each chunk of training data.
         train_ids, query_ids: where a batch holds the ids of its examples: a key, a position, or a
-            function of the batch; one more pass over the data, the same as that for ``out``.
+            function of the batch. This takes one more pass over the data, shared with ``out``.
             Positions by default.
-        budget: bytes of query gradients kept at once, and of scores with ``top_k``. Each time the
-            query side fills it, the training data are passed once more.
+        budget: bytes of query gradients, kept as factors, and of scores with ``top_k``; 1 GiB by
+            default. Each time the query side fills it, the training data are passed over again.
         batch_dim: the example axis of the data.
         cu_seqlens: where a batch, of either side, holds the bounds of examples packed into one row
             (see per_example_norms): a key, a position, or a function of the batch, such as
-            ``lambda batch: batch.ptr`` for graphs; one more pass over the data.
+            ``lambda batch: batch.ptr`` for graphs. This takes one more pass over the data.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
-        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give;
-            the same for each call on one folder with ``top_k``.
+        nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give.
+            With ``top_k`` it must be the same for each call on one folder.
         progress: print an estimate of the work and show a progress bar, on standard error.
 
     Returns:
-        InfluenceScores (N, Q), float64 sums of parts in the model's precision; in memory both
-        forms, 16 bytes for each score, on disk one matrix of the model's precision for each
-        checkpoint. TopScores with ``top_k``.
+        InfluenceScores (N, Q), float64 sums of terms in the model's precision: in memory both
+        forms, 16 bytes per score; on disk one matrix per checkpoint, in the model's precision.
+        TopScores with ``top_k``.
 
     Raises:
         CheckpointError, LoaderError, StoreError, NonFiniteGradientError, and what
@@ -159,12 +159,12 @@ def influence(
     Cost:
         For each checkpoint and each time the budget is full, a forward and a backward of every
         training example without weight gradients; the products as in gs.inner_products. Batches
-        that do not fit into memory are halved, lists with an entry for each example too. With
-        ``top_k``, checkpoints are loaded once beforehand and once for each chunk of training data
-        whose scores fit the budget; with ``out``, each has a forward of the first training batch
-        more. Memory: the factors of the kept queries, which fit the budget, and of one training
-        batch; a tile of gradients; and, unless the checkpoint is the model's own state dict, a
-        second copy of the weights on their device.
+        that do not fit into memory are halved, including those that are lists with an entry for
+        each example. With ``top_k``, checkpoints are loaded once beforehand and once for each chunk
+        of training data whose scores fit the budget; with ``out``, each takes one more forward of
+        the first training batch. Memory: the factors of the kept queries, which fit the budget, and
+        of one training batch; a tile of gradients; and, unless the checkpoint is the model's own
+        state dict, a second copy of the weights on their device.
 
     Source:
         TracIn: Pruthi et al., arXiv 2002.08484. Renormalised influence (the cosine form):

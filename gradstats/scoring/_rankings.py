@@ -35,8 +35,8 @@ class Ranking(Printed):
 
     Attributes:
         positions: (k,) rows of the score matrix.
-        ids: (k,) what names them.
-        scores: (k,) theirs.
+        ids: (k,) of these examples.
+        scores: (k,) their scores.
     """
 
     positions: np.ndarray
@@ -105,13 +105,13 @@ class Rankings:
         return len(self.train_ids), len(self.query_ids)
 
     def proponents(self, query: int, k: int | None = None) -> Ranking:
-        """Return the k training examples whose learning lowered the query's loss most.
+        """Return the k training examples that lowered the query's loss most.
 
-        They are those of largest score, whatever its sign.
+        These have the largest scores, whatever the sign.
 
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end.
-            k: how many; by default ten, or the ``top_k`` that were kept where these are fewer.
+            k: how many; by default ten, or ``top_k`` if fewer were kept.
 
         Returns:
             Ranking: ``ids``, ``scores`` and ``positions``, the largest score first.
@@ -122,7 +122,9 @@ class Rankings:
         return self._ranking(self._check_query(query), self._number(k), 1)
 
     def opponents(self, query: int, k: int | None = None) -> Ranking:
-        """Return the k training examples whose learning raised the query's loss most.
+        """Return the k training examples that raised the query's loss most.
+
+        These have the smallest scores, whatever the sign.
 
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end.
@@ -139,11 +141,12 @@ class Rankings:
     def plot(self, query: int, k: int | None = None) -> Figure:
         """Return a figure of a query with its proponents and opponents.
 
-        Pictures where the examples are images and the scores were not loaded from disk, else bars.
+        Shows pictures if the examples are images and the scores were not loaded from disk, else
+        bars.
 
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end.
-            k: how many of either; by default five, or the ``top_k`` that were kept if fewer.
+            k: how many of each; by default five, or ``top_k`` if fewer were kept.
 
         Returns:
             A matplotlib figure: ``figure.savefig("query.png")``.

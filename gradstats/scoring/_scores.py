@@ -53,11 +53,11 @@ class Partial:
 class InfluenceScores(Rankings):
     """The train × query matrix, read like an array: ``scores[i, j]``, ``scores[:, j]``.
 
-    A score above zero says that a step on the training example lowers the query's loss. Scores are
+    A positive score says that a step on the training example lowers the query's loss. Scores are
     read-only: ``np.array(scores)`` is a copy that may be changed.
 
     Attributes:
-        train_ids, query_ids: (N,) and (Q,) what names the examples.
+        train_ids, query_ids: (N,) and (Q,) of the examples.
         normalize: None for Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩, "cosine" for the same with each
             checkpoint's products divided by ‖∇ℓ_i(w_c)‖‖∇ℓ_j(w_c)‖.
         checkpoints: names of those that were summed over.
@@ -80,18 +80,18 @@ class InfluenceScores(Rankings):
 
     @classmethod
     def load(cls, folder: str | Path, normalize: str | None = None) -> InfluenceScores:
-        """Return what ``gs.influence(out=folder)`` left, over all its checkpoints.
+        """Return the results of ``gs.influence(out=folder)``, over all checkpoints there.
 
         Args:
-            folder: of the results; read without the model and the data.
+            folder: of the results; neither model nor data are needed.
             normalize: None or "cosine": which form the result shows first.
 
         Returns:
-            InfluenceScores (N, Q), read from the files where they are asked for.
+            InfluenceScores (N, Q), read from the files on access.
 
         Raises:
             ScoreError: ``normalize`` is neither.
-            StoreError: the folder holds something else, or a checkpoint that is not complete.
+            StoreError: the folder holds something else, or an incomplete checkpoint.
         """
         check = check_normalize(normalize)
         names, ids, held = read_results(path_of(folder), "influence", IDS, PARTS)

@@ -71,24 +71,24 @@ def self_influence(
     With a learning rate for each parameter, ‖·‖² is Σ_p η_cp ‖∇_p ℓ_i(w_c)‖².
 
     Args:
-        model: any module; scored in eval mode, and given back with its weights, buffers and mode.
-        loader: a DataLoader in the order of its data set, or a list of batches; the same batches in
-            each pass, which is checked. Under torch.distributed every process passes the whole
-            data, which is checked too, and takes its share of it.
-        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are read from
-            the logits that its cross-entropy (or nll_loss) sees.
+        model: any module; scored in eval mode; its weights, buffers and mode are restored.
+        loader: a DataLoader in the order of its data set, or a list of batches. It must yield the
+            same batches in each pass, which is checked. Under torch.distributed every process
+            passes the whole data, which is checked too, and takes its share of it.
+        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are computed
+            from the logits given to its cross-entropy (or nll_loss).
         checkpoints: gs.Checkpoints, each loaded once.
         ids: where a batch holds the ids of its examples: a key, a position, or a function of the
-            batch; one more pass over the data, the same as that for ``out``. By default an
+            batch. This takes one more pass over the data, shared with ``out``. By default an
             example's position is its id.
-        out: a folder to keep results in; with ``resume`` a call that was killed goes on there,
-            and further checkpoints add to what is there. What belongs to a folder is recognised as
-            by gs.influence, with one more pass over the data.
+        out: a folder for results; with ``resume``, a call that was killed resumes there, and
+            further checkpoints add to it. Data, model and loss are identified as in gs.influence,
+            with one more pass over the data.
         resume: False refuses a folder that holds results.
         batch_dim: the example axis of the data.
         cu_seqlens: where a batch holds the bounds of examples packed into one row (see
             per_example_norms): a key, a position, or a function of the batch, such as
-            ``lambda batch: batch.ptr`` for graphs; one more pass over the data.
+            ``lambda batch: batch.ptr`` for graphs. This takes one more pass over the data.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return them.
@@ -102,9 +102,9 @@ def self_influence(
         gs.per_example_norms raises.
 
     Cost:
-        For each checkpoint one forward and backward of every example without weight gradients, and
-        8 numbers for each example. Batches that do not fit into memory are halved, lists with an
-        entry for each example too.
+        For each checkpoint, one forward and backward of every example without weight gradients, and
+        8 stored numbers per example. Batches that do not fit into memory are halved, including
+        those that are lists with an entry for each example.
 
     Source:
         TracIn: Pruthi et al., arXiv 2002.08484. EL2N: Paul et al., arXiv 2107.07075.

@@ -37,22 +37,22 @@ UNTRAINED = 0.95
 
 
 class SelfInfluence(Printed):
-    """One row for each example: how much it explains its own loss, and what is cheaper to know.
+    """A table with one row per example: its self-influence, and cheaper scores.
 
     Attributes:
-        ids: (N,) what names each example.
+        ids: (N,) of the examples.
         checkpoints: their names, in order.
         self_influence: (N,) Σ_c η_c ‖∇ℓ_i(w_c)‖², in units of loss.
         grad_norm: (N,) mean of ‖∇ℓ_i(w_c)‖ over the checkpoints.
         loss: (N,) mean over the checkpoints.
-        margin: (N,) mean over the checkpoints of p_y - max_{k≠y} p_k; NaN where the loss shows no
-            classification.
+        margin: (N,) mean over the checkpoints of p_y - max_{k≠y} p_k; NaN if no classification
+            was seen in the loss.
         el2n: (N,) mean over the checkpoints of ‖p - onehot(y)‖; NaN likewise.
-        label: (N,) the label given, -1 where the loss shows none.
+        label: (N,) the given label; -1 likewise.
         predicted: (N,) the class of highest probability at the last checkpoint; -1 likewise.
-        reason: why margins are missing, None where they are not.
+        reason: why margins are missing; None if they are not.
         sqnorm: (C, N) ‖∇ℓ_i(w_c)‖² at each checkpoint.
-        by_checkpoint: name → (C, N) what each column that is a sum or mean is made of.
+        by_checkpoint: column → (C, N) its values at each checkpoint.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class SelfInfluence(Printed):
 
     @classmethod
     def load(cls, folder: str | Path) -> SelfInfluence:
-        """Return what ``gs.self_influence(out=folder)`` left, over all its checkpoints.
+        """Return the results of ``gs.self_influence(out=folder)``, over all checkpoints there.
 
         Checkpoints are in the order in which they were added to the folder.
 
         Args:
-            folder: of the results; read without the model and the data.
+            folder: of the results; neither model nor data are needed.
 
         Returns:
             SelfInfluence: a table of N rows.
 
         Raises:
-            StoreError: the folder holds something else, or a checkpoint that is not complete.
+            StoreError: the folder holds something else, or an incomplete checkpoint.
         """
         names, (ids,), held = read_results(path_of(folder), "self-influence", ("ids",), ("values",))
         return cls(ids, names, np.stack([values for (values,) in held]), None)
@@ -118,7 +118,7 @@ class SelfInfluence(Printed):
 
     @property
     def by_checkpoint(self) -> dict[str, np.ndarray]:
-        """Column → (C, N): what it is the sum or mean of, and the class predicted each time.
+        """Column → (C, N): the values that it sums or averages, and the class predicted each time.
 
         ``by_checkpoint["el2n"][0]`` is EL2N early in training; mean and spread over the rows show
         what an example's training was like (data maps, Swayamdipta et al., arXiv 2009.10795).
@@ -164,13 +164,13 @@ class SelfInfluence(Printed):
             known_bad: (N,) bool, or ids, each once, in a list, set or array.
 
         Returns:
-            DetectionReport: AUROC, average precision and recall at the noise rate of self-influence
-            and, each in its own row, of the baselines that the same pass yields. Scores that are
-            not finite for some example rank nothing and are left out with the reason.
+            DetectionReport: AUROC, average precision and recall at the noise rate for
+            self-influence and for each baseline that the same pass yields. Scores that are not
+            finite for some example are left out, with the reason.
 
         Raises:
-            ScoreError: known_bad holds ids that the table does not have, one id twice, a bool for
-                another number of examples, or marks none or all of them.
+            ScoreError: known_bad holds unknown ids, one id twice, or bools for another number of
+                examples, or marks none or all of them.
         """
         bad = self._mask(known_bad)
         scores = {
@@ -220,7 +220,7 @@ class SelfInfluence(Printed):
         self.to_pandas().to_parquet(path, index=False)
 
     def plot(self, known_bad: Any = None) -> Figure:
-        """Return a figure of the sorted scores, with ``known_bad`` also of what each one finds.
+        """Return a figure of the sorted scores and, with ``known_bad``, of what each score finds.
 
         Args:
             known_bad: as for ``report``.
@@ -328,7 +328,7 @@ class SelfInfluence(Printed):
 
 @dataclass(frozen=True)
 class DetectionReport(Printed):
-    """How well scores find known bad examples when examples are inspected in their order.
+    """How well each score finds known bad examples, inspected in the order of the score.
 
     Attributes:
         rows: score → Detection, with ``auroc``, ``average_precision``, ``recall_at_noise_rate``.

@@ -173,13 +173,13 @@ def chunks(sizes: np.ndarray, queries: int, budget: int, start: int) -> Iterator
 
 
 class TopScores(Rankings):
-    """The strongest training examples of every query; the matrix was never formed.
+    """The strongest training examples for every query, without the matrix.
 
     Attributes:
-        train_ids, query_ids: (N,) and (Q,) what names the examples.
+        train_ids, query_ids: (N,) and (Q,) of the examples.
         normalize: None or "cosine".
         checkpoints: names of those that were summed over.
-        top_k: how many were kept of each kind.
+        top_k: how many proponents, and how many opponents, were kept for each query.
         raw, cosine: the same in either form.
     """
 
@@ -200,18 +200,18 @@ class TopScores(Rankings):
 
     @classmethod
     def load(cls, folder: str | Path, normalize: str | None = None) -> TopScores:
-        """Return what ``gs.influence(top_k=k, out=folder)`` left.
+        """Return the results of ``gs.influence(top_k=k, out=folder)``.
 
         Args:
-            folder: of the lists; read without the model and the data.
+            folder: of the lists; neither model nor data are needed.
             normalize: None or "cosine": which form the result shows first.
 
         Returns:
-            TopScores.
+            TopScores: the kept proponents and opponents.
 
         Raises:
             ScoreError: ``normalize`` is neither.
-            StoreError: the folder holds something else, or lists that are not complete.
+            StoreError: the folder holds something else, or incomplete lists.
         """
         check, path = check_normalize(normalize), path_of(folder)
         manifest = read_manifest_of(path, STRONGEST)
