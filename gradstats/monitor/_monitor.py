@@ -38,14 +38,14 @@ class Monitor:
             logger.log(monitor.metrics())
 
     The optimizer steps 0, ``every``, 2 · ``every``, … are measured; in all others the context does
-    nothing: no hook, no change to the model, and ``metrics()`` is empty. Norms are those before
-    clipping, loss scale and learning rates those at the backward, whatever runs inside the context
-    after it. Gradients are what they are without the monitor: to the bit with ``fused=False``, else
-    up to the rounding of a reordered sum. Of N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i,
+    nothing: no hook, no change to the model, and ``metrics()`` is empty. Norms are taken before
+    clipping, loss scale and learning rates at the backward, whatever runs in the context after it.
+    Gradients are the same as without the monitor: bit for bit with ``fused=False``, else up to the
+    rounding of a reordered sum. For N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i,
     Ḡ² = ‖ḡ‖², p_i = ⟨∇ℓ_i, ḡ⟩ and N̄ = (1/N) Σ n_i, ``metrics()`` has
 
         grad_norm                    norm of the whole step's gradient, over measured parameters
-        example_grad_norm/mean       of √n_i, over the examples where it is finite; and the same of
+        example_grad_norm/mean       of √n_i, over the examples where it is finite; likewise
                                      ``p05``, ``p50``, ``p95`` and ``max``
         gns/tr_sigma                 Ŝ = N/(N−1) (N̄ − Ḡ²), unbiased: the trace of the covariance
         gns/g2                       Ĝ² = (N Ḡ² − N̄)/(N−1), unbiased: the true gradient, squared
@@ -82,66 +82,66 @@ class Monitor:
         confusion/fraction_negative  share of pairs with ⟨∇ℓ_i, ∇ℓ_j⟩ < 0
 
     and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean``,
-    ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. Where gradients are
-    accumulated, p_i and what follows from it are taken within each micro-batch. Where examples
-    weigh differently (``weights=``, micro-batches of different sizes), ḡ, N̄ and the sums in the
-    tests are weighted means, Σ w_i … with Σ w_i = 1, N is 1 / Σ w_i², Ĝ² the weighted mean of
-    ⟨∇ℓ_i, ∇ℓ_j⟩ over i ≠ j, and Ŝ = N̄ − Ĝ². Stiffness is averaged over pairs of which neither
-    gradient is zero. Where an example's gradient is not finite, what takes all examples or pairs of
-    the step together is NaN, and the averages over steps leave the step out.
+    ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. With gradient accumulation,
+    p_i and what follows from it are computed within each micro-batch. If examples have different
+    weights (``weights=``, micro-batches of different sizes), ḡ, N̄ and the sums in the tests are
+    weighted means, Σ w_i … with Σ w_i = 1, N is 1 / Σ w_i², Ĝ² the weighted mean of ⟨∇ℓ_i, ∇ℓ_j⟩
+    over i ≠ j, and Ŝ = N̄ − Ĝ². Stiffness is averaged over pairs in which neither gradient is zero.
+    If an example's gradient is not finite, metrics over all examples or pairs of the step are NaN,
+    and the averages over steps leave that step out.
 
-    ``gns/b_simple`` is a number of examples. A step over N of them, at its best length, makes
-    N / (N + B_simple) of the progress of one along the true gradient, were the loss curved alike in
-    all directions: while N is far smaller, twice the batch is worth nearly two steps; where N is
-    far larger, it is worth hardly more than one. It mostly grows while a model trains. ``cabs``
-    is a number of examples too, the batch size that Balles et al. would choose. The tests ask for a
-    larger batch where θ or ν exceeds a bound of yours: for θ one below 1.
+    ``gns/b_simple`` is a number of examples. A step over N examples, at its best step size, makes
+    N / (N + B_simple) of the progress of a step along the true gradient, if the loss has the same
+    curvature in all directions: if N is far smaller, a step on twice the batch is worth nearly two
+    steps; if N is far larger, hardly more than one. It mostly grows during training. ``cabs`` is a
+    number of examples too, the batch size that Balles et al. would choose. The tests ask for a
+    larger batch if θ or ν exceeds a bound that you choose, for θ below 1.
 
-    Hooks on parameters (``register_hook``) may change gradients; n_i and p_i are those before them.
+    Hooks on parameters (``register_hook``) may change gradients; n_i and p_i are taken before them.
     So are ḡ and ``grad_norm`` with ``alignment=True``, one micro-batch and one process; otherwise
     these are read from ``.grad``, after the hooks, and a warning says so.
 
     Args:
-        model: any module; wrapped in DistributedDataParallel or sharded by ``fully_shard`` too.
-        every: measure every so many optimizer steps, the first included.
+        model: any module, also in DistributedDataParallel or sharded by ``fully_shard``.
+        every: interval of the measured optimizer steps, the first included.
         loss_reduction: how the scalar is formed, which defines ℓ_i and cannot be detected. "mean":
-            (1/B) Σ ℓ_i over the micro-batch, divided by K where K are accumulated. "sum": Σ ℓ_i,
-            divided likewise. "step_mean": the scalars, added up over the micro-batches of the
-            optimizer step and averaged over its R processes, give the (1/N) Σ ℓ_i of all its N
+            (1/B) Σ ℓ_i over the micro-batch, divided by K if K are accumulated. "sum": Σ ℓ_i,
+            divided likewise. "step_mean": the scalars, summed over the micro-batches of the
+            optimizer step and averaged over its R processes, give (1/N) Σ ℓ_i over all its N
             examples; each is (R/N) Σ ℓ_i over its own examples (a mean over the tokens of the whole
             step: ℓ_i is N / #tokens times the sum of its token losses).
-        optimizer: the optimizer, or a list of those that take the step together, as Muon and AdamW
-            do; the learning rates weigh ``self_influence``. Where one of them is None, as Adafactor
-            has it, the step does not count there, and ``cabs`` is NaN.
-        scaler: the torch.amp.GradScaler; its scale is divided out of the squares, which are those
-            of scaled gradients: norm · scale has to stay below 1.8e19 in float32, or the norm is
-            infinite, and counts as not finite.
+        optimizer: the optimizer, or a list of those that step together, such as Muon and AdamW;
+            their learning rates weight ``self_influence``. If a learning rate is None, as in
+            Adafactor, the step does not count there, and ``cabs`` is NaN.
+        scaler: the torch.amp.GradScaler; its scale is divided out of the squares of the scaled
+            gradients: norm · scale must stay below 1.8e19 in float32, or the norm is infinite and
+            counts as not finite.
         alignment: measure p_i too.
         gram: measure all inner products within each micro-batch.
-        layers: patterns over module paths: one layer for each path that matches. Each component is
-            matched by itself, from the first on: ``"blocks.*"`` makes one of ``blocks.0``, and
-            ``"*.layers.*"`` none of ``model.decoder.layers.0``.
+        layers: patterns over module paths: one layer per matching path. Path components are matched
+            one by one, from the first: ``"blocks.*"`` makes a layer of ``blocks.0``, but
+            ``"*.layers.*"`` does not of ``model.decoder.layers.0``.
         decay: of the exponential averages over measured steps, in [0, 1).
         spike: a norm stands out if it is more than this many times its median over the last 100
-            measured steps (at least 5).
+            measured steps (at least 5 are needed).
         top: how many examples of largest norm, and of largest alignment, a spike records.
         clip: threshold of ``clip/frac``.
-        fused: let weight gradients come from the same pass over the data as the norms.
+        fused: compute weight gradients in the same pass over the data as the norms.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
-        process_group: the processes that share the optimizer step. By default those of a
+        process_group: the processes that share the optimizer step; by default those of a
             DistributedDataParallel or sharded model.
 
     Attributes:
-        steps: how many optimizer steps have ended.
+        steps: number of optimizer steps completed.
 
     Raises:
-        TrackingError: an argument of another kind; inside ``step``, what ``gs.track`` raises.
+        TrackingError: an argument of the wrong type or value; in ``step``, as from ``gs.track``.
         CoverageError: a pattern of ``layers``, ``parameters`` or ``exclude`` that matches nothing.
 
     Cost:
-        A measured step costs what ``gs.track`` costs, and one copy from the device to the host
-        (two over several processes). Other steps cost nothing.
+        A measured step costs as much as ``gs.track``, and one copy from the device to the host (two
+        with several processes). Other steps cost nothing.
 
     Source:
         McCandlish et al., arXiv 1812.06162 (noise scale); Yin et al., arXiv 1706.05699 (diversity);
@@ -230,10 +230,10 @@ class Monitor:
             ``measured`` says whether this step is measured.
 
         Raises:
-            TrackingError: micro-batches that do not come in order; as the context opens on a
-                measured step, ids or weights that do not fit.
-            ExampleAxisError: as the context opens on a measured step, ``batch_size`` or
-                ``cu_seqlens`` that are not a number of examples or their bounds.
+            TrackingError: micro-batches out of order; when the context opens on a measured step,
+                ids or weights that do not fit.
+            ExampleAxisError: when the context opens on a measured step, an invalid ``batch_size``
+                or ``cu_seqlens``.
         """
         index, count = checked_accumulation(accumulation)
         if index not in (0, self._next):
@@ -257,18 +257,17 @@ class Monitor:
         """Running self-influence by id, Σ_t η_t ‖∇ℓ_i(w_t)‖² over measured steps with ids.
 
         Its ``ids``, ``values`` and ``visits`` are arrays (N,), and ``top(k)`` lists (id, value).
-        With ``every`` > 1 it is chance how often an example is measured: compare ``values /
-        visits``. Empty without ``optimizer=``, whose learning rates weigh it; its ``top`` then says
-        so.
+        With ``every`` > 1, how often an example is measured is random: compare ``values / visits``.
+        Empty without ``optimizer=``, whose learning rates weight it; ``top`` then raises an error.
         """
         self._settle()
         return self._run.self_influence
 
     @property
     def spikes(self) -> list[Spike]:
-        """The steps at which a norm stood out, the last 200 of them.
+        """The last 200 steps at which a norm stood out.
 
-        Of consecutive steps at which a norm was not finite, only the first.
+        Of consecutive steps at which a norm was not finite, only the first is listed.
         """
         self._settle()
         return list(self._run.spikes)
@@ -283,7 +282,7 @@ class Monitor:
     def history(self) -> dict[str, list[float]]:
         """Metric → its values at all measured steps, whose numbers are under "step".
 
-        NaN where a metric was not among those measured: other options, other layers.
+        NaN where a metric was not measured, because options or layers were different.
         """
         self._settle()
         return {name: list(values) for name, values in self._run.history.items()}
@@ -292,11 +291,11 @@ class Monitor:
         """Return the last step's metrics.
 
         Returns:
-            Name → number; empty if the step was not measured. A trainer's callback is not told
-            of such steps: its monitor keeps those of the last measured one.
+            Name → number; empty if the step was not measured. The monitor of a trainer's callback
+            does not see such steps and keeps the metrics of the last measured one.
 
         Raises:
-            TrackingError: the step's gradient is not known, with the reason.
+            TrackingError: the step's gradient is unknown; the message has the reason.
         """
         self._settle()
         return dict(self._metrics)
@@ -305,8 +304,8 @@ class Monitor:
         """Return the last measured step's distributions over examples, for TensorBoard or W&B.
 
         Returns:
-            ``example_grad_norm`` (N,), and with alignments ``align/cos_to_mean`` (N,): finite
-            values; empty while no step was measured.
+            ``example_grad_norm`` (N,), and with ``alignment=True`` ``align/cos_to_mean`` (N,):
+            the finite values. Empty before the first measured step.
         """
         self._settle()
         return self._run.histograms()
@@ -319,11 +318,11 @@ class Monitor:
             by: "norm" or "alignment".
 
         Returns:
-            list of ExampleRecord, the largest first; empty while no step was measured.
+            list of ExampleRecord, the largest first; empty before the first measured step.
 
         Raises:
-            TrackingError: ``k`` is no number of examples, ``by`` is neither, or alignments were not
-                measured.
+            TrackingError: ``k`` is not a number of examples, ``by`` is neither, or alignments were
+                not measured.
         """
         self._settle()
         return self._run.examples(k, by)
@@ -340,13 +339,13 @@ class Monitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; what was measured before is replaced.
 
-        What it lacks, because other options were chosen when it was saved, starts anew.
+        Anything it lacks, because it was saved with other options, starts afresh.
 
         Args:
             state: what ``state_dict`` returned.
 
         Raises:
-            TrackingError: ``state`` is something else, or of another version of gradstats.
+            TrackingError: ``state`` is something else, or from another version of gradstats.
         """
         if not isinstance(state, Mapping):
             raise TrackingError(

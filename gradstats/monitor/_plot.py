@@ -25,10 +25,10 @@ SHOWN_BELOW = 1e-3
 def plot(monitor: Monitor) -> Figure:
     """Return a figure of a run: norms with quantile bands, noise scale with its band, spikes.
 
-    Above: the median of the per-example norms with the band from their 5th to their 95th
-    percentile, their maximum, the norm of the training gradient, and the steps that spiked with the
-    ids of their largest examples. Below: the noise scale B_simple ± two standard errors, with gaps
-    where it has no meaning, and how many examples a step had.
+    Top: the median of the per-example norms with a band from the 5th to the 95th percentile, their
+    maximum, the norm of the training gradient, and the spikes with the ids of their largest
+    examples. Bottom: the noise scale B_simple ± two standard errors, with gaps where it is
+    undefined, and the number of examples per step.
 
     Args:
         monitor: after some measured steps.
@@ -39,7 +39,7 @@ def plot(monitor: Monitor) -> Figure:
     Raises:
         MissingPackageError: without matplotlib.
         TrackingError: ``monitor`` is something else.
-        GradStatsError: nothing was measured yet.
+        GradStatsError: nothing has been measured yet.
     """
     if not hasattr(monitor, "history"):
         raise TrackingError(

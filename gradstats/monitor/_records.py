@@ -21,11 +21,11 @@ class ExampleRecord:
 
     Attributes:
         id: the caller's id; None if the step was given no ids.
-        position: its place in the step: processes in order of rank, their micro-batches in order.
+        position: its position in the step: by rank of the process, then micro-batch, then row.
         norm: ‖g_i‖.
-        alignment: p_i / Ḡ, the length of g_i along the mean gradient; NaN if not measured.
-        layer: the layer (the parameter, if the monitor was given no layers) with the largest share
-            of ‖g_i‖².
+        alignment: p_i / Ḡ, the component of g_i along the mean gradient; NaN if not measured.
+        layer: the layer (or parameter, if the monitor has no ``layers=``) with the largest share of
+            ‖g_i‖².
         share: that share.
     """
 
@@ -39,14 +39,14 @@ class ExampleRecord:
 
 @dataclass(frozen=True)
 class Spike:
-    """A step at which a norm stood out from the steps before.
+    """A step at which a norm stood out from the preceding steps.
 
     Attributes:
         step: the optimizer step's number.
         quantity: the metric that stood out.
-        value: what it was.
-        typical: the median of the measured steps before.
-        examples: those of largest norm, and those of largest alignment, in falling order of norm.
+        value: of that metric.
+        typical: its median over the measured steps before.
+        examples: those of largest norm and those of largest alignment, by decreasing norm.
     """
 
     step: int
@@ -75,8 +75,8 @@ class Spike:
 class RunningSelfInfluence:
     """S_i = Σ_t η_t ‖∇ℓ_i(w_t)‖² over the measured steps t at which example i was in the batch.
 
-    With every step measured and all examples visited equally often this is TracIn's self-influence
-    with a checkpoint at every step. With ``every`` > 1 examples are visited by chance: divide by
+    If every step is measured and all examples are visited equally often, this is TracIn's
+    self-influence with a checkpoint at every step. With ``every`` > 1, visits are random: divide by
     ``visits``.
 
     Source:
@@ -123,7 +123,7 @@ class RunningSelfInfluence:
 
     @property
     def ids(self) -> np.ndarray:
-        """(N,) int64, in rising order."""
+        """(N,) int64, in increasing order."""
         return np.sort(np.fromiter(self._place, dtype=np.int64, count=len(self)))
 
     @property
@@ -147,10 +147,10 @@ class RunningSelfInfluence:
             k: how many.
 
         Returns:
-            (id, S_i) of each, in falling order.
+            (id, S_i) of each, in decreasing order.
 
         Raises:
-            TrackingError: k is not a number of examples; steps were measured, and none could count.
+            TrackingError: k is not a number of examples, or none of the measured steps could count.
         """
         if not is_count(k):
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
