@@ -1,4 +1,4 @@
-"""Gradient statistics in a Lightning run, of ``lightning`` or of ``pytorch_lightning``.
+"""Gradient statistics in a Lightning run, with ``lightning`` or ``pytorch_lightning``.
 
 from gradstats.integrations.lightning import GradStatsCallback
 Trainer(callbacks=[GradStatsCallback(every=50)])
@@ -37,23 +37,24 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
     """Logs what ``gs.Monitor`` measures to the trainer's loggers, and keeps it in checkpoints.
 
     An optimizer step is measured if ``trainer.global_step`` is a multiple of ``every``; in all
-    others nothing is done. Values go to every logger at that step whatever
-    ``log_every_n_steps``, and into ``trainer.callback_metrics``. Accumulation, gradient clipping
-    (norms are those before it), GradScaler and the ranks of DDP or ``fully_shard`` are taken from
-    the trainer. ``training_step`` must return the mean loss of the batch, unless
+    others nothing is done. Values go to every logger at that step, regardless of
+    ``log_every_n_steps``, and into ``trainer.callback_metrics``. Gradient accumulation, GradScaler
+    and the ranks of DDP or ``fully_shard`` are taken from the trainer; norms are taken before
+    clipping. ``training_step`` must return the mean loss of the batch, or the sum with
     ``loss_reduction="sum"``.
 
     Args:
-        every: measure every so many optimizer steps.
-        ids: which examples a batch holds, for ``monitor.self_influence`` and ``monitor.examples``:
-            a key or index into the batch, or a function of the batch; (B,) integers.
+        every: interval of the measured optimizer steps.
+        ids: where a batch holds the ids of its examples, (B,) integers, for
+            ``monitor.self_influence`` and ``monitor.examples``: a key or index into the batch, or
+            a function of it.
         batch_size: a function of the batch; by default the first axis of its first tensor.
-        histograms: log the distributions over examples too (TensorBoard and W&B loggers).
+        histograms: also log the distributions over examples (TensorBoard and W&B loggers).
         options: all other arguments of ``gs.Monitor``.
 
     Attributes:
-        monitor: the Monitor, once training has started. Another fit of the same module continues
-            it.
+        monitor: the Monitor, once training has started. Another ``fit`` of the same module
+            continues it.
 
     Raises:
         TrackingError: the module uses manual optimization.

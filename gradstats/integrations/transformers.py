@@ -44,12 +44,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     """Logs what ``gs.Monitor`` measures as the Trainer logs, and keeps it in its checkpoints.
 
     An optimizer step is measured if ``state.global_step`` is a multiple of ``every`` when it
-    starts; in all others nothing is done. Metrics go, at the end of the step, to
-    ``state.log_history`` and to every reporting integration, with the step that the Trainer gives
-    it. Norms are those before clipping. What was measured is saved with each checkpoint. It is
-    restored on resuming if ``restore_callback_states_from_checkpoint=True``, as for every callback
-    of the Trainer, which then goes on with a new callback, made with the saved arguments: that one
-    is in ``trainer.callback_handler.callbacks``, and the one that was passed measures nothing.
+    starts; in all others nothing is done. At the end of the step, metrics go to
+    ``state.log_history`` and to every reporting integration, under the Trainer's step number. Norms
+    are taken before clipping. Measurements are saved with each checkpoint. They are restored on
+    resuming if ``restore_callback_states_from_checkpoint=True``. As with every restored callback,
+    the Trainer then continues with a new one, made with the saved arguments: it is in
+    ``trainer.callback_handler.callbacks``, and the one that you passed measures nothing.
 
     The loss of the whole optimizer step, the sum over its micro-batches and mean over its processes
     of the scalars that the Trainer differentiates, is taken to be (1/N) Σ ℓ_i of its N examples,
@@ -58,38 +58,37 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         N / #tokens · the sum of its token losses    where the loss is divided by the token count
         N / (K R B) · its own loss                   where it is the mean over the micro-batch:
                                                      its own loss, if all are of the same size
-        N / B · its own loss                         where such a mean is taken for one that was
-                                                     divided by the count: K R times its own loss
+        N / B · its own loss                         where the Trainer takes such a mean as divided
+                                                     by the count: K R times its own loss
 
-    #tokens is the Trainer's ``num_items_in_batch``: all labels that are not -100, also the first of
-    a row, which nothing predicts. In Transformers 5 it leaves that out for causal language models,
-    which it knows by the name of their class: not ``GPT2LMHeadModel``. It takes any loss to be
-    divided by the count if it comes from a ``compute_loss_func``, or if there are ``labels`` and
-    the model takes ``**kwargs``: BERT and T5 in Transformers 5 do, without dividing, and so may
-    your ``compute_loss``. With ``average_tokens_across_devices=False`` #tokens is R times the count
-    of the process, and the third line N / (R B). In each case the gradient is the one that the
-    Trainer trains with.
+    #tokens is the Trainer's ``num_items_in_batch``: all labels that are not -100, including the
+    first of a row, which nothing predicts. Transformers 5 excludes that one for causal language
+    models, which it recognises by their class name (not ``GPT2LMHeadModel``). The Trainer takes a
+    loss as divided by the count if it comes from a ``compute_loss_func``, or if there are
+    ``labels`` and the model takes ``**kwargs``: BERT and T5 in Transformers 5 do, without dividing,
+    and so may your ``compute_loss``. With ``average_tokens_across_devices=False``, #tokens is R
+    times the count of the process, and the third line N / (R B) · its own loss. In each case the
+    gradient is the one that the Trainer trains with.
 
-    Examples are the rows of the batch, and those that ``DataCollatorWithFlattening`` packs into one
-    row where the model is given ``cu_seq_lens_q``, or ``position_ids`` that begin anew with each
-    and no ``attention_mask``. ``rows_per_example=2`` makes examples of pairs whose rows stand one
-    batch under the other, as those that TRL's trainers compare do (``DPOTrainer``,
-    ``RewardTrainer``).
+    Examples are the rows of the batch, or those that ``DataCollatorWithFlattening`` packs into one
+    row, if the model is given ``cu_seq_lens_q``, or ``position_ids`` that restart with each example
+    and no ``attention_mask``. ``rows_per_example=2`` makes one example of each pair whose second
+    rows are stacked below all first ones, as in TRL's ``DPOTrainer`` and ``RewardTrainer``.
 
-    TRL's ``SFTTrainer`` and ``GRPOTrainer`` compute log-probabilities without the logits of all
-    tokens, in an autograd Function; in steps that are measured these logits are formed beside it.
+    TRL's ``SFTTrainer`` and ``GRPOTrainer`` compute log-probabilities in an autograd Function that
+    does not hold the logits of all tokens; measured steps also form these logits.
 
-    An exception in a training step leaves the model as it was, and is raised on. What the model is
-    called for outside of the Trainer's steps is not measured.
+    An exception in a training step leaves the model as it was, and is re-raised. Calls of the model
+    outside the Trainer's steps are not measured.
 
     Args:
-        every: measure every so many optimizer steps.
-        rows_per_example: K where the batch holds B examples of K rows: row r + k B belongs to
-            example r. That is trusted: of a loss that combines rows of other examples (interleaved
-            pairs), which the Trainer averages itself, not every form is seen.
-        ids: the name of the model input, (B,) integers, that says which examples a batch holds, for
-            ``monitor.self_influence`` and ``monitor.examples``. The model receives it too; set
-            ``remove_unused_columns=False`` if its forward does not name it.
+        every: interval of the measured optimizer steps.
+        rows_per_example: K if the batch holds B examples of K rows each: row r + k B belongs to
+            example r. This is trusted: a loss that combines rows in another way (interleaved
+            pairs) and is averaged by the Trainer is not always detected.
+        ids: the name of the model input, (B,) integers, that holds the ids of a batch's examples,
+            for ``monitor.self_influence`` and ``monitor.examples``. The model receives it too; set
+            ``remove_unused_columns=False`` if its forward takes it only through ``**kwargs``.
         options: all other arguments of ``gs.Monitor`` that can be written as JSON.
 
     Attributes:
