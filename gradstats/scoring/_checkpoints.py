@@ -117,9 +117,9 @@ class Checkpoints:
         """Return one checkpoint with the rates of the named parameters of a model.
 
         Args:
-            index: of the checkpoint.
-            model: that the weights are for.
-            names: of its parameters that count.
+            index: position of the checkpoint.
+            model: the model that the weights are for.
+            names: of its parameters whose rates are needed.
 
         Returns:
             Checkpoint: ``name``, ``weights`` and ``rates``.
