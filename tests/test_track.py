@@ -763,6 +763,68 @@ class Renumbered(nn.Module):
         return self.second(hidden + used)
 
 
+class RenumberedWeight(nn.Module):
+    """Gives what it made of its weight other numbers, before or after that met data."""
+
+    def __init__(self, use, early):
+        super().__init__()
+        self.use = use
+        self.first = nn.Linear(4, 4)
+        self.matrix = nn.Parameter(torch.randn(4, 4))
+        self.early = early
+
+    def forward(self, x):
+        weight = self.matrix * 2
+        if self.early:
+            weight.data = (weight.data * 8).round() / 8
+        used = self.use(self.first(x), weight)
+        if not self.early:
+            weight.data = (weight.data * 8).round() / 8
+        return used
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("way", ["product", "linear", "scale"])
+def test_derived_weights_that_are_given_other_numbers(way, fused):
+    """Rounded before their first use they are served; after it, an operation may have either."""
+    use = {
+        "product": lambda h, w: h @ w,
+        "linear": functional.linear,
+        "scale": lambda h, w: h * w,
+    }[way]
+
+    def losses(model, x):
+        return model(x).square().sum((1, 2))
+
+    x = torch.randn(B, 4, 4, dtype=torch.float64)
+    model = RenumberedWeight(use, early=True).double()
+    check_model(model, x, losses, fusing=(fused,))
+    model.early = False
+    with (
+        pytest.raises(gs.UnsupportedOperationError, match=r"a tensor that Mul.*other numbers"),
+        gs.track(model, batch_size=B, fused=fused) as tracker,
+    ):
+        tracker.backward(losses(model, x))
+
+
+def test_a_part_that_is_given_other_numbers_after_another_was_used():
+    """Only the part is changed: what was made of the others has theirs."""
+
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.randn(2))
+
+        def forward(self, x):
+            left, right = self.first(x).unflatten(1, (2, 2)).unbind(1)
+            left = left * self.scale
+            right.data = (right.data * 8).round() / 8
+            return (left * right).square().sum(1)
+
+    check_model(Halves().double(), torch.randn(B, 4, dtype=torch.float64), lambda m, x: m(x))
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("way", ["product", "recurrent", "scale"])
 def test_activations_that_are_given_other_numbers(way, fused):

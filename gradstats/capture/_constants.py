@@ -156,12 +156,15 @@ class ConstantTracking(ContextMode):
     def _note_numbers(self, tensor, data) -> None:
         """Note that a tensor is given other numbers; compute with these if it is derived."""
         node = node_of(tensor)
+        if isinstance(node, Root):
+            node.note_place(data)
+            return
         if isinstance(node, Derived):
             node.take_numbers(data)
-        elif isinstance(node, Root):
-            node.note_place(data)
-        elif tensor.grad_fn is not None:
-            self.tracker.renumbered[tensor.grad_fn] = torch._C._autograd._get_sequence_nr()
+            tensor = node.value
+        if tensor.grad_fn is not None:
+            made = tensor.grad_fn, tensor.output_nr
+            self.tracker.renumbered[made] = torch._C._autograd._get_sequence_nr()
 
     def _check_hook(self, tensor, hook) -> None:
         refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)

@@ -33,8 +33,8 @@ class Context(Repeated):
         shown: what is tracked, by the autograd nodes of what stands for it in the user's code; a
             use that was not seen has an edge there.
         visible: derived tensors that the user's code may still have.
-        renumbered: autograd nodes of what was made of data and given other numbers, each with the
-            sequence number of the first node made after.
+        renumbered: autograd nodes of what was given other numbers, of data or of parameters alone,
+            and which of their results, each with the sequence number of the first node made after.
         together: the small operations that wait for each other.
         fetching: how many DataLoaders are fetching inside of it.
         form: all that a graph depends on which is recorded in here; empty where none may be.
@@ -53,7 +53,7 @@ class Context(Repeated):
         self.closed = self.derived = self.derived_from_leaves = False
         self.shown: dict[GraphNode | None, Derived | Root] = {}
         self.visible: dict[Derived, None] = {}
-        self.renumbered: dict[GraphNode, int] = {}
+        self.renumbered: dict[tuple[GraphNode, int], int] = {}
         self.together = Together(settings)
 
     def registered(self, func) -> Grafted | None:

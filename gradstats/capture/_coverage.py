@@ -100,11 +100,10 @@ def _walk(
                 if child in added:  # of a sum over several examples more was made than sums
                     raise tracker.refusal_of_meeting(child)
         if renumbered:
-            for child, _ in node.next_functions:
-                if node._sequence_nr() < renumbered.get(child, 0):
-                    raise given_others(
-                        f"a tensor that {child.name()} made", "keep others in a tensor of their own"
-                    )
+            for edge in node.next_functions:
+                if node._sequence_nr() < renumbered.get(edge, 0):
+                    made = f"a tensor that {edge[0].name()} made"
+                    raise given_others(made, "keep others in a tensor of their own")
         inside: set[Root] | None = None
         for child, _ in edges:
             if child is None or child in seen:
