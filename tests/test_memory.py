@@ -18,8 +18,8 @@ import gradstats as gs
 from benchmarks.ledger import MemoryLedger, peak_memory
 from benchmarks.workloads import Transformer, classification, next_token
 from gradstats import _cost
-from gradstats._factors import Outer
-from gradstats.contractions import _outer, _rows
+from gradstats._factors import ConvolutionGeometry, Outer, Patches
+from gradstats.contractions import _outer, _patches, _rows
 from gradstats.statistics._kept import keep
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
@@ -513,6 +513,35 @@ def test_operands_that_are_cast_count_against_the_workspace(with_sum):
     result = found[0][0] if with_sum else found[0]
     torch.testing.assert_close(result.value, expected, rtol=1e-5, atol=0)
     assert ledger.peak <= MIB // 4 + 64 * 1024
+
+
+@pytest.mark.parametrize("with_sum", [False, True])
+def test_patches_of_one_example_that_exceed_the_workspace_are_not_written(with_sum):
+    """Many outputs at many positions: patches of 253 KiB for a gradient of 72 KiB."""
+    x, grad = torch.randn(3, 8, 30, 30), torch.randn(3, 256, 30, 30)
+    geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), 1)
+    factor = Patches(x, grad, (256, 8, 3, 3), geometry)
+    assert factor.way == "patches"
+    expected = factor.unfolded().dense().double().square().sum((1, 2, 3, 4))
+    contract = _patches.sqnorm_and_sum if with_sum else _patches.sqnorm
+    found = []
+    ledger = peak_memory(lambda: found.append(contract(factor, MIB // 8)))
+    result = found[0][0] if with_sum else found[0]
+    torch.testing.assert_close(result.value, expected, rtol=1e-5, atol=0)
+    assert ledger.peak <= MIB // 8 + 64 * 1024 + with_sum * 72 * 1024
+
+
+def test_gradients_are_formed_without_patches_that_are_much_larger():
+    """As for inner products, which count gradients alone: of 2.3 MiB for patches of 16.9."""
+    geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), 1)
+    x, grad = torch.randn(1, 128, 62, 62), torch.randn(1, 512, 62, 62)
+    factor = Patches(x, grad, (512, 128, 3, 3), geometry)
+    assert factor.way == "patches"
+    found = []
+    ledger = peak_memory(lambda: found.append(factor.dense()))
+    assert ledger.peak <= 2 * found[0].nbytes
+    expected = factor.unfolded().dense()
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-2)
 
 
 def test_the_sum_over_pieces_of_patches_is_one_tensor():

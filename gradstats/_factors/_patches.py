@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradstats._cost import ConvolutionWay, convolution_way
+from gradstats._cost import FRESH_BYTES, ConvolutionWay, convolution_way
 from gradstats._factors._factor import compute_dtype
 from gradstats._factors._outer import Outer
 
@@ -83,8 +83,24 @@ class Patches:
         geometry = self.geometry
         return {*self.kernel, *geometry.stride} == {1} and not any(geometry.padding)
 
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of one example's patches."""
+        row = self.geometry.groups * math.prod(self.shape[1:])
+        return self.positions * row * compute_dtype(*self.sides).itemsize
+
+    def writes_patches(self, budget: int) -> bool:
+        """Whether patches are written out: where that is best, and one example's fit the budget.
+
+        Or they are no more than its gradient, all of which a convolution forms in their place.
+        """
+        if self.way != "patches":
+            return False
+        gradient = math.prod(self.shape) * compute_dtype(*self.sides).itemsize
+        return self.pointwise or self.patch_bytes <= max(budget, gradient)
+
     def dense(self) -> Tensor:
-        if self.way == "patches":
+        if self.writes_patches(FRESH_BYTES):
             return self.unfolded().dense()
         return self.as_groups()
 

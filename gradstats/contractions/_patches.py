@@ -32,7 +32,7 @@ def sqnorm(factor: Patches, workspace: int) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for this geometry."""
     if _triton.convolves(factor):
         return _by_kernels(factor)
-    if factor.way != "patches":
+    if not factor.writes_patches(workspace):
         return _convolved(factor, workspace, alone=factor.way == "alone", with_sum=False)[0]
     return joined(
         [
@@ -50,7 +50,7 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
         if factor.shape[1] == 1:
             return _triton_layers.depthwise_and_sum(factor)
         return _by_kernels(factor), _total(factor)
-    if factor.way != "patches":
+    if not factor.writes_patches(workspace):
         return _convolved(factor, workspace, alone=factor.way == "alone", with_sum=True)
     results, whole = [], None
     for rows in _pieces(factor, workspace):
@@ -67,12 +67,9 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
     Slices, not patches: a compiler that reads strides in a backward starts over, and one that
     stopped inside a generator (PyTorch 2.15) cannot close it.
     """
-    dtype = compute_dtype(*factor.sides)
-    row = factor.geometry.groups * math.prod(factor.shape[1:])
-    size = factor.positions * row * dtype.itemsize
     chunk = max(1, factor.batch)
     if not factor.pointwise:
-        chunk = _cost.patches_chunk(size, factor.batch, workspace)
+        chunk = _cost.patches_chunk(factor.patch_bytes, factor.batch, workspace)
     return chunks(factor.batch, chunk)
 
 
