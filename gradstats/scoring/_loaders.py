@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -232,8 +235,11 @@ def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
     batches = loader.batch_sampler
     assert batches is not None
     if not named or type(batches) is not BatchSampler:
+        # Loaders of other classes may keep their workers by a sampler that never ends, and say
+        # themselves how many batches a pass has.
+        most = None if type(loader) is DataLoader else length_hint(loader, sys.maxsize)
         with _undrawn(loader):
-            return [list(indices) for indices in batches]
+            return [list(indices) for indices in islice(batches, most)]
     with _undrawn(loader):
         indices, others = (sorted(i for each in batches for i in each) for _ in range(2))
     if indices != others:

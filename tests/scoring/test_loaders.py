@@ -425,6 +425,43 @@ def test_what_is_shuffled_in_the_sampler_of_batches(setting, kind):
     np.testing.assert_allclose(table.self_influence, expected, rtol=1e-12)
 
 
+class Repeated:
+    """Goes through a sampler again and again."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        for passes in range(1000):
+            assert passes < 10, "the order of a pass is known by now"
+            yield from self.sampler
+
+
+class SameWorkers(DataLoader):
+    """Its workers outlive a pass, as those of timm's and ultralytics' loaders for training do."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.own = self.batch_sampler
+        object.__setattr__(self, "batch_sampler", Repeated(self.own))
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.own)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def test_a_loader_whose_sampler_never_ends(setting):
+    data = Rows(setting.train)
+    table = score(setting, SameWorkers(data, 4))
+    np.testing.assert_array_equal(table.self_influence, reference(setting))
+    with pytest.raises(gs.LoaderError, match="in the order of its data set"):
+        score(setting, SameWorkers(data, batch_sampler=BatchSampler(SameEachTime(data), 4, False)))
+
+
 def test_the_training_loader_of_accelerate(setting):
     """Its order is drawn by the epoch, so that two passes may well agree."""
     accelerate = pytest.importorskip("accelerate")
