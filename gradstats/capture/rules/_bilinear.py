@@ -13,7 +13,8 @@ from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import common_rows, locate
 from gradstats.capture.uses._grafted import Composed
-from gradstats.capture.uses._linear import bias_factor, outer_factor
+from gradstats.capture.uses._layer import bias_factor
+from gradstats.capture.uses._linear import outer_factor
 from gradstats.capture.uses._uses import tap
 
 

@@ -23,9 +23,10 @@ from gradstats.capture.rules._common import (
     locate,
     packed_positions,
 )
-from gradstats.capture.uses._convolution import ConvolutionFactors, ConvolutionUse
+from gradstats.capture.uses._convolution import ConvolutionFactors
 from gradstats.capture.uses._grafted import Composed, watched
 from gradstats.capture.uses._hooked import CONVOLVED, hooked
+from gradstats.capture.uses._layer import LayerUse
 from gradstats.capture.uses._together import is_small
 from gradstats.capture.uses._uses import Use, attach, tap
 
@@ -123,7 +124,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     use = Use(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    result = attach(ConvolutionUse, use, layer, *operands)
+    result = attach(LayerUse, use, layer, *operands)
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result

@@ -31,7 +31,8 @@ from gradstats.capture.rules._common import (
 from gradstats.capture.rules._summed import Part, summed
 from gradstats.capture.uses._grafted import Composed
 from gradstats.capture.uses._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
-from gradstats.capture.uses._linear import LinearFactors, LinearUse, by_rows, is_pytorchs_own
+from gradstats.capture.uses._layer import LayerUse
+from gradstats.capture.uses._linear import LinearFactors, by_rows, is_pytorchs_own
 from gradstats.capture.uses._product import ProductFactor
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
 from gradstats.capture.uses._views import ExampleLayout, example_view
@@ -105,7 +106,7 @@ def linear_layer(tracker, func, x, weight, bias, *, inputs_first=False):
         return tap(nodes, free_of_views(result), layer, x)
     use = Use(nodes)
     operands = bare(weight, autocast), bare(bias, autocast)
-    result = attach(LinearUse, use, layer, x, *operands)
+    result = attach(LayerUse, use, layer, x, *operands)
     if len(nodes) == (1 if bias is None else 2):
         tracker.note_followed(result, examples)
     return result

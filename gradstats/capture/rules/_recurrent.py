@@ -32,7 +32,8 @@ from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import are_of_one, as_data, product_dtype, rows_along
 from gradstats.capture.uses._gates import as_given, weights_apart
-from gradstats.capture.uses._linear import bias_factor, outer_factor
+from gradstats.capture.uses._layer import bias_factor
+from gradstats.capture.uses._linear import outer_factor
 from gradstats.capture.uses._recomputed import Site, recomputed
 from gradstats.capture.uses._recurrence import (
     Cell,

@@ -4,8 +4,7 @@ _dispatch    what happens to an operation that touches a tracked tensor
 _uses        what all uses share, and how their factors reach the parameters
 _hooked      uses as a hook on the node of PyTorch's own operation; small ones are contracted
 _together    together; as autograd Functions:
-_linear      products with a weight matrix
-_convolution convolutions
+_layer       a weight and a bias: of _linear, products with a matrix, and of _convolution
 _normalization, _broadcast   normalisation layers, scales and shifts on chip
 _views, _product             everything that broadcasts; products index by index
 _recomputed  operations that backward takes apart: recurrent layers, whose gates have their

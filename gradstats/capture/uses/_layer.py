@@ -1,0 +1,209 @@
+"""Layers with a weight and a bias whose backward computes gradients and norms together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats._factors import Elementwise, Factor, Images, Vector, cast, compute_dtype
+from gradstats.capture.following._examples import Examples
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.uses._together import Joinable
+from gradstats.capture.uses._uses import Settings, Use, attach, derived, free_of_views, fuse, unseen
+from gradstats.contractions import Fused, _triton, on_chip, summed
+
+
+class Layer(Joinable):
+    """The factors of a linear layer or a convolution.
+
+    Attributes:
+        weight, bias: whether each of the two is tracked.
+        shape: of the weight as the operation takes it.
+        data: whether each of the two was computed from trained data, as in hypernetworks: then
+            its gradient leads on to tracked parameters, and is needed even for norms alone.
+        channel: the axis of the bias in the result.
+    """
+
+    __slots__ = ()
+
+    weight: bool
+    bias: bool
+    shape: tuple[int, ...]
+    data: tuple[bool, bool]
+    channel: ClassVar[int]
+
+    def __call__(self, grad: Tensor, x: Tensor) -> list:
+        factors: list = [self.of_weight(grad, x)] if self.weight else []
+        return [*factors, self.of_bias(grad)] if self.bias else factors
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what PyTorch computes."""
+        raise NotImplementedError
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Factor:
+        """Return the weight's factor."""
+        raise NotImplementedError
+
+    def adjoint(self, grad: Tensor, x: Tensor) -> Layer:
+        """Return the layer of the same weight that takes the result's gradient to that of x."""
+        raise NotImplementedError
+
+    def gradients(
+        self, settings: Settings, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients of x and of the weight, those ``wanted``."""
+        raise NotImplementedError
+
+    def is_contracted_here(self, use: Use, factor: Factor, want_sum: bool) -> bool:
+        """Whether the norms of the weight's factor are computed in the backward of the layer.
+
+        In a graph they are where a kernel gives both: loops over the examples would be unrolled
+        there.
+        """
+        if isinstance(factor, Images) or (is_compiling() and not on_chip(factor)):
+            return False  # the sum of images is a product apart
+        return want_sum and use.settings.fused and use.is_sole(0)
+
+    def of_bias(self, grad: Tensor) -> Vector | Elementwise:
+        """Return the factor of the bias."""
+        return bias_factor(self.examples, grad, channel=self.channel)
+
+    def bias_sum(self, grad: Tensor) -> Tensor:
+        """Return the gradient of a bias that is not tracked, in the accumulation dtype."""
+        axes = [axis for axis in range(grad.dim()) if axis != self.channel % grad.dim()]
+        return grad.sum(axes, dtype=compute_dtype(grad))
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:
+        """Return the gradient of x, by an operation that counts as one more use of the weight."""
+        node = nodes[0]
+        if node.value.dtype != grad.dtype:
+            node = derived(node, Tensor.to, grad.dtype)
+        again = self.adjoint(grad, x)
+        return (attach(LayerUse, Use([node]), again, grad, node.value, None),)
+
+
+def _layer_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
+    layer = ctx.layer
+    weight_is_data, bias_is_data = layer.data
+    if ctx.needs_input_grad[2] and layer.weight:
+        yield 2, *layer.data_gradients(ctx.use.nodes, grad, x)
+    elif ctx.needs_input_grad[2]:
+        yield 2, layer.adjoint(grad, x).forward(grad, weight.to(grad.dtype), None)
+    if weight_is_data:
+        _, gradient = layer.gradients(ctx.use.settings, grad, x, weight, (False, True))
+        yield 3, cast(gradient, ctx.dtypes[0])
+    if bias_is_data:
+        yield 4, cast(layer.bias_sum(grad), ctx.dtypes[1])
+
+
+class LayerUse(torch.autograd.Function):
+    """A layer whose backward computes norms together with the weight gradient.
+
+    Shapes: x (B, *, d_in) or (B, C, *spatial), the weight as its ``Layer`` has it.
+    """
+
+    @staticmethod
+    def forward(ctx, use, layer, x, weight, bias):
+        ctx.use, ctx.layer = use, layer
+        ctx.save_for_backward(x, weight)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        result = layer.forward(x, weight, bias)
+        if not result._is_view():
+            return result
+        # A later relu_ could not change it in place. A view of it in turn would leave a graph
+        # without its gradient.
+        return free_of_views(result) if is_compiling() else result.detach()
+
+    @staticmethod
+    @unseen(_layer_again)
+    def backward(ctx, grad, x, weight):
+        use, settings, layer = ctx.use, ctx.use.settings, ctx.layer
+        weight_dtype, bias_dtype = ctx.dtypes
+        _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
+        want_weight = want_weight and (settings.weight_gradients or layer.data[0])
+        want_bias = want_bias and (settings.weight_gradients or layer.data[1])
+        factors: list[Factor | Fused] = []
+        total = grad_bias = None
+        if layer.weight:
+            factor = layer.of_weight(grad, x)
+            if layer.is_contracted_here(use, factor, want_weight):
+                factor = fuse(factor, settings, want_weight)
+                total = factor.total
+            factors.append(factor)
+        if layer.bias:
+            reported, grad_bias = bias_report(
+                use, layer.of_bias(grad), len(factors), bias_dtype if want_bias else None
+            )
+            factors.append(reported)
+        elif want_bias:
+            grad_bias = cast(layer.bias_sum(grad), bias_dtype)
+        use.deliver(factors)
+        # Last, so that the layer below finds its gradient still in the cache.
+        wanted = want_x, want_weight and total is None
+        grad_x, grad_weight = layer.gradients(settings, grad, x, weight, wanted)
+        grad_weight = total if grad_weight is None else grad_weight
+        if grad_weight is not None:
+            grad_weight = cast(grad_weight, weight_dtype)
+        return None, None, grad_x, grad_weight, grad_bias
+
+
+def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
+    """Return Σ_t g_t for each example: (B, width) in the accumulation dtype."""
+    rows = examples.lead(grad)
+    if rows.dim() == 2 and examples.plain:
+        return rows
+    dtype = compute_dtype(grad)
+    if examples.segments is None:
+        first = examples.first(grad)
+        return first.sum(tuple(range(1, first.dim() - 1)), dtype=dtype)
+    return examples.reduce(
+        rows.to(dtype) if rows.dim() == 2 else rows.flatten(1, -2).sum(1, dtype=dtype)
+    )
+
+
+def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vector | Elementwise:
+    """Return the factor of a bias, Σ_t g_t of each example, summed where no kernel will do that.
+
+    Args:
+        examples: where the examples of ``grad`` lie.
+        grad: (…, width), or with the width along ``channel``.
+        channel: the axis of the bias.
+    """
+    if channel != -1:
+        grad = grad.movedim(channel, -1)
+    segments, shape = examples.segments, tuple(grad.shape[-1:])
+    alone = grad.dim() == 2 and examples.plain
+    if alone or not _triton.streams(grad) or (segments is not None and segments.order is not None):
+        return Vector(bias_gradient(examples, grad), shape)
+    if segments is None:
+        return Elementwise(examples.positions(grad), None, shape)
+    rows = examples.lead(grad).flatten(0, -2)
+    return Elementwise(rows, None, shape, segments.offsets_of(len(rows)))
+
+
+def bias_report(
+    use: Use,
+    factor: Vector | Elementwise,
+    place: int,
+    wanted: torch.dtype | None,
+) -> tuple[Factor | Fused, Tensor | None]:
+    """Return what to report of a bias, and Σ_i G_i where wanted, in one pass where possible.
+
+    Args:
+        use: of the operation.
+        factor: the factor of the bias.
+        place: the bias's place among the use's nodes.
+        wanted: the dtype of the bias's gradient; None where it is not wanted.
+    """
+    sole = use.settings.consumer is None and use.is_sole(place)
+    if sole and isinstance(factor, Elementwise):
+        fused = fuse(factor, use.settings, wanted is not None, wanted)
+        return fused, None if fused.total is None else fused.total.to(wanted)
+    if wanted is None:
+        return factor, None
+    vector = summed(factor) if isinstance(factor, Elementwise) else factor
+    return vector, cast(vector.values.sum(0), wanted)
