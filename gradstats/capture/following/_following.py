@@ -22,14 +22,10 @@ from gradstats.capture.following._grids import after_grid, meets_grid
 from gradstats.capture.following._indexing import looked_up
 from gradstats.capture.following._joins import joined_layout
 from gradstats.capture.following._layout import (
-    CHANGES,
     FOLLOWED,
     SHARED,
     follow,
-    is_one,
     is_shared,
-    leaves,
-    takes_for_channels,
 )
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import BROUGHT_BACK, MEETS, NO_SUM
@@ -86,11 +82,12 @@ class Following(Marks):
             # Whatever is computed from values of one example alone belongs to that example.
             self.coupled.pop(result.grad_fn, None)
             after = one
-        at = function_name(func) if func is not None else None
+        blamed = func is not None and (after is None or isinstance(after, Grid))
+        at = function_name(func) if blamed else None
         if after is None:
             self._lose(result, data, at)
         else:
-            self.place(result, after, at if isinstance(after, Grid) else None)
+            self.place(result, after, at)
         if self.is_marked(result) and result.requires_grad and not isinstance(after, APART):
             sums = is_sum(self, call)
             if sums:
@@ -201,21 +198,20 @@ class Following(Marks):
         func, args, kwargs, data, result = call
         constant = not args or not any(tensor is args[0] for tensor in data)
         lost = self._loses(call, constant)
-        changes = lost or self._changes(call)
         if func in REINDEXES and not constant:
             data = [args[0]]  # what is indexed decides
         elif len(data) > 1 and not self._agree(call):
-            changes = lost = True
+            lost = True
         source, layout = self._deciding(data)
         beside = data if func in ROLES else operands_of(args, kwargs)
         beside = [item for item in beside if not is_shared(call, item)]
         dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
-            changes = lost = True  # it may be broadcast: then axes count from the right
+            lost = True  # it may be broadcast: then axes count from the right
         if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
-            changes = lost = True  # the examples' axis is summed
-        same = not changes if layout is not None else not self.is_lost(source)
-        if same and not self.is_marked(source):
+            lost = True  # the examples' axis is summed
+        noted = self.is_marked(source)
+        if layout is None and not (noted or self.is_lost(source)):
             return UNCHANGED
         after: Examples | Whole | Grid | None
         if lost or layout is None:
@@ -224,6 +220,8 @@ class Following(Marks):
             after = looked_up(call, source, layout)
         else:
             after = follow(call, source, layout)
+        if after is not None and after is layout and not noted:
+            return UNCHANGED
         decides = func in MOVES or is_trusted(func)
         if after is None and layout is not None and decides:
             # Shape can decide after all where no other axis has the batch's size.
@@ -246,18 +244,7 @@ class Following(Marks):
             or (func not in FOLLOWED and func is not None and result.requires_grad)
             or (func in LOOKS_AT_FIRST and constant)
             or any(tensor.requires_grad and is_shared(call, tensor) for tensor in data)
-            or is_one(func, data[0])
         )
-
-    def _changes(self, call: Call) -> bool:
-        """Whether the examples may lie elsewhere in a result than in the first operand of data."""
-        func, _, _, data, result = call
-        if func in CHANGES or self._is_gone(data, result):
-            return True
-        if func in OVER_AXES and not leaves(func, data[0], self.batch_dim, result):
-            return True
-        layout = self.layout_of(data[0])
-        return layout is not None and takes_for_channels(func, data[0], layout)
 
     def _agree(self, call: Call) -> bool:
         """Whether trained operands have the same examples in the same places; note where not."""
@@ -292,11 +279,6 @@ class Following(Marks):
         others = [self.owned(other) for other in data if other.requires_grad]
         known = [other for other in others if isinstance(other, (Examples, Whole))]
         return any(sole_of(other) != owned for other in known)
-
-    def _is_gone(self, data: list[Tensor], result: Tensor) -> bool:
-        """Whether a trained result lost the example axis that its first operand had by contract."""
-        trained = result.requires_grad and self.by_contract(data[0]) is not None
-        return trained and self.by_contract(result) is None
 
     def _runs_over_examples(self, call: Call) -> bool:
         func, args, kwargs, _, result = call
