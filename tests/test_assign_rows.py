@@ -1,5 +1,7 @@
 """Data of which only the caller knows whose each row is: edges of graphs, for example."""
 
+from copy import copy
+
 import pytest
 import torch
 from torch import nn
@@ -84,6 +86,23 @@ def test_features_of_edges(sizes, checkpoints, shuffled):
     expected = sqnorms_alone(model, graphs, lambda m, graph: m(Batch(graph)))
     batch = Batch(*graphs, shuffled=shuffled)
     check_packed(model, batch, assigned, batch.bounds, expected)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_features_that_are_made_in_the_call(sizes):
+    """Made of values that the caller has, without any data, they are the examples' all the same."""
+    torch.manual_seed(0)
+    model = Graphs().double()
+    graphs = [graph(size) for size in sizes]
+    expected = sqnorms_alone(model, graphs, lambda m, graph: m(Batch(graph)))
+    batch = Batch(*graphs)
+
+    def made(model, batch):
+        again = copy(batch)
+        again.features = torch.tensor(batch.features.tolist(), dtype=torch.float64)
+        return assigned(model, again)
+
+    check_packed(model, batch, made, batch.bounds, expected)
 
 
 def test_inner_products_of_graphs_with_features_of_edges():

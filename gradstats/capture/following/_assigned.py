@@ -77,7 +77,7 @@ def _note(tracker: Context, tensor: Tensor, owner: Tensor, dim: int) -> None:
         rows = tensor.shape[axis] if 0 <= axis < tensor.dim() else None
         _check(owner, rows, tuple(tensor.shape), dim, tracker.batch_size)
         whose = owner.detach().to(tensor.device, torch.int64)
-        tracker.keep_data([tensor])
+        tracker.take_batch([tensor])
         tracker.place(tensor, Examples(tracker.batch_size, axis).owned_by(whose, axis))
 
 
