@@ -38,14 +38,10 @@ SERIALS = itertools.count()
 CONSTANTS: dict[int, ref[Tensor]] = {}
 
 
-# What is noted on tensors of data, each with the serial number of the context first.
-MARKS = (
-    "_gradstats_layout",
-    "_gradstats_blank",
-    "_gradstats_sum",
-    "_gradstats_filling",
-    "_gradstats_given",
-)
+# What is noted on tensors of data, with the serial number of the context first: where the examples
+# lie, and what holds of the values until they change.
+LAYOUT, VALUES = "_gradstats_layout", "_gradstats_values"
+NOTHING: dict[str, Any] = {}
 
 
 class Note(NamedTuple):
@@ -54,13 +50,12 @@ class Note(NamedTuple):
     Attributes:
         constant: whether it belongs to no example.
         place: where its examples lie; None where they lie as the contract says.
-        is_sum, is_blank: see ``mark_sum``, ``mark_blank``.
+        held: what else holds of its values: see ``mark_sum``, ``mark_blank``.
     """
 
     constant: bool
     place: Examples | Whole | Mixed | None
-    is_sum: bool
-    is_blank: bool
+    held: dict[str, Any]
 
 
 # Errors raised where values may belong to several examples, or it is not known to which.
@@ -141,7 +136,7 @@ class Marks(Meetings):
             marked = reference()
             if marked is None:
                 continue
-            for name in MARKS:
+            for name in (LAYOUT, VALUES):
                 if getattr(marked, name, (None,))[0] == self.serial:
                     delattr(marked, name)
         self._marked.clear()
@@ -237,19 +232,19 @@ class Marks(Meetings):
 
     def mark_blank(self, tensor: Tensor) -> None:
         """Remember that a tensor with the form of data holds no example's values yet."""
-        self._stamp(tensor, "_gradstats_blank")
+        self._stamp(tensor, blank=True)
 
     def was_blank(self, tensor: Tensor, writes: int) -> bool:
         """Whether a tensor held no example's values before its last ``writes`` changes."""
-        return self._held(tensor, "_gradstats_blank", writes)
+        return "blank" in self._held(tensor, writes)
 
     def mark_sum(self, tensor: Tensor) -> None:
         """Remember that a marked tensor of several examples sums terms of one example each."""
-        self._stamp(tensor, "_gradstats_sum")
+        self._stamp(tensor, sum=True)
 
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor of several examples was such a sum before its last changes."""
-        return self._held(tensor, "_gradstats_sum", writes)
+        return "sum" in self._held(tensor, writes)
 
     def is_additive(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor held values of one example each, or sums of them, before its changes.
@@ -262,11 +257,11 @@ class Marks(Meetings):
 
     def mark_given(self, tensor: Tensor) -> None:
         """Remember that a tensor was made of given values alone, and is data for its size."""
-        self._stamp(tensor, "_gradstats_given")
+        self._stamp(tensor, given=True)
 
     def is_given(self, tensor: Tensor) -> bool:
         """Whether a tensor counts as data for the size of values alone that it was made of."""
-        given = self.took_given and self._held(tensor, "_gradstats_given", writes=0)
+        given = self.took_given and "given" in self._held(tensor)
         return given and not tensor.requires_grad
 
     def without_given(self, data: list[Tensor]) -> list[Tensor]:
@@ -280,30 +275,29 @@ class Marks(Meetings):
 
     def mark_filling(self, tensor: Tensor, filling: Filling) -> None:
         """Remember what has been written into a tensor that was blank."""
-        self._stamp(tensor, "_gradstats_filling", filling)
+        self._stamp(tensor, filling=filling)
 
     def filling_of(self, tensor: Tensor, writes: int) -> Filling | None:
         """Return what had been written into a blank tensor before its last ``writes`` changes."""
-        found = self._held(tensor, "_gradstats_filling", writes)
-        return tensor._gradstats_filling[2] if found else None  # type: ignore[attr-defined]
+        return self._held(tensor, writes).get("filling")
 
     def keep_marks(self, tensor: Tensor) -> None:
         """Keep what holds of a tensor's values only, after a change of none of them."""
-        for name in MARKS[1:]:
-            if self._held(tensor, name, writes=1):
-                _, _, *more = getattr(tensor, name)
-                setattr(tensor, name, (self.serial, tensor._version, *more))
+        self._stamp(tensor, **self._held(tensor, writes=1))
 
-    def _stamp(self, tensor: Tensor, name: str, *more: Any) -> None:
+    def _stamp(self, tensor: Tensor, **found: Any) -> None:
         """Note on a tensor what holds of its values until they change."""
-        if not tensor.is_inference():
-            setattr(tensor, name, (self.serial, tensor._version, *more))
+        if found and not tensor.is_inference():
+            found = {**self._held(tensor), **found}
+            setattr(tensor, VALUES, (self.serial, tensor._version, found))
             self._marked.append(ref(tensor))
 
-    def _held(self, tensor: Tensor, name: str, writes: int) -> bool:
+    def _held(self, tensor: Tensor, writes: int = 0) -> dict[str, Any]:
+        """Return what held of a tensor's values before its last ``writes`` changes."""
+        mark: Any = getattr(tensor, VALUES, None)
         # Absent marks first: tensors of inference mode have no version.
-        mark = getattr(tensor, name, None)
-        return mark is not None and mark[:2] == (self.serial, tensor._version - writes)
+        held = mark is not None and mark[:2] == (self.serial, tensor._version - writes)
+        return mark[2] if held else NOTHING
 
     @contextmanager
     def mapping_examples(self, maps_examples: bool) -> Iterator[None]:
@@ -336,7 +330,7 @@ class Marks(Meetings):
 
     def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | Grid | None] | None:
         """Return what was noted about a tensor, in a tuple of one; None where nothing was."""
-        mark = getattr(tensor, "_gradstats_layout", None)
+        mark = getattr(tensor, LAYOUT, None)
         if mark is not None and mark[0] != self.serial:
             mark = None
         if self._rearranged.storages:
@@ -387,7 +381,7 @@ class Marks(Meetings):
         known = self._mark_of(tensor)
         if known is None or isinstance(known[0], (Examples, Whole, Mixed)):
             return None
-        mark: Any = getattr(tensor, "_gradstats_layout", None)
+        mark: Any = getattr(tensor, LAYOUT, None)
         if mark is None or mark[:2] != (self.serial, *known):
             return "a write into another tensor that shows its memory"
         return mark[2]
@@ -416,8 +410,7 @@ class Marks(Meetings):
         if isinstance(layout, Examples):
             layout = layout.on(tensor.device)  # it may be the copy of a tensor on another device
         self.has_grids |= isinstance(layout, Grid)
-        mark = self.serial, layout, at, self._rearranged.count
-        tensor._gradstats_layout = mark  # type: ignore[attr-defined]
+        setattr(tensor, LAYOUT, (self.serial, layout, at, self._rearranged.count))
         self._marked.append(ref(tensor))
         self.follows_layouts = True
 
@@ -428,12 +421,12 @@ class Marks(Meetings):
     def is_unusual(self, tensor: Tensor) -> bool:
         """Whether more is known of a tensor of data than the contract says."""
         written = bool(self._written.storages) and tensor in self._written
-        return written or self.is_marked(tensor) or any(hasattr(tensor, name) for name in MARKS[1:])
+        return written or self.is_marked(tensor) or hasattr(tensor, VALUES)
 
     def note_of(self, tensor: Tensor) -> Note | None:
         """Return what is known of a tensor; None where that holds of this one only."""
         if not self.is_data(tensor):
-            return Note(True, None, False, False)
+            return Note(True, None, NOTHING)
         if self.filling_of(tensor, 0) is not None or self.is_given(tensor):
             return None
         mark = self._mark_of(tensor)
@@ -442,7 +435,7 @@ class Marks(Meetings):
             return None
         if isinstance(place, Grid) or (isinstance(place, Examples) and place.segments is not None):
             return None  # the numbers of this one may tell, or told
-        return Note(False, place, self.is_sum(tensor), self.was_blank(tensor, 0))
+        return Note(False, place, self._held(tensor))
 
     def note_as(self, tensor: Tensor, note: Note) -> None:
         """Note on a tensor what is known of one that was computed alike."""
@@ -450,7 +443,4 @@ class Marks(Meetings):
             self.mark_constant(tensor)
         if note.place is not None:
             self._mark(tensor, note.place)
-        if note.is_sum:
-            self.mark_sum(tensor)
-        if note.is_blank:
-            self.mark_blank(tensor)
+        self._stamp(tensor, **note.held)

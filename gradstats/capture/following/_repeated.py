@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradstats.capture.following._data import Data
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._layout import FOLLOWED
-from gradstats.capture.following._marks import CONSTANTS
+from gradstats.capture.following._marks import CONSTANTS, LAYOUT
 from gradstats.capture.following._reductions import QUANTILES
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._sequences import PRESCRIBES
@@ -158,7 +158,7 @@ class Repeated(Data):
             return CONSTANT if constant else NOTHING
         if self.is_given(tensor):
             return None  # beside data it says nothing about the examples
-        mark = notes.get("_gradstats_layout")
+        mark = notes.get(LAYOUT)
         if mark is None or mark[0] != self.serial:
             return CONSTANT if constant else NOTHING
         owned = mark[1]
@@ -185,7 +185,7 @@ class Repeated(Data):
         found: list[Examples | str] = []
         for tensor in results:
             notes = tensor.__dict__
-            layout = notes["_gradstats_layout"][1] if "_gradstats_layout" in notes else None
+            layout = notes[LAYOUT][1] if LAYOUT in notes else None
             if layout is not None and len(notes) == 1 and self._note_of(tensor) is not None:
                 found.append(layout)
                 marked += 1
