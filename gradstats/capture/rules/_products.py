@@ -48,8 +48,6 @@ def linear(tracker, func, input, weight, bias=None):
         return matmul(tracker, torch.matmul, input, weight)
     if weight.is_complex():
         return Composed(_complex_linear)(tracker, func, input, weight, bias)
-    if input.dim() == 1:
-        return Composed(_linear_of_vector)(tracker, func, input, weight, bias)
     if tracker.is_trained(weight) and not are_of_one(tracker, (input, weight)):
         return Composed(_bias_apart)(tracker, func, input, weight, bias)
     if bias is None or bias.shape == weight.shape[:1]:
@@ -62,10 +60,6 @@ def linear(tracker, func, input, weight, bias=None):
         parts.append(Part(node, LinearFactors(True, False, examples, tuple(weight.shape))))
     result = func(x, value_of(weight), value_of(bias))
     return summed(tracker, func, result, x, parts, (bias, 1), (x, None))
-
-
-def _linear_of_vector(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return functional.linear(input.unsqueeze(0), weight, bias).squeeze(0)
 
 
 def _bias_apart(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
