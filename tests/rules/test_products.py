@@ -47,6 +47,21 @@ def test_linear_along_another_example_axis():
     check_operation(lambda m, x: m.layer(x), {"layer": nn.Linear(4, 2)}, normal(3, 3, 4), **options)
 
 
+@pytest.mark.parametrize("batch", [1, 3, 5])
+@pytest.mark.parametrize("made", ["weight", "bias"])
+def test_linear_of_a_constant_vector_with_what_was_made_of_one_example(made, batch):
+    """With as many elements as there are examples too: it holds nothing of any."""
+
+    def forward(m, x):
+        constant = torch.linspace(0.5, 1.5, 3).double()
+        if made == "weight":
+            return torch.stack([functional.linear(constant, m.h(r).view(4, 3), m.own) for r in x])
+        return torch.stack([functional.linear(constant, m.own, m.h(r)[:4]) for r in x])
+
+    own = (4,) if made == "weight" else (4, 3)
+    check_operation(forward, {"h": nn.Linear(3, 12), "own": own}, normal(batch, 3))
+
+
 def test_linear_that_sums_over_the_examples_is_refused():
     x = normal(3)
     check_refused(

@@ -48,7 +48,8 @@ def linear(tracker, func, input, weight, bias=None):
         return matmul(tracker, torch.matmul, input, weight)
     if weight.is_complex():
         return Composed(_complex_linear)(tracker, func, input, weight, bias)
-    if tracker.is_trained(weight) and not are_of_one(tracker, (input, weight)):
+    apart = tracker.is_trained(weight) and not are_of_one(tracker, (input, weight))
+    if apart or not tracker.is_of_data(input):
         return Composed(_bias_apart)(tracker, func, input, weight, bias)
     if bias is None or bias.shape == weight.shape[:1]:
         return linear_layer(tracker, func, input, weight, bias)
@@ -63,7 +64,7 @@ def linear(tracker, func, input, weight, bias=None):
 
 
 def _bias_apart(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The examples may lie along the rows of a weight that was computed from data."""
+    """The examples may lie in the bias alone, or along the rows of a weight made of data."""
     result = functional.linear(input, weight)
     return result + bias.to(result.dtype)  # autocast may have made it another
 
