@@ -191,7 +191,8 @@ class track:
             Σ ℓ_i. This is trusted; a scalar that is not known to be a sum over the examples is
             refused. What a custom autograd Function or a TorchScript function computes from a loss
             is trusted to be such a sum.
-        weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i.
+        weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i, in the order of the
+            batch (with ``tracker.backward``, in that of the losses it is given).
         scaler: the torch.amp.GradScaler of the step, whose scale is divided out of the statistics.
             ``tracker.backward`` applies the scale, so pass it unscaled losses; if you run the
             backward yourself, scale as usual: ``scaler.scale(loss).backward()``.
