@@ -702,6 +702,20 @@ def test_numbers_that_are_put_in_place_for_a_teacher(fused):
         assert_products(got, rows, rows, 1e-9)
 
 
+def assert_refused(model, batch, loss_fn, said, fused):
+    """All ways to a backward refuse it before anything was added to the gradients."""
+    with pytest.raises(gs.UnsupportedOperationError, match=said):
+        gs.per_example_norms(model, batch, loss_fn)
+    with pytest.raises(gs.UnsupportedOperationError, match=said):
+        gs.inner_products(model, batch, model, batch, loss_fn)
+    with (
+        pytest.raises(gs.UnsupportedOperationError, match=said),
+        gs.track(model, batch_size=B, fused=fused) as tracker,
+    ):
+        tracker.backward(loss_fn(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("when", ["between uses", "before the backward"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_uses_of_several_numbers_in_the_place_of_one_parameter_are_refused(way, when):
@@ -728,18 +742,11 @@ def test_uses_of_several_numbers_in_the_place_of_one_parameter_are_refused(way, 
     model = Layer().double()
     batch = torch.randn(B, 4, dtype=torch.float64), torch.randint(3, (B,))
     loss_fn = of_both if when == "between uses" else of_former
-    for call in (
-        lambda: gs.per_example_norms(model, batch, loss_fn),
-        lambda: gs.inner_products(model, batch, model, batch, loss_fn),
-    ):
-        with pytest.raises(gs.UnsupportedOperationError, match=r"given other numbers.*functional"):
-            call()
-    with (
-        pytest.raises(gs.UnsupportedOperationError, match="given other numbers"),
-        gs.track(model, batch_size=B, fused=False) as tracker,
-    ):
-        tracker.backward(loss_fn(model, batch))
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_refused(model, batch, loss_fn, r"given other numbers.*functional", fused=False)
+
+
+def of_squares(model, x):
+    return model(x).square().sum((1, 2))
 
 
 class Renumbered(nn.Module):
@@ -793,18 +800,11 @@ def test_derived_weights_that_are_given_other_numbers(way, fused):
         "scale": lambda h, w: h * w,
     }[way]
 
-    def losses(model, x):
-        return model(x).square().sum((1, 2))
-
     x = torch.randn(B, 4, 4, dtype=torch.float64)
     model = RenumberedWeight(use, early=True).double()
-    check_model(model, x, losses, fusing=(fused,))
+    check_model(model, x, of_squares, fusing=(fused,))
     model.early = False
-    with (
-        pytest.raises(gs.UnsupportedOperationError, match=r"a tensor that Mul.*other numbers"),
-        gs.track(model, batch_size=B, fused=fused) as tracker,
-    ):
-        tracker.backward(losses(model, x))
+    assert_refused(model, x, of_squares, r"a tensor that Mul.*other numbers", fused)
 
 
 def test_a_part_that_is_given_other_numbers_after_another_was_used():
@@ -835,23 +835,11 @@ def test_activations_that_are_given_other_numbers(way, fused):
         "scale": lambda self, h: h * self.matrix[0],
     }[way]
 
-    def losses(model, x):
-        return model(x).square().sum((1, 2))
-
     x = torch.randn(B, 4, 4, dtype=torch.float64)
     model = Renumbered(use, early=True).double()
-    check_model(model, x, losses, fusing=(fused,))
+    check_model(model, x, of_squares, fusing=(fused,))
     model.early = False
-    said = r"a tensor that Tanh.*other numbers"
-    with pytest.raises(gs.UnsupportedOperationError, match=said):
-        gs.per_example_norms(model, x, losses)
-    with pytest.raises(gs.UnsupportedOperationError, match=said):
-        gs.inner_products(model, x, model, x, losses)
-    with (
-        pytest.raises(gs.UnsupportedOperationError, match=said),
-        gs.track(model, batch_size=B, fused=fused) as tracker,
-    ):
-        tracker.backward(losses(model, x))
+    assert_refused(model, x, of_squares, r"a tensor that Tanh.*other numbers", fused)
 
 
 def test_products_with_a_sum_that_is_kept_in_half_precision():

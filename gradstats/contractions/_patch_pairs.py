@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import Patches, compute_dtype
+from gradstats._factors import Patches
 from gradstats.contractions import _outer_pairs, _tiles, _triton, _triton_layers
 from gradstats.contractions._outer_pairs import Sizes
 from gradstats.contractions._result import product_roundoff
@@ -75,7 +75,5 @@ def _form(
 
 
 def _unfolded_chunks(factor: Patches, workspace: int):
-    dtype = compute_dtype(*factor.sides)
-    q = factor.geometry.groups * math.prod(factor.shape[1:])
-    size = factor.positions * q * dtype.itemsize
-    return _tiles.chunks(factor.batch, _cost.fitting(4 * size, factor.batch, workspace))
+    chunk = _cost.fitting(4 * factor.patch_bytes, factor.batch, workspace)
+    return _tiles.chunks(factor.batch, chunk)

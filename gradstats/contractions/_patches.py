@@ -1,9 +1,8 @@
 """Patches factors: per-example weight gradients of convolutions.
 
-On a GPU the kernels address patches where they need them. Elsewhere the direct form lets the
-backend's grouped weight-gradient kernel produce the gradients of a chunk of examples (the examples
-are the groups), which needs no patches in memory; where an example has few positions, the Gram form
-on patches written out for a chunk costs less.
+On a GPU the kernels address patches where they need them. Elsewhere PyTorch's own weight gradient
+forms those of a chunk of examples (the examples are the groups), which needs no patches in memory;
+where it costs less, patches are written out for a chunk, for outer products in whatever form.
 """
 
 from __future__ import annotations

@@ -45,14 +45,14 @@ class Recognition:
                 hold other weights or rates.
         """
         weights, query_weights = self._hashes(checkpoint, query)
-        if len(set(_ranks.gather((weights, query_weights)))) > 1:
+        held = _ranks.gather((weights, query_weights, checkpoint.rates))
+        if any(each[:2] != held[0][:2] for each in held):
             raise CheckpointError(
                 f"{checkpoint.name} holds other weights in each process, as the state dict of a "
                 "model does whose processes have seen other batches (running statistics). Expected "
                 "the same in all: save it in one of them, and pass the file."
             )
-        rates = _ranks.gather(checkpoint.rates)
-        if any(each != rates[0] for each in rates):
+        if any(each[2] != held[0][2] for each in held):
             raise CheckpointError(
                 f"{checkpoint.name} has other learning rates in each process. Expected the same "
                 "lr= in all, and files that nobody writes meanwhile."

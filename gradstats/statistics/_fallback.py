@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._complex import any_double
+from gradstats._cost import fitting
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
 from gradstats.capture.operations._engine import without_hooks
@@ -192,7 +193,7 @@ class Fallback:
         # A chunk's gradients, the same in the accumulation dtype, and their squares may exist at
         # once.
         numbers = 3 * sum(parameter.numel() for parameter in parameters)
-        chunk = max(1, min(division.batch_size, self._workspace // (8 * numbers)))
+        chunk = fitting(8 * numbers, division.batch_size, self._workspace)
         tensors = [*tensors_in(batch)]  # in the order of ``map_tensors``
         dims = tuple(map(division.axis, tensors))
         # Under the names that the given model, wrapped or not, uses.
