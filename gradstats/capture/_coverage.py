@@ -71,6 +71,7 @@ def _walk(
     others: list[Tensor] = []
     coupled, added = tracker.coupled, tracker.added
     shown_nodes, roots = tracker.shown, {*tracker.roots}
+    noted = tracker.noted_nodes if tracker.batch_size > 1 else None
     of_graphs, renumbered = tracker.reports.of_graphs, tracker.renumbered
     reports: list[GraphReport] = []
     while stack:
@@ -88,6 +89,8 @@ def _walk(
                 edges = () if edge is None else (edges[edge],)  # the others lead to parameters
         elif isinstance(node, BackwardCFunction):
             use = getattr(node, "use", None)
+            if noted and not hasattr(node, "was_shown"):
+                _check_place(node, noted)
         tracked = use is not None and isinstance(use, Use)
         if tracked:
             uses.append(use)
@@ -148,6 +151,29 @@ def _walk(
         for root in tracker.roots:
             root.postponed |= root.registered > root.counted
     return reporting
+
+
+def _check_place(node: BackwardCFunction, noted: set[int]) -> None:
+    """Raise if a Function that was not seen took data that do not lie as the contract says.
+
+    Its results were then taken to have their examples where the contract says.
+
+    Args:
+        node: of a Function that no context was shown.
+        noted: the numbers of what led to such data.
+    """
+    function: Any = node._forward_cls  # type: ignore[attr-defined]
+    if function.__module__.startswith(("torch.", "gradstats.")):
+        return
+    edges: Any = node.next_functions
+    if any(child is not None and child._sequence_nr() in noted for child, _ in edges):
+        name = function.__name__
+        raise UnsupportedOperationError(
+            f"the autograd Function {name} took values of examples that do not lie along the "
+            "example axis, or of several together, by an apply that was kept in a variable before "
+            "the first context, which PyTorch hides. So it is not known to which examples its "
+            f"result belongs. Expected a call that is seen: write {name}.apply where it is used."
+        )
 
 
 def _unseen(node, used: Node) -> UnsupportedOperationError:

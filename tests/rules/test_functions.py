@@ -15,7 +15,8 @@ from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from gradstats.capture.parameters._functions import HOST, INNERMOST, SHARED_APPLY
+from gradstats.capture.operations._graph import INNERMOST
+from gradstats.capture.parameters._functions import HOST, SHARED_APPLY
 from tests.functions import Kernel
 from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
@@ -230,20 +231,44 @@ def test_a_parameter_that_is_one_number():
     )
 
 
-def test_an_apply_that_was_kept_from_before_all_contexts():
-    """From PyTorch 2.14 on it is PyTorch's innermost, in which nothing can be seen: refused."""
-    seen = HOST is SHARED_APPLY
-    kept = Rounded.apply if seen else INNERMOST.__get__(None, Rounded)
+SEEN = HOST is SHARED_APPLY  # from PyTorch 2.14 on a kept apply is PyTorch's innermost
+KEPT = Rounded.apply if SEEN else INNERMOST.__get__(None, Rounded)
 
-    def function(m, x):
-        return functional.linear(x, kept(m.w))
 
-    shapes, data = {"w": SHAPES["w"]}, normal(BATCH, WIDTH)
-    if seen:
+def check_kept(function, shapes, data, match):
+    """Check an operation that is seen before PyTorch 2.14, and refused since."""
+    if SEEN:
         check_operation(function, shapes, data)
     else:
-        match = r"RoundedBackward uses parameter 'w'.*apply kept in.*where it is used"
         check_refused(function, shapes, data, match=match)
+
+
+def test_an_apply_that_was_kept_from_before_all_contexts():
+    check_kept(
+        lambda m, x: functional.linear(x, KEPT(m.w)),
+        {"w": SHAPES["w"]},
+        normal(BATCH, WIDTH),
+        match=r"RoundedBackward uses parameter 'w'.*apply kept in.*where it is used",
+    )
+
+
+def test_a_kept_apply_of_data():
+    check_operation(
+        lambda m, x: functional.linear(KEPT(functional.linear(x, m.w)), m.v),
+        {"w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)},
+        normal(BATCH, WIDTH),
+    )
+
+
+def test_a_kept_apply_of_data_whose_examples_lie_elsewhere():
+    """As many positions as examples: where its result has them, the shape does not say."""
+    check_kept(
+        lambda m, x: functional.linear(KEPT(functional.linear(x, m.w).transpose(0, 1)), m.v)
+        .transpose(0, 1),
+        {"w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)},
+        normal(BATCH, BATCH, WIDTH),
+        match=r"Function Rounded took values of examples.*write Rounded\.apply where",
+    )  # fmt: skip
 
 
 def names_used(function):

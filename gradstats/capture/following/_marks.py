@@ -24,6 +24,7 @@ from gradstats.capture.following._examples import (
 )
 from gradstats.capture.following._filled import Filling
 from gradstats.capture.following._meetings import Meetings
+from gradstats.capture.operations._graph import KEPT_APPLY_IS_UNSEEN
 from gradstats.capture.operations._memory import RearrangedMemory, WrittenMemory
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import GIVEN_VALUES
@@ -103,6 +104,9 @@ class Marks(Meetings):
         self._written, self._rearranged = WrittenMemory(), RearrangedMemory()
         # Data tensors that carry a mark.
         self._marked: list[ref[Tensor]] = []
+        # The numbers in the autograd graph of those whose examples were noted, where an operation
+        # may not be seen.
+        self.noted_nodes: set[int] = set()
 
     def expected_along(self, axis: int) -> str:
         """Return what data should have along an axis, for a message."""
@@ -413,6 +417,8 @@ class Marks(Meetings):
         setattr(tensor, LAYOUT, (self.serial, layout, at, self._rearranged.count))
         self._marked.append(ref(tensor))
         self.follows_layouts = True
+        if KEPT_APPLY_IS_UNSEEN and tensor.grad_fn is not None:
+            self.noted_nodes.add(tensor.grad_fn._sequence_nr())
 
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether anything was noted about a tensor of data."""

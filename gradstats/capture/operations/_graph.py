@@ -39,6 +39,10 @@ with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
 # The C function that applies an autograd Function, below PyTorch's wrappers in Python.
 INNERMOST = torch._C._FunctionBase.__dict__["apply"]
 
+# Whether it is what an ``apply`` leads to that was looked up before the first context, as from
+# PyTorch 2.14 on: such calls are not seen.
+KEPT_APPLY_IS_UNSEEN = vars(torch.autograd.Function).get("apply") is INNERMOST
+
 
 def nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
     """Yield the nodes of the autograd graph behind a tensor."""

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
 
-from gradstats.capture.operations._graph import INNERMOST
+from gradstats.capture.operations._graph import KEPT_APPLY_IS_UNSEEN
 from gradstats.capture.operations._modes import innermost_mode, run_shown, run_unseen
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.operations._nested import operands_of, tensors_in
 from gradstats.capture.parameters._checkpoints import run_checkpoint
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 SHARED_APPLY = torch.autograd.function._SingleLevelFunction
 
 # The class in which ``apply`` is replaced. From PyTorch 2.14 on, ``Function`` itself has the
-# innermost ``apply``; one kept from before all contexts is then not seen, and refused.
-HOST = Function if vars(Function)["apply"] is INNERMOST else SHARED_APPLY
+# innermost ``apply``; one kept from before all contexts is then not seen, and refused where it
+# takes parameters, or data whose examples do not lie as the contract says.
+HOST = Function if KEPT_APPLY_IS_UNSEEN else SHARED_APPLY
 
 # Modules whose Functions are left alone. PyTorch's own run the caller's code, compiled graphs, or
 # communication between processes, except those of its quantisation, which are like any user's.
@@ -70,6 +72,15 @@ def show_function(cls, *args, **kwargs):
     inner = super(SHARED_APPLY, cls).apply
     if not torch._C._len_torch_function_stack():
         return inner(*args, **kwargs)
+    result = _show(cls, inner, args, kwargs)
+    if KEPT_APPLY_IS_UNSEEN:
+        for tensor in tensors_in(result):
+            if isinstance(tensor.grad_fn, BackwardCFunction):
+                tensor.grad_fn.was_shown = True  # type: ignore[attr-defined]
+    return result
+
+
+def _show(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if cls.__module__ == COMPILED:
         return run_unseen(inner, args)
     # No mode is on inside a rule, whose own Functions take parameters as they are.
