@@ -167,25 +167,63 @@ def test_data_with_other_rows_are_told_what_is_expected():
         )
 
 
-def test_positions_as_parameters_of_packed_rows_are_refused():
-    """A slice of the parameter for each row: whose gradient it is cannot be told leanly."""
+class Slices(nn.Module):
+    """A function of packed rows and of a parameter, which has a slice for each of them."""
 
-    class Slices(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rows = nn.Parameter(torch.randn(9, 8))
-            self.layer = nn.Linear(8, 1)
+    def __init__(self, function, shape):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.slices = nn.Parameter(torch.randn(shape))
+        self.function = function
 
-        def forward(self, x):
-            return self.layer(x + self.rows)[:, 0]
+    def forward(self, x):
+        return self.function(self.layer(x), self.slices)
 
-    with pytest.raises(gs.UnsupportedOperationError, match=r"several rows.*parameter 'rows'"):
-        gs.per_example_norms(
-            Slices(),
-            torch.randn(9, 8),
-            lambda m, b: torch.stack([t.sum() for t in m(b).split([4, 5])]),
-            cu_seqlens=torch.tensor([0, 4, 9]),
-        )
+
+def expanded(w):
+    return w.expand(1, 9, 4)
+
+
+def sunk(x, w):
+    """As attention with a sink is rescaled, whose score is the same for all rows."""
+    total = torch.logsumexp(torch.cat([x, w.view(1, 1, -1).expand(1, 9, -1)], -1), -1, True)
+    return (x.logsumexp(-1, keepdim=True) - total).exp() * x
+
+
+OWN_SLICES = {
+    "expanded, joined": (lambda x, w: torch.cat([x, expanded(w)], -1), (4,)),
+    "expanded, stacked": (lambda x, w: torch.stack([expanded(w), x], 1).prod(1), (4,)),
+    "expanded, added": (lambda x, w: x + expanded(w), (4,)),
+    "expanded, in place": (lambda x, w: x.clone().mul_(expanded(w)), (4,)),
+    "expanded, chosen": (lambda x, w: torch.where(x > 0, x, expanded(w)), (4,)),
+    "a sink": (sunk, (4,)),
+    "repeated": (lambda x, w: x * w.repeat(9, 1), (4,)),
+    "added": (lambda x, w: x + w, (9, 4)),
+    "multiplied": (lambda x, w: w.softmax(0) * x, (9, 4)),
+    "complex": (lambda x, w: torch.view_as_real(torch.view_as_complex(w) * x), (9, 4, 2)),
+    "joined": (lambda x, w: torch.cat([w[None], x], 2), (9, 4)),
+    "positions": (lambda x, w: x + w[torch.arange(9)], (12, 4)),
+    "embedded": (lambda x, w: x + functional.embedding(torch.arange(9), w), (12, 4)),
+    "larger": (lambda x, w: torch.maximum(x, w[2:11]), (12, 4)),
+    "given shape": (lambda x, w: sum(torch.broadcast_tensors(x, w)), (9, 4)),
+    "differences": (lambda x, w: torch.addcmul(x, x - w, w, value=2), (9, 4)),
+}
+
+
+@pytest.mark.parametrize("function, shape", OWN_SLICES.values(), ids=OWN_SLICES)
+@pytest.mark.parametrize("lengths", [[4, 2, 3], [3, 3, 3], [9], [2, 0, 7]], ids=str)
+def test_slices_of_a_parameter_for_packed_rows(function, shape, lengths):
+    torch.manual_seed(0)
+    model = Slices(function, shape).double()
+    rows = torch.randn(1, 9, 4, dtype=torch.float64)
+
+    def losses(model, rows):
+        found = model(rows)[0].flatten(1).square().sum(1)
+        return torch.stack([part.sum() for part in found.split(lengths)])
+
+    expected = sqnorms_alone(model, range(len(lengths)), lambda m, own: losses(m, rows)[own, None])
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    check_packed(model, rows, losses, bounds, expected)
 
 
 def oracle_gradients(model, batch, lengths):

@@ -403,12 +403,21 @@ def test_parameter_indexed_by_numbers_beside_data(rows):
     check_operation(function, {"w": (ROWS, ROWS)}, integers(3, 1))
 
 
-def test_parameter_indexed_in_other_ways_is_refused():
+def test_a_mask_that_leaves_rows_out():
+    def function(m, ids):
+        mask = ids.double()[:2] > 1
+        rows = torch.arange(2).unsqueeze(1).expand_as(mask)[mask]
+        return torch.zeros(3).double().index_add(0, rows, m.w[mask].square())
+
+    check_operation(function, {"w": (2, 3)}, integers(3, 3))
+
+
+def test_more_slices_than_rows_is_refused():
     check_refused(
-        lambda m, ids: m.w[ids.double()[:2] > 2].expand(3, 3),
-        {"w": (2, 3)},
+        lambda m, ids: m.w.gather(1, ids),
+        {"w": (5, ROWS)},
         integers(3, 3),
-        match=r"__getitem__ with 2 slices along axis 0 for 2 rows of 3 examples.*'w'",
+        match=r"gather with 5 slices along axis 0 for 3 rows of 3 examples.*'w'",
     )
 
 

@@ -259,10 +259,6 @@ def scaled_dot_product(tracker, func, query, key, value, *args, **kwargs):
     if dropout and tracker.settings.exact:
         refuse(func, mask, "with dropout has no rule under fused=False", "Pass fused=True.")
     layout = ExampleLayout(dims, examples)
-    if tracker.settings.exact and not layout.serves(mask.shape):
-        # With one more axis PyTorch computes it by another kernel, to other bits.
-        refuse(func, mask, "with a mask for each of an example's rows has no rule under "
-               "fused=False", "Pass fused=True.")  # fmt: skip
     return per_example(tracker, func, layout, (query, key, value, *args), kwargs)
 
 

@@ -297,6 +297,27 @@ def _is_turned_behind(node: Derived) -> bool:
     return 0 not in (axis % len(node.shape) for axis in node.args[1:])
 
 
+def _rows_of(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
+    """Return a tracked tensor with a slice for each of an example's rows as data.
+
+    Or the slice that they all have, still tracked.
+    """
+    axis = examples.axis
+    if node.value.stride(axis) == 0 and not tracker.settings.exact:
+        return derive(tracker, Tensor.narrow, (item, axis, 0, 1), {})
+    if examples.segments is None:
+        # Along an axis of their own an example's rows are one slice.
+        apart = slices_of(tracker, item, axis, (examples.batch, examples.fold))
+        slices = as_data(tracker, func, node, apart, Examples(examples.batch, axis))
+        return slices.flatten(axis, axis + 1)
+    ids = torch.arange(examples.rows, device=item.device)
+    tracker.place(ids, examples.along(0))
+    if not item.is_complex():
+        return run(tracker, Tensor.index_select, item, axis, ids)
+    pairs = derive(tracker, torch.view_as_real, (item,), {})
+    return torch.view_as_complex(run(tracker, Tensor.index_select, pairs, axis, ids))
+
+
 def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
     """Return an operand that has a slice for each row of the examples along their axis.
 
@@ -312,14 +333,13 @@ def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tens
     own = node_of(item)
     layout = ExampleLayout(item.dim(), examples)
     axis, fits = examples.axis, item.shape[examples.axis] == examples.rows
-    if fits and own is not None and not layout.serves(item.shape) and examples.segments is None:
-        # Along an axis of their own an example's rows are one slice.
-        apart = slices_of(tracker, item, axis, (examples.batch, examples.fold))
-        slices = as_data(tracker, func, node, apart, Examples(examples.batch, axis))
-        item = slices.flatten(axis, axis + 1)
-        tracker.place(item, examples)
-        return item
-    if not fits or not (own is None or layout.serves(item.shape)):
+    if fits and own is not None and not layout.serves(item.shape):
+        item = _rows_of(tracker, func, own, item, examples)
+        own = node_of(item)
+        if own is None:
+            tracker.place(item, examples)
+            return item
+    elif not fits:
         refuse(
             func,
             own or node,

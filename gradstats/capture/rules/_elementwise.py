@@ -46,7 +46,12 @@ from gradstats.capture.rules._common import (
     run,
 )
 from gradstats.capture.rules._in_place import write_data
-from gradstats.capture.rules._per_example import ELEMENTWISE_IN_PLACE, changes_type, per_example
+from gradstats.capture.rules._per_example import (
+    ELEMENTWISE_IN_PLACE,
+    changes_type,
+    own_rows,
+    per_example,
+)
 from gradstats.capture.rules._summed import BroadcastFactors
 from gradstats.capture.uses._broadcast import BroadcastUse, on_chip
 from gradstats.capture.uses._hooked import ADDED, MULTIPLIED, hooked
@@ -240,12 +245,9 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     examples = common_rows(func, nodes[0], layouts)
     if not stacked and dim == examples.axis:
         refuse(func, nodes[0], "along the example axis has no rule")
-    if dim > examples.axis:
-        dim -= dims + stacked  # from the end, where it stays if the examples' rows get an axis
     layout = ExampleLayout(dims, examples)
     check_rows(func, nodes[0], layout, tensors)
-    moved = stacked and 0 <= dim <= examples.axis
-    return per_example(tracker, func, layout, (tensors, dim), kwargs, examples.axis + moved)
+    return per_example(tracker, func, layout, (tensors, dim), kwargs)
 
 
 def stack_along(tracker, func, tensors):
@@ -328,7 +330,7 @@ def broadcast_tensors(tracker, func, *tensors):
         if node is None:
             return item.expand(shape)
         if not layout.serves(item.shape):
-            refuse(func, node, "with a part for each of an example's rows has no rule")
+            return own_rows(tracker, func, layout, item).expand(shape)
         if not tracker.settings.exact:
             return example_view(node, layout).expand(shape)
         factors = BroadcastFactors(layout, tuple(item.shape))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradstats.capture.following._examples import Examples
 from gradstats.capture.operations._nested import flatten, rebuild
 from gradstats.capture.operations._operations import (
     ELEMENTWISE,
@@ -16,11 +16,9 @@ from gradstats.capture.operations._operations import (
     function_variants,
     in_place_variants,
 )
-from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._nodes import Node
-from gradstats.capture.parameters._refusals import refuse
-from gradstats.capture.parameters._tensors import first_node, node_of, value_of
-from gradstats.capture.rules._common import in_order, slices_of
+from gradstats.capture.parameters._tensors import node_of, value_of
+from gradstats.capture.rules._common import as_data
 from gradstats.capture.uses._uses import tap
 from gradstats.capture.uses._views import ExampleLayout, example_view
 
@@ -38,27 +36,18 @@ AFFINE = frozenset(
 )
 
 
-def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | None = None):
+def per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` with every tracked operand replaced by what each example sees of it.
 
     Args:
         layout: where the examples lie in the operands, which line up from the right.
-        args, kwargs: of the operation; an axis among them is counted from the side of the example
-            axis on which it lies.
-        axis: where the examples lie in the result; as in the operands by default.
+        args, kwargs: of the operation.
     """
-    for item in flatten((args, kwargs)):
-        node = node_of(item)
-        if node is not None and not layout.serves(item.shape):
-            if layout.examples.even and func not in ELEMENTWISE_IN_PLACE:
-                at = layout.examples.axis if axis is None else axis
-                return _unfolded(tracker, func, layout, args, kwargs, at)
-            refuse(
-                func,
-                node,
-                "of data in which an example has several rows, each with its own part of the "
-                "parameter, has no rule",
-            )
+    operands = flatten((args, kwargs))
+    if not all(node_of(item) is None or layout.serves(item.shape) for item in operands):
+        args, kwargs = rebuild((args, kwargs), partial(own_rows, tracker, func, layout))
+        if all(node_of(item) is None for item in flatten((args, kwargs))):
+            return func(*args, **kwargs)
     if tracker.settings.exact or changes_type((args, kwargs)):
         return _tapped(func, layout, args, kwargs)
 
@@ -67,6 +56,16 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs, axis: int | 
         return item if node is None else example_view(node, layout)
 
     return func(*rebuild(args, view), **rebuild(kwargs, view))
+
+
+def own_rows(tracker, func, layout: ExampleLayout, item):
+    """Return an operand as data if it is tracked and has a slice for each of an example's rows."""
+    node = node_of(item)
+    if node is None or layout.serves(item.shape):
+        return item
+    examples = layout.examples
+    own = examples.along(examples.axis - (layout.dims - item.dim()))
+    return as_data(tracker, func, node, item, own)
 
 
 def changes_type(items) -> bool:
@@ -78,51 +77,6 @@ def changes_type(items) -> bool:
     numbers = {item.dtype for item in tensors if not item.dim() and node_of(item) is not None}
     others = {item.dtype for item in tensors if item.dim() and item.is_floating_point()}
     return bool(numbers) and bool(others - numbers)
-
-
-def _unfolded(tracker, func, layout: ExampleLayout, args, kwargs, result_axis: int):
-    """Run ``func`` with an example's rows along an axis of their own, so that it has one slice."""
-    examples = layout.examples
-    axis, sizes = examples.axis, (examples.batch, examples.rows // examples.batch)
-
-    def unfold(item):
-        if not isinstance(item, Tensor) or item.dim() <= layout.dims - 1 - axis:
-            return item
-        own = axis - (layout.dims - item.dim())
-        shape = sizes if item.shape[own] != 1 else (1, 1)
-        order = None if item.shape[own] == 1 else examples.order
-        if node_of(item) is None:
-            return in_order(item, own, order).unflatten(own, shape)
-        if order is not None:
-            item = derive(tracker, in_order, (item, own, order), {})
-        if shape == sizes:
-            return slices_of(tracker, item, own, sizes)
-        return derive(tracker, Tensor.unflatten, (item, own, shape), {})
-
-    inner = ExampleLayout(layout.dims + 1, Examples(examples.batch, axis))
-    unfolded = rebuild(args, unfold), rebuild(kwargs, unfold)
-    result = per_example(tracker, func, inner, *unfolded).flatten(result_axis, result_axis + 1)
-    if examples.order is not None:
-        result = result.index_select(result_axis, examples.order.argsort())
-    expected = _shape_of(func, args, kwargs)
-    if result.shape != expected:
-        refuse(
-            func,
-            first_node(*flatten((args, kwargs))),
-            f"gave shape {tuple(result.shape)}, expected {tuple(expected)}, of data in which an "
-            "example has several rows, and so has no rule",
-        )
-    return result
-
-
-def _shape_of(func, args, kwargs) -> torch.Size:
-    """Return the shape of an operation's result without computing it."""
-
-    def empty(item):
-        return torch.empty_like(value_of(item), device="meta") if isinstance(item, Tensor) else item
-
-    with torch.no_grad():
-        return func(*rebuild(args, empty), **rebuild(kwargs, empty)).shape
 
 
 def _tapped(func, layout: ExampleLayout, args, kwargs):
