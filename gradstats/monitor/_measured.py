@@ -38,6 +38,9 @@ GRAM_STATISTICS = GRAM_NEGATIVE + 1
 REDUCTIONS = ("mean", "sum", "step_mean")
 MAX_ID = 2**53
 
+# Relative to a squared norm, more than rounding makes of one gradient on two processes.
+AGREEMENT = 1e-3
+
 
 @dataclass(frozen=True)
 class Options:
@@ -158,7 +161,7 @@ class Pending:
             if self._groups is not None:
                 rates = reader.take(len(self._groups))
             batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
-        self._check(held, batches)
+        self._check(held, np.stack(gradients), batches)
         gradient: np.ndarray | None = None
         if headers[0][H_MEASURED]:
             gradient = sum(gradients[1:], gradients[0])
@@ -178,7 +181,7 @@ class Pending:
             sqnorm=reader.take(parameters, size),
         )
 
-    def _check(self, held: np.ndarray, batches: Sequence[Batch]) -> None:
+    def _check(self, held: np.ndarray, gradients: np.ndarray, batches: Sequence[Batch]) -> None:
         stale = [name for name, square in zip(self._names, held, strict=True) if square != 0]
         if stale:
             raise TrackingError(
@@ -194,6 +197,19 @@ class Pending:
                 "leave it there; or measure with alignment=True, one micro-batch on one process, "
                 "where it need not be read."
             )
+        if self._shared is not None:
+            whole = np.equal(self._shared, len(gradients))
+            agree = np.isclose(gradients, gradients[0], rtol=AGREEMENT, atol=0, equal_nan=True)
+            apart = [self._names[p] for p in np.flatnonzero(whole & ~agree.all(0))]
+            if apart:
+                raise TrackingError(
+                    f"the gradient of {listed(apart)} was not the same on all processes when the "
+                    "backward had ended, so that the gradient of this step is not known. Expected "
+                    "backwards that average it over the processes, as those of "
+                    "DistributedDataParallel do: without no_sync() in the last micro-batch, and "
+                    "without parameters that it ignores. Where a loop averages gradients by "
+                    "itself, measure each process alone, without process_group=."
+                )
         for batch in batches:
             if batch.ids is not None and max(batch.ids.max(), -batch.ids.min()) >= MAX_ID:
                 raise TrackingError(

@@ -129,8 +129,8 @@ class Monitor:
         fused: compute weight gradients in the same pass over the data as the norms.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
-        process_group: the processes that share the optimizer step; by default those of a
-            DistributedDataParallel or sharded model.
+        process_group: the processes that share the optimizer step, over which the backward averages
+            gradients; by default those of a DistributedDataParallel or sharded model.
 
     Attributes:
         steps: number of optimizer steps completed.

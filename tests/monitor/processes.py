@@ -197,6 +197,7 @@ def data_parallel(rank: int) -> None:
     check_uneven_batches(rank)
     check_a_mean_over_the_step(rank)
     check_a_step_that_is_skipped(rank)
+    check_gradients_that_are_not_averaged(rank)
     check_norms_before_training_a_static_graph(rank)
     check_join_is_refused()
 
@@ -295,6 +296,9 @@ def check_a_step_that_is_skipped(rank: int) -> None:
         (wrapped, everybody, 1), (wrapped, everybody, 3), (model, first, 1), (model, first, 3),
     ):  # fmt: skip
         monitor = gs.Monitor(own, every=1, process_group=dist.group.WORLD)
+        # Alone, nothing averages the gradients: they agree where the examples do.
+        examples = mine if own is wrapped else batch
+        size = len(examples[0])
         for step in range(3):
             own.zero_grad()
             with warnings.catch_warnings(record=True) as heard:
@@ -302,23 +306,35 @@ def check_a_step_that_is_skipped(rank: int) -> None:
                 for k in range(count):
                     if own is wrapped:
                         synchronise(own, k == count - 1)
-                    with monitor.step(B, accumulation=(k, count)) as context:
-                        loss = losses_of(own, mine).mean() / count
+                    with monitor.step(size, accumulation=(k, count)) as context:
+                        loss = losses_of(own, examples).mean() / count
                         if not (step == 1 and k == count // 2 and rank in skipping):
                             loss.backward()
-                if own is model:
-                    for parameter in own.parameters():
-                        if parameter.grad is None:
-                            parameter.grad = torch.zeros_like(parameter)
-                        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
                 metrics = monitor.metrics()
             told = [str(each.message) for each in heard if each.category is gs.GradStatsWarning]
             assert bool(metrics) == (step != 1)
             assert context.measured == (step != 1 or rank not in skipping)
             assert len(told) == (step == 1) and all("not measured" in each for each in told)
         assert monitor.steps == 3 and monitor.history["step"] == [0, 2]
-        if own is wrapped:
-            assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+        assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+
+
+def check_gradients_that_are_not_averaged(rank: int) -> None:
+    """By loops that average them after the backward, or not at all; or of some parameters."""
+    batch = whole_batch(torch.Generator().manual_seed(2))
+    mine = tuple(item[rank * B : rank * B + B] for item in batch)
+    plain, waiting, partly = same_network(3)
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(partly, ["blocks.1.scale"])
+    waiting, partly = DistributedDataParallel(waiting), DistributedDataParallel(partly)
+    synchronise(waiting, False)
+    every = "'embedding.weight', 'blocks.0.scale', 'blocks.0.linear.weight', …"
+    for model, named in ((plain, every), (waiting, every), (partly, "'blocks.1.scale'")):
+        monitor = gs.Monitor(model, every=1, process_group=dist.group.WORLD)
+        with monitor.step(B):
+            losses_of(model, mine).mean().backward()
+        with pytest.raises(gs.TrackingError, match=f"gradient of {named} was not the same on all"):
+            monitor.metrics()
 
 
 def shard(model):
