@@ -3,7 +3,8 @@
 Everything stays on the model's device until the copy, in one float64 vector:
 
     header          how many micro-batches, the loss scale, flags; 0 alone where one was skipped
-    parameters      ‖G_p‖² of the gradient; the same of what .grad held before, if it held anything
+    parameters      ‖G_p‖² of the gradient; the same of what .grad held before, if it held anything;
+                    whether it was changed between micro-batches, if there were several
     optimizer       the learning rate of each of its groups
     micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
                     where asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
@@ -27,7 +28,7 @@ from gradstats.monitor._layers import Layers
 from gradstats.statistics._training import StepGradients
 
 # Entries of the header, and of what stands before the examples of a micro-batch.
-H_BATCHES, H_MEASURED, H_SCALE, H_STALE = range(4)
+H_BATCHES, H_SCALE, H_MEASURED, H_STALE, H_CHANGED = range(5)
 B_SIZE, B_DIVISOR, B_WEIGHT, B_HAS_IDS, B_LOSS = range(5)
 # Of the pairs i ≠ j of a micro-batch: the sums of cosines and of signs over pairs of which neither
 # gradient is zero, how many these are, the least product, and how many products are negative.
@@ -38,7 +39,8 @@ GRAM_STATISTICS = GRAM_NEGATIVE + 1
 REDUCTIONS = ("mean", "sum", "step_mean")
 MAX_ID = 2**53
 
-# Relative to a squared norm, more than rounding makes of one gradient on two processes.
+# Relative to a squared norm, more than rounding makes of one gradient that is read twice, or on two
+# processes.
 AGREEMENT = 1e-3
 
 
@@ -147,21 +149,23 @@ class Pending:
         if not flat[starts].all():
             return None
         headers, gradients, batches = [], [], []
-        held = np.zeros(len(self._names))
+        held, changed = np.zeros((2, len(self._names)))
         rates = None
         end = 0
         for length in lengths:
             reader = _Reader(flat[end : end + length])
             end += length
-            header = reader.take(H_STALE + 1)
+            header = reader.take(H_CHANGED + 1)
             headers.append(header)
             gradients.append(reader.take(len(self._names)))
             if header[H_STALE]:
                 held += reader.take(len(self._names))
+            if header[H_CHANGED]:
+                changed += reader.take(len(self._names))
             if self._groups is not None:
                 rates = reader.take(len(self._groups))
             batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
-        self._check(held, np.stack(gradients), batches)
+        self._check(held, changed, np.stack(gradients), batches)
         gradient: np.ndarray | None = None
         if headers[0][H_MEASURED]:
             gradient = sum(gradients[1:], gradients[0])
@@ -181,14 +185,28 @@ class Pending:
             sqnorm=reader.take(parameters, size),
         )
 
-    def _check(self, held: np.ndarray, gradients: np.ndarray, batches: Sequence[Batch]) -> None:
-        stale = [name for name, square in zip(self._names, held, strict=True) if square != 0]
+    def _check(
+        self,
+        held: np.ndarray,
+        changed: np.ndarray,
+        gradients: np.ndarray,
+        batches: Sequence[Batch],
+    ) -> None:
+        stale = self._where(held != 0)
         if stale:
             raise TrackingError(
                 "the parameters held a gradient when the first micro-batch's backward started "
                 f"({listed(stale)}), so that the gradient of this step is not known. Call "
                 "optimizer.zero_grad() before it, model.zero_grad() where the optimizer does not "
                 "hold them all; to accumulate gradients, say so with accumulation=(k, K)."
+            )
+        touched = self._where(changed != 0)
+        if touched:
+            raise TrackingError(
+                f"the gradient of {listed(touched)} was changed between the micro-batches of the "
+                "step, so that it is not what its examples add up to. Expected gradients that only "
+                "backwards add to until the last one has ended: clip, scale or clear them after "
+                "it; or take each micro-batch as an optimizer step, without accumulation=."
             )
         if self._lost:
             raise TrackingError(
@@ -200,7 +218,7 @@ class Pending:
         if self._shared is not None:
             whole = np.equal(self._shared, len(gradients))
             agree = np.isclose(gradients, gradients[0], rtol=AGREEMENT, atol=0, equal_nan=True)
-            apart = [self._names[p] for p in np.flatnonzero(whole & ~agree.all(0))]
+            apart = self._where(whole & ~agree.all(0))
             if apart:
                 raise TrackingError(
                     f"the gradient of {listed(apart)} was not the same on all processes when the "
@@ -215,6 +233,10 @@ class Pending:
                 raise TrackingError(
                     f"ids must lie between -2⁵³ and 2⁵³, got {batch.ids.astype(int).tolist()}."
                 )
+
+    def _where(self, which: np.ndarray) -> list[str]:
+        """Return the names of parameters, given (P,) whether each is one of them."""
+        return [self._names[p] for p in np.flatnonzero(which)]
 
     def _measured(
         self,

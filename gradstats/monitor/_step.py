@@ -18,7 +18,7 @@ from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.monitor._arguments import optimizers_of
 from gradstats.monitor._layers import Layers
-from gradstats.monitor._measured import Options, Pending, listed
+from gradstats.monitor._measured import AGREEMENT, Options, Pending, listed
 from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
 from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale
@@ -53,6 +53,9 @@ class Collector:
         self._rates: Tensor | None = None
         self._groups: np.ndarray | None = None
         self._stale: Tensor | None = None
+        # ‖G_p‖² where a backward left it, and which the next one found to be something else.
+        self._left: Tensor | None = None
+        self._changed: Tensor | None = None
         self._used: set[str] = set()
         self._without: set[str] = set()
         self._scalar: Tensor | None = None
@@ -106,8 +109,11 @@ class Collector:
         """Note what the backward starts from: the optimizer may step before the context closes."""
         if inputs is not None:
             self._check_inputs(inputs)
+        held = gradient_sqnorms(self._parameters)
         if self._scalar is None:
-            self._stale = gradient_sqnorms(self._parameters)
+            self._stale = held
+        else:
+            self._note_changes(held)
         device = losses[0].device
         self._scalar = torch.zeros((), dtype=torch.float64, device=device)
         for loss, gradient in zip(losses, start, strict=True):
@@ -119,10 +125,27 @@ class Collector:
 
     def after_backward(self) -> None:
         """Read the gradients before anything clips them."""
-        if self.reads_gradients and self._last:
-            self._gradient = gradient_sqnorms(self._parameters)
+        if not self.reads_gradients:
+            return
+        self._left = gradient_sqnorms(self._parameters)
+        if self._last:
+            self._gradient = self._left
             named = zip(self.names, self._parameters, strict=True)
             self._without = {name for name, parameter in named if parameter.grad is None}
+
+    def _note_changes(self, held: Tensor | None) -> None:
+        """Note which gradients are not as the backward before left them.
+
+        Args:
+            held: (P,) squared norms of the gradients that are there; None if there are none.
+        """
+        if held is None and self._left is None:
+            return
+        present = self._left if held is None else held
+        assert present is not None
+        left, held = (torch.zeros_like(present) if g is None else g for g in (self._left, held))
+        changed = ~torch.isclose(held, left, rtol=AGREEMENT, atol=0, equal_nan=True)
+        self._changed = changed if self._changed is None else self._changed | changed
 
     def add(
         self,
@@ -184,8 +207,9 @@ class Collector:
         """Return what this process measured, as ``_measured`` has it."""
         device = self._batches[0][0].device
         gradient = self._gradient
-        measured, held = float(gradient is not None), float(self._stale is not None)
-        flags = [len(self._batches), measured, self._scale, held]
+        notes = (self._stale, self._changed)
+        known = [float(note is not None) for note in (gradient, *notes)]
+        flags = [len(self._batches), self._scale, *known]
         if any(isinstance(flag, Tensor) for flag in flags):
             header = torch.cat(
                 [_column(torch.as_tensor(flag, dtype=torch.float64), device) for flag in flags]
@@ -195,8 +219,7 @@ class Collector:
         if gradient is None:
             gradient = header.new_zeros(len(self.names))
         pieces = [header, gradient.to(device)]
-        if self._stale is not None:
-            pieces.append(self._stale.to(device))
+        pieces += [_column(note, device) for note in notes if note is not None]
         if self._rates is not None:
             pieces.append(_column(self._rates, device))
         return torch.cat([*pieces, *(part for batch in self._batches for part in batch)])

@@ -801,6 +801,46 @@ def test_a_gradient_from_before_is_refused(model, factor, alignment):
     assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
 
 
+def cleared(parameters):
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def kept_by_a_copy(parameters):
+    for parameter in parameters:
+        parameter.grad = parameter.grad.clone()
+
+
+def kept_by_clipping(parameters):
+    torch.nn.utils.clip_grad_norm_(parameters, 1e6)
+
+
+def clipped(parameters):
+    torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+@pytest.mark.parametrize("factor", [1.0, math.nan])
+@pytest.mark.parametrize("change", [cleared, clipped, kept_by_a_copy, kept_by_clipping])
+def test_gradients_changed_between_micro_batches(model, change, factor, alignment):
+    """The gradient of the step is then not what its examples add up to."""
+    monitor = gs.Monitor(model, every=1, alignment=alignment)
+    whole, count = batch_of(3 * B), 3
+    rows = gradient_rows(model, whole, losses_of)
+    for k, batch in enumerate(zip(*(item.split(B) for item in whole), strict=True)):
+        with monitor.step(batch_size=B, accumulation=(k, count)):
+            (factor * losses_of(model, batch).mean() / count).backward()
+            if k == 1:
+                change(list(model[2].parameters()))
+    if change is cleared or (change is clipped and factor == 1.0):
+        with pytest.raises(gs.TrackingError, match=r"'2.weight', '2.bias' .* between the micro"):
+            monitor.metrics()
+    elif factor == 1.0:
+        assert monitor.metrics()["gns/g2"] == pytest.approx(noise(rows)[1])
+    else:
+        assert monitor.metrics()["nonfinite/examples"] == 3 * B
+
+
 @pytest.mark.parametrize("alignment", ALIGNMENT)
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_a_backward_that_is_told_what_to_compute(model, set_to_none, alignment):
