@@ -90,6 +90,28 @@ def gradient_sqnorms(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     return torch.stack([norm.to(device) for norm in norms]).square_()
 
 
+def check_divisors(model: nn.Module, ranks: int) -> None:
+    """Raise where ``fully_shard`` divides gradients by something else than how many processes add.
+
+    Args:
+        model: sharded or not.
+        ranks: number of processes.
+    """
+    for path, module in model.named_modules():
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        one = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [one]):
+            factor = getattr(group, "gradient_divide_factor", None)
+            if factor not in (None, ranks):
+                raise TrackingError(
+                    f"the module {path!r} divides gradients by {factor:g}, as told by "
+                    "set_gradient_divide_factor, so that the gradient is not the mean over the "
+                    "processes that the examples are compared with. Expected a division by "
+                    f"{ranks}, which fully_shard does if not told otherwise: scale the loss "
+                    "instead."
+                )
+
+
 def processes_with(parameter: nn.Parameter, ranks: int) -> float:
     """Return how many of the processes hold each element of a parameter's gradient.
 

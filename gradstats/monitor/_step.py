@@ -19,7 +19,7 @@ from gradstats.errors import TrackingError
 from gradstats.monitor._arguments import optimizers_of
 from gradstats.monitor._layers import Layers
 from gradstats.monitor._measured import AGREEMENT, Options, Pending, listed
-from gradstats.monitor._ranks import gather, gradient_sqnorms, processes_with
+from gradstats.monitor._ranks import check_divisors, gather, gradient_sqnorms, processes_with
 from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale
 from gradstats.statistics._norms import within_batch
@@ -95,6 +95,8 @@ class Collector:
             self.layers = Layers(self.names, options.layers)
             if self.reads_gradients:
                 self._warn_of_hooks()
+            if self.group is not None:
+                check_divisors(self.model, torch.distributed.get_world_size(self.group))
             if self._optimizers:
                 self._warn_of_optimizer()
         tracker.open()

@@ -348,6 +348,7 @@ def fully_sharded(rank: int) -> None:
     for micro_batches, fused in ((1, False), (2, True)):
         check_training(rank, shard, micro_batches, fused)
     check_norms_of_a_sharded_model(rank)
+    check_sums_over_processes(rank)
     check_sharded_refusals(rank)
 
 
@@ -374,6 +375,28 @@ def check_norms_of_a_sharded_model(rank: int) -> None:
     )
     for name, square in some.by_parameter.items():
         np.testing.assert_allclose(square.numpy(), stats.by_parameter[name].numpy(), rtol=1e-9)
+
+
+def check_sums_over_processes(rank: int) -> None:
+    """Divided by another factor, the gradient is not the mean that examples are compared with."""
+    batch = whole_batch(torch.Generator().manual_seed(3))
+    mine = tuple(item[rank * B : rank * B + B] for item in batch)
+    for factor, refused in ((RANKS, False), (1, True)):
+        alone, model = same_network(2)
+        rows = gradient_rows(alone, batch, losses_of)
+        model = shard(model)
+        model.blocks[1].set_gradient_divide_factor(factor)
+        monitor = gs.Monitor(model, every=1)
+        state = hooks_and_classes(model)
+        if refused:
+            with pytest.raises(gs.TrackingError, match=r"'blocks.1' divides .* by 1, .* by 2"):
+                with monitor.step(B):
+                    losses_of(model, mine).mean().backward()
+            assert hooks_and_classes(model) == state
+            continue
+        with monitor.step(B):
+            losses_of(model, mine).mean().backward()
+        assert monitor.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
 
 
 def check_sharded_refusals(rank: int) -> None:
