@@ -40,9 +40,9 @@ def _seed():
 @pytest.fixture
 def graphs_run_on_cpus(monkeypatch):
     """Have contexts run compiled graphs here, as they do on a GPU."""
-    from gradstats.capture import _selection
+    from gradstats.capture.compiled import _used
 
-    monkeypatch.setattr(_selection, "GRAPHS_RUN_ON", {"cpu"})
+    monkeypatch.setattr(_used, "GRAPHS_RUN_ON", {"cpu"})
 
 
 @pytest.fixture

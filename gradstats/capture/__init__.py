@@ -11,7 +11,7 @@ One context
     _tracker     entering and leaving it, what it knows
     _context     what operations, rules and uses ask of it
     _constants   the mode that sees every operation
-    _selection   which parameters are measured; what is to be known of a model beforehand
+    _selection   which parameters are measured, and the names by which users know them
     _sharded     parameters that fully_shard shards
     _registered  users' own operations
     _coverage    what the autograd graph says about uses that were not seen

@@ -1,9 +1,8 @@
-"""Which parameters of a model are measured, and what has to be known about the model beforehand."""
+"""Which parameters of a model are measured, and the names by which users know them."""
 
 from __future__ import annotations
 
 import reprlib
-import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from gradstats._compiler import imported_compiler
+from gradstats.capture.compiled._used import is_compiled
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._tensors import TrackedParameter
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
@@ -22,11 +21,6 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
 
 # Prefixes that they and torch.compile put before parameter names.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
-
-# Devices on which a context runs the graphs of compiled models. Elsewhere compiled models run
-# eagerly: on two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models of
-# benchmarks/step_overhead.py), and nothing has to be compiled.
-GRAPHS_RUN_ON = frozenset({"cuda"})
 
 
 @dataclass(frozen=True)
@@ -136,11 +130,6 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     return Anatomy(modules, parameters, wrapper_prefix(model), compiled)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled, be it in place or by a module around it, which this is."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
 def select_parameters(
     model: nn.Module, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
 ) -> dict[str, nn.Parameter]:
@@ -219,43 +208,6 @@ def check_trackable(root: Root) -> None:
             f"exclude=[{root.name!r}].",
             [root.name],
         )
-
-
-_used = False
-
-
-def compiler_is_used() -> bool:
-    """Whether torch.compile has been used; until then nothing need be prepared for it."""
-    global _used
-    # Called as it is, flex_attention compiles itself.
-    _used = _used or "torch.nn.attention.flex_attention" in sys.modules
-    _used = _used or _compiler_holds_backends()
-    return _used
-
-
-def _compiler_holds_backends() -> bool:
-    """Whether it has been used since it was reset."""
-    dynamo = imported_compiler()
-    if dynamo is None:
-        return False
-    # That it was imported says little: optimizers import it without using it.
-    backends = getattr(dynamo.eval_frame, "cached_backends", None)
-    return backends is None or any(backend is not None for backend in backends.values())
-
-
-def runs_graphs(model: nn.Module, loss_fn: object) -> bool:
-    """Whether a context may run compiled graphs of a model, or of its loss function."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    compiled = hasattr(loss_fn, "_torchdynamo_orig_callable")
-    if not (compiled or any(map(is_compiled, model.modules()))):
-        return False
-    return any(map(graphs_run_on, model.parameters()))
-
-
-def graphs_run_on(parameter: nn.Parameter) -> bool:
-    """Whether a context runs compiled graphs on the device of a parameter."""
-    return parameter.device.type in GRAPHS_RUN_ON
 
 
 def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:

@@ -20,17 +20,12 @@ from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._loaders import show_loaders
 from gradstats.capture._reports import ONE_OF_SEVERAL, Reports
-from gradstats.capture._selection import (
-    anatomy_of,
-    check_trackable,
-    compiler_is_used,
-    graphs_run_on,
-    without_elements,
-)
+from gradstats.capture._selection import anatomy_of, check_trackable, without_elements
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._threads import Threaded
 from gradstats.capture.compiled._graphs import admits, show_graphs
 from gradstats.capture.compiled._skipped import show_skipped, skipping
+from gradstats.capture.compiled._used import compiler_is_used, graphs_run_on
 from gradstats.capture.operations._engine import (
     BackwardListener,
     gradients_aside,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gradstats._compiler import in_python
 from gradstats.capture._reports import SharedInGraphError
-from gradstats.capture._selection import runs_graphs
 from gradstats.capture._tracker import Tracker
+from gradstats.capture.compiled._used import runs_graphs
 from gradstats.capture.parameters._consumers import WithinBatch
 from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError, UnsupportedOperationError

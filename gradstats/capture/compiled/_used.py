@@ -1,0 +1,55 @@
+"""Whether compiled models are in use, and where contexts run their graphs."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from gradstats._compiler import imported_compiler
+
+# Devices on which a context runs the graphs of compiled models. Elsewhere compiled models run
+# eagerly: on two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models of
+# benchmarks/step_overhead.py), and nothing has to be compiled.
+GRAPHS_RUN_ON = frozenset({"cuda"})
+
+_used = False
+
+
+def compiler_is_used() -> bool:
+    """Whether torch.compile has been used; until then nothing need be prepared for it."""
+    global _used
+    # flex_attention compiles itself when it is called outside of compiled code.
+    flex_attention = "torch.nn.attention.flex_attention" in sys.modules
+    _used = _used or flex_attention or _compiler_holds_backends()
+    return _used
+
+
+def _compiler_holds_backends() -> bool:
+    """Whether the compiler has been used since its last reset."""
+    dynamo = imported_compiler()
+    if dynamo is None:
+        return False
+    # That it was imported says little: optimizers import it without using it.
+    backends = getattr(dynamo.eval_frame, "cached_backends", None)
+    return backends is None or any(backend is not None for backend in backends.values())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled in place, or is the wrapper of one that was compiled."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def runs_graphs(model: nn.Module, loss_fn: object) -> bool:
+    """Whether a context may run compiled graphs of a model, or of its loss function."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    compiled = hasattr(loss_fn, "_torchdynamo_orig_callable")
+    if not (compiled or any(map(is_compiled, model.modules()))):
+        return False
+    return any(map(graphs_run_on, model.parameters()))
+
+
+def graphs_run_on(parameter: nn.Parameter) -> bool:
+    """Whether a context runs compiled graphs on the device of a parameter."""
+    return parameter.device.type in GRAPHS_RUN_ON
