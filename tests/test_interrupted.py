@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gradstats as gs
-from gradstats.capture import _constants, _tracker
+from gradstats.capture import _mode, _tracker
 from gradstats.capture.parameters import _attributes
 from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 
@@ -68,7 +68,7 @@ class Interrupt:
 OPENING = _tracker.Tracker._open, _tracker.Tracker._track
 CLOSING = (
     _tracker.Tracker._close,
-    _constants.ConstantTracking.take_off,
+    _mode.FollowingMode.remove,
     _attributes.restore_attributes,
     _tracker.release,
 )

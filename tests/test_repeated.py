@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.capture import _constants
-from gradstats.capture._constants import ConstantTracking
+from gradstats.capture import _mode
+from gradstats.capture._mode import FollowingMode
 from gradstats.capture.following import _repeated
 from gradstats.capture.following._repeated import NOTED
 from gradstats.capture.parameters._tensors import DerivedTensor
@@ -38,7 +38,7 @@ class Followed:
     def __init__(self, monkeypatch, *, check: bool = False):
         self.times = self.again = 0
         self.wrong: list = []
-        follow, repeated = _constants.follow_results, ConstantTracking._follow_repeated
+        follow, repeated = _mode.follow_results, FollowingMode._follow_repeated
 
         def counted(tracker, *call):
             self.times += 1
@@ -56,9 +56,9 @@ class Followed:
             if NOTED.get(alike[0]) != found:
                 self.wrong.append(func)
 
-        monkeypatch.setattr(_constants, "follow_results", counted)
+        monkeypatch.setattr(_mode, "follow_results", counted)
         if check:
-            monkeypatch.setattr(ConstantTracking, "_follow_repeated", checked)
+            monkeypatch.setattr(FollowingMode, "_follow_repeated", checked)
 
 
 class Folded(nn.Module):

@@ -9,8 +9,8 @@
 
 One context
     _tracker     entering and leaving it, what it knows
+    _mode        its function mode, which sees every operation
     _context     what operations, rules and uses ask of it
-    _constants   the mode that sees every operation
     _selection   which parameters are measured, and the names by which users know them
     _sharded     parameters that fully_shard shards
     _registered  users' own operations

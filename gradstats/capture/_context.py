@@ -82,7 +82,7 @@ class Context(Repeated):
         raise NotImplementedError
 
     def watching(self) -> Any:
-        """Return the mode that follows constants, for code that runs while it is set aside."""
+        """Return the context's mode, for code that runs while it is off."""
         raise NotImplementedError
 
     def check_known(self, leaves: Sequence[Tensor]) -> None:

@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradstats._compiler import called_from_compiled, running_eagerly
 from gradstats._factors import Segments
-from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._loaders import show_loaders
+from gradstats.capture._mode import FollowingMode
 from gradstats.capture._reports import ONE_OF_SEVERAL, Reports
 from gradstats.capture._selection import anatomy_of, check_trackable, without_elements
 from gradstats.capture._sharded import ShardedParameters
@@ -104,7 +104,7 @@ class Tracker(Threaded, Context):
         selection = (len(named), parameters, exclude, model.training)
         self.form = self._form_of_graphs(selection) if self._compiler else ""
         self.reports = Reports(self.roots, settings, batch_size)
-        self._mode = ConstantTracking(self)
+        self._mode = FollowingMode(self)
         self._tasks: set[int] = set()
         self._tracked: dict[int, nn.Parameter] = {}
         # Parameters that the user's code has frozen inside the context.
@@ -169,7 +169,7 @@ class Tracker(Threaded, Context):
         show_vmap()
         show_scripts()
         show_parameters()
-        self._mode.take_off()
+        self._mode.remove()
         self._mode.__enter__()
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ class Tracker(Threaded, Context):
 
     def _close(self) -> None:
         """Close, or finish what was interrupted."""
-        self._mode.take_off()
+        self._mode.remove()
         self.uncover()
         for parameter in self._tracked.values():
             release(parameter)
@@ -282,8 +282,8 @@ class Tracker(Threaded, Context):
         # These refer back to the context: without them it is freed with its last user.
         del self._mode, self.sharded, self._model
 
-    def watching(self) -> ConstantTracking:
-        """Return the mode that follows constants, for code that runs while it is set aside."""
+    def watching(self) -> FollowingMode:
+        """Return the context's mode, for code that runs while it is off."""
         return self._mode
 
     def note_losses(self, losses: Tensor) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gradstats.capture._constants import ConstantTracking
 from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage
+from gradstats.capture._mode import FollowingMode
 from gradstats.capture._reports import Reports
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION
@@ -132,10 +132,10 @@ class GraphContext(Context):
                 self.shown[node.next_functions[0][0]] = root
             self.roots.append(root)
         self.reports = Reports(self.roots, self.settings, self.batch_size)
-        self._mode = FollowingGraph(self)
+        self._mode = GraphMode(self)
 
-    def watching(self) -> FollowingGraph:
-        """Return the mode that follows what is computed."""
+    def watching(self) -> GraphMode:
+        """Return the context's mode."""
         return self._mode
 
     def is_backward_of_losses(self) -> bool:
@@ -159,7 +159,7 @@ class GraphContext(Context):
         return note
 
 
-class FollowingGraph(ConstantTracking):
+class GraphMode(FollowingMode):
     """The function mode of such a context: all tensors are of one class, tracked or not."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""The function modes of contexts on this thread: which are there, and running without them."""
+"""The function modes of contexts on this thread's stack, and running code without them."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def modes_here() -> list[ContextMode]:
 
 
 def innermost_mode() -> Any:
-    """Return the mode of the context that watches the code that is running; None without one."""
+    """Return the mode of the innermost context that is not fetching data; None without one."""
     return next((mode for mode in reversed(modes_here()) if not mode.tracker.fetching), None)
 
 
-def take_off(goes: Callable[[TorchFunctionMode], bool]) -> None:
-    """Remove function modes from this thread's stack, wherever they stand and however often."""
+def remove_modes(chosen: Callable[[TorchFunctionMode], bool]) -> None:
+    """Remove the chosen function modes from this thread's stack, wherever they are on it."""
     modes = _get_current_function_mode_stack()
-    first = next((n for n, mode in enumerate(modes) if goes(mode)), len(modes))
-    _replace(len(modes) - first, [mode for mode in modes[first:] if not goes(mode)])
+    first = next((n for n, mode in enumerate(modes) if chosen(mode)), len(modes))
+    _replace(len(modes) - first, [mode for mode in modes[first:] if not chosen(mode)])
 
 
 def _replace(count: int, modes: list[Any]) -> None:
-    """Put function modes in the place of the last ``count`` of this thread."""
+    """Replace the last ``count`` function modes of this thread by others."""
     for _ in range(count):
         _pop_mode()
     for mode in modes:
@@ -68,10 +68,10 @@ def _replace(count: int, modes: list[Any]) -> None:
 def run_shown(
     mode: ContextMode, function: Callable[..., Any], operands: Sequence[Tensor], args, kwargs
 ) -> Any:
-    """Have a context's mode run a function that PyTorch shows no mode, whichever stand above it.
+    """Have a context's mode handle a function that PyTorch shows no mode, below any later modes.
 
     Args:
-        mode: which is on.
+        mode: of the context, on the stack.
         function, args, kwargs: the call.
         operands: the tensors among the arguments.
     """
@@ -91,7 +91,7 @@ def run_shown(
 def without_contexts() -> Iterator[None]:
     """Have no context see what runs inside, though others' modes do."""
     before = _get_current_function_mode_stack()
-    take_off(is_of_context)
+    remove_modes(is_of_context)
     try:
         with torch._C._EnableTorchFunction():
             yield
@@ -100,10 +100,10 @@ def without_contexts() -> Iterator[None]:
 
 
 def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a compiled graph without the modes of contexts, and its backward later on.
+    """Run a compiled graph, and later its backward, without the modes of contexts.
 
-    What it consists of was followed when it was traced. Not with all of them off: a graph may run
-    functions that have modes of their own.
+    Its operations were followed when it was traced. Other modes stay on: a graph may run functions
+    that have modes of their own.
     """
     before = _get_current_function_mode_stack()
     with (
@@ -120,9 +120,9 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _unpacking_seen(modes: Sequence[TorchFunctionMode]) -> AbstractContextManager[object]:
-    """Have what a graph keeps for its backward unpacked with modes on.
+    """Have the tensors that a graph saved for its backward unpacked with these modes on.
 
-    A checkpoint around the graph then runs its part of the forward again.
+    Unpacking makes a checkpoint around the graph run its part of the forward again.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
@@ -144,9 +144,9 @@ def _unpacking_seen(modes: Sequence[TorchFunctionMode]) -> AbstractContextManage
 
 
 def _unseen_in_backward(gradients: tuple[Tensor | None, ...]) -> None:
-    """Take the modes of contexts off for one node of an autograd graph.
+    """Remove the modes of contexts for one node of an autograd graph.
 
     Before the next node the engine restores what this changes.
     """
-    take_off(is_of_context)
+    remove_modes(is_of_context)
     torch._C.DisableTorchFunctionSubclass().__enter__()

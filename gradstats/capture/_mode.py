@@ -1,13 +1,13 @@
-"""Which tensors belong to no example: buffers, frozen parameters and what is computed from them.
+"""The function mode of a context, which sees every operation of the user's code.
 
-A tensor of positions whose length happens to equal the batch size looks exactly like a batch. Shape
-cannot tell them apart; where the tensor came from can. For the duration of a context a function
-mode follows what is computed without any data: such tensors are *constants*, and what is computed
-from parameters and constants alone stays derived until it meets data (see ``_derived``).
+It tells constants from data. A tensor of positions whose length happens to equal the batch size
+looks exactly like a batch: shape cannot tell them apart, but where the tensor came from can.
+Buffers, frozen parameters and all that is computed from them without data are *constants*; what is
+computed from parameters and constants alone stays *derived* until it meets data (see ``_derived``).
 
-Random tensors, and tensors made of values that the caller gives, count as data where their example
+Random tensors, and tensors made from values that the caller gives, count as data if their example
 axis has the batch's size: noise and time steps drawn inside a context are drawn for each example.
-Where taking given values for data leads to a refusal, callers that can run the forward again do so
+If counting given values as data leads to a refusal, callers that can run the forward again do so
 with these as constants.
 """
 
@@ -34,7 +34,7 @@ from gradstats.capture.following._repeated import NOTED
 from gradstats.capture.following._results import follow_results
 from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, attends_packed_rows
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
-from gradstats.capture.operations._modes import ContextMode, is_closed, take_off
+from gradstats.capture.operations._modes import ContextMode, is_closed, remove_modes
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._opened import OPENED, OPENED_IF_TRACKED, opened
@@ -55,12 +55,12 @@ from gradstats.capture.rules import is_registered
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-# Operand types without a __torch_function__ of anybody else's.
+# Operand types whose __torch_function__ is PyTorch's or our own.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
 
 
 def may_return_nothing(func) -> bool:
-    """Whether an operation on tensors may return none, and change one instead."""
+    """Whether an operation may return no tensor, and change an operand instead."""
     return func is Tensor.__setitem__ or type(func) in OPAQUE
 
 
@@ -68,21 +68,21 @@ def may_return_nothing(func) -> bool:
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
 
 
-class ConstantTracking(ContextMode):
-    """Marks what is computed from constants alone, and watches for what couples examples."""
+class FollowingMode(ContextMode):
+    """Follows each operation: what is constant, where examples lie, and what couples them."""
 
     def __init__(self, tracker: Context):
         super().__init__(tracker)
         if imported_compiler() is not None:
             prepare_for_compiler()
 
-    def take_off(self) -> None:
-        """Remove this mode from the thread's stack, wherever it stands and however often.
+    def remove(self) -> None:
+        """Remove this mode from the thread's stack, wherever and however often it is there.
 
         Contexts may end in any order, and an interrupt may have left a mode on the stack twice.
         Modes of contexts that another thread closed are removed too.
         """
-        take_off(lambda mode: mode is self or is_closed(mode))
+        remove_modes(lambda mode: mode is self or is_closed(mode))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -94,12 +94,12 @@ class ConstantTracking(ContextMode):
         return outside_graphs()(self, func, types, args, kwargs)
 
     def _record(self, func, args, kwargs):
-        """Run an operation that the compiler records, or one with which it inspects operands.
+        """Run an operation that the compiler records, or with which it inspects operands.
 
-        What is recorded is followed when the graph is traced (see ``_graphs``).
+        What it records is followed when the graph is traced (see ``_graphs``).
         """
         if torch.compiler.is_dynamo_compiling():
-            # The compiler guards what it compares: for a context of another form it records anew.
+            # The compiler guards on this comparison: for a context of another form it records anew.
             if self.tracker.form == "":
                 leave_graph("what is followed by a context that runs no graphs")
             if is_registered(func):
@@ -154,7 +154,7 @@ class ConstantTracking(ContextMode):
         self.tracker.note_training(tensor, bool(requires_grad))
 
     def _note_numbers(self, tensor, data) -> None:
-        """Note that a tensor is given other numbers; compute with these if it is derived."""
+        """Note that a tensor is given other values; compute with these if it is derived."""
         node = node_of(tensor)
         if isinstance(node, Root):
             node.note_place(data)
@@ -193,13 +193,13 @@ def _always(tracker: Context, *args, **kwargs) -> bool:
 
 
 def _takes_data_first(tracker: Context, *args, **kwargs) -> bool:
-    """Whether an operand is tracked, but not the first: then one operation serves it."""
+    """Whether an operand other than the first is tracked; a tracked first operand has a rule."""
     tracked = [node_of(item) is not None for item in operands_of(args, kwargs)]
     return any(tracked) and not tracked[0]
 
 
-# Functions that the mode takes apart, so that it sees the operations inside them, each with what
-# says whether it does, called with the context and the arguments.
+# Functions that the mode takes apart to see the operations inside them, each with a predicate that
+# says whether it does; called with the context and the arguments.
 OPENS: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(OPENED, _always),
     **dict.fromkeys(OPENED_IF_TRACKED, _takes_data_first),
@@ -215,11 +215,11 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
 CHECKS: dict[Any, Callable[..., None]] = {
     torch.nn.functional.batch_norm: check_statistics,
     torch.batch_norm: check_native_statistics,
-    Tensor.requires_grad_: ConstantTracking._note_training,
-    Tensor.requires_grad.__set__: ConstantTracking._note_training,  # type: ignore[attr-defined]
-    Tensor.data.__set__: ConstantTracking._note_numbers,  # type: ignore[attr-defined]
-    Tensor.register_hook: ConstantTracking._check_hook,
-    Tensor.detach_: ConstantTracking._check_detached,
+    Tensor.requires_grad_: FollowingMode._note_training,
+    Tensor.requires_grad.__set__: FollowingMode._note_training,  # type: ignore[attr-defined]
+    Tensor.data.__set__: FollowingMode._note_numbers,  # type: ignore[attr-defined]
+    Tensor.register_hook: FollowingMode._check_hook,
+    Tensor.detach_: FollowingMode._check_detached,
     torch._make_dual: refuse_forward_mode,
     FLEX_ATTENTION: check_flex_attention,
 }
@@ -228,19 +228,19 @@ OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys() | OPENS.keys()
 
 @cache
 def prepare_for_compiler() -> None:
-    """Let the compiler trace what the mode does in graphs, but not the mode's own functions.
+    """Have the compiler inline the mode's functions in graphs, but not compile them as frames.
 
-    Traced as a frame of its own, the handler would believe that it runs inside a graph. So would
-    the function in place of ``apply``, and ``is_compiling`` itself.
+    Compiled as a frame of its own, the handler would believe that it runs inside a graph. So would
+    the function that replaces ``apply``, and ``is_compiling`` itself.
     """
-    handler = ConstantTracking.__torch_function__
+    handler = FollowingMode.__torch_function__
     for function in (handler, outside_graphs.__wrapped__, show_function, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
-    # To a graph its result is a constant: it would guard every entry of the table.
+    # Otherwise the graph would be guarded on every entry of the table of rules.
     torch.compiler.assume_constant_result(is_registered)
 
 
 @cache
 def outside_graphs():
     """Return the mode's handler in a form that the compiler does not trace."""
-    return torch.compiler.disable(ConstantTracking.handle)
+    return torch.compiler.disable(FollowingMode.handle)
