@@ -25,6 +25,8 @@ class Distances:
     rows: Tensor
     points: Tensor
 
+    granule = 1
+
     @property
     def batch(self) -> int:
         return len(self.grad)
@@ -36,10 +38,6 @@ class Distances:
     def select(self, rows) -> Distances:
         grad, distances = self.grad[rows], self.distances[rows]
         return replace(self, grad=grad, distances=distances, rows=self.rows[rows])
-
-    @property
-    def granule(self) -> int:
-        return 1
 
     def narrow(self, start: int, stop: int) -> Distances:
         grad, distances = (each[..., start:stop] for each in (self.grad, self.distances))

@@ -30,6 +30,9 @@ class Ragged:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
+    granule = 1
+    spans_rows = True  # as in Outer
+
     @property
     def batch(self) -> int:
         return len(self.offsets) - 1
@@ -43,11 +46,6 @@ class Ragged:
         """Most rows that one example has, at least one."""
         return max([1, *self.lengths])
 
-    @property
-    def spans_rows(self) -> bool:
-        """Whether ``left`` spans the first axis of the parameter and nothing else: always."""
-        return True
-
     def select(self, rows) -> Ragged:
         chosen = selected(rows, self.batch)
         bounds = torch.tensor(self.offsets)
@@ -60,10 +58,6 @@ class Ragged:
 
     def dense(self) -> Tensor:
         return self.padded().dense()
-
-    @property
-    def granule(self) -> int:
-        return 1
 
     def narrow(self, start: int, stop: int) -> Ragged:
         shape = (stop - start, *self.shape[1:])
@@ -105,6 +99,8 @@ class Experts:
     batch: int
     shape: tuple[int, ...]
 
+    granule = 1
+
     @property
     def busy(self) -> list[int]:
         """The experts that take any rows."""
@@ -126,10 +122,6 @@ class Experts:
 
     def dense(self) -> Tensor:
         return self.pairs.dense().unflatten(0, (-1, self.batch)).transpose(0, 1)
-
-    @property
-    def granule(self) -> int:
-        return 1
 
     def narrow(self, start: int, stop: int) -> Experts:
         pairs = self.pairs.select(slice(start * self.batch, stop * self.batch))

@@ -66,6 +66,8 @@ class Rows:
     longest: int | None = None
     lookup: Lookup | None = None
 
+    granule = 1
+
     @property
     def each(self) -> int | None:
         """Rows of every example; None where their numbers differ, or only ``example`` tells."""
@@ -86,10 +88,6 @@ class Rows:
             self.shape,
             self.longest,
         )
-
-    @property
-    def granule(self) -> int:
-        return 1
 
     def in_order(self) -> Rows:
         """Return rows of examples in any order as a factor has them."""

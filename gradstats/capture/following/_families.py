@@ -107,7 +107,7 @@ def _of_solution(marks: Following, call: Call) -> Layout:
 
 def _of_einsum(marks: Following, call: Call) -> Layout:
     operands = operands_of(call.args[1:], {})
-    equation = parse_equation(call.args[0], [operand.dim() for operand in operands])
+    equation = parse_equation(call.args[0], operands)
     return by_equation(marks, operands, equation, call.result)
 
 

@@ -21,8 +21,9 @@ class Equation(NamedTuple):
     out: list[str]
 
 
-def parse_equation(equation: str, dims: list[int]) -> Equation:
+def parse_equation(equation: str, operands: Sequence[Tensor]) -> Equation:
     """Return the index lists of operands and result, with an ellipsis written out."""
+    dims = [operand.dim() for operand in operands]
     text = equation.replace(" ", "")
     left, _, right = text.partition("->")
     terms = left.split(",")

@@ -133,7 +133,7 @@ def einsum(tracker, func, equation, *operands):
 
 def of_diagonals(equation: str, *operands: Tensor) -> Tensor:
     """Take the diagonals that indices repeated in an operand stand for, and contract those."""
-    inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
+    inputs, out = parse_equation(equation, operands)
     diagonals = []
     for indices, operand in zip(inputs, operands, strict=True):
         for index in [index for index in dict.fromkeys(indices) if indices.count(index) > 1]:
@@ -150,7 +150,7 @@ def of_diagonals(equation: str, *operands: Tensor) -> Tensor:
 
 def by_pairs(equation: str, *operands: Tensor) -> Tensor:
     """Contract two operands at a time, those first that PyTorch contracts first."""
-    inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
+    inputs, out = parse_equation(equation, operands)
     waiting = list(zip(inputs, operands, strict=True))
     for places in _order(",".join(map("".join, inputs)) + "->" + "".join(out), operands):
         (one, first), (other, second) = (waiting[place] for place in places)

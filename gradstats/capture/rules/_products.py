@@ -275,7 +275,7 @@ def _beside(index: str, new: str, spec: list[str]) -> list[str]:
 def einsum(tracker, func, equation, *operands):
     """Two-operand contractions in Einstein's notation, one operand tracked."""
     node = first_node(*operands)
-    inputs, out = parse_equation(equation, [operand.dim() for operand in operands])
+    inputs, out = parse_equation(equation, operands)
     param, data = (0, 1) if node_of(operands[0]) is not None else (1, 0)
     rows = _own_rows(tracker, list(operands), inputs, out)
     if rows is not None:
