@@ -299,7 +299,7 @@ def pays_to_pull_apart(positions: int, ways: int) -> bool:
 def direct_plan(
     batch: int, groups: int, p: int, q: int, itemsize: int, workspace: int, *, with_sum: bool
 ) -> tuple[bool, int, int]:
-    """Return how gradients are formed: whether turned, how many rows, for how many examples.
+    """Return how gradients are formed: whether transposed, how many rows, for how many examples.
 
     Args:
         batch, groups: numbers of examples and of the groups of each.
@@ -308,20 +308,20 @@ def direct_plan(
         workspace: bytes of scratch.
         with_sum: the weight gradient Σ_i G_i is wanted too.
     """
-    turned = pays_to_turn(p, q, batch, with_sum=with_sum)
-    if turned:
+    transposed = pays_to_transpose(p, q, batch, with_sum=with_sum)
+    if transposed:
         p, q = q, p
     row_bytes = groups * q * itemsize
     rows = fitting(row_bytes, p, workspace)
-    return turned, rows, direct_chunk(rows * row_bytes, batch, workspace)
+    return transposed, rows, direct_chunk(rows * row_bytes, batch, workspace)
 
 
-def pays_to_turn(d_left: int, d_right: int, examples: int, *, with_sum: bool) -> bool:
-    """Whether the transposes of an outer factor's gradients are formed, rather than these.
+def pays_to_transpose(d_left: int, d_right: int, examples: int, *, with_sum: bool) -> bool:
+    """Whether to form the transposes of an outer factor's gradients.
 
-    A product whose long side is the rows takes 0.6 to 1 of the time of its transpose, but a sum
-    has to be turned back: that costs as much as turning saves for about seven examples (two cores
-    of an AMD EPYC, widths 256 to 3072).
+    A product with more rows than columns takes 0.6 to 1 of the time of its transpose, but a sum has
+    to be transposed back: that costs as much as is saved for about seven examples (two cores of an
+    AMD EPYC, widths 256 to 3072).
 
     Args:
         d_left: width of ``left`` (p), the rows of the gradient.

@@ -15,7 +15,7 @@ from gradstats._factors._patches import Patches, convolved
 
 @dataclass(frozen=True)
 class Images:
-    """G_i = Σ of what the pieces of example i describe: nothing is copied, and none filled up.
+    """G_i = Σ of what the pieces of example i describe: nothing is copied or padded.
 
     Attributes:
         pieces: one at least, each with an image of its own in place of every example.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradstats._factors._factor import selected
 from gradstats._factors._outer import Outer
-from gradstats._factors._segments import filled_up, padding
+from gradstats._factors._segments import padded, padding
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Ragged:
         return replace(self, left=self.left[:, start:stop], shape=shape)
 
     def padded(self, examples: Sequence[int] | None = None) -> Outer:
-        """Return the same with each example's rows filled up by zeros to the longest's number.
+        """Return the same with each example's rows padded by zeros to the longest's number.
 
         Args:
             examples: those that are wanted; None for all.
@@ -75,7 +75,7 @@ class Ragged:
             return Outer(left, right, self.shape)
         index, missing = padding(self.offsets, examples)
         left, right = (
-            filled_up(side, index, missing).unsqueeze(1) for side in (self.left, self.right)
+            padded(side, index, missing).unsqueeze(1) for side in (self.left, self.right)
         )
         return Outer(left, right, self.shape)
 

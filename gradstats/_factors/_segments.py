@@ -14,8 +14,7 @@ from torch import Tensor
 class Segments:
     """Which example each row of an axis belongs to, where rows of examples differ in number.
 
-    What else is known of them is found when it is first asked for: of the edges of a graph nobody
-    asks in what order they stand.
+    Everything else is computed on first use: nobody asks in what order the edges of a graph are.
 
     Attributes:
         owner: (rows,) int64, the example of each row.
@@ -41,7 +40,7 @@ class Segments:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """The rows sorted by example, (rows,); None where they stand so already."""
+        """The rows sorted by example, (rows,); None where they are in that order already."""
         ascending = self.rows < 2 or bool((self.owner[1:] >= self.owner[:-1]).all())
         return None if ascending else torch.argsort(self.owner, stable=True)
 
@@ -69,9 +68,9 @@ class Segments:
         """Return (rows, *) in the order of the examples."""
         return tensor if self.order is None else tensor.index_select(0, self.order)
 
-    def filled_up(self, tensor: Tensor) -> Tensor:
-        """Return (rows, *) with as many rows for each example, zeros where it has fewer."""
-        return filled_up(self.sorted(tensor), *padding(self.offsets))
+    def padded(self, tensor: Tensor) -> Tensor:
+        """Return (rows, *) as (B, most, *), padded by zeros."""
+        return padded(self.sorted(tensor), *padding(self.offsets))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return Σ over each example's rows of (rows, *): (B, *); no rows give zero."""
@@ -83,15 +82,15 @@ class Segments:
 def padding(
     offsets: tuple[int, ...], examples: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what pads examples' rows to one length.
+    """Return the index that pads examples' rows to one length.
 
     Args:
         offsets: (B + 1,) where each example's rows begin and end.
         examples: those that are wanted; None for all.
 
     Returns:
-        The rows to take, (n, longest), and the places among all of these of those that stand for
-        rows which an example does not have.
+        The rows to take, (n, longest), and the flat places among these of the rows that an example
+        does not have.
     """
     bounds = torch.tensor(offsets)
     starts, ends = bounds[:-1], bounds[1:]
@@ -103,8 +102,8 @@ def padding(
     return index.masked_fill_(missing, 0), missing.flatten().nonzero().squeeze(1)
 
 
-def filled_up(rows: Tensor, index: Tensor, missing: Tensor) -> Tensor:
-    """Return (n, *), sorted by example, with zeros for ``missing`` rows: (B, longest, *)."""
+def padded(rows: Tensor, index: Tensor, missing: Tensor) -> Tensor:
+    """Return (n, *), sorted by example, as (B, longest, *), zeros for the ``missing`` rows."""
     if not len(rows):
         return rows.new_zeros(*index.shape, *rows.shape[1:])
     # Three to five times as fast as indexing by (B, longest) and filling by a mask.

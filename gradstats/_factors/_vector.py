@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors._factor import Undivided, compute_dtype, selected
-from gradstats._factors._segments import filled_up, padding
+from gradstats._factors._segments import padded, padding
 
 
 @dataclass(eq=False)
@@ -98,8 +98,8 @@ class Elementwise(Undivided):
             return replace(self, grad=self.grad[rows], input=chosen)
         # As many positions for all: rows past the end are zero.
         index, missing = padding(self.offsets, selected(rows, self.batch).tolist())
-        grad = filled_up(self.grad, index, missing)
-        x = None if self.input is None else filled_up(self.input, index, missing)
+        grad = padded(self.grad, index, missing)
+        x = None if self.input is None else padded(self.input, index, missing)
         return Elementwise(grad, x, self.shape)
 
     def dense(self) -> Tensor:

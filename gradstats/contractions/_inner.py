@@ -218,7 +218,7 @@ def _packed_on_chip(*sides: dict[Any, list[Factor]]) -> bool:
 
 
 def _padded(groups: dict[Any, list[Factor]]) -> dict[Any, list[Factor]]:
-    """Return packed examples filled up to one length, as most rules take them."""
+    """Return packed examples padded to one length, as most rules take them."""
     return {
         path: [factor.padded() if isinstance(factor, Ragged) else factor for factor in group]
         for path, group in groups.items()

@@ -246,10 +246,10 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     dtype = compute_dtype(factor.left, factor.right)
     left, right = factor.left, factor.right
     (batch, groups, positions, p), q = left.shape, right.shape[3]
-    turned, rows, chunk = _cost.direct_plan(
+    transposed, rows, chunk = _cost.direct_plan(
         batch, groups, p, q, dtype.itemsize, workspace, with_sum=with_sum
     )
-    if turned:
+    if transposed:
         left, right, p, q = right, left, q, p
     cast_widths = sum(side.shape[3] for side in (left, right) if side.dtype != dtype)
     if cast_widths:
@@ -274,7 +274,7 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
         result = well_conditioned(norms.double().square_().flatten(1).sum(1), dtype)
     if total is None:
         return result, None
-    return result, _arrange(total.mT.contiguous() if turned else total, factor)
+    return result, _arrange(total.mT.contiguous() if transposed else total, factor)
 
 
 def pieces(factors: Sequence[Factor], workspace: int) -> list[list[Outer]]:

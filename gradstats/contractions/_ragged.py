@@ -74,12 +74,12 @@ def _formed(factor: Ragged, examples: list[int]) -> Contraction:
     """Return ‖Σ_t left_t right_tᵀ‖² of each example, whose gradient is formed."""
     dtype = compute_dtype(factor.left, factor.right)
     left, right = factor.left, factor.right
-    if _cost.pays_to_turn(left.shape[1], right.shape[1], len(examples), with_sum=False):
+    if _cost.pays_to_transpose(left.shape[1], right.shape[1], len(examples), with_sum=False):
         left, right = right, left
     rows = [slice(*factor.offsets[example : example + 2]) for example in examples]
-    turned = left.t()
+    transposed = left.t()
     norms, _ = form_each(
-        [turned[:, own] for own in rows], [right[own] for own in rows], dtype, with_sum=False
+        [transposed[:, own] for own in rows], [right[own] for own in rows], dtype, with_sum=False
     )
     return well_conditioned(norms.double().square_().sum(1), dtype)
 
@@ -114,7 +114,7 @@ def magnitude(factor: Ragged) -> Tensor:
 def groups(factor: Ragged, examples: Iterable[int], workspace: int) -> list[list[int]]:
     """Return those examples that have rows, in groups whose padded rows fit the workspace.
 
-    The longest of a group has at most twice as many rows as the shortest, unless filling up the
+    The longest of a group has at most twice as many rows as the shortest, unless padding the
     shorter ones takes less than another group. Examples with much to copy stay alone.
     """
     lengths = factor.lengths
@@ -125,10 +125,10 @@ def groups(factor: Ragged, examples: Iterable[int], workspace: int) -> list[list
     rows = 0
     for example in sorted((e for e in examples if lengths[e]), key=lambda e: lengths[e]):
         group, longest = found[-1] if found else [], lengths[example]
-        filled_up = longest * (len(group) + 1)
+        padded = longest * (len(group) + 1)
         alike = group and longest <= 2 * lengths[group[0]]
-        cheap = group and (filled_up - rows - longest) * row < ANOTHER_GROUP
-        fits = filled_up * widths <= workspace // 2 and longest * (p + q) < ALONE
+        cheap = group and (padded - rows - longest) * row < ANOTHER_GROUP
+        fits = padded * widths <= workspace // 2 and longest * (p + q) < ALONE
         if (alike or cheap) and fits:
             group.append(example)
             rows += longest

@@ -98,11 +98,11 @@ class Examples:
     def first(self, tensor: Tensor) -> Tensor:
         """Return the tensor as (B, *), or as (B, most, *) where an example may have several rows.
 
-        It is a view, unless examples differ in their number of rows: those are filled with zeros.
+        It is a view, unless examples differ in their number of rows: those are padded with zeros.
         """
         tensor = self.lead(tensor)
         if self.segments is not None:
-            return self.segments.filled_up(tensor)
+            return self.segments.padded(tensor)
         return tensor if self.fold == 1 else self._apart(tensor)
 
     def positions(self, tensor: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def _index(x, indices):
     return Tensor.__getitem__, (x, tuple(places))
 
 
-def _turned(x):
+def _transposed(x):
     return torch.transpose, (x, -2, -1)
 
 
@@ -135,6 +135,6 @@ OTHERWISE: dict[str, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
     "instance_norm": _instance_norm,
     "slice": _slice,
     "index": _index,
-    "mT": _turned,
+    "mT": _transposed,
     "to": _to,
 }

@@ -300,8 +300,8 @@ def _summed(factor: Scaled, scale: Tensor, shape: tuple[int, ...]) -> Factor | N
     if sizes[0] == 1 and math.prod(sizes) > 1:
         if sizes[1:] != factor.shape[1:] or isinstance(factor, Patches):
             return None
-        turned = Outer(factor.right, factor.left, (factor.right.shape[3], factor.shape[0]))
-        values = row_products(turned, constants.reshape(factor.shape[0], -1).mT)
+        transposed = Outer(factor.right, factor.left, (factor.right.shape[3], factor.shape[0]))
+        values = row_products(transposed, constants.reshape(factor.shape[0], -1).mT)
     else:
         if max(sizes[1:], default=1) > 1:
             return None

@@ -82,8 +82,8 @@ class LinearFactors(Layer):
         if want_weight:
             left, right = map(rows_of, self._sides(grad, cast(x, grad.dtype)))
             # With the weight's strides, so that accumulating it takes no copy.
-            turned = weight.stride(0) == 1
-            grad_weight = multiply(right.t(), left).t() if turned else multiply(left.t(), right)
+            transposed = weight.stride(0) == 1
+            grad_weight = multiply(right.t(), left).t() if transposed else multiply(left.t(), right)
         if want_x:
             weight = cast(weight, grad.dtype)
             matrix = weight.t() if self.inputs_first else weight
