@@ -26,7 +26,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return what a tensor of another layout than strided consists of, in one order."""
+    """Return the strided parts of a tensor with another layout, in a canonical order."""
     if tensor.is_mkldnn:
         return (tensor.to_dense(),)
     sparse = (tensor if tensor.is_sparse else tensor.to_sparse()).coalesce()

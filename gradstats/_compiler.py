@@ -1,4 +1,4 @@
-"""The compiler, told apart by thread: what PyTorch says of it, and to it, holds for all of them."""
+"""What PyTorch's compiler does in this thread: PyTorch's own answers hold for all threads."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _STANCES: list[Any] = []
 
 
 def is_compiling() -> bool:
-    """Whether the code that asks is traced, or runs inside what traces it.
+    """Whether the caller is being traced, or is called by what traces.
 
-    PyTorch's answer is yes in every thread while one of them compiles, and PyTorch 2.11's is no to
-    what runs inside.
+    PyTorch's own answer is yes in every thread while one of them compiles, and in PyTorch 2.11 no
+    for what tracing calls.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -36,19 +36,19 @@ def is_compiling() -> bool:
 
 
 def _compiles_here() -> bool:
-    """Whether this thread, in which a dispatch mode is on, compiles a model or exports one."""
+    """Whether this thread, in which a dispatch mode is on, compiles or exports a model."""
     contexts = CompileContext.try_get(), TracingContext.try_get()
     return contexts != (None, None) or torch.compiler.is_compiling()
 
 
 def called_from_compiled() -> bool:
-    """Whether the code that asks was called inside a function that is being compiled, or was."""
-    # Where compiled code may run, and nothing is compiled anew, there is False for a callback.
+    """Whether the caller is called by a function that is being compiled, or has been."""
+    # The callback is False where compiled code may run but nothing new is compiled.
     return torch.compiler.is_dynamo_compiling() or callable(get_eval_frame_callback())
 
 
 def in_python(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function that compiled code calls run in Python, outside of all graphs."""
+    """Make a function run in Python, outside of all graphs, when compiled code calls it."""
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -66,8 +66,8 @@ def leave_graph(what: str) -> None:
         what: what cannot be part of a graph, for the message.
     """
     if torch.compiler.is_dynamo_compiling():
-        # The user's function stands in no graph then. Under fullgraph=True the compiler reports
-        # this error.
+        # The user's function then becomes part of no graph. Under fullgraph=True the compiler
+        # reports this error.
         raise RuntimeError(
             f"a compiled graph contains {what}, which can be followed in eager mode only. Compile "
             "without fullgraph=True: this part then runs eagerly inside a context."
@@ -75,9 +75,9 @@ def leave_graph(what: str) -> None:
 
 
 def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Make a pure function of plain values remember its results, except where code is traced.
+    """Cache the results of a pure function of plain values, except where code is traced.
 
-    There sizes may be symbols, and the compiler would warn.
+    There sizes may be symbols, and the compiler would warn of the cache.
     """
     cached = lru_cache(maxsize=4096)(function)
 
@@ -89,18 +89,18 @@ def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def imported_compiler() -> ModuleType | None:
-    """Return the compiler; None before anybody imported it, which takes seconds."""
+    """Return the compiler if it has been imported, which takes seconds; else None."""
     if "torch._dynamo" not in sys.modules:
         return None
-    return importlib.import_module("torch._dynamo")  # waits where another thread imports it
+    return importlib.import_module("torch._dynamo")  # waits while another thread imports it
 
 
 @contextmanager
 def running_eagerly() -> Iterator[None]:
-    """Have compiled models run eagerly until the last such block ends, in whichever order."""
+    """Have compiled models run eagerly until the last of such blocks ends, in whichever order."""
     with _LOCK:
         stance: Any = torch.compiler.set_stance("force_eager")
-        # What was there before the first of them is what is there after the last.
+        # The stance before the first of these blocks is restored after the last.
         _STANCES.append(_STANCES[0] if _STANCES else stance)
     try:
         yield

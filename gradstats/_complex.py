@@ -1,8 +1,8 @@
 """Complex numbers as pairs of real ones.
 
-Gradients are real throughout: that of a complex tensor has a last axis more, (real, imaginary), as
-``torch.view_as_real`` shows it. So does every factor of one, and a parameter's norm is that of the
-real numbers it holds.
+Gradients are real throughout: that of a complex tensor has one more axis at the end, (real,
+imaginary), as in ``torch.view_as_real``. So have its factors, and a complex parameter's norm is
+that of the real numbers it holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def any_double(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of several tensors holds numbers in double precision: then results are too."""
+    """Whether any of several tensors is in double precision, so that results are too."""
     dtypes = {tensor.dtype for tensor in tensors}
     return any(dtype.to_real() == torch.float64 for dtype in dtypes)
 
@@ -33,10 +33,10 @@ def real_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return real factors of Σ_t left_t conj(right_t)ᵀ, the gradient of a complex matrix.
 
     Args:
-        left: (…, T, p) complex, and ``right``, (…, T, q).
+        left, right: (…, T, p) and (…, T, q), complex.
 
     Returns:
-        (…, 2T, p) and (…, 2T, 2q) real, the sum of whose products is (…, p, 2q).
+        (…, 2T, p) and (…, 2T, 2q), real; their outer products sum to (…, p, 2q).
     """
     conjugate = right.conj()
     first = torch.view_as_real(left.resolve_conj()).mT.flatten(-3, -2)

@@ -23,19 +23,19 @@ ConvolutionWay = Literal["patches", "groups", "alone"]
 # of a matrix product (float32, two cores of an AMD EPYC; see benchmarks/crossover.py).
 ELEMENT_COST = 8
 
-# Elements of patches that are written and multiplied in the time that a grouped convolution takes
-# in oneDNN whatever its size: about 150 µs.
+# Elements of patches that are written and multiplied in the time that oneDNN takes for even the
+# smallest grouped convolution: about 150 µs.
 FEW_PATCHES = 2**16
 
-# Elements of one example's patches above which oneDNN convolves faster example by example, where it
-# cannot take them as groups by blocks of so many channels.
+# Elements of one example's patches above which oneDNN convolves faster example by example, if the
+# channels do not divide into its blocks of ``CHANNEL_BLOCK``.
 MANY_PATCHES = 400_000
 CHANNEL_BLOCK = 8
 
-# Positions from which on convolutions over one axis take few channels as fast as many.
+# Positions from which convolutions over one axis are as fast with few channels as with many.
 LONG_SEQUENCE = 1024
 
-# What the Gram form's additional operations cost, whatever their size: about 15 µs.
+# Fixed cost of the Gram form's additional operations: about 15 µs.
 GRAM_OPERATIONS = 1_400_000
 
 # Cost of forming gradients one at a time in oneDNN, where that multiplies faster than PyTorch
@@ -43,11 +43,11 @@ GRAM_OPERATIONS = 1_400_000
 # multiply-adds (two cores of an AMD EPYC, T from 64 to 1024, widths 128 to 3072).
 ALONE = (0.45, 2_200_000)
 
-# The same factor for their sum, which beside a Gram form is one product.
+# The same factor for the sum of the gradients, which beside a Gram form is one product.
 SUM_ALONE = 0.6
 
-# Ways from a parameter to a tensor along which factors are pulled back one by one: every pair of
-# them has an inner product.
+# The most ways from a parameter to a tensor along which factors are pulled back one by one: each
+# pair of ways adds an inner product.
 MOST_WAYS = 4
 
 # Relative error bound above which a result is recomputed by the direct form, whose error grows with
@@ -61,23 +61,23 @@ GRAM_BLOCK = 32
 KERNEL_BLOCK = 128
 
 # Cost of the kernels relative to one matrix product of all positions: a factor on the
-# multiply-adds, and for each example, whose sums begin and end, a constant in positions. Half
-# precision on an NVIDIA H100, T from 64 to 2048, widths 768 to 4096
+# multiply-adds, and a constant for each example, in positions, for where its sums begin and end.
+# Half precision on an NVIDIA H100, T from 64 to 2048, widths 768 to 4096
 # (benchmarks/bench_linear_kernels.py).
 KERNEL_GRAM = (1.45, 70)
 KERNEL_DIRECT = (0.87, 230)
 KERNEL_DIRECT_AND_SUM = (1.05, 330)
 
-# Bytes of scratch that still stay in a core's second-level cache: chunks are cut to this size even
-# when the workspace allows more, because a tile is squared right after it is written.
+# Bytes of scratch that fit a core's second-level cache: chunks are cut to this size even when the
+# workspace allows more, because a tile is squared right after it is written.
 CACHE_BYTES = 1 * 1024 * 1024
 
-# Bytes that one operation may write anew, even when the workspace allows more: the C library maps
-# and unmaps larger pieces (32 MiB) each time, and touching fresh pages costs more than forming the
+# Bytes that one operation may allocate, even when the workspace allows more: the C library maps and
+# unmaps larger pieces (32 MiB) each time, and touching fresh pages costs more than forming the
 # gradients that go there.
 FRESH_BYTES = 16 * 1024 * 1024
 
-# Bytes of operands of several uses that are brought together at once, even when the workspace
+# Bytes of the operands of several uses that are concatenated at once, even when the workspace
 # allows more, which is no faster (2 to 128 uses of 1 to 48 MiB in all, one core of an AMD EPYC).
 MERGED_BYTES = 8 * 1024 * 1024
 
@@ -103,7 +103,7 @@ def direct_cost(positions: int, d_left: int, d_right: int, *, with_sum: bool, al
 
     The product takes T·d_left·d_right multiply-adds; each of the d_left·d_right elements is written
     once, read once to be squared and, with ``with_sum``, added to the running weight gradient while
-    it is still in the cache. ``alone`` gradients take the time of fewer.
+    it is still in the cache. Gradients formed ``alone`` cost less (see ``ALONE``).
     """
     elements = d_left * d_right
     passes = 3 if with_sum else 2
@@ -116,8 +116,8 @@ def kernel_costs(
 ) -> tuple[float, float]:
     """Return the costs of one example's Gram form and direct form where tiles stay on the chip.
 
-    Of the Gram matrices the tiles on and below the diagonal are computed. With ``with_sum`` the
-    Gram form needs the weight gradient's product beside it.
+    The Gram form computes the tiles on and below the diagonal; with ``with_sum`` it also needs the
+    weight gradient's product.
     """
     elements = d_left * d_right
     entries = positions * (positions + min(positions, KERNEL_BLOCK)) / 2
@@ -133,12 +133,12 @@ def gram_halvings(positions: int, bytes_per_product: int, workspace: int) -> tup
     """Return how often positions are halved for a Gram form, and the products it holds at once.
 
     Halves take fewer and larger matrix products than rows of blocks: on two cores of an AMD EPYC
-    0.96 of the time at T = 128, 0.83 at 256, 0.73 at 512. None where that ends in large blocks or
-    takes too much scratch, and rows of blocks are better.
+    0.96 of the time at T = 128, 0.83 at 256, 0.73 at 512. None if the last blocks would be large or
+    the scratch too much, so that rows of blocks are better.
 
     Args:
         positions: number of positions T of one example.
-        bytes_per_product: of one product of positions, with all that is held beside it.
+        bytes_per_product: of one product of positions and everything held with it.
         workspace: bytes of scratch.
     """
     halvings = 0
@@ -178,14 +178,14 @@ def choose_outer_form(
         positions: number of positions T of one example.
         d_left: width of ``left`` (p).
         d_right: width of ``right`` (q).
-        with_sum: the weight gradient Σ_i G_i is wanted too. The direct form yields it for one more
+        with_sum: the weight gradient Σ_i G_i is wanted too. The direct form yields it in one more
             pass; the Gram form needs a separate product.
-        guarded: results whose error bound is too large can be recomputed. Where they cannot (by
-            PyTorch inside a compiled graph), only the forms that need no guard are chosen.
+        guarded: results whose error bound is too large can be recomputed. Where they cannot (in
+            PyTorch's operations inside a compiled graph), only forms that need no guard are chosen.
         on_chip: tiles are squared where they are made, so that only the products cost anything.
-        alone: gradients are formed one at a time, by products that take less time than those of
+        alone: gradients are formed one at a time, by products that are faster than those of
             positions.
-        examples: number of examples; None leaves out what costs the same however many there are.
+        examples: number of examples; None leaves out fixed costs.
         roundoff: relative error of one product of operands.
         cut_off: relative error of sums over a row's width where the hardware truncates them.
 
@@ -246,23 +246,23 @@ def choose_pair_form(
 
 
 def fitting(bytes_each: int, count: int, budget: int) -> int:
-    """Return how many of ``count`` things fit a budget of bytes, at least one."""
+    """Return how many of ``count`` items fit a budget of bytes; at least one."""
     return max(1, min(count, budget // max(1, bytes_each)))
 
 
 def examples_per_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
-    """Return how many examples are contracted at once, so that they stay in a core's cache."""
+    """Return how many examples to contract at once so that they stay in a core's cache."""
     return fitting(bytes_per_example, examples, min(workspace, CACHE_BYTES))
 
 
 def direct_chunk(
     bytes_per_example: int, examples: int, workspace: int, *, launched: bool = False
 ) -> int:
-    """Return for how many examples at once gradients are formed and squared.
+    """Return how many examples' gradients to form and square at once.
 
     Measured on two cores of an AMD EPYC (T = 128, widths 64 to 3072): gradients of 512 KiB and more
-    are formed fastest one at a time; smaller ones as a batch of products of a few MiB. Where
-    operations are ``launched`` on a GPU, the fewer the better.
+    are formed fastest one at a time; smaller ones as a batch of products of a few MiB. If
+    operations are ``launched`` on a GPU, the fewer of them the better.
     """
     if bytes_per_example >= CACHE_BYTES // 2 and not launched:
         return 1
@@ -271,25 +271,26 @@ def direct_chunk(
 
 
 def pulled_chunk(bytes_per_example: int, examples: int, workspace: int, *, launched: bool) -> int:
-    """Return how many examples are pulled back at once to the parameters of a computation.
+    """Return how many examples to pull back at once to the parameters of a computation.
 
-    What the computation holds on the way is about as much again, so that half as many stay in reach
-    of the caches: on two cores of an AMD EPYC (widths 16 to 384) twice as many take the same time.
+    The computation's intermediate results take about as much memory again, so that half as many
+    examples fit the caches: on two cores of an AMD EPYC (widths 16 to 384) twice as many take the
+    same time.
     """
     budget = workspace if launched else min(workspace, 2 * CACHE_BYTES)
     return direct_chunk(bytes_per_example, examples, budget, launched=launched)
 
 
 def pays_to_pull_apart(positions: int, ways: int) -> bool:
-    """Whether a factor is pulled back to a parameter in each of several ways by itself.
+    """Whether to pull a factor back to a parameter along each of several ways separately.
 
-    Every way but one takes two products of all positions, a sum of the gradient and its inner
-    product with that of another way. Otherwise the gradients are formed, in one product, and pulled
-    back in about ten passes over their elements.
+    Each way after the first takes two products of all positions: a sum of the gradient, and its
+    inner product with that of another way. The alternative forms the gradients in one product and
+    pulls them back in about ten passes over their elements.
 
     Args:
         positions: number of positions T of one example.
-        ways: in which the parameter reaches the tensor that met the data.
+        ways: number of ways from the parameter to the tensor that met the data.
     """
     few = ways <= MOST_WAYS
     return few and 2 * (ways - 1) * positions <= positions + 10 * ELEMENT_COST
@@ -333,7 +334,7 @@ def pays_to_transpose(d_left: int, d_right: int, examples: int, *, with_sum: boo
 
 
 def patches_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
-    """Return of how many examples the patches are written out at once.
+    """Return how many examples' patches to write out at once.
 
     On two cores of an AMD EPYC 16 MiB take 0.6 to 1.0 of the time of 1 MiB.
     """
@@ -346,8 +347,8 @@ def convolution_chunk(operands: int, gradient: int, examples: int, workspace: in
 
     Measured on two cores of an AMD EPYC (3×3 convolutions of 16 to 512 channels): several small
     gradients at once take down to a fifth of the time of one by one, as long as they stay in the
-    cache. Larger ones take twice as long together as one by one, and three to ten times where the
-    C library maps what they are written to anew.
+    cache. Larger ones take twice as long together as one by one, and three to ten times as long if
+    the C library maps fresh pages for them.
 
     Args:
         operands, gradient: bytes of one example's operands, and of its gradient.
@@ -361,14 +362,14 @@ def convolution_chunk(operands: int, gradient: int, examples: int, workspace: in
 def convolution_way(
     channels: int, outputs: int, kernel: Sequence[int], positions: int, groups: int, examples: int
 ) -> ConvolutionWay:
-    """Choose how norms of per-example gradients of a convolution are found.
+    """Choose how the norms of a convolution's per-example gradients are computed.
 
     Measured on two cores of an AMD EPYC, for 2600 convolutions over one to three axes with 1 to 256
-    channels: what this chooses takes 1.05 to 1.12 times as long as the fastest. Patches serve
-    pointwise kernels, for which they are the input as it stands; few positions with many outputs;
-    few channels, which a convolution pads to a block, unless these are long sequences; and where
-    there is so little to write that calling a convolution takes longer. Large images and volumes
-    whose channels are padded take a third of the time when they are convolved one by one.
+    channels: the choice takes 1.05 to 1.12 times as long as the fastest way. Patches are best for
+    pointwise kernels, where they are the input itself; for few positions with many outputs; for few
+    channels, which a convolution pads to a block, except over long sequences; and where they are so
+    few that calling a convolution takes longer than writing them. Large images and volumes with
+    padded channels take a third of the time when they are convolved one by one.
 
     Args:
         channels: number of input channels in one group.

@@ -1,4 +1,4 @@
-"""What notebooks show of results whose ``print`` is a table."""
+"""How notebooks show results whose ``print`` is a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Printed:
-    """Shown by IPython and notebooks as by ``print``; a plain shell shows the one line of repr."""
+    """Shown by IPython and notebooks as ``print`` shows it; a plain shell shows the short repr."""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))

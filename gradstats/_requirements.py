@@ -1,4 +1,4 @@
-"""Packages that only some results need."""
+"""Optional packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradstats.errors import MissingPackageError
 
 @contextmanager
 def require(extra: str) -> Iterator[None]:
-    """Name the extra that installs what an import inside the context lacks.
+    """Name the extra to install if an import inside the context fails.
 
     Raises:
         MissingPackageError: if a package cannot be imported, or lacks what is imported from it.

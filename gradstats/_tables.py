@@ -1,4 +1,4 @@
-"""Tables for people to read."""
+"""Text tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return the lines of a table, its first ``left`` columns to the left and the others right."""
+    """Return the lines of a table, its first ``left`` columns left-aligned, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

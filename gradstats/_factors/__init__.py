@@ -4,16 +4,16 @@ Symbols, here and everywhere: B examples, T positions, K groups, ``left`` and ``
 operands whose outer products, summed over positions, are the gradient. A factor holds tensors that
 the training step has anyway; it never holds a (B, d) gradient.
 
-_factor     what every factor offers
-_outer      linear layers and matrix products; _ragged those of packed examples and of experts
-_patches    convolutions; _images those of examples whose images differ in number or size
+_factor     the protocol of all factors
+_outer      linear layers and matrix products; _ragged the same of packed examples and experts
+_patches    convolutions; _images the same of examples with images of different numbers or sizes
 _rows       embeddings and integer indexing
 _vector     biases, scales and everything else that broadcasts
 _masked     weights whose elements were multiplied by constants
 _tangent    weights that were normalised
 _distances  points that distances were taken from
 _segments   examples whose rows differ in number
-_path       where in a parameter the elements of a tensor lie that was derived from it
+_path       which elements of a parameter a tensor derived from it has, and where
 """
 
 from gradstats._factors._distances import Distances as Distances

@@ -1,4 +1,4 @@
-"""Gradients of points that the distances of data were taken from."""
+"""Gradients of points whose distances from data were taken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Distances:
 
     Attributes:
         grad: (B, T, K) gradients of the distances.
-        distances: (B, T, K); where one is zero it has no gradient.
+        distances: (B, T, K); one that is zero has no gradient.
         rows: (B, T, width) data.
         points: (K, width), the parameter.
     """
@@ -46,7 +46,7 @@ class Distances:
     def apart(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients by distance (B, T, K), points and rows, in the accumulation dtype.
 
-        Points and rows as they are seen from the mean of the points, which is rounded less.
+        Points and rows are relative to the mean of the points, which reduces rounding.
         """
         dtype = compute_dtype(self.grad, self.rows, self.points)
         zero = self.distances == 0
@@ -57,7 +57,7 @@ class Distances:
         return weights, points - middle, cast(self.rows, dtype) - middle
 
     def together(self) -> Distances:
-        """Return the sum over the examples, as the factor of one."""
+        """Return the sum over the examples, as the factor of a single example."""
         sides = self.grad, self.distances, self.rows
         grad, distances, rows = (side.flatten(0, 1).unsqueeze(0) for side in sides)
         return Distances(grad, distances, rows, self.points)

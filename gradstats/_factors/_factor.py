@@ -1,4 +1,4 @@
-"""What every factor offers, and what is common to them all."""
+"""The protocol of all factors, and what they have in common."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 class Factor(Protocol):
-    """What every description of per-example gradients of one parameter offers."""
+    """A description of the per-example gradients of one parameter."""
 
     @property
     def batch(self) -> int:
-        """The number of examples it describes."""
+        """The number of examples B."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""
 
     def select(self, rows) -> Factor:
-        """Return the same restricted to some examples: a slice or ascending indices."""
+        """Return the factor of some of the examples, given as a slice or as ascending indices."""
 
     def dense(self) -> Tensor:
         """Return the per-example gradients themselves, (B, *shape).
@@ -40,7 +40,7 @@ class Factor(Protocol):
 
 
 class Undivided:
-    """A factor of which rows are not formed by themselves."""
+    """A factor that cannot form some rows of the gradient without the others."""
 
     granule = 0
 
@@ -49,7 +49,7 @@ class Undivided:
 
 
 class Changed:
-    """A factor that says how the gradients of another, of the same shape, are changed."""
+    """A factor that modifies the gradients of another factor of the same shape."""
 
     inner: Any
 
@@ -67,12 +67,12 @@ class Changed:
 
 
 def selected(rows, batch: int) -> Tensor:
-    """Return the examples that ``select`` is asked for, (n,) int64 on the CPU."""
+    """Return the indices of the examples given to ``select``, (n,) int64 on the CPU."""
     return torch.arange(batch)[rows.cpu() if isinstance(rows, Tensor) else rows]
 
 
 def elements_of(factor: Factor) -> int:
-    """Return how many numbers are written to form the gradient of one example."""
+    """Return how many numbers forming the gradient of one example writes."""
     return getattr(factor, "elements", math.prod(factor.shape))
 
 
@@ -99,7 +99,7 @@ def map_tensors(factor, change: Callable[[Tensor], Tensor]):
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor.to(dtype)``; nothing is asked of PyTorch where there is nothing to do."""
+    """Return ``tensor.to(dtype)``, without calling PyTorch if there is nothing to do."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Convolutions of examples whose images differ in number or size, or come in several uses."""
+"""Convolutions of examples whose images differ in number or size, or come from several uses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gradstats._factors._patches import Patches, convolved
 
 @dataclass(frozen=True)
 class Images:
-    """G_i = Σ of what the pieces of example i describe: nothing is copied or padded.
+    """G_i = Σ of the gradients of example i's pieces: nothing is copied or padded.
 
     Attributes:
-        pieces: one at least, each with an image of its own in place of every example.
+        pieces: at least one; the batch axis of each counts images.
         owners: the example that each piece belongs to.
         batch: number of examples B.
     """
@@ -57,10 +57,10 @@ class Images:
         return replace(self, pieces=tuple(piece.narrow(start, stop) for piece in self.pieces))
 
     def alike(self, budget: float = math.inf) -> Iterator[tuple[list[int], list[Factor]]]:
-        """Yield examples with equally many images of each size, and factors with their gradients.
+        """Yield groups of examples with the same images by size, and factors of their gradients.
 
         Args:
-            budget: bytes of images that may be brought together at once.
+            budget: bytes of images that may be concatenated at once.
         """
         images: dict[int, dict[tuple, list[Patches]]] = {}
         for piece, owner in zip(self.pieces, self.owners, strict=True):

@@ -29,7 +29,7 @@ class Masked(Changed):
 
     @property
     def layout(self) -> int:
-        """What two factors must share for their masks to be added."""
+        """What two factors must have in common for their masks to be added."""
         return id(self.inner)
 
     @property

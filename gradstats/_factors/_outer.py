@@ -17,8 +17,8 @@ class Outer:
         left: (B, K, T, p), any strides.
         right: (B, K, T, q), any strides.
         shape: shape of the parameter; ``G`` of shape (K, p, q) holds the same numbers.
-        permutation: order of the axes of ``unfolded`` that gives ``shape``; None where they agree.
-        unfolded: sizes of K, p and q, each written out axis by axis; None without permutation.
+        permutation: order of the axes of ``unfolded`` that gives ``shape``; None if they agree.
+        unfolded: sizes of K, p and q, each axis by axis; None without a permutation.
     """
 
     left: Tensor
@@ -33,7 +33,7 @@ class Outer:
 
     @property
     def longest(self) -> int:
-        """Positions of one example, as all have equally many."""
+        """Number of positions of each example."""
         return self.left.shape[2]
 
     def select(self, rows) -> Outer:
@@ -69,7 +69,7 @@ class Outer:
 
     @property
     def layout(self) -> tuple:
-        """What two factors must share for their positions to stand one after the other."""
+        """What two factors must have in common for their positions to be concatenated."""
         sizes = (self.left.shape[1], self.left.shape[3], self.right.shape[3])
         return (*sizes, self.permutation, self.unfolded)
 

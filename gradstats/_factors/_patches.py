@@ -53,7 +53,7 @@ class Patches:
 
     @property
     def form(self) -> tuple:
-        """What the images of two must share to be convolved together."""
+        """What the images of two factors must have in common to be convolved together."""
         return self.input.shape[1:], self.grad.shape[1:], self.geometry
 
     @property
@@ -79,7 +79,7 @@ class Patches:
 
     @property
     def pointwise(self) -> bool:
-        """Whether the patches are the input as it stands, so that none need be written."""
+        """Whether the patches are the input itself, so that none need be written."""
         geometry = self.geometry
         return {*self.kernel, *geometry.stride} == {1} and not any(geometry.padding)
 
@@ -90,9 +90,9 @@ class Patches:
         return self.positions * row * compute_dtype(*self.sides).itemsize
 
     def writes_patches(self, budget: int) -> bool:
-        """Whether patches are written out: where that is best, and one example's fit the budget.
+        """Whether to write patches out: where that is best, and one example's fit the budget.
 
-        Or they are no more than its gradient, all of which a convolution forms in their place.
+        Or are no larger than its gradient, all of which a convolution would form instead.
         """
         if self.way != "patches":
             return False
@@ -105,15 +105,15 @@ class Patches:
         return self.as_groups()
 
     def as_groups(self) -> Tensor:
-        """Return what ``dense`` does, by PyTorch's own kernel and without unfolding the input.
+        """Return the same as ``dense`` by PyTorch's own kernel, without unfolding the input.
 
-        The examples are the groups of one convolution, whose weight gradient is all of theirs.
+        The examples become the groups of one convolution: its weight gradient holds all of theirs.
         """
         dtype = compute_dtype(self.input, self.grad)
         examples, geometry = self.batch, self.geometry
         spatial = self.input.shape[2:]
-        # Flat first: a last axis of size 1 may have any stride, and PyTorch takes some for those of
-        # data with channels last, for which it has no gradient of a weight in float64.
+        # Flattened first: a last axis of size 1 may have any stride, and PyTorch takes some strides
+        # for channels-last data, for which it has no weight gradient in float64.
         x = self.input.to(dtype).flatten().view(1, examples * self.input.shape[1], *spatial)
         g = self.grad.to(dtype).flatten().view(1, examples * self.shape[0], *self.grad.shape[2:])
         sizes = (examples * self.shape[0], self.shape[1], *self.kernel)
@@ -142,13 +142,14 @@ class Patches:
         examples, channels = x.shape[:2]
         groups, positions = geometry.groups, self.grad.shape[2:]
         sizes = (channels // groups, *kernel)
-        # Not by strides: a compiled graph may keep its operands with others than it is traced with.
+        # Not by as_strided: a compiled graph may keep its operands with other strides than it is
+        # traced with.
         windows = x.unflatten(1, (groups, -1))
         steps = zip(kernel, geometry.dilation, geometry.stride, positions, strict=True)
         for axis, (size, apart, step, count) in enumerate(steps, 3):
             windows = windows.unfold(axis, (size - 1) * apart + 1, step).narrow(axis, 0, count)
             windows = windows[..., ::apart]
-        # What is copied in one go is longer along the longer of the two last axes.
+        # The longer of the two last axes last, so that longer runs are copied.
         rows_last = positions[-1] > kernel[-1]
         inner = 3 + len(positions)
         places, offsets = range(3, inner), range(inner, windows.dim())
@@ -166,7 +167,7 @@ def convolved(
 
     Args:
         x: (B, C, *spatial), or (B, images, C, *spatial) where an example has several, of which
-            none may be a volume: these side by side would need a convolution over four axes.
+            none may be a volume: volumes side by side would need a convolution over four axes.
         grad: the gradient of the output, likewise.
         shape: of the weight.
         geometry: how patches are cut.
@@ -198,7 +199,7 @@ def weight_gradient(
         sizes: of the weight, (O, C / groups, *kernel).
         geometry: how patches are cut.
     """
-    # Only the weight's shape is read: one number stands for all of it.
+    # Only the weight's shape is read: one expanded number has it.
     weight = x.new_empty(1).expand(tuple(sizes))
     return torch.ops.aten.convolution_backward(
         grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,

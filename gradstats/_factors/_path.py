@@ -1,4 +1,4 @@
-"""Where in a parameter the elements of a tensor lie that was derived from it."""
+"""Which elements of a parameter a tensor derived from it has, and where."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Path(NamedTuple):
 
     Attributes:
         steps: (operation, its arguments, which of its results) for each step from the parameter.
-        first, last: between these bytes of the parameter's memory lie all the elements.
-        memory: how the parameter lies there, its strides and the size of an element: in memory of
-            another form, as another model may have it, the same bytes hold other elements.
+        first, last: bytes of the parameter's memory between which all the elements lie.
+        memory: the parameter's strides and element size: with others, as another model may have,
+            the same bytes hold other elements.
     """
 
     steps: tuple[tuple, ...]
@@ -29,16 +29,16 @@ class Path(NamedTuple):
             return True
         for step, its in zip(self.steps, other.steps, strict=False):
             if step != its:
-                # Different pieces of the same split.
+                # They are disjoint if these are different pieces of one split.
                 return step[:2] == its[:2] and None not in (step[2], its[2])
         return False
 
 
 def in_a_row(paths: Collection[Any]) -> bool:
-    """Whether several tensors lie one behind the other, so that no two share an element.
+    """Whether several tensors lie one after the other in memory, so that no two share an element.
 
     Args:
-        paths: also () for all of the parameter, and None for one that is made in another way.
+        paths: including () for the whole parameter, and None for tensors derived in other ways.
     """
     if not all(paths) or len({path.memory for path in paths}) > 1:
         return False

@@ -22,7 +22,7 @@ class Ragged:
     Attributes:
         left: (rows, p), sorted by example, and right: (rows, q).
         offsets: (B + 1,) where each example's rows begin and end.
-        shape: shape of the parameter, (p, q), or (p, …) with q elements to each of the p.
+        shape: shape of the parameter, (p, q), or (p, …) with q elements in each of the p rows.
     """
 
     left: Tensor
@@ -43,7 +43,7 @@ class Ragged:
 
     @cached_property
     def longest(self) -> int:
-        """Most rows that one example has, at least one."""
+        """The largest number of rows of an example, at least one."""
         return max([1, *self.lengths])
 
     def select(self, rows) -> Ragged:
@@ -89,8 +89,7 @@ class Experts:
     """G_i[e] = Σ_t left_t right_tᵀ over the rows t of example i that expert e takes.
 
     Attributes:
-        pairs: the products of each expert with each example's rows, E·B of them: the first
-            expert's with all examples, then the next one's.
+        pairs: the products of each expert with each example's rows, E·B of them, expert by expert.
         batch: number of examples B.
         shape: shape of the parameter, (E, p, q).
     """

@@ -40,7 +40,7 @@ class Lookup:
 
     @property
     def each(self) -> int | None:
-        """Rows that every example reads; None where their numbers may differ."""
+        """Number of rows that each example reads; None where it may differ."""
         return self.ids.numel() // self.examples if self.examples else None
 
 
@@ -55,7 +55,7 @@ class Rows:
         batch: number of examples B.
         shape: shape of the parameter, (rows, ...) with width = product of the rest.
         longest: the largest number of rows of one example; None where only ``example`` tells.
-        lookup: the look-up that this is the gradient of, where it was noted in the forward pass.
+        lookup: the look-up whose gradient this is, if the forward pass noted it.
     """
 
     ids: Tensor
@@ -70,7 +70,7 @@ class Rows:
 
     @property
     def each(self) -> int | None:
-        """Rows of every example; None where their numbers differ, or only ``example`` tells."""
+        """Number of rows of each example; None where it differs, or only ``example`` tells."""
         longest = self.longest
         return longest if longest and self.batch * longest == self.ids.numel() else None
 
@@ -90,7 +90,7 @@ class Rows:
         )
 
     def in_order(self) -> Rows:
-        """Return rows of examples in any order as a factor has them."""
+        """Return the rows sorted by example, as a factor requires."""
         example, order = self.example.sort(stable=True)
         return replace(self, ids=self.ids[order], grad=self.grad[order], example=example)
 

@@ -1,4 +1,4 @@
-"""Examples whose rows differ in number, and sums over their rows."""
+"""Examples that differ in their number of rows, and sums over their rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Segments:
-    """Which example each row of an axis belongs to, where rows of examples differ in number.
+    """Which example each row of an axis belongs to, where examples differ in their number of rows.
 
     Everything else is computed on first use: nobody asks in what order the edges of a graph are.
 
@@ -51,14 +51,14 @@ class Segments:
 
     @cached_property
     def sole(self) -> int | None:
-        """The example that has all rows; None where several have some, or none has any."""
+        """The example that has all the rows; None where several examples have rows, or none has."""
         # A model called for each example has as many segments as examples: no loop over them here.
         first = bisect_right(self.offsets, 0) - 1
         has_all = 0 < self.offsets[-1] == self.offsets[first + 1]
         return first if has_all else None
 
     def offsets_of(self, rows: int) -> tuple[int, ...]:
-        """Return ``offsets`` where each row stands for several, and there are ``rows`` of them."""
+        """Return ``offsets`` for ``rows`` rows, where each row of the axis stands for several."""
         each = rows // max(1, self.rows)
         if each == 1:
             return self.offsets
@@ -89,8 +89,7 @@ def padding(
         examples: those that are wanted; None for all.
 
     Returns:
-        The rows to take, (n, longest), and the flat places among these of the rows that an example
-        does not have.
+        The rows to take, (n, longest), and the flat places among these of padding.
     """
     bounds = torch.tensor(offsets)
     starts, ends = bounds[:-1], bounds[1:]

@@ -1,4 +1,4 @@
-"""Gradients of a weight whose rows, columns or all of whose elements were normalised."""
+"""Gradients of a weight that was normalised: each row, each column, or as a whole."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gradstats._factors._patches import Patches
 
 @dataclass(eq=False)
 class Tangent(Changed):
-    """G_i = inner_i - share ∘ along_i ∘ unit: inner_i without a share of its part along a vector.
+    """G_i = inner_i - share ∘ along_i ∘ unit: inner_i less a share of its components along unit.
 
     The unit vectors are the rows of the parameter, its columns, or all of it, each divided by its
-    norm: a normalised weight does not change along them, and the share is 1. It is less where a
-    number that keeps divisors from zero was added to the norm.
+    norm: a normalised weight does not change along them, and the share is 1. It is less where an
+    epsilon was added to the norm.
 
     Attributes:
         inner: the factor of what is projected.

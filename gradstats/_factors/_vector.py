@@ -68,8 +68,8 @@ class Vector:
 class Elementwise(Undivided):
     """G_i = Σ_t input[i,t] ∘ grad[i,t]: scales that broadcast; without input shifts and biases.
 
-    It is made where kernels contract it, which write neither products nor sums; elsewhere, and
-    where it must be kept, ``Vector`` with the sum over positions is the leaner description.
+    Used where kernels contract it, which write neither products nor sums. Elsewhere, and where the
+    factor must be kept, ``Vector`` with the sum over positions is leaner.
 
     Attributes:
         grad: (B, T, C), or packed (rows, C) with offsets.
@@ -96,7 +96,7 @@ class Elementwise(Undivided):
         if self.offsets is None:
             chosen = None if self.input is None else self.input[rows]
             return replace(self, grad=self.grad[rows], input=chosen)
-        # As many positions for all: rows past the end are zero.
+        # Padded to one length: rows past an example's end are zero.
         index, missing = padding(self.offsets, selected(rows, self.batch).tolist())
         grad = padded(self.grad, index, missing)
         x = None if self.input is None else padded(self.input, index, missing)

@@ -1,26 +1,26 @@
 """Contractions of factors: squared norms, inner products, and sums over examples.
 
-One table says which module contracts which pair of factors. A pair without a row in the table is
-contracted by the definition: the per-example gradients of a few examples at a time, within the
-workspace, multiplied and summed.
+Tables say which function contracts which factor, or pair of factors: SELF, WITH_SUM and CROSS here,
+RULES in _inner, DIRECTION and TOTAL in _direction. What is in no table is contracted by definition:
+the per-example gradients of a few examples at a time, within the workspace, multiplied and summed.
 
 Squared norms, and sums from the same pass
     _outer, _patches, _images, _rows, _vector, _elementwise, _ragged, _experts, _masked, _tangent,
     _distances   of one factor
     _merge       several uses of one parameter as fewer factors
     _tied        a projection and the look-ups tied to it
-    _dense       the definition
+    _dense       by definition
     _formed      gradients of outer products, formed one by one, at once, or a few at a time
 
 Inner products
     _inner       of two lists of factors, pair by pair
     _outer_pairs, _patch_pairs, _row_pairs, _vector_pairs    of two factors
-    _tiles       the definition
+    _tiles       by definition
     _direction   with one dense direction; sums over the examples
 
-Under all of them
-    _result      what is returned, and how doubtful results are found and recomputed
-    _precision, _multiply, _tensor_cores    products: how exact, by which library, how hardware sums
+Used by all of them
+    _result      what contractions return, and how doubtful results are found and recomputed
+    _precision, _multiply, _tensor_cores    the precision of products, their library, their hardware
     _triton, _triton_layers    the kernels, on CUDA
 """
 
@@ -114,7 +114,7 @@ WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
     Ragged: _ragged.sqnorm_and_sum,
 }
 
-# Of two factors as ``_rule_of`` takes them.
+# Inner products of two factors of one parameter, example by example; see ``_rule_of``.
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
     (Outer, Rows): _tied.inner_with_rows,
     (Ragged, Rows): _tied.inner_with_rows,
@@ -170,7 +170,7 @@ def sqnorm_and_sum(
 
 
 def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
-    """Return factors of parts of the parameter that share no element, None if there are none such.
+    """Return the factors grouped by disjoint parts of the parameter; None if parts may overlap.
 
     The squared norm of the whole is the sum of the parts': chunks of one projection, experts that
     are slices of one tensor.
@@ -201,12 +201,12 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
 
 
 def adds_up(merged: Sequence[Factor]) -> bool:
-    """Whether the norms of a sum of merged factors are contracted without forming gradients."""
+    """Whether the norms of a sum of merged factors can be contracted without forming gradients."""
     return _crosses(merged) is not None
 
 
 def _crosses(factors: Sequence[Factor]) -> list[Callable[[int], Tensor]] | None:
-    """Return functions of the workspace: the inner products of all pairs; None if one has none."""
+    """Return a rule for each pair, to be called with the workspace; None if a pair has none."""
     found = []
     for pair in combinations(factors, 2):
         rule = _rule_of(*pair)
@@ -217,7 +217,7 @@ def _crosses(factors: Sequence[Factor]) -> list[Callable[[int], Tensor]] | None:
 
 
 def _rule_of(one: Factor, other: Factor) -> Callable[[int], Tensor] | None:
-    """Return what contracts two factors of one parameter with each other; None if nothing does."""
+    """Return the rule for two factors of one parameter, in either order; None if there is none."""
     for first, second in ((one, other), (other, one)):
         rule = CROSS.get((type(first), type(second)))
         if rule is not None and _spans_rows(first) and _spans_rows(second):
@@ -226,7 +226,7 @@ def _rule_of(one: Factor, other: Factor) -> Callable[[int], Tensor] | None:
 
 
 def _spans_rows(factor: Factor) -> bool:
-    """Whether a factor has one group, and the parameter's rows for its own."""
+    """Whether a factor has one group, whose rows are the parameter's."""
     if isinstance(factor, Masked):
         return factor.is_rank_one and factor.inner.spans_rows  # type: ignore[union-attr]
     return isinstance(factor, Rows) or factor.spans_rows  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The definition: per-example gradients of a few examples at a time, squared and summed."""
+"""Squared norms by definition: a few examples' gradients at a time, squared and summed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Inner products with one dense direction, and the sum of per-example gradients.
 
 ⟨G_i, V⟩ for G_i = Σ_t left_t right_tᵀ is Σ_t left_tᵀ V right_t; for patches it is the convolution
-with V, multiplied by the output gradient; for rows and vectors the elements of V that they touch.
+with V, multiplied by the output gradient; rows and vectors meet only the elements of V they touch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int
         if rule is not None:
             result += rule(factor, direction, workspace)
             continue
-        # The factor of a derived tensor: the direction is pushed forward to that tensor.
+        # Push the direction forward to the derived tensor that this is a factor of.
         pushed = factor.push(direction)  # type: ignore[attr-defined]
         if pushed is None:
             result += _formed_direction(factor, direction, workspace)
@@ -101,7 +101,7 @@ def _outer_direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor
     if _triton.serves(factor):
         return _triton.direction(factor, direction)
     dtype = compute_dtype(factor.left, factor.right, direction)
-    # The direction is applied on the wider side, so that what is written is the narrower.
+    # Apply the direction to the wider side, so that the narrower is written.
     one, two = (factor.left, factor.right) if p <= q else (factor.right, factor.left)
     matrix = (direction.mT if p <= q else direction).to(dtype)  # (K, wide, narrow)
     result = _tiles.zeros([factor], factor.batch)
@@ -155,13 +155,13 @@ def row_products(factor: Outer | Patches, direction: Tensor) -> Tensor:
     """Return ⟨G_i[p], V[p]⟩ for each row p of the parameter, (B, p) in the accumulation dtype.
 
     Args:
-        factor: one whose ``left`` spans the parameter's rows, or a convolution's.
+        factor: of a convolution, or one whose ``left`` spans the parameter's rows.
         direction: V, of the parameter's shape.
 
     Cost: as much as the forward pass.
     """
-    # More than the cache holds of one core: V is read once for each chunk, and products of few rows
-    # take a third longer (one core of an AMD EPYC).
+    # More than fits one core's cache: V is read once for each chunk, and products of few rows take
+    # a third longer (one core of an AMD EPYC).
     budget = _cost.FRESH_BYTES if direction.is_cuda else 4 * _cost.CACHE_BYTES
     if isinstance(factor, Patches):
         if not factor.batch:
@@ -184,7 +184,7 @@ def row_sums(factor: Outer | Patches) -> Tensor:
     """Return the sum of each row of G_i, (B, p) in the accumulation dtype.
 
     Args:
-        factor: as ``row_products`` takes it.
+        factor: as for ``row_products``.
 
     Cost: as much as a forward pass with one input channel for each group.
     """
@@ -271,7 +271,7 @@ def _elementwise_total(factor: Elementwise) -> Tensor:
 
 
 def _formed_direction(factor: Factor, direction: Tensor, workspace: int) -> Tensor:
-    """Return products with per-example gradients, formed for a few examples at a time."""
+    """Return the products of per-example gradients formed a few examples at a time."""
     result = _tiles.zeros([factor], factor.batch)
     flat = direction.flatten()
     size = 2 * flat.numel() * direction.dtype.itemsize

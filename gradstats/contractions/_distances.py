@@ -1,4 +1,4 @@
-"""Distances: gradients of one row of data are unit vectors times the gradients of the distances."""
+"""Distances factors: of one row, gradients are unit vectors times the distances' gradients."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from gradstats._factors import Distances
 from gradstats.contractions import _dense
 from gradstats.contractions._result import Contraction, WellConditioned
 
-# Pairs of rows that are subtracted at once.
+# Number of pairs of rows subtracted at once.
 CHUNK = 1024
 
-# What rounding may do to a distance found by products, relative to the squares of both sides: below
-# this many roundings of them the square of a distance is not taken for what it is.
+# Squared distances are computed by products, whose rounding is relative to the squares of both
+# sides. Below this many roundings of those, a distance is computed again by subtraction.
 UNSURE = 1e5
 
 
 def sqnorm(factor: Distances, workspace: int) -> Contraction:
-    """Return Σ_k grad_ik² of one row of data; of several, form the gradients.
+    """Return Σ_k grad_ik² for one row of data; for several, form the gradients.
 
-    Where a distance is small beside its sides, what it is exactly is computed for that pair.
+    Distances that are small relative to their sides are computed again exactly.
     """
     if factor.grad.shape[1] > 1 or is_compiling():
         return _dense.sqnorm(factor, workspace)
@@ -40,7 +40,7 @@ def sqnorm(factor: Distances, workspace: int) -> Contraction:
 
 
 def direction(factor: Distances, direction: Tensor, workspace: int) -> Tensor:
-    """Return ⟨G_i, V⟩: V's rows times the points, less V's rows times the data, weighted."""
+    """Return ⟨G_i, V⟩: V's rows times the points, minus V's rows times the data, weighted."""
     weights, points, rows = factor.apart()
     direction = direction.to(weights)
     of_points = weights.sum(1) @ (points * direction).sum(1)

@@ -1,6 +1,6 @@
 """Elementwise factors: scales and shifts whose sums over positions stay on chip.
 
-They are made where kernels contract them; only made wide, in float64, are they summed by PyTorch.
+They are made where kernels contract them; PyTorch sums them only when they are cast to float64.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def summed(factor: Elementwise) -> Vector:
 
 
 def lean(factor: Factor) -> Factor:
-    """Return what to hold of a factor until others meet it.
+    """Return a factor in the form to hold until others arrive.
 
-    Of a scale or a shift that is its gradient (B, C), which is then the factor itself.
+    For a scale or a shift that is the gradient itself, (B, C).
     """
     return summed(factor) if isinstance(factor, Elementwise) else factor
 

@@ -1,4 +1,4 @@
-"""Experts' factors: their norms at once, their products one expert after the other."""
+"""Experts factors: norms of all experts at once, inner products expert by expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradstats.contractions._result import Contraction
 
 
 def sqnorm(factor: Experts, workspace: int) -> Contraction:
-    """Return ‖G_i‖², the sum over experts of what each has with each example's rows."""
+    """Return ‖G_i‖², the sum over the experts."""
     result = _ragged.sqnorm(factor.pairs, workspace)
     value, bound = (t.unflatten(0, (-1, factor.batch)).sum(0) for t in (result.value, result.bound))
     return Contraction(value, bound)
@@ -47,7 +47,7 @@ def total(factor: Experts) -> Tensor:
 
 
 def _met(first: Experts, second: Experts) -> Iterator[tuple[Ragged, Ragged] | tuple[Outer, Outer]]:
-    """Yield the factors of each expert that takes rows of both batches, as rules take them."""
+    """Yield both factors of each expert that takes rows of both batches, as the rules take them."""
     for number in sorted({*first.busy} & {*second.busy}):
         one, two = first.of_expert(number), second.of_expert(number)
         yield (one, two) if _triton.serves(one, two) else (one.padded(), two.padded())

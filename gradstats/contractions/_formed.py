@@ -1,7 +1,4 @@
-"""Gradients of outer products that are formed: their norms, and the sum of them.
-
-One by one, all at once, or a few at a time.
-"""
+"""Norms and the sum of outer products' gradients that are formed: singly, at once, or in chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def form_each(
     with_sum: bool,
     reuse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the norms of the rows of each left @ right, (B, p), and the sum of them, (1, p, q).
+    """Return the norms of the rows of each left @ right, (B, p), and their sum, (1, p, q).
 
     Every gradient is formed by one product of matrices.
 
@@ -31,7 +28,7 @@ def form_each(
         left, right: B matrices (p, T) and (T, q), which may differ in T.
         dtype: the accumulation dtype.
         with_sum: the sum is wanted too.
-        reuse: form them in one piece of memory, as products can that are PyTorch's own.
+        reuse: form them all in the same memory, as PyTorch's own products can.
     """
     batch = len(left)
     norms = left[0].new_empty(batch, len(left[0]), dtype=dtype)
@@ -52,7 +49,7 @@ def form_each(
 def form_at_once(
     left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the norms of all gradients, (B,), which are small, and the sum of them, (K, p, q)."""
+    """Return the norms of all gradients, (B,), and their sum, (K, p, q); for small gradients."""
     (batch, groups, _, p), q = left.shape, right.shape[3]
     left, right = cast(left, dtype).flatten(0, 1), cast(right, dtype).flatten(0, 1)
     formed = torch.bmm(left.mT, right)
@@ -63,19 +60,19 @@ def form_at_once(
 def form_chunks(
     left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool, chunk: int, rows: int
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``form_each``, with groups K, (B, K, p) and (K, p, q), of a few examples at once.
+    """As ``form_each`` for K groups, (B, K, p) and (K, p, q), a few examples at a time.
 
     Args:
         chunk: how many examples.
         rows: how many rows of their gradients.
     """
     (batch, groups, _, p), q = left.shape, right.shape[3]
-    # One piece of memory for all tiles: fresh pages would cost more than the products.
+    # All tiles in the same memory: fresh pages would cost more than the products.
     scratch = None
     if chunk < batch and rows >= p and not is_compiling():
         scratch = left.new_empty(chunk * groups, p, q, dtype=dtype)
     norms, total = [], None
-    # Once where there is nothing to form: sums over nothing are zeros.
+    # Once even without examples: sums over nothing are zeros.
     for start in range(0, max(1, batch), chunk):
         a, b = left, right
         if chunk < batch:

@@ -1,4 +1,4 @@
-"""Convolutions of examples whose images differ: those with images alike are contracted together."""
+"""Images factors: examples with images of the same sizes are contracted together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradstats.contractions._result import Contraction
 
 
 def alike(factor: Images, workspace: int) -> Iterator[tuple[Tensor, list[Factor]]]:
-    """Yield examples, as an index, with what adds up to their gradients, within the workspace."""
+    """Yield groups of examples, as an index, and the factors that add up to their gradients."""
     for examples, parts in factor.alike(min(workspace, _cost.MERGED_BYTES)):
         yield torch.tensor(examples, device=factor.pieces[0].grad.device), parts
 
 
 def sqnorm(factor: Images, workspace: int) -> Contraction:
-    """Return ‖G_i‖²; of images of one size by the form that costs least."""
+    """Return ‖G_i‖²; for images of one size by the form that costs least."""
     value = factor.pieces[0].grad.new_zeros(factor.batch, dtype=torch.float64)
     bound = torch.zeros_like(value)
     for examples, parts in alike(factor, workspace):

@@ -5,7 +5,7 @@ contracts which pair of factors. Where a pair has no rule, the per-example gradi
 sums are formed tile by tile (``_tiles``).
 
 A factor of a tensor that only rearranges elements of the parameter (``path`` says how) is
-contracted as it stands with factors that were rearranged in the same way.
+contracted directly with factors that were rearranged in the same way.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _swapped_diagonal(rows: Rows, outer: Outer, workspace: int, sizes: Sizes) ->
     return _outer_pairs.diagonal_with_rows(outer, rows, workspace, sizes)
 
 
-# By the types of two factors, what contracts them for all pairs of examples, and for each example.
+# For the types of two factors, the rules for all pairs of examples, and for equal indices.
 RULES: dict[tuple[type, type], tuple[Rule, Rule]] = {
     (Outer, Outer): (_outer_pairs.pairs, _outer_pairs.diagonal),
     (Outer, Rows): (_outer_pairs.pairs_with_rows, _outer_pairs.diagonal_with_rows),
@@ -65,11 +65,11 @@ RULES: dict[tuple[type, type], tuple[Rule, Rule]] = {
     (Vector, Vector): (_vector_pairs.pairs, _vector_pairs.diagonal),
 }
 
-# What contracts both sums where there is no rule, and which of the two is asked for.
+# The same for whole sums without a rule, and the places of the two in these tuples.
 DEFINITIONS = _tiles.dense_pairs, _tiles.dense_diagonal
 PAIRS, DIAGONAL = range(2)
 
-# How much more memory than factors gradients may take where they are kept in their place.
+# How much more memory gradients may take than the factors in whose place they are kept.
 FOLDED = 2
 
 # Norms between which products of two float32 gradients neither underflow nor overflow.
@@ -86,7 +86,7 @@ def inner_pairs(
         first, second: factors of one parameter, one for each use; the same list for a batch with
             itself.
         workspace: bytes of scratch memory that may be allocated at once.
-        sizes: norms of the two sums, (B,) and (B',) float64: what rounding errors are measured by.
+        sizes: norms of the two sums, (B,) and (B',) float64, to which rounding errors are relative.
 
     Returns:
         (B, B') float64.
@@ -122,10 +122,10 @@ def inner_diagonal(
 
 @in_full_precision
 def fold(factors: Sequence[Factor]) -> list[Factor]:
-    """Return the factors to keep: the gradients themselves where they are no larger than twice.
+    """Return the factors to keep, or the gradients themselves if at most ``FOLDED`` times as large.
 
-    Where an example has so many positions, its gradient costs less to contract than the factors,
-    and it need not be formed again for every product.
+    With so many positions, an example's gradient costs less to contract than the factors, and it
+    need not be formed again for every product.
     """
     factors = merge(factors)
     if len(factors) == 1 and isinstance(factors[0], Vector):
@@ -136,7 +136,7 @@ def fold(factors: Sequence[Factor]) -> list[Factor]:
     ):
         return factors
     shape = factors[0].shape
-    # A few examples at a time: forming gradients writes more than the gradients.
+    # A few examples at a time: forming gradients takes more memory than the gradients.
     parts = [
         _tiles.gradients(factors, rows)
         for rows in _tiles.chunks(factors[0].batch, _tiles.GROUPED_EXAMPLES)
@@ -175,13 +175,13 @@ def _contract(first, second, workspace: int, sizes: Sizes, which: int) -> Tensor
 
 
 def _rules(first: list[Factor], second: list[Factor], which: int):
-    """Return a rule for every pair of the factors, None if there is one without."""
+    """Return a rule for every pair of the factors; None if a pair has none."""
     several = len(first) + len(second) > 2
     terms = []
     for one in first:
         for two in second:
             if several and isinstance(one, Patches):
-                return None  # the sum is formed once; term by term it would be formed repeatedly
+                return None  # form the whole sum once, rather than each term repeatedly
             if not _fit(one, two):
                 return None
             terms.append((RULES[type(one), type(two)][which], one, two))
@@ -202,7 +202,7 @@ def _fit(one: Factor, two: Factor) -> bool:
 
 
 def by_path(factors: Sequence[Factor]) -> dict[Any, list[Factor]]:
-    """Return merged factors by how they were rearranged: () for none, None for anything else."""
+    """Return merged factors by path: () for the parameter itself, None for other derivations."""
     groups: dict[Any, list[Factor]] = {}
     for factor in factors:
         path = getattr(factor, "path", ())

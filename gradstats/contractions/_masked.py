@@ -1,4 +1,4 @@
-"""Masked factors: products of a gradient, element by element, with constants."""
+"""Masked factors: gradients multiplied element by element by constants."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gradstats.contractions._tiles import chunks
 def sqnorm(factor: Masked, workspace: int) -> Contraction:
     """Return ‖M ∘ G_i‖².
 
-    Of one position, G = l rᵀ, it is Σ_pq M_pq² l_p² r_q², a product with the squares of the mask;
-    otherwise gradients are formed, those of a few examples at a time.
+    For one position, G = l rᵀ, it is Σ_pq M_pq² l_p² r_q², a product with the squares of the mask;
+    otherwise the gradients of a few examples at a time are formed.
     """
     if not factor.mask.numel():
         return _dense.sqnorm(factor, workspace)
@@ -33,7 +33,7 @@ def sqnorm(factor: Masked, workspace: int) -> Contraction:
 
 
 def merge(factors: list[Masked]) -> Masked:
-    """Return the sum of gradients that differ in their masks alone as one."""
+    """Return the sum of gradients that differ only in their masks as one factor."""
     return replace(factors[0], mask=reduce(torch.add, [factor.mask for factor in factors]))
 
 
@@ -43,7 +43,7 @@ def inner(first: Masked, second: Masked, workspace: int) -> Tensor:
     sides, scale = _multiplied(first.inner, second.inner, slice(None), dtype)
     left, right = (side.squeeze(1) for side in sides)
     masks = [factor.mask.reshape(left.shape[1], right.shape[1]) for factor in (first, second)]
-    # The products of a few rows at a time: they are multiplied while they are in the cache.
+    # A few rows at a time, so that their products stay in the cache.
     budget = workspace if left.is_cuda else min(workspace, _cost.CACHE_BYTES)
     rows = _cost.fitting(right.shape[1] * dtype.itemsize, left.shape[1], budget)
     sums = torch.zeros_like(right)
@@ -64,19 +64,19 @@ def inner_with_outer(factor: Outer, masked: Masked, workspace: int) -> Tensor:
         return result
     for here in chunks(factor.batch, max(1, budget // size)):
         (left, right), scale = _multiplied(factor, masked.inner, here, dtype)
-        # The mask is applied on the wider side, so that what is written is the narrower.
+        # Apply the mask to the wider side, so that the narrower is written.
         one, other = (right @ mask.mT, left) if p <= q else (left @ mask, right)
         result[here] = one.mul_(other).sum(2).sum(1, dtype=torch.float64) * scale
     return result
 
 
 def _multiplied(first, second, rows: slice, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Return l ∘ l' and r ∘ r' of two outer factors, (b, T, p) and (b, T, q), and their unit.
+    """Return l ∘ l' and r ∘ r' of two outer factors, (b, T, p) and (b, T, q), and their scale.
 
-    Each operand is relative to its largest element, so that products of products stay in range;
-    the unit (b,) float64 is the product of these.
+    Each operand is divided by its largest element, so that products of products stay in range; the
+    scale (b,) float64 is the product of these elements.
     """
-    sides, unit = [], torch.ones((), dtype=torch.float64, device=first.left.device)
+    sides, scale = [], torch.ones((), dtype=torch.float64, device=first.left.device)
     for operands in ((first.left, second.left), (first.right, second.right)):
         parts = []
         for operand in operands:
@@ -84,15 +84,15 @@ def _multiplied(first, second, rows: slice, dtype: torch.dtype) -> tuple[list[Te
             largest = part.abs().amax((1, 2), keepdim=True)
             largest = torch.where(largest > 0, largest, 1)
             parts.append(part / largest)
-            unit = unit * largest.reshape(-1).double()
+            scale = scale * largest.reshape(-1).double()
         sides.append(parts[0] * parts[1])
-    return sides, unit
+    return sides, scale
 
 
 def _formed(left: Tensor, right: Tensor, mask: Tensor, workspace: int) -> Contraction:
     """Return ‖M ∘ (Σ_t left_t right_tᵀ)‖² of (B, T, p) and (B, T, q).
 
-    All gradients are formed in one piece of memory: fresh pages would cost more than the products.
+    All gradients are formed in the same memory: fresh pages would cost more than the products.
     """
     dtype, batch = mask.dtype, len(left)
     size = mask.numel() * mask.itemsize

@@ -8,7 +8,7 @@ from gradstats._factors import Factor, Images, Masked, Outer, Ragged, Rows, Vect
 from gradstats.contractions import _images, _masked, _outer, _ragged, _rows, _vector
 from gradstats.contractions._elementwise import lean
 
-# Factors of the same kind, of the same parameter, whose sum is again one factor of that kind.
+# Kinds of factors of which the sum of several is again one factor of that kind.
 MERGE: dict[type, Callable[..., Factor]] = {
     Outer: _outer.merge,
     Images: _images.merge,
@@ -20,10 +20,10 @@ MERGE: dict[type, Callable[..., Factor]] = {
 
 
 def merge(factors: Sequence[Factor]) -> list[Factor]:
-    """Return factors with the same sum, those of one kind and layout merged into one."""
+    """Return factors with the same sum, merging those of one kind and layout."""
     kinds: dict[object, list[Factor]] = {}
     for index, factor in enumerate(map(lean, factors)):
-        # Only factors that agree in everything but their positions can be merged.
+        # Only factors that differ in nothing but their positions can be merged.
         key = (type(factor), getattr(factor, "layout", None), getattr(factor, "axis", None))
         kinds.setdefault(key if key[0] in MERGE else index, []).append(factor)
     return [

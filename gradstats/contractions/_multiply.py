@@ -1,7 +1,8 @@
-"""Products of two matrices, by whichever of PyTorch's libraries takes less time.
+"""Products of two matrices, by the faster of PyTorch's libraries.
 
-On AMD processors from Zen 5 on PyTorch multiplies float32 matrices (by MKL) with half the width of
-the vectors, and oneDNN with all of it: in 0.4 to 0.6 of the time (benchmarks/matrix_products.py).
+On AMD processors from Zen 5 on, PyTorch (by MKL) multiplies float32 matrices with half the width of
+the vector units and oneDNN with the full width, in 0.4 to 0.6 of the time
+(benchmarks/matrix_products.py).
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from torch.nn import functional
 
 from gradstats._compiler import is_compiling
 
-# From so many multiply-adds for each thread on, a product is no slower in oneDNN even if its sizes
-# never come again: oneDNN first generates code for each new size, in a quarter of a millisecond.
+# Multiply-adds per thread from which a product is no slower in oneDNN even if its sizes never
+# recur: oneDNN first generates code for each new size, which takes a quarter of a millisecond.
 WORTH_PREPARING = 2**24
 
-# Below so many multiply-adds oneDNN gains less than calling it, and its copies, cost.
+# Multiply-adds below which oneDNN gains less than calling it and its copies cost.
 WORTH_CALLING = 2**24
 
-# Bytes of the copies that oneDNN may make, of operands in an order of its own.
+# Bytes of the copies that oneDNN may make of operands in its own memory order.
 SCRATCH = 16 * 1024 * 1024
 
-# Where operands are copied, they are multiplied in parts, so that the copies stay in the cache: the
-# fewest terms of a part's sums, and about how many elements are copied for it.
+# Operands that are copied are multiplied in parts, so that the copies stay in the cache: the fewest
+# terms of a part's sums, and about how many elements are copied for it.
 LENGTH_BLOCK, BLOCK_ELEMENTS = 512, 2**20
 
 
@@ -34,8 +35,8 @@ def multiply(left: Tensor, right: Tensor, *, times: int = 1, out: Tensor | None 
 
     Args:
         left, right: matrices (n, k) and (k, m).
-        times: how many products of these sizes are asked for.
-        out: where the result may be put; it need not be.
+        times: how many products of these sizes there will be.
+        out: where the result may be written; it need not be.
     """
     rows, length = left.shape
     columns = right.shape[1]
@@ -55,7 +56,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def by_onednn(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right of float32 matrices on a CPU, to which no gradient flows."""
+    """Return left @ right of float32 matrices on a CPU, without a gradient."""
     return _by_columns(left, right) if left.is_contiguous() else _by_length(left, right)
 
 
@@ -67,7 +68,7 @@ def multiply_groups(left: Tensor, right: Tensor) -> Tensor:
 
 
 def pays(work: int, *operands: Tensor, times: int = 1) -> bool:
-    """Whether products of matrices take less time in oneDNN.
+    """Whether matrix products take less time in oneDNN.
 
     Args:
         work: multiply-adds of one product.
@@ -96,7 +97,7 @@ def has_faster_products() -> bool:
 
 
 def _is_served(matrix: Tensor) -> bool:
-    """Whether oneDNN takes a matrix: no gradient would flow, and no subclass would see it."""
+    """Whether oneDNN takes a matrix: it passes no gradient on, and subclasses do not see it."""
     return (
         matrix.is_cpu
         and matrix.dtype == torch.float32
@@ -122,7 +123,7 @@ def _by_columns(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _by_length(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right, of which ``left`` is copied, a part of what is summed at a time."""
+    """Return left @ right, copying ``left``, a part of the summed axis at a time."""
     total: Tensor | None = None
     length = max(LENGTH_BLOCK, BLOCK_ELEMENTS // (len(left) + right.shape[1]))
     for left_part, right_part in zip(left.split(length, 1), right.split(length), strict=True):
@@ -136,6 +137,6 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     """Return left @ right by oneDNN: a linear layer whose weight is the transpose of ``right``."""
     weight = right.t()
     if not (right.is_contiguous() or weight.is_contiguous()):
-        # Of anything else oneDNN's copies take thousands of times as long.
+        # With any other strides oneDNN's copies take thousands of times as long.
         weight = right.contiguous().t() if right.stride(1) == 1 else weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(left, weight, None, "none", [], "")

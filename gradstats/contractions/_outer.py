@@ -38,7 +38,7 @@ from gradstats.contractions._result import (
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.contractions._tiles import chunks
 
-# Up to so many squares may be summed in the accumulation dtype: the sum loses no more digits than
+# Number of squares that may be summed in the accumulation dtype: the sum loses no more digits than
 # its terms have lost already.
 SMALL = 4096
 
@@ -58,8 +58,8 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
     on_chip = _triton.serves(factor)
     if on_chip and _is_of_images(factor):
-        # What a 1×1 convolution leaves. On an NVIDIA H100 norms beside cuDNN's weight gradient take
-        # half to nine tenths of the time of one kernel for both.
+        # Of a 1×1 convolution. On an NVIDIA H100 norms beside cuDNN's weight gradient take half to
+        # nine tenths of the time of one kernel for both.
         return sqnorm(factor, workspace), summed(factor)
     form = cheapest_form(factor, with_sum=True, on_chip=on_chip)
     if form == "direct" and on_chip and factor.left.shape[1] == 1:
@@ -81,8 +81,8 @@ def cheapest_form(
     if on_chip is None:
         on_chip = _triton.serves(factor)
     (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
-    # Kernels compute suspects again where they find them. Otherwise results are read back for that,
-    # which a compiled graph cannot do.
+    # Kernels recompute doubtful results themselves. PyTorch's have to be read back to be
+    # recomputed, which a compiled graph cannot do.
     guarded = on_chip or not is_compiling()
     choose = partial(
         _cost.choose_outer_form, positions, p, q, with_sum=with_sum, guarded=guarded,
@@ -138,7 +138,7 @@ def guarded_gram(factor: Outer, workspace: int) -> Contraction:
 
 
 def gram(factor: Outer, workspace: int) -> Contraction:
-    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), of which half is computed.
+    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), computing half of the terms.
 
     Cost: about T(T + block)/2 · (p + q) multiply-adds an example; scratch of two T/2 × T/2 tiles,
     of two T × block tiles where that is too much.
@@ -147,7 +147,7 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     batch, groups, positions, p = factor.left.shape
     q = factor.right.shape[3]
     itemsize = dtype.itemsize
-    # Operands may be copied: to cast them, or where the rows of examples lie apart.
+    # Operands may be copied: to cast them, or because the rows of examples are not adjacent.
     alike = all(
         side.dtype == dtype and side.is_contiguous() for side in (factor.left, factor.right)
     )
@@ -174,12 +174,12 @@ def gram(factor: Outer, workspace: int) -> Contraction:
 def _gram_halves(left: Tensor, right: Tensor, halvings: int) -> tuple[Tensor, Tensor]:
     """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) in float64, and Σ_t ‖left_t‖‖right_t‖.
 
-    The first half of the positions meets the second, whose products stand for their mirror images
-    too; then each half is an example of its own.
+    Products of the first half of the positions with the second count twice, for their mirror
+    images; then each half is treated as an example of its own.
 
     Args:
         left, right: (n, T, p) and (n, T, q).
-        halvings: how often that is done; 2^halvings divides T.
+        halvings: how often to halve; 2^halvings divides T.
     """
     count, positions, _ = left.shape
     if halvings:
@@ -202,13 +202,13 @@ def _gram_halves(left: Tensor, right: Tensor, halvings: int) -> tuple[Tensor, Te
 
 
 def _evenly_spaced(rows: Tensor) -> Tensor:
-    """Return (n, T, width) with all rows at one distance, so that they can be grouped otherwise."""
+    """Return (n, T, width) with evenly spaced rows, so that they can be regrouped as views."""
     even = rows.stride(0) == rows.shape[1] * rows.stride(1)
     return rows if even else rows.contiguous()
 
 
 def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``_gram_halves``, of a few positions with all that follow them at once."""
+    """As ``_gram_halves``, by products of a few positions with all that follow them."""
     count, positions, _ = left.shape
     block = _cost.GRAM_BLOCK
     sizes = left.new_empty(count, positions)
@@ -222,7 +222,7 @@ def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         products.mul_(others)
         torch.sum(products, (1, 2), out=whole)
         torch.sum(products[:, :, :block], (1, 2), out=tile)
-    # What stands right of the diagonal tile stands for its mirror image too.
+    # What lies right of the diagonal tile counts twice, for its mirror image.
     total = 2 * wholes.sum(0, dtype=torch.float64) - tiles.sum(0, dtype=torch.float64)
     return total, sizes.sum(1)
 
@@ -253,7 +253,7 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
         left, right, p, q = right, left, q, p
     cast_widths = sum(side.shape[3] for side in (left, right) if side.dtype != dtype)
     if cast_widths:
-        # Operands are cast for as many examples at once, which writes more where these are long.
+        # The operands of a chunk are cast too, which writes more than the gradients if T is large.
         size = groups * (rows * q + positions * cast_widths) * dtype.itemsize
         chunk = min(chunk, _cost.examples_per_chunk(size, batch, workspace))
     alone = _forms_alone(factor)
@@ -270,7 +270,7 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     if norms.dim() == 1:
         result = WellConditioned((norms,), dtype)
     else:
-        # What is summed over rows of the gradient is summed in float64, once for all examples.
+        # Sums over the gradients' rows are in float64, once for all examples.
         result = well_conditioned(norms.double().square_().flatten(1).sum(1), dtype)
     if total is None:
         return result, None
@@ -278,10 +278,10 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
 
 
 def pieces(factors: Sequence[Factor], workspace: int) -> list[list[Outer]]:
-    """Return outer factors that can be merged, for a few examples at a time; none of other kinds.
+    """Return factors of a few examples at a time, if all are outer and can be merged; else none.
 
-    Merging copies all operands, and whoever delivered them still holds them: for all examples at
-    once that would be as much again as all uses of a parameter activate.
+    Merging copies all operands while whoever delivered them still holds them: for all examples at
+    once that would double the activations of all uses of the parameter.
     """
     uses = [factor for factor in factors if isinstance(factor, Outer)]
     if is_compiling() or len(uses) < len(factors) or len({use.layout for use in uses}) > 1:
@@ -296,7 +296,7 @@ def pieces(factors: Sequence[Factor], workspace: int) -> list[list[Outer]]:
 
 
 def merge(factors: list[Outer]) -> Outer:
-    """Return the sum of several uses as one: their positions stand one after the other."""
+    """Return the sum of several uses as one factor, their positions concatenated."""
     first = factors[0]
     left = torch.cat([factor.left for factor in factors], dim=2)
     right = torch.cat([factor.right for factor in factors], dim=2)
@@ -321,10 +321,10 @@ def summed(factor: Outer) -> Tensor:
 
 
 def _is_of_images(factor: Outer) -> bool:
-    """Whether a GPU best sums the gradients as those of a convolution.
+    """Whether a GPU sums the gradients fastest as those of a 1×1 convolution.
 
-    Positions are adjacent in both operands, so that one product would copy them. Only in half
-    precision: cuDNN may round float32 where the user lets no product be rounded.
+    If positions are adjacent in both operands, a matrix product would copy them. Only in half
+    precision: cuDNN may round float32 where the user does not allow it for products.
     """
     left, right = factor.left, factor.right
     if not left.is_cuda or left.shape[1] != 1 or left.dtype != right.dtype:
@@ -337,7 +337,7 @@ def _is_of_images(factor: Outer) -> bool:
 def _summed_images(factor: Outer) -> Tensor:
     """Return Σ_i G_i, (p, q, 1, 1), as the weight gradient of a 1×1 convolution.
 
-    The positions are laid out as square as they divide: cuDNN is slower on one long row.
+    The positions are laid out as near to a square as possible: cuDNN is slower on one long row.
     """
     count = factor.left.shape[2]
     height = next(size for size in range(math.isqrt(count), 0, -1) if count % size == 0)

@@ -1,4 +1,4 @@
-"""Inner products of Outer factors, of packed ones on a GPU: by products of positions, or tiles.
+"""Inner products of Outer factors, and of Ragged ones on a GPU: by products of positions, or tiles.
 
 Gram    ⟨G_i, G'_j⟩ = Σ_{t,s} (left_t·left'_s)(right_t·right'_s); for T = T' = 1 it is the product
         of two matrices of dot products, entry by entry
@@ -34,7 +34,7 @@ from gradstats.contractions import _outer, _patches, _ragged, _tied, _tiles, _tr
 from gradstats.contractions._multiply import multiply_groups
 from gradstats.contractions._result import product_roundoff
 
-# Bytes of a Gram tile and its partner; larger ones run no faster.
+# Bytes of a Gram tile and its partner; larger tiles are no faster.
 GRAM_TILE_BYTES = 32 * 1024 * 1024
 
 # ‖G_i‖ and ‖G'_j‖ of the parameter's whole gradients, (B,) and (B',) float64.
@@ -44,7 +44,7 @@ Sizes = tuple[Tensor, Tensor]
 def pairs(first: Outer | Ragged, second: Outer | Ragged, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least.
 
-    Packed examples are taken where the kernels run: there none is padded to another's length.
+    Packed examples reach here only where kernels take them, so that none need be padded.
     """
     first, second = _plain(first, second)
     if 0 in (first.longest, second.longest):
@@ -96,13 +96,13 @@ def by_form(
     direct: Callable[[Any, Any], Tensor],
     again: Callable[..., Tensor],
 ) -> Tensor:
-    """Return products of two factors in one form, those that cancel computed again by the other.
+    """Return products of two factors in the chosen form, recomputing those that cancel.
 
     Args:
         first, second: the factors.
         sizes: norms of both sides' gradients.
-        form: which is chosen.
-        gram, direct: contract the factors through products of positions, and of gradients.
+        form: the one to use.
+        gram, direct: contract the factors through products of positions, or of gradients.
         again: replaces doubtful results, ``recompute_pairs`` or ``recompute_diagonal``.
     """
     if form == "direct":
@@ -111,7 +111,7 @@ def by_form(
     if form != "gram":
         return result
     # √eps · Σ_t ‖left_t‖‖right_t‖ / ‖G‖ of either side's examples: the product bounds a pair's
-    # error relative to ‖G_i‖‖G'_j‖. Zero by zero is zero: there is nothing to lose.
+    # error relative to ‖G_i‖‖G'_j‖. Zero divided by zero is zero: there is nothing to lose.
     roundoff = product_roundoff(*tensors_of(first), *tensors_of(second))
     conditions = [
         roundoff**0.5 * (MAGNITUDE[type(factor)](factor) / size).nan_to_num(nan=0.0)
@@ -134,7 +134,7 @@ def recompute_pairs(result: Tensor, first, second, conditions, again) -> Tensor:
     mine, theirs = conditions
     rows = (mine * theirs.max() > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
     columns = (theirs * mine.max() > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
-    # Either covers every doubtful pair.
+    # Both the rows and the columns cover every doubtful pair.
     if rows.numel() * second.batch <= columns.numel() * first.batch:
         if rows.numel():
             result[rows] = again(first.select(rows), second)
@@ -165,7 +165,7 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
     budget = min(workspace, GRAM_TILE_BYTES) // (2 * dtype.itemsize)
     step = max(1, min(positions, budget // (groups * longest)))  # positions at once
     tile = max(1, budget // (groups * step * longest))  # pairs of examples at once
-    # Operands may have to be copied: to cast them, or to line up their positions.
+    # Operands may have to be copied: to cast them, or to make their positions adjacent.
     width = groups * (first.left.shape[3] + first.right.shape[3]) * dtype.itemsize
     columns = min(second.batch, int(tile**0.5), workspace // (4 * longest * width))
     rows = min(first.batch, tile // max(1, columns), workspace // (4 * positions * width))
@@ -175,14 +175,14 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
     for there in _tiles.chunks(second.batch, columns):
         left2, right2 = _rows_of(second.left[there], dtype), _rows_of(second.right[there], dtype)
         for here in _tiles.chunks(first.batch, rows):
-            # ⟨i, j⟩ = ⟨j, i⟩: what lies below the diagonal mirrors what lies above.
+            # ⟨i, j⟩ = ⟨j, i⟩: the part below the diagonal mirrors the part above.
             if same and here.start > there.start:
                 continue
             size = (groups, here.stop - here.start, -1, there.stop - there.start, longest)
             for span in _tiles.chunks(positions, step):
                 left1 = _rows_of(first.left[here, :, span], dtype)
                 products = multiply_groups(left1, left2.mT)
-                # A single product of positions is the result: it is not rounded once more.
+                # A single product of positions is the result itself: do not round it again.
                 products = products.double() if positions * longest == 1 else products
                 right1 = _rows_of(first.right[here, :, span], dtype)
                 products.mul_(multiply_groups(right1, right2.mT))
@@ -218,13 +218,13 @@ def gram_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
 def pairs_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨Σ_t left_t right_tᵀ, Σ_n e_{ids[n]} grad[n]ᵀ⟩ for all pairs, (B, B') float64.
 
-    It is Σ_n Σ_t left_t[ids[n]] (right_t·grad[n]): nothing of the parameter's size appears.
+    It is Σ_n Σ_t left_t[ids[n]] (right_t·grad[n]): nothing of the parameter's size is formed.
 
     Args:
         outer: factor with one group whose ``left`` spans the parameter's rows.
         rows: factor over the same rows.
         workspace: bytes of scratch.
-        sizes: not needed here.
+        sizes: unused.
     """
     dtype = compute_dtype(outer.left, outer.right, rows.grad)
     left, right = outer.left.squeeze(1), outer.right.squeeze(1)
@@ -247,7 +247,7 @@ def diagonal_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -
 
 
 def _plain(first: Outer | Ragged, second: Outer | Ragged) -> tuple:
-    """Drop how the axes are permuted, which is the same on both sides: it moves no product."""
+    """Drop the permutation of axes, which is the same on both sides and changes no product."""
 
     def plain(factor: Outer | Ragged) -> Outer | Ragged:
         if isinstance(factor, Ragged):
@@ -260,13 +260,13 @@ def _plain(first: Outer | Ragged, second: Outer | Ragged) -> tuple:
 
 
 def formed_pairs(first: Factor, second: Factor, workspace: int) -> Tensor:
-    """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, of gradients that are formed."""
+    """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, from gradients that are formed."""
     one = [first]
     return _tiles.dense_pairs(one, one if second is first else [second], workspace)
 
 
 def formed_diagonal(first: Factor, second: Factor, workspace: int) -> Tensor:
-    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, of gradients that are formed."""
+    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, from gradients that are formed."""
     return _tiles.dense_diagonal([first], [second], workspace)
 
 

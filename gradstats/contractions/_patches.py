@@ -1,8 +1,8 @@
 """Patches factors: per-example weight gradients of convolutions.
 
 On a GPU the kernels address patches where they need them. Elsewhere PyTorch's own weight gradient
-forms those of a chunk of examples (the examples are the groups), which needs no patches in memory;
-where it costs less, patches are written out for a chunk, for outer products in whatever form.
+forms the gradients of a chunk of examples, as groups, without patches in memory; where that costs
+less, the patches of a chunk are written out and contracted as outer products.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def sqnorm(factor: Patches, workspace: int) -> Contraction:
 def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i, from the same per-example gradients where that pays."""
     if _triton.convolves(factor):
-        # On an NVIDIA H100 one kernel for both takes as long as cuDNN's weight gradient alone where
-        # layers are depthwise, and two to twenty times as long where they are not.
+        # On an NVIDIA H100 one kernel for both takes as long as cuDNN's weight gradient alone for
+        # depthwise layers, and two to twenty times as long for others.
         if factor.shape[1] == 1:
             return _triton_layers.depthwise_and_sum(factor)
         return _by_kernels(factor), _total(factor)
@@ -61,7 +61,7 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
 
 
 def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
-    """Return the examples in pieces whose patches are written out at once.
+    """Return slices of the examples whose patches are written out at once.
 
     Slices, not patches: a compiler that reads strides in a backward starts over, and one that
     stopped inside a generator (PyTorch 2.15) cannot close it.
@@ -89,7 +89,7 @@ def _form_on_chip(factor: Patches) -> _cost.Form:
 def magnitude(factor: Patches) -> Tensor:
     """Return Σ_t ‖patch_t‖‖grad_t‖ over the groups, (B,) float64.
 
-    The norm of a patch is that of its pixels' norms over the channels: only those are written out.
+    The norm of a patch is that of its pixels' norms over the channels: only these are unfolded.
     """
     channels = factor.input.unflatten(1, (factor.geometry.groups, factor.shape[1]))
     pixels = torch.linalg.vector_norm(channels, dim=2, dtype=torch.float32)
@@ -111,9 +111,9 @@ def _total(factor: Patches) -> Tensor:
 
 
 def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
-    """Return ‖G_i‖², and Σ_i G_i where it is wanted, of gradients that convolutions form."""
+    """Return ‖G_i‖², and Σ_i G_i if wanted, from gradients that convolutions form."""
     dtype = compute_dtype(*factor.sides)
-    # The operands are regrouped, the gradients written: all of it counts against the workspace.
+    # The regrouped operands and the gradients all count against the workspace.
     operands = (factor.input[0].numel() + factor.grad[0].numel()) * dtype.itemsize
     gradient = math.prod(factor.shape) * dtype.itemsize
     chunk = _cost.convolution_chunk(operands, gradient, factor.batch, workspace)

@@ -1,4 +1,4 @@
-"""Products in the precision of their operands, wherever the caller stands."""
+"""Products in the precision of their operands, also under autocast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def without_autocast() -> ExitStack:
 
 
 def in_full_precision(contract: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Make a contraction one that autocast does not round, should a backward run inside it."""
+    """Protect a contraction from autocast, inside which a backward may run."""
 
     @wraps(contract)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""Ragged factors: products on packed examples, one by one or in groups of like length."""
+"""Ragged factors: products on packed examples, one by one or in groups of similar length."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gradstats.contractions._multiply import WORTH_CALLING, multiply
 from gradstats.contractions._result import Contraction, product_roundoff, well_conditioned
 from gradstats.contractions._tensor_cores import cut_off_of
 
-# From so many elements of both operands on, copying an example into a group takes longer than
-# contracting it where it lies adds: the first for those whose gradient is formed, in two operations
-# each, the second for all others (two cores of an AMD EPYC).
+# Elements of both operands from which copying an example into a group costs more than contracting
+# it where it lies: the first for examples whose gradient is formed, in two operations each, the
+# second for all others (two cores of an AMD EPYC).
 FORMED_ALONE, ALONE = 40_000, 100_000
 
-# What a group takes besides its examples, in elements that are copied in that time, and the
-# multiply-adds that take as long as copying an element.
+# The fixed cost of a group, as elements copied in that time, and the multiply-adds that take as
+# long as copying one element.
 ANOTHER_GROUP, PRODUCTS = 600_000, 16
 
 
@@ -49,10 +49,10 @@ def sqnorm(factor: Ragged, workspace: int) -> Contraction:
 
 
 def formed_alone(factor: Ragged, workspace: int) -> list[int]:
-    """Return the examples whose gradients are formed one by one, of rows where they lie.
+    """Return the examples whose gradients are formed one by one, from rows where they lie.
 
-    For the largest products how they are multiplied matters more than what calling them takes:
-    those go the way of all others, in groups of one.
+    The largest products are not among them: there the form matters more than the calls, so that
+    they are contracted like all others, in groups of one.
     """
     p, q = factor.left.shape[1], factor.right.shape[1]
     sides = factor.left, factor.right
@@ -115,7 +115,7 @@ def groups(factor: Ragged, examples: Iterable[int], workspace: int) -> list[list
     """Return those examples that have rows, in groups whose padded rows fit the workspace.
 
     The longest of a group has at most twice as many rows as the shortest, unless padding the
-    shorter ones takes less than another group. Examples with much to copy stay alone.
+    shorter ones costs less than another group. Large examples stay alone.
     """
     lengths = factor.lengths
     p, q = factor.left.shape[1], factor.right.shape[1]
@@ -140,11 +140,11 @@ def groups(factor: Ragged, examples: Iterable[int], workspace: int) -> list[list
 
 
 def merge(factors: list[Ragged]) -> Ragged:
-    """Return the sum of several uses as one: each example's rows stand one after the other."""
+    """Return the sum of several uses as one factor, each example's rows concatenated."""
     bounds = torch.tensor([factor.offsets for factor in factors])
     lengths = bounds.diff()
-    # Only pieces that have rows: models called for one example at a time use a parameter once for
-    # each, and all other examples have none there.
+    # Only pieces that have rows: a model called once per example uses a parameter once for each,
+    # and all other examples have no rows in that use.
     examples, uses = lengths.T.nonzero().unbind(1)
     rows = (bounds[uses, examples], bounds[uses, examples + 1])
     pieces = [

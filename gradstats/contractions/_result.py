@@ -21,24 +21,24 @@ SMALLEST = {
 }
 
 # Bounds of rounding errors count the product of two rows' squared norms as at least LEAST_PRODUCT,
-# and each squared norm as at least LEAST_SQUARE. One rounding of these covers what is lost below
-# the range of normal numbers: by one product, and by the 2^17 products that a squared norm may add.
+# and each squared norm as at least LEAST_SQUARE. One rounding of these covers what underflow loses
+# below the normal numbers: in one product, and in the 2^17 products that a squared norm may add up.
 LEAST_PRODUCT = {dtype: SMALLEST[dtype] / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
 LEAST_SQUARE = {dtype: 2.0**18 * least for dtype, least in LEAST_PRODUCT.items()}
-# A squared norm of zero may be of a row whose squares vanish. Beside one up to this it may as well
-# be of zeros: what 2^12 such squares come to leaves the range of normal numbers in the product too.
+# A squared norm of zero may be that of a row whose squares underflow. Multiplied by one of at most
+# this it may count as zero: the product with 2^12 such squares would underflow too.
 MOST_BESIDE_ZERO = {dtype: 2.0**-12 / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
 
-# TF32 keeps 11 digits of either factor.
+# TF32 keeps 11 bits of either factor.
 TF32_ROUNDOFF = 2.0**-11
-# Where TF32 is not allowed the tensor cores may form a product of two such parts of either factor:
-# that of the low parts, at most 2^-22 of the whole, is left out.
+# Where TF32 is not allowed, the tensor cores may split either factor into two such parts: the
+# product of the low parts, at most 2^-22 of the whole, is left out.
 SPLIT_ROUNDOFF = 2.0**-24 + 2.0**-22
 
 
 @dataclass
 class Contraction:
-    """Squared norms with what rounding may have done to them.
+    """Squared norms with bounds on their rounding errors.
 
     Attributes:
         value: (B,) float64.
@@ -52,13 +52,13 @@ class Contraction:
 
     @property
     def relative(self) -> float | None:
-        """What the bound is of the value, where it is the same part of each; None elsewhere."""
+        """The bound relative to the value, if that is the same for all examples; else None."""
         return None
 
     def whole_bound(self, shape: Sequence[int]) -> Tensor:
-        """Return a bound that holds below the range of normal numbers too: (B,).
+        """Return a bound that includes underflow: (B,).
 
-        But for what is lost once for each element, which ``relative_error`` counts.
+        Except for what is lost once for each element, which ``relative_error`` adds.
 
         Args:
             shape: of the gradient.
@@ -124,12 +124,13 @@ class WellConditioned(Contraction):
 
 
 class Reported(Contraction):
-    """A row of what was found for several parameters at once.
+    """One parameter's results in a report on several.
 
     Attributes:
-        report: (parameters, 2, B) float64, the values of all of them and what gives their bounds.
-        row: which of them this is.
-        factor: what its second row is multiplied by to give the bound.
+        report: (parameters, 2, B) float64, the values of all of them and their bounds up to a
+            factor.
+        row: the parameter's row in the report.
+        factor: by which its second row is multiplied to give the bound.
     """
 
     def __init__(self, report: Tensor, row: int, factor: float):
@@ -173,7 +174,7 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
         value.mul_(value)
         if len(norms) == len(results):
             return value
-        # Not by an index: the device would have to be given one.
+        # Not by an index tensor, which would have to be copied to the device.
         squares = iter(value.unbind())
     nothing = torch.zeros(batch, dtype=torch.float64, device=device)
     rows = []
@@ -186,7 +187,7 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
 
 
 def _report_of(results: Sequence[Contraction | None], device: torch.device) -> Tensor | None:
-    """Return the report that consists of just these results, in this order, if they are of one."""
+    """Return the report whose rows are exactly these results, in this order; else None."""
     first = next((each for each in results if each is not None), None)
     if not isinstance(first, Reported) or first.report.device != device:
         return None
@@ -194,7 +195,7 @@ def _report_of(results: Sequence[Contraction | None], device: torch.device) -> T
     if len(report) != len(results):
         return None
     for row, each in enumerate(results):
-        # What a graph does not report is zero there.
+        # Parameters that a graph does not report are zero in it.
         if each is not None and not (
             isinstance(each, Reported) and each.report is report and each.row == row
         ):
@@ -203,10 +204,10 @@ def _report_of(results: Sequence[Contraction | None], device: torch.device) -> T
 
 
 def ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ones that nobody may write to; after large products each small operation counts."""
+    """Return ones, not to be written to; cached, since after large products every call counts."""
     if device.type == "cpu" and not is_compiling():
         return _kept_ones(shape, dtype)
-    # What a CUDA graph records has its values, and its memory, in replays alone.
+    # A tensor recorded by a CUDA graph has its values, and its memory, only in replays.
     return torch.ones(shape, dtype=dtype, device=device)
 
 
@@ -224,24 +225,24 @@ def relative_error(
     order: Tensor | None = None,
     unit: Tensor | float = 1.0,
 ) -> Tensor:
-    """Return what bounds the rounding errors of a sum of results, relative to it: (B,).
+    """Return a bound on the rounding errors of a sum of results, relative to it: (B,).
 
-    Zero where the sum is zero. Squares below the range of normal numbers keep few digits or none.
-    That loss is counted once for each element of a gradient; where two norms are multiplied, once
-    for each row or column of the matrix, times the other norm's square.
+    Zero where the sum is zero. Squares below the normal numbers keep few digits or none. That loss
+    is counted once for each element of a gradient; where two norms are multiplied, once for each
+    row or column of the matrix, times the other norm's square.
 
     Args:
         results: with None for zeros.
         values: what ``stack`` returned of them, with the examples in ``order``.
         total: (B,) the sum of ``values``.
         shapes: of the gradients that the results are squared norms of.
-        order: (B,) which example each column of ``values`` is; None where they stand in order.
+        order: (B,) which example each column of ``values`` is; None if they are in order.
         unit: what the sum is divided by before it is rounded to the accumulation dtype.
     """
     rows: dict[torch.dtype, list[int]] = {}
     absolute: list[Tensor] = []
     products: list[Tensor] = []
-    # One for the rounding of the sum itself.
+    # The first is for the rounding of the sum itself.
     widest, squares = 0, 1.0 * unit
     for row, (result, shape) in enumerate(zip(results, shapes, strict=True)):
         count = math.prod(shape)
@@ -281,12 +282,12 @@ def widest_of(shape: Sequence[int]) -> int:
 
 @dataclass(eq=False)
 class Fused:
-    """A factor whose squared norms were found where it was, with its sum over examples.
+    """A factor whose squared norms were computed where it was made, with its sum over examples.
 
     Attributes:
-        factor: what was contracted; None where nobody else needs it.
+        factor: what was contracted; None if nobody else needs it.
         norms: its squared norms.
-        total: Σ_i F[i] in the parameter's shape; None where nobody wants it.
+        total: Σ_i F[i] in the parameter's shape; None if not wanted.
     """
 
     factor: Factor | None
@@ -300,7 +301,7 @@ def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
 
 
 def joined(parts: Sequence[Contraction]) -> Contraction:
-    """Return the results of some examples after those of others as one."""
+    """Concatenate the results of consecutive examples."""
     if len(parts) == 1:
         return parts[0]
     return Contraction(torch.cat([p.value for p in parts]), torch.cat([p.bound for p in parts]))
@@ -318,7 +319,7 @@ def sum_of_parts(
     for cross in crosses:
         value = value + 2 * cross
         size = size + 2 * cross.abs()
-    # Each part's bound is relative to its own size: where the parts cancel, that is what is lost.
+    # Each part's bound is relative to its own size, which counts where the parts cancel.
     bound = reduce(torch.add, [part.bound for part in parts])
     return Contraction(value, bound + relative_bound(dtype) * size)
 
@@ -351,9 +352,9 @@ def _on_tensor_cores(operands: Sequence[Tensor]) -> bool:
 def row_sizes(left: Tensor, right: Tensor) -> Tensor:
     """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T), for a bound of errors.
 
-    Rows so small that their products fall below the range of normal numbers count for more, so that
-    the bound covers what is lost there. Rows of zeros lose nothing, and count for nothing but
-    beside rows so large that much would be lost if they were none.
+    Rows so small that their products underflow count for more, so that the bound covers what is
+    lost there. Rows of zeros lose nothing and count as zero, except beside rows so large that much
+    would be lost if they were not zero.
     """
     left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
     square, product = LEAST_SQUARE[left.dtype], LEAST_PRODUCT[left.dtype]
@@ -363,7 +364,7 @@ def row_sizes(left: Tensor, right: Tensor) -> Tensor:
 
 
 def relative_bound(dtype: torch.dtype) -> float:
-    """Return what rounding may do to a sum of squares in the accumulation dtype."""
+    """Return a bound on the relative rounding error of a sum of squares."""
     return 4 * unit_roundoff(dtype)
 
 
@@ -380,7 +381,7 @@ def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def recompute_suspects(result: Contraction, again: Callable[[Tensor], Contraction]) -> Contraction:
     """Replace results whose error bound is too large by ``again`` of their examples (ascending).
 
-    A graph that is traced has no numbers to tell by: there their bound remains.
+    While a graph is traced there are no numbers to decide by, and the bound remains.
     """
     if is_compiling():
         return result

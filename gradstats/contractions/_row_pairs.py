@@ -1,4 +1,4 @@
-"""Inner products of Rows factors: only rows with equal ids meet."""
+"""Inner products of Rows factors: only rows with equal ids contribute."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Runs:
 def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     """Return Σ_v ⟨Σ_{n: id v} grad[n], Σ_{m: id v} grad'[m]⟩ for all pairs, (B, B') float64.
 
-    Ids that most examples of both sides have are multiplied as one dense product; for the others
-    each pair of runs with equal ids is multiplied on its own.
+    Ids that most examples of both sides have are multiplied in one dense product; for the others
+    each pair of runs with equal ids is multiplied separately.
 
     Cost: at most B·B'·width multiply-adds for each id that both sides have; scratch within the
     workspace.
@@ -58,7 +58,7 @@ def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     itemsize = dtype.itemsize
     width = first.grad.shape[1]
     rows = first.grad.shape[0] + second.grad.shape[0] + one.ids.numel() + two.ids.numel()
-    # The width is cut first, so that runs are summed within the workspace too.
+    # Columns in the outer loop, so that the sums of runs fit the workspace too.
     for columns in _tiles.chunks(width, _cost.fitting(itemsize * rows, width, workspace)):
         span = columns.stop - columns.start
         sums1, sums2 = one.sums(columns, dtype), two.sums(columns, dtype)
@@ -67,7 +67,7 @@ def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
             left = _tile(one, sums1, common[part], first)
             right = _tile(two, sums2, common[part], second)
             result += left @ right.mT
-        # A run of the first side meets at most one run of each example of the second.
+        # A run of the first side has an equal id in at most one run of each example of the second.
         step = max(1, workspace // (4 * (itemsize * span + 16) * second.batch))
         for part in _tiles.chunks(chosen.numel(), step):
             i, j = _meetings(chosen[part], one.ids, counts2)
@@ -105,7 +105,7 @@ def _runs(rows: Rows) -> Runs:
 
 
 def _meetings(chosen: Tensor, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every pair of a chosen run of the first side with a run of the second of equal id."""
+    """Return all pairs of a chosen run of the first side and a run of the second with its id."""
     partners = counts[ids[chosen]]
     starts = counts.cumsum(0) - counts  # (rows,) the first run of each id on the second side
     here = chosen.repeat_interleave(partners)

@@ -1,4 +1,4 @@
-"""Rows factors: gradients of embeddings, where only positions with equal ids meet."""
+"""Rows factors: gradients of embeddings, where only positions with equal ids are added."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gradstats.contractions._result import (
     well_conditioned,
 )
 
-# Up to so many rows of one example, comparing all pairs is faster than sorting.
+# Rows per example up to which comparing all pairs is faster than sorting.
 FEW = 32
-# Bytes of scratch for comparing.
+# Bytes of scratch for comparing pairs.
 SCRATCH = 8 * 1024 * 1024
 # Bytes of rows whose sums are formed at once.
 BLOCK = 512 * 1024
@@ -28,8 +28,8 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
     """Return Σ_v ‖Σ_{n: ids[n] = v} grad[n]‖² over the rows of each example.
 
     Rows are sorted by (example, id); runs of equal keys are summed, squared and added to their
-    example, on a CPU a few examples at a time. Nothing of the size of the parameter appears; on
-    other devices and in graphs all shapes are known beforehand.
+    example, on a CPU a few examples at a time. Nothing of the parameter's size is formed; on other
+    devices and in graphs all shapes are known beforehand.
 
     Cost: a sort of N keys and two passes over (N, width); scratch of the rows of a few examples,
     within the workspace.
@@ -43,14 +43,14 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
         return Contraction(value, value.clone())
     keys = factor.example * factor.shape[0] + factor.ids
     if not is_compiling() and bool((keys[1:] > keys[:-1]).all()):
-        # Each row is a run of its own, as where positions are looked up.
+        # Each row is a run of its own, as for position embeddings.
         add_at(value, factor.example, squared_norms(factor.grad, dtype))
         return well_conditioned(value, dtype)
     run, run_example, place = _runs(keys, factor.example)
     del keys
     bounds, runs = [0, count], [0, count]
     if factor.grad.device.type == "cpu" and not is_compiling():
-        # Whole examples, and no more rows than a cache holds unless one example has them.
+        # Whole examples, of no more rows than fit the cache unless a single example has more.
         rows = _cost.fitting(width * dtype.itemsize, count, BLOCK)
         cuts = torch.searchsorted(factor.example, factor.example[::rows].contiguous()).unique()
         bounds = [*cuts.tolist(), count]
@@ -65,18 +65,18 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
 
 
 def _runs(keys: Tensor, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which run of equal keys each row is in, in order of keys, and as the rows come.
+    """Number the runs of equal keys, for rows in order of keys and in their own order.
 
     Args:
         keys, example: (N,) of each row.
 
     Returns:
-        The numbers of the runs in order; the example of each run; the numbers of the runs as the
-        rows come; each (N,).
+        The run of each row in order of keys; the example of each run; the run of each row in the
+        rows' own order; each (N,).
     """
     keys, order = torch.sort(keys, stable=True)
     run = torch.cat([keys.new_zeros(1), (keys[1:] != keys[:-1]).cumsum(0)])
-    # Rows come in order of their examples, and so do their keys.
+    # Rows are in order of their examples, and so are the sorted keys.
     run_example = torch.zeros_like(run).scatter(0, run, example)
     return run, run_example, torch.zeros_like(run).scatter(0, order, run)
 
@@ -84,14 +84,15 @@ def _runs(keys: Tensor, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
     """Return Σ_v ‖Σ_{t: ids[i,t] = v} grad[i,t]‖² for examples with few rows each.
 
-    Every position is given the sum over its equals, s_t; of n equals each counts ‖s_t‖² / n.
+    Each position gets the sum s_t over the positions with its id; of n of them, each counts
+    ‖s_t‖² / n.
 
     Args:
         ids: (B, T).
         grad: (B, T, width).
 
-    Cost: T multiplications for each element of the gradient, in place of sorting: measured to pay
-    up to ``FEW`` positions. Scratch within ``SCRATCH``.
+    Cost: T multiplications per element of the gradient instead of sorting, which is faster up to
+    ``FEW`` positions. Scratch within ``SCRATCH``.
     """
     dtype = compute_dtype(grad)
     _, positions, width = grad.shape

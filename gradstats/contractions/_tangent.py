@@ -1,4 +1,4 @@
-"""Tangent factors: gradients without their parts along some unit vectors."""
+"""Tangent factors: gradients without their components along some unit vectors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradstats.contractions._result import Contraction, recompute_suspects, rela
 
 
 def sqnorm(factor: Tangent, workspace: int) -> Contraction:
-    """Return ‖inner_i‖² - ‖along_i‖², as Pythagoras has it; of a share s, s(2 - s)‖along_i‖²."""
+    """Return ‖inner_i‖² - ‖along_i‖², by Pythagoras; for a share s, less s(2 - s)‖along_i‖²."""
     contract = CONTRACT[type(factor.inner)]
     whole = contract(factor.inner, workspace)
     removed = factor.along.double().square() * (factor.share * (2 - factor.share))

@@ -1,9 +1,9 @@
-"""A projection and the look-ups tied to it, without keeping the projection's output gradient.
+"""A projection and the look-ups of its weight, without keeping the projection's output gradient.
 
 An output projection delivers first, with a gradient (B, T, vocabulary); the embedding it is tied to
-delivers last. Of the cross term Σ_n grad[n]·(Σ_t left_t[ids[n]] right_t) the bracket can be formed
-at once, since the ids are known from the forward pass: it is no larger than the embedding's output
-(Ding et al., arXiv 2405.18194, form the same product).
+delivers last. The cross term is Σ_n grad[n]·(Σ_t left_t[ids[n]] right_t), in which the parenthesis
+can be formed at once, since the ids are known from the forward pass: it is no larger than the
+embedding's output (Ding et al., arXiv 2405.18194, form the same product).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradstats.contractions._result import Contraction, sum_of_parts
 
 @dataclass(frozen=True)
 class Projected:
-    """What remains of a projection's factor: its norms, and its products with each look-up's rows.
+    """What is kept of a projection's factor: its norms, and its products with each look-up's rows.
 
     Attributes:
         norms: squared norms of the projection's own factor.
@@ -70,10 +70,11 @@ def inner_with_rows(factor: Outer | Ragged, rows: Rows, workspace: int) -> Tenso
 def _gathered(factor, rows: Lookup | Rows, workspace: int) -> Iterator:
     """Yield slices of rows with Σ_t left_t[ids[n]] right_t for the rows n of the slice.
 
-    Only the columns of ``left`` at the example's own ids are touched, or all of them where there
-    are more ids, as in long texts of few characters. The device is not asked how
-    many rows an example has where shapes tell: a backward begins with the projection, and would
-    wait there for all of the forward pass.
+    Only the columns of ``left`` at the example's own ids are read, or all of them if there are more
+    ids than columns, as in long texts of few characters. If shapes tell how many rows an example
+    has, the device is not asked: a backward begins with the projection, and would wait there for
+        the
+    whole forward pass.
     """
     dtype = compute_dtype(factor.left, factor.right)
     ids = rows.ids
@@ -102,7 +103,7 @@ def _gathered(factor, rows: Lookup | Rows, workspace: int) -> Iterator:
 
 
 def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Iterator:
-    """Yield the same for examples that look up as many rows each, several at a time: ids (B, n)."""
+    """Yield the same for examples that look up equally many rows, several at a time: ids (B, n)."""
     left, right = factor.left[:, 0], factor.right[:, 0]  # (B, T, vocabulary), (B, T, width)
     positions, count = left.shape[1], ids.shape[1]
     few = left.shape[2] <= count
@@ -111,7 +112,7 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
     scratch = width * dtype.itemsize
     if left.is_cpu:
         chunk = _cost.examples_per_chunk(scratch, factor.batch, workspace)
-    else:  # which has no core's cache to stay in, and starts every operation anew
+    else:  # no core's cache to stay in, and every launch costs
         chunk = _cost.fitting(scratch, factor.batch, workspace)
     for start in range(0, factor.batch, chunk):
         own = slice(start, min(start + chunk, factor.batch))

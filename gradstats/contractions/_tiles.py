@@ -1,8 +1,8 @@
-"""The definition of inner products: tiles of per-example gradients, multiplied and overwritten.
+"""Inner products by definition: tiles of per-example gradients, multiplied and overwritten.
 
 Both sides are formed for a few rows of the parameter at a time, so few that all examples fit
-(``_cost.PAIR_TILE_BYTES``, and the workspace), and every tile is formed once; where one row is too
-much already, for as many examples as the workspace holds. Tiles are summed in float64.
+(``_cost.PAIR_TILE_BYTES``, and the workspace) and every tile is formed once. If even one row is too
+large, it is formed for as many examples as the workspace holds. Tiles are summed in float64.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gradstats import _cost
 from gradstats._factors import Factor, Images, Patches, compute_dtype, elements_of, tensors_of
 from gradstats.contractions._multiply import multiply
 
-# Elements of one example's tile: a longer float32 sum would lose digits.
+# The most elements of one example's tile: a longer float32 sum would lose digits.
 TILE_ELEMENTS = 2**18
 
 # Examples that become the groups of one grouped convolution; see _cost.convolution_chunk.
 GROUPED_EXAMPLES = 32
 
-# Output channels that a convolution computes at once: on two cores of an AMD EPYC gradients of 14
+# Output channels that a convolution computes at once: on two cores of an AMD EPYC, gradients of 14
 # channels take twice as long as those of 16.
 CHANNEL_BLOCK = 8
 
@@ -44,7 +44,7 @@ def dense_pairs(first: Sequence[Factor], second: Sequence[Factor], workspace: in
         for here in chunks(rows, chunk):
             formed = gradients(left, here)
             for there in chunks(columns, chunk):
-                # ⟨i, j⟩ = ⟨j, i⟩: what lies below the diagonal has been computed.
+                # ⟨i, j⟩ = ⟨j, i⟩: the part below the diagonal has been computed.
                 if same and there.start < here.start:
                     continue
                 other = formed if same and here == there else gradients(right, there)
@@ -64,7 +64,7 @@ def dense_diagonal(first: Sequence[Factor], second: Sequence[Factor], workspace:
     batch = first[0].batch
     result = zeros(first, batch)
     for left, right, size in _tiles(first, second, 3, workspace):
-        # The product of the two sides is written out beside them.
+        # The product of the two sides takes as much memory as either.
         for here in chunks(batch, _cost.examples_per_chunk(3 * size, batch, workspace)):
             formed = gradients(left, here)
             other = formed if first is second else gradients(right, here)
@@ -103,7 +103,7 @@ def _tiles(
     itemsize = dtype_of(factors).itemsize
     convolved = all(isinstance(factor, Patches) for factor in factors)
     if len(first) + len(second) > 2:
-        held = 2 * examples  # a sum and what is added to it
+        held = 2 * examples  # a sum and its next term
     elif convolved:
         held = examples + min(examples, GROUPED_EXAMPLES)
     else:

@@ -27,7 +27,7 @@ from gradstats.errors import BackendError
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
 
-# Looked for once, here: the compiler warns of functions that remember their results.
+# Determined once, here: the compiler warns of cached functions.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Set to "torch" to contract with PyTorch's own operations on CUDA too.
@@ -35,7 +35,7 @@ BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 
 def serves(*factors: Outer | Ragged) -> bool:
-    """Whether the kernels contract these factors; the PyTorch backend contracts every other."""
+    """Whether the kernels contract these factors; the PyTorch backend contracts all others."""
     return runs(*(side for each in factors for side in (each.left, each.right)))
 
 
@@ -80,7 +80,7 @@ def require_triton() -> None:
 
 
 def operators() -> Any:
-    """Return the kernels' operators, which programs on CPUs need not have registered."""
+    """Return the kernels' operators, imported on first use: programs on CPUs need none."""
     from gradstats.kernels import operators
 
     return operators
@@ -94,7 +94,7 @@ def rank_one(factor: Outer) -> Contraction:
 
 
 def gram(factor: Outer | Ragged) -> Contraction:
-    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), what cancels replaced by the direct form."""
+    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), recomputed directly where it cancels."""
     operands = factor.left, factor.right
     numbers = rounding(*operands, cut_off_of(*operands))
     groups = 1 if isinstance(factor, Ragged) else factor.left.shape[1]
@@ -103,16 +103,16 @@ def gram(factor: Outer | Ragged) -> Contraction:
 
 
 def rounding(left: Tensor, right: Tensor, cut_off: float) -> tuple[float, float, float, float]:
-    """Return what Gram kernels need to bound their errors, and to replace what is off by too much.
+    """Return the constants by which Gram kernels bound their errors and replace doubtful results.
 
-    Adding the terms rounds by their magnitudes. An inner product of two rows rounds by the product
-    of their norms, however small it comes out, and all terms together by (Σ_t ‖left_t‖‖right_t‖)².
-    One that does not come out small loses what the hardware cuts off, in proportion to itself: the
-    larger of the two counts, as few products of rows lose both.
+    Adding the terms rounds relative to their magnitudes. An inner product of two rows rounds
+    relative to the product of their norms, however small it is, and all terms together relative to
+    (Σ_t ‖left_t‖‖right_t‖)². One that is not small loses what the hardware truncates, relative to
+    itself: the larger of the two counts, as few products of rows lose both.
 
     Args:
         left, right: the operands.
-        cut_off: what may be cut off an inner product of rows and its partner, relative to both.
+        cut_off: how much of two rows' inner products truncation may lose, relative to these.
     """
     adding = relative_bound(torch.float32)
     return adding, product_roundoff(left, right), cut_off, GUARD_TOLERANCE
@@ -143,7 +143,7 @@ def gram_pairs(first: Outer | Ragged, second: Outer | Ragged) -> Tensor:
 def _row_pairs(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> Tensor:
     """Return (A A'ᵀ) ∘ (G G'ᵀ), (B, B') float32, of factors with one position each.
 
-    By PyTorch, whose products of half precision take less than half of the kernel's time.
+    By PyTorch, whose half-precision products take less than half of the kernel's time.
     """
     result, other = (
         torch.mm(first[:, 0], second[:, 0].T, out_dtype=torch.float32)
@@ -191,13 +191,13 @@ def ragged_direction(factor: Ragged, direction: Tensor) -> Tensor:
 
 
 def _both(first: Outer | Ragged, second: Outer | Ragged) -> tuple:
-    """Return the operands of two factors, and where packed examples of either begin and end."""
+    """Return the operands of two factors, and the bounds of the packed examples of each."""
     bounds = _bounds(first)[0], _bounds(second)[0]
     return *operands_of(first), *operands_of(second), *bounds
 
 
 def _groups(first: Outer | Ragged, second: Outer | Ragged) -> list[tuple]:
-    """Return the same for each group: examples of different groups never meet."""
+    """Return the same for each group: different groups have no products."""
     if isinstance(first, Ragged):
         return [_both(first, second)]
     one, two = (
@@ -220,7 +220,7 @@ def operands_of(factor: Outer | Ragged) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(factor: Outer | Ragged) -> tuple[Tensor | None, int | None]:
-    """Return where packed examples begin and end, and the most rows of one; None for others."""
+    """Return the bounds of packed examples and the most rows of one; None for others."""
     if isinstance(factor, Ragged):
         return torch.tensor(factor.offsets), factor.longest
     return None, None
