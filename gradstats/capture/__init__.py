@@ -1,22 +1,22 @@
 """Capture: from a parameter's use in the user's forward to factors, and back as statistics.
 
-    operations/  PyTorch's operations, modes and graphs, by what they are
-    parameters/  what is tracked: parameters, and what is computed from them alone
-    following/   what is not: constants, and where the examples lie in data
-    uses/        where a parameter meets data, and what its use delivers
+    operations/  PyTorch's operations, modes and graphs, classified
+    parameters/  tracked tensors: parameters, and what is computed from them alone
+    following/   all other tensors: constants, and where the examples lie in data
+    uses/        how an operation of a parameter and data delivers factors
     rules/       which use an operation is; one file for each family of operations
     compiled/    compiled models
 
 One context
-    _tracker     entering and leaving it, what it knows
+    _tracker     opening and closing it, its backward
     _mode        its function mode, which sees every operation
     _context     what operations, rules and uses ask of it
     _selection   which parameters are measured, and the names by which users know them
     _sharded     parameters that fully_shard shards
     _registered  users' own operations
-    _coverage    what the autograd graph says about uses that were not seen
+    _coverage    the walk over the losses' graph, which finds uses that were not seen
     _threads     the thread that a context belongs to
-    _loaders     batches that are fetched inside of it
-    _survey      one forward that finds out what happens to every parameter
+    _loaders     batches that are fetched inside it
+    _survey      one forward that records what happens to every parameter
     _reports     from the factors of all uses to squared norms
 """

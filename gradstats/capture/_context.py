@@ -28,16 +28,16 @@ class Context(Repeated):
         roots, reports: the parameters, and what they report.
         closed: whether it has ended.
         derived: whether any tensor was derived from parameters.
-        derived_from_leaves: whether one was, from one that belongs to no example and has a gradient
-            of its own.
-        shown: what is tracked, by the autograd nodes of what stands for it in the user's code; a
-            use that was not seen has an edge there.
+        derived_from_leaves: whether one was derived with the help of an untracked tensor that
+            requires grad and belongs to no example.
+        shown: tracked tensors by the autograd nodes of the tensors that the user's code has in
+            their place; a use that was not seen has an edge to such a node.
         visible: derived tensors that the user's code may still have.
-        renumbered: autograd nodes of what was given other numbers, of data or of parameters alone,
-            and which of their results, each with the sequence number of the first node made after.
+        renumbered: (autograd node, index of the result) of tensors that were given other values
+            through ``.data``, with the sequence number of the first node made afterwards.
         together: the small operations that wait for each other.
-        fetching: how many DataLoaders are fetching inside of it.
-        form: all that a graph depends on which is recorded in here; empty where none may be.
+        fetching: how many DataLoaders are fetching inside it.
+        form: everything that a graph recorded in this context depends on; empty if none may be.
     """
 
     roots: list[Root]
@@ -57,7 +57,7 @@ class Context(Repeated):
         self.together = Together(settings)
 
     def registered(self, func) -> Grafted | None:
-        """Return the rule that a user registered for an operation."""
+        """Return the rule that a user registered for an operation, if any."""
         return RULES[func] if is_registered(func) else None
 
     def dispatch(
@@ -72,10 +72,10 @@ class Context(Repeated):
         return [node for root in self.roots for node in root.alias_nodes]
 
     def check_thread(self, func) -> None:
-        """Refuse an operation on tracked parameters where what goes with it is not seen."""
+        """Refuse an operation on tracked parameters if others around it are not seen."""
 
     def take_back_count(self, running_mean: Tensor | None) -> None:
-        """Uncount the batch that a layer counted just before its statistics were refused."""
+        """Take back a layer's count of the batch, made just before its statistics were refused."""
 
     def note_training(self, tensor: Tensor, trained: bool) -> None:
         """Stop tracking a parameter that is being frozen; resume when it requires grad again."""
@@ -89,7 +89,7 @@ class Context(Repeated):
         """Raise for leaves of the graph that should be tracked and are not."""
 
     def keeps_values(self, roots: Sequence[Root]) -> bool:
-        """Whether parameters are after the backward what they were in the forward."""
+        """Whether parameters still have after the backward the values of the forward."""
         return False
 
     def is_backward_of_losses(self) -> bool:

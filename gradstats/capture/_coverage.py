@@ -1,4 +1,4 @@
-"""What the autograd graph of the losses says about how parameters were used."""
+"""The walk over the autograd graph of the losses, which finds uses that were not seen."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def check_data(losses: Iterable[Tensor]) -> None:
 def check_coverage(tracker: Context, start: list, losses: Sequence[Tensor] = ()) -> list[GraphNode]:
     """Walk the graph from ``start`` and return the nodes that report uses.
 
-    Raise for a use that was not tracked, where the losses depend on an operation in which examples
-    met, and where they may be more than sums over the examples.
+    Raise for a use that was not tracked, if the losses depend on an operation in which examples
+    met, or if they may be more than sums over the examples.
 
     A use that PyTorch does not show (in a custom autograd Function of data and a parameter) appears
-    in the graph as an edge to the parameter that does not come from its alias, or as an edge to a
-    derived tensor as the user's code has it.
+    in the graph as an edge to the parameter that does not come from its alias, or as an edge to the
+    tensor that the user's code has for a derived one.
     """
     # Tracked uses lead to aliases, where the walk can stop.
     seen = {*start, *tracker.alias_nodes()}
@@ -64,7 +64,7 @@ def check_coverage(tracker: Context, start: list, losses: Sequence[Tensor] = ())
 def _walk(
     tracker: Context, start: list, losses: Sequence[Tensor], seen: set[GraphNode]
 ) -> list[GraphNode]:
-    """Do what ``check_coverage`` does, adding the nodes to those that were seen."""
+    """Do the same, adding the nodes on the way to ``seen``."""
     stack = list(start)
     uses, hidden = [], False
     reporting: list[GraphNode] = []
@@ -100,7 +100,7 @@ def _walk(
             raise tracker.refusal_of_meeting(node)
         if added and node not in added:
             for child, _ in node.next_functions:
-                if child in added:  # of a sum over several examples more was made than sums
+                if child in added:  # a sum over several examples was used for more than sums
                     raise tracker.refusal_of_meeting(child)
         if renumbered:
             for edge in node.next_functions:
@@ -145,7 +145,7 @@ def _walk(
         shared += [root for root in tracker.roots if root.graph is not None and root.counted]
     if shared:
         for root in tracker.roots:
-            root.graph = None  # nothing has run: eagerly the same context may try again
+            root.graph = None  # nothing has run: the same context may try again eagerly
         raise shared_in_graphs(shared)
     if hidden:
         for root in tracker.roots:
@@ -185,7 +185,7 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
             f'fallback="vmap", or leave the parameter out by name with exclude={used.names!r}.',
             used.names,
         )
-    function = getattr(node, "_forward_cls", None)  # of what Python classes define
+    function = getattr(node, "_forward_cls", None)  # of a Function defined in Python
     if function is not None and not function.__module__.startswith("torch."):
         name = function.__name__
         remedy = (
@@ -214,7 +214,7 @@ def _roots_in_graph(edges: Any, of_graphs: dict[int, GraphReport]) -> set[Root]:
     """Return the parameters that a compiled graph reports; none for a node of another kind.
 
     Such a graph takes the parameter itself, not its alias: the uses inside were tracked when it was
-    traced. A graph that does not take a probe as well has a use that tracing could not see.
+    traced. A graph that takes no probe has a use that tracing could not see.
     """
     leaves = [child.variable for child, _ in edges if type(child) is ACCUMULATE_GRAD]  # type: ignore[attr-defined]
     reports = [of_graphs[id(leaf)] for leaf in leaves if id(leaf) in of_graphs]

@@ -1,8 +1,8 @@
 """Batches that a DataLoader fetches inside a context.
 
-What a data set returns is data, however it was made: by operations that take no data, or in another
-process whose tensors are collected here. So from the first context on, every fetch goes through
-here. While it runs, the contexts of its thread see nothing; other modes stay on.
+What a data set returns is data, even if it was made by operations that take no data, or comes from
+another process. So from the first context on, every fetch passes through here. While it runs, the
+contexts of its thread see nothing; other modes stay on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gradstats.capture.operations._modes import modes_here
 
 @cache
 def show_loaders() -> None:
-    """Let contexts notice what loaders fetch, even with iterators from before all contexts."""
-    # A data set may make its batches as its iteration begins.
+    """Make fetches of loaders known to contexts, even of iterators made before any context."""
+    # A data set may make its batches when iteration begins.
     DataLoader.__iter__ = _unseen(DataLoader.__iter__)  # type: ignore[method-assign]
     _show_fetches(_BaseDataLoaderIter)
     _BaseDataLoaderIter.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[assignment]
@@ -30,7 +30,7 @@ def _init_subclass(cls: type, **options) -> None:
 
 
 def _show_fetches(kind: type) -> None:
-    """Let contexts notice what iterators of a class and its subclasses fetch."""
+    """Do so for the iterators of a class and of its subclasses."""
     if "__next__" in vars(kind):
         kind.__next__ = _unseen(vars(kind)["__next__"])  # type: ignore[attr-defined]
     own: type

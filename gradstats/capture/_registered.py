@@ -94,7 +94,7 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     function_class = function_class_of(getattr(function, "apply", function))
     keys: list[Any]
     undo: list[Callable[[], Any]]
-    # Each class has an ``apply`` of its own, so a rule for their base would never run.
+    # Each class has its own ``apply``, so a rule for their base class would never run.
     if function_class not in (None, torch.autograd.Function):
         apply, restore = _make_visible(function_class)
         keys, undo = [apply], [restore]
@@ -160,7 +160,7 @@ def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None
 
 
 def _overridable(function: Any) -> list[Any]:
-    """Return the functions as which contexts see calls of an operation, or raise."""
+    """Return the functions that contexts see when an operation is called, or raise."""
     operator = getattr(function, "_opoverload", function)  # what torch.library.custom_op returns
     if isinstance(operator, torch._ops.OpOverload):
         return [operator, operator.overloadpacket]

@@ -1,4 +1,4 @@
-"""What the parameters of a context report: from the factors of their uses to squared norms."""
+"""From the factors of all uses of a context's parameters to their squared norms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gradstats.contractions import (
 )
 from gradstats.errors import CoverageError, TrackingError
 
-# Parameters that were found to be used in several compiled graphs, or in one and outside of it.
+# Parameters found to be used in several compiled graphs, or both in one and outside of it.
 SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 ONE_OF_SEVERAL = (
@@ -40,27 +40,27 @@ ONE_OF_SEVERAL = (
 
 
 class SharedInGraphError(CoverageError):
-    """Several uses of a parameter would report separately, one of them in a compiled graph."""
+    """Several uses of a parameter would report separately, at least one in a compiled graph."""
 
 
 class GraphReport:
-    """What one run of a compiled graph reports, in which no Python runs.
+    """What one run of a compiled graph reports, through the gradient of a probe.
 
     Attributes:
-        probe: (parameters, 2, B) float64, a leaf of no particular values whose gradient is the
-            report: the squared norms, and what gives their error bounds.
+        probe: (parameters, 2, B) float64, a leaf of arbitrary values whose gradient is the report:
+            the squared norms, and their error bounds up to a factor.
         roots: the parameters that the graph takes.
-        reporting: those of them that its results depend on, with their rows of the report and what
-            the second is multiplied by to give the error bound.
+        reporting: the parameters on which its results depend, with their row in the report and the
+            factor of their error bound.
     """
 
     def __init__(self, roots: Sequence[Root], reporting: Sequence[float | None], batch_size: int):
-        """Make room for the report.
+        """Make the probe.
 
         Args:
             roots: the parameters that the graph takes.
-            reporting: for each of them that its results depend on, what its second row is
-                multiplied by to give the error bound; None for the others.
+            reporting: the factor of each parameter's error bound; None for parameters on which the
+                results do not depend.
             batch_size: number of examples B.
         """
         self.roots = roots
@@ -72,7 +72,7 @@ class GraphReport:
             self.probe = torch.empty(shape, dtype=torch.float64, device=device, requires_grad=True)
 
     def expect(self) -> list[Root]:
-        """Note that the graph of the losses contains this run; return what others report too."""
+        """Note that the losses' graph contains this run; return roots that others report too."""
         again = [root for root in self.reporting if root.graph not in (None, self)]
         for root in self.reporting:
             root.graph = self
@@ -82,20 +82,20 @@ class GraphReport:
         """Pass on what the backward reported."""
         if self.probe.grad is None:
             return
-        # A CUDA graph writes its results where those of its next run will be.
+        # The next run of a CUDA graph overwrites its results.
         found, self.probe.grad = self.probe.grad.clone(), None
         for root, (row, factor) in self.reporting.items():
             root.finish(Reported(found, row, factor))
 
 
 def _check_open(root: Root, gradient: Tensor) -> None:
-    """Raise for a late backward through a graph of norms alone, which forms no weight gradients."""
+    """Raise for a backward after closing through a graph that forms no weight gradients."""
     if root.tracker.closed:
         raise closed_before(root)
 
 
 def shared_in_graphs(roots: Sequence[Root]) -> SharedInGraphError:
-    """Return the error for parameters whose uses do not report together."""
+    """Return the error for parameters whose uses report separately."""
     for root in roots:
         SHARED_IN_GRAPHS[root.parameter] = True
     return SharedInGraphError(
@@ -111,17 +111,12 @@ class Reports:
 
     Attributes:
         roots: the parameters.
-        order: (B,) the example of each loss; None where they stand in the batch's order.
+        order: (B,) the example of each loss; None if they are in the batch's order.
         of_graphs: what runs of compiled graphs report, by the ids of their probes.
     """
 
     def __init__(self, roots: Sequence[Root], settings: Settings, batch_size: int):
-        """Keep what does not depend on the backward.
-
-        Args:
-            roots, settings: the context's.
-            batch_size: number of examples B.
-        """
+        """Prepare for a context's parameters and settings, and B examples."""
         self.roots = roots
         self.order: Tensor | None = None
         self.of_graphs: dict[int, GraphReport] = {}
@@ -138,7 +133,7 @@ class Reports:
         return any(root.result is not None for root in self.roots)
 
     def of_graph(self, roots: Sequence[Root], reporting: Sequence[float | None]) -> GraphReport:
-        """Return room for what one run of a compiled graph reports; see ``GraphReport``."""
+        """Return a new ``GraphReport`` for one run of a compiled graph."""
         report = GraphReport(roots, reporting, self._batch_size)
         if not self._settings.weight_gradients:
             with torch._C.DisableTorchFunction():
@@ -147,7 +142,7 @@ class Reports:
         return report
 
     def deliver(self) -> None:
-        """Take what compiled graphs have reported, once the backward has ended."""
+        """Pass on what compiled graphs have reported, once the backward has ended."""
         for report in self.of_graphs.values():
             report.deliver()
 
@@ -155,7 +150,7 @@ class Reports:
         """Return the squared norms of the sum of one root's factors, and pass the factors on."""
         consumer, fused = self._settings.consumer, delivered[0]
         if not root.parameter.numel():
-            consumer = None  # without elements it adds nothing, like a parameter without a use
+            consumer = None  # without elements, it adds nothing, like an unused parameter
         projected = next((item for item in delivered if isinstance(item, Projected)), None)
         if projected is not None:
             rows = [item for item in delivered if isinstance(item, Rows)]
@@ -183,7 +178,7 @@ class Reports:
             norms = self._sqnorm(factors) if parts is None else parts
         elif consumer.needs_norms:
             if not any(map(on_chip, factors)):
-                # Gradients smaller than their factors are formed once for both, norms and products.
+                # Gradients smaller than their factors are formed once for both norms and products.
                 factors = fold(factors)
             norms = self._sqnorm(factors)
         else:
@@ -194,7 +189,7 @@ class Reports:
         return norms
 
     def shrink(self, root: Root, factor: Factor | Fused) -> Factor | Fused | Projected:
-        """Return what must be kept of a factor until the parameter's look-ups have delivered."""
+        """Return what to keep of a factor until the parameter's look-ups have delivered."""
         whole = factor.factor if isinstance(factor, Fused) else factor
         if self._settings.consumer is not None or not isinstance(whole, (Outer, Ragged)):
             return factor
@@ -215,7 +210,7 @@ class Reports:
         return self.sqnorm_by_parameter().sum(0)
 
     def sqnorm_by_parameter(self) -> Tensor:
-        """Return the squared norms, (parameters, B) float64, zero for what was not used."""
+        """Return the squared norms, (parameters, B) float64, zeros for unused parameters."""
         if not self.any:
             raise TrackingError(
                 "no backward reached the tracked parameters; what torch.autograd.grad returns is "
@@ -231,12 +226,13 @@ class Reports:
     ) -> Callable[[], Tensor]:
         """Return a function that computes a bound on the rounding errors of ``total``: (B,).
 
-        The bound is relative to the sum. It is computed on demand, since most callers do without.
+        The bound is relative to the sum. It is computed on demand, since most callers do not need
+        it.
 
         Args:
             sqnorm: what ``sqnorm_by_parameter`` returned, (parameters, B).
             total: (B,) their sum.
-            unit: what both are divided by before they are rounded.
+            unit: by which both are divided before they are rounded.
         """
         return partial(
             relative_error,

@@ -25,12 +25,12 @@ WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a model consists of, found in one pass over its modules.
+    """A model's modules and parameters, found in one pass.
 
     Attributes:
-        modules: each with its path, once, under its first path.
+        modules: (path, module), each once, under its first path.
         parameters: name → parameter, each once, under its first name, in the model's order.
-        prefix: what wrappers around the model put before each of these names.
+        prefix: that wrappers around the model put before each of these names.
         compiled: whether torch.compile was applied to the model or to a part of it.
     """
 
@@ -90,7 +90,7 @@ class Anatomy:
         return selected
 
     def _tied_under(self, pattern: str, own: dict[str, nn.Parameter]) -> str:
-        """Say which of the parameters a pattern names by another name than their first."""
+        """Explain a pattern that names a tied parameter by another name than its first."""
         first = {id(parameter): name for name, parameter in own.items()}
         _, model = self.modules[0]
         for other, parameter in model.named_parameters(remove_duplicate=False):
@@ -104,12 +104,12 @@ class Anatomy:
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
-    """Look through a model once."""
+    """Return a model's anatomy."""
     modules: list[tuple[str, nn.Module]] = []
     parameters: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
 
-    # The next to visit last, so that modules come in the order of `named_modules`.
+    # A stack, so that modules come in the order of `named_modules`.
     left: list[tuple[str, nn.Module]] = [("", model)]
     while left:
         path, module = left.pop()
@@ -163,10 +163,10 @@ def clean_name(name: str, prefix: str) -> str:
 
 
 def matching_names(given: Iterable[str], own: Collection[str]) -> dict[str, str]:
-    """Return for each given name the one by which the model may know it.
+    """Map each given name to the name that the model may have for it.
 
     If the names come from a wrapped model, all of them have the wrappers' prefixes. These are
-    removed where that makes more of the names agree with the model's own.
+    removed if more of the names then agree with the model's own.
 
     Args:
         given: names in a state dict, an optimizer, or a direction.
@@ -185,9 +185,9 @@ def matching_names(given: Iterable[str], own: Collection[str]) -> dict[str, str]
 
 
 def without_elements(parameters: Collection[nn.Parameter]) -> set[int]:
-    """Return the ids of parameters that need not be tracked: their gradients have no elements.
+    """Return the ids of parameters that need not be tracked, because they have no elements.
 
-    Where there are no others, these have to show that the losses come from the model.
+    None if there are no others: then these have to show that the losses come from the model.
     """
     found = {id(each) for each in parameters if type(each) is nn.Parameter and not each.numel()}
     return found if len(found) < len(parameters) else set()
@@ -218,7 +218,7 @@ def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:
         patterns: its value.
     """
     found: tuple = ()
-    # They are looked at more than once, in each batch of a run, and an iterator is then at its end.
+    # Patterns are read more than once, for each batch of a run, which would exhaust an iterator.
     if isinstance(patterns, Iterator):
         raise CoverageError(
             f"{name} is a {type(patterns).__name__}, which can be read only once, expected an "

@@ -1,9 +1,9 @@
 """Parameters that ``fully_shard`` shards: whole only while a module that it manages runs.
 
 Outside, a module holds a shard of each parameter (a DTensor). Its forward and backward see another
-object, the whole parameter, which FSDP keeps and refills. The model computes with the whole one, so
-that is tracked: a forward pre-hook on each managed module, which runs after FSDP's own, gives it
-the tracked class.
+object, the whole parameter, which FSDP keeps and refills. The model computes with this one, so it
+is tracked: a forward pre-hook on each managed module, which runs after FSDP's own, gives it the
+tracked class.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ShardedParameters:
                     "or DistributedDataParallel."
                 )
         if {*map(type, anatomy.parameters.values())} == {nn.Parameter}:
-            return  # at once, as for most models
+            return  # early, as for most models
         if not any(map(is_sharded, anatomy.parameters.values())):
             return
         self._roots = {id(root.parameter): root for root in roots if is_sharded(root.parameter)}
@@ -74,7 +74,7 @@ class ShardedParameters:
         return bool(self._places)
 
     def others(self, roots: Sequence[Root]) -> Sequence[Root]:
-        """Return those of some parameters that are always whole."""
+        """Return the given parameters that are not sharded."""
         if not self._roots:
             return roots
         return [root for root in roots if id(root.parameter) not in self._roots]
@@ -109,7 +109,7 @@ class ShardedParameters:
         return id(leaf) in self._whole
 
     def check_known(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Raise for a whole parameter among the leaves of the graph that no hook saw."""
+        """Raise for a whole parameter in the graph that no hook has seen."""
         for leaf in leaves if self._places else ():
             if isinstance(leaf, nn.Parameter) and not self.knows(leaf):
                 raise CoverageError(

@@ -1,4 +1,4 @@
-"""One forward that finds out what happens to every parameter, without raising for any of them."""
+"""One forward that records what happens to every parameter, without raising for any of them."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def survey(
 ) -> Survey:
     """Return what a forward of ``loss_fn`` does to each parameter, running compiled parts eagerly.
 
-    If something is refused, and tensors may have counted as data that are none, it is run once more
-    with these as constants, as it is for gradients.
+    If something is refused, and tensors may have been taken for data that are none, the forward is
+    run once more with these as constants, as for gradients.
 
     Args:
         loss_fn: may be called twice.

@@ -1,6 +1,6 @@
 """When a context sees what is computed.
 
-In the thread that opened it, while no later context is open there, and but for what makes data.
+That is in the thread that opened it, while no later context is open there and no loader fetches.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ FETCHING = (
 
 
 class Threaded:
-    """What was opened in one thread.
+    """A context that belongs to the thread that opened it.
 
-    Autograd's own threads, and what records no gradient, may use its parameters too.
+    Autograd's own threads, and code that records no gradient, may use its parameters too.
 
     Attributes:
-        fetching: how many DataLoaders are fetching, one inside of the other.
+        fetching: how many DataLoaders are fetching, one inside another.
     """
 
     _earlier: Sequence[Threaded] = ()  # before a context is open
 
     def belong_here(self) -> None:
-        """Note which thread opens it, and that it covers what is open there already."""
+        """Note which thread opens it, and that it covers the contexts open there already."""
         self._thread = get_ident()
         self.fetching = 0
         self._later: set[Threaded] = set()
@@ -56,13 +56,13 @@ class Threaded:
             earlier._later.add(self)
 
     def uncover(self) -> None:
-        """Let what was opened before see again."""
+        """Uncover the contexts that were opened before."""
         for earlier in self._earlier:
             earlier._later.discard(self)
         self._earlier = ()
 
     def check_thread(self, func) -> None:
-        """Refuse an operation on tracked parameters where what goes with it is not seen."""
+        """Refuse an operation on tracked parameters if others around it are not seen."""
         here = get_ident() == self._thread
         if here and not self.fetching and not self._later:
             return
@@ -73,7 +73,7 @@ class Threaded:
             raise TrackingError(f"{function_name(func)} uses tracked parameters {where}")
 
     def check_backward(self) -> None:
-        """Refuse a backward where it is not seen."""
+        """Refuse a backward that the context would not see."""
         here = get_ident() == self._thread
         if not here or self._later:
             where = COVERED if here else ELSEWHERE

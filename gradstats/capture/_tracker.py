@@ -1,4 +1,4 @@
-"""One tracking context: how it is entered and left, what it knows, and what it collects."""
+"""A tracking context: how it is opened and closed, and how its backward runs."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Tracker(Threaded, Context):
         self.device = device = next(iter(named.values())).device
         self.spans_devices = any(each.device != device for each in self._parameters)
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
-        # What modules keep belongs to no example: buffers, parameters that are not tracked, tensors
-        # in plain attributes.
+        # Tensors that modules keep belong to no example: buffers, parameters that are not tracked,
+        # tensors in plain attributes.
         kept: list[Tensor] = []
         attributes: list[Tensor] = []
         self._empty = without_elements(named.values())
@@ -97,8 +97,8 @@ class Tracker(Threaded, Context):
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
         self.keep_constant((*kept, *attributes))
-        # Attributes may also keep a batch. If one has the size of a batch, what the model is called
-        # with tells whether it is this one.
+        # An attribute may also keep a batch. If one has the size of a batch, the arguments of the
+        # model's call tell whether it is this one.
         self._model = model if any(map(self.has_example_axis, attributes)) else None
         self._compiler = anatomy.compiled or compiler_is_used()
         selection = (len(named), parameters, exclude, model.training)
@@ -115,14 +115,14 @@ class Tracker(Threaded, Context):
         self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
 
     def _form_of_graphs(self, selection: tuple[Any, ...]) -> str:
-        """Return what compiled graphs have to be recorded for; "" where none serve this context.
+        """Return a key of everything that recorded graphs depend on; "" if none serve this context.
 
-        They can neither call a consumer nor pass on which examples packed rows belong to, and a
-        hook that sees what the model is called with would be compiled with it.
+        Graphs can neither call a consumer nor pass on which examples packed rows belong to, and a
+        hook that sees the arguments of the model's call would be compiled with it.
 
         Args:
             selection: which parameters are tracked, and the model's mode, for which the compiler
-                records anew by itself.
+                records new graphs by itself.
         """
         settings = self.settings
         if settings.consumer is not None or self.packed or self._model is not None:
@@ -173,7 +173,7 @@ class Tracker(Threaded, Context):
         self._mode.__enter__()
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Treat what the model is called with as data, even if the model keeps it as well."""
+        """Treat the arguments of the model's call as data, even if the model keeps them as well."""
         self.keep_data(tensors_in((args, kwargs)))
 
     def _track(self, root: Root) -> None:
@@ -196,7 +196,7 @@ class Tracker(Threaded, Context):
             self._unfrozen.append(tensor)
 
     def check_known(self, leaves: Sequence[Tensor]) -> None:
-        """Raise for parameters that were unfrozen or created inside the context, or missed.
+        """Raise for parameters that were unfrozen or created inside the context, or not seen.
 
         Args:
             leaves: the leaves of the graph that are not tracked.
@@ -230,7 +230,7 @@ class Tracker(Threaded, Context):
         return {id(own): name for name, own in self._modules[0].named_parameters()}
 
     def take_back_count(self, running_mean: Tensor | None) -> None:
-        """Uncount the batch that a layer counted just before its statistics were refused."""
+        """Take back a layer's count of the batch, made just before its statistics were refused."""
         for module in self._modules:
             if isinstance(module, _BatchNorm) and module.training:
                 if module.running_mean is running_mean and module.num_batches_tracked is not None:
@@ -244,17 +244,17 @@ class Tracker(Threaded, Context):
         self.keep_constant([parameter])
 
     def close(self) -> None:
-        """Leave the parameters as they were before, without a trace of the context."""
+        """Restore the parameters, leaving no trace of the context."""
         if self.closed:
             return
         try:
             self._close()
         except BaseException:
-            self._close()  # after an interrupt, finish what is left
+            self._close()  # finish after an interrupt
             raise
 
     def _close(self) -> None:
-        """Close, or finish what was interrupted."""
+        """Close; may be called again after an interrupt."""
         self._mode.remove()
         self.uncover()
         for parameter in self._tracked.values():
@@ -279,7 +279,7 @@ class Tracker(Threaded, Context):
         for root in self.roots:
             root.release()
         self.closed = True
-        # These refer back to the context: without them it is freed with its last user.
+        # These refer back to the context, and would keep it alive until garbage collection.
         del self._mode, self.sharded, self._model
 
     def watching(self) -> FollowingMode:
@@ -287,11 +287,11 @@ class Tracker(Threaded, Context):
         return self._mode
 
     def note_losses(self, losses: Tensor) -> None:
-        """Remember the example of each loss, if the model put the examples in another order."""
+        """Note the example of each loss, if the model reordered the examples."""
         order = self.reports.order = self.order_of(losses)
         met = [node for node in nodes_behind(losses) if node in self.added] if self.added else []
         if met:
-            raise self.refusal_of_meeting(met[-1])  # the rest was made of it
+            raise self.refusal_of_meeting(met[-1])  # the others were computed from it
         if self.settings.consumer is not None and order is not None:
             raise ExampleAxisError(
                 "the losses stand in another order than the batch, "
@@ -309,9 +309,9 @@ class Tracker(Threaded, Context):
         return (*probes, *(GradientEdge(node, 0) for node in reporting))
 
     def keeps_values(self, roots: Sequence[Root]) -> bool:
-        """Whether parameters are after the backward what they were in the forward.
+        """Whether parameters still have after the backward the values of the forward.
 
-        Shards of others are gathered, and hooks may update each as soon as it has its gradient.
+        Sharded parameters are resharded, and hooks may update each as soon as it has its gradient.
         """
         hooked = any(root.parameter._post_accumulate_grad_hooks for root in roots)
         return not (hooked or self.sharded.any)
@@ -327,13 +327,13 @@ class Tracker(Threaded, Context):
             reporting = self.before_backward([total], [one], create_graph=False)
         if not self.inside:
             targets = self.targets(reporting)
-            if targets:  # without any, the engine would compute the gradients of all leaves
+            if targets:  # without any, the engine would compute all leaves' gradients
                 with without_autocast():
                     run_backward((total,), (one,), inputs=targets, in_threads=self.spans_devices)
             self.after_backward()
             return
         # Parameters are used in the backwards of autograd Functions, so that the nodes to reach are
-        # not known. Run the whole backward, and take back what it adds to gradients.
+        # not known. Run the whole backward, with the gradients set aside.
         own = self.reports.of_graphs.keys()
         leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
         with gradients_aside(leaves), without_hooks(self._parameters), without_autocast():
@@ -347,14 +347,14 @@ class Tracker(Threaded, Context):
         create_graph: bool,
         inputs: Sequence[Tensor] | None = None,
     ) -> list[GraphNode]:
-        """Check, before a backward changes anything, that it can be accounted for.
+        """Check, before a backward changes anything, that all of it can be accounted for.
 
         Args:
             losses: the tensors that the backward starts from.
-            start: the gradient it starts with at each; None where a tensor has no graph, which
+            start: the gradient it starts with at each; None for a tensor without a graph, which
                 PyTorch will refuse.
             create_graph: whether the backward is to be differentiated.
-            inputs: what alone is to get a gradient; None for all leaves.
+            inputs: the only tensors to get a gradient; None for all leaves.
 
         Returns:
             The nodes of the graph that report uses.
@@ -376,7 +376,7 @@ class Tracker(Threaded, Context):
             check_data(losses)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         for node in nodes:
-            # Inside a backward the start is what a later part of the model made of the sums.
+            # Inside a backward, it starts from what a later part of the model computed from sums.
             if node in self.roots_of_sums or (nested and node in self.added):
                 raise self.refusal_of_meeting(node)
         reporting = check_coverage(self, nodes, () if nested else losses)
@@ -394,8 +394,8 @@ class Tracker(Threaded, Context):
         return reporting
 
     def after_backward(self) -> None:
-        """Contract what waited; let the listener see the gradients before others change them."""
-        # In a backward inside that of an autograd Function: the outer one is still running.
+        """Contract what has waited; show the listener the gradients before others change them."""
+        # Called for a backward inside an autograd Function's: the outer one is still running.
         if torch._C._current_graph_task_id() != -1:
             return
         for root in self.roots:
@@ -417,7 +417,7 @@ class Tracker(Threaded, Context):
                 self.listener.after_backward()
 
     def _apart(self, model: nn.Module, batch_size: int, consumer: Consumer) -> Tracker:
-        """Return a context for parameters of its own, whose factors a consumer takes."""
+        """Return a context for a model of its own, whose factors a consumer takes."""
         settings = replace(self.settings, weight_gradients=False, fused=True, consumer=consumer)
         return Tracker(
             model, batch_size=batch_size, batch_dim=0, settings=settings, parameters=None,

@@ -84,8 +84,7 @@ def _runs(keys: Tensor, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
     """Return Σ_v ‖Σ_{t: ids[i,t] = v} grad[i,t]‖² for examples with few rows each.
 
-    Each position gets the sum s_t over the positions with its id; of n of them, each counts
-    ‖s_t‖² / n.
+    s_t is the sum over the n positions with the id of position t, and each counts ‖s_t‖² / n.
 
     Args:
         ids: (B, T).

@@ -73,8 +73,7 @@ def _gathered(factor, rows: Lookup | Rows, workspace: int) -> Iterator:
     Only the columns of ``left`` at the example's own ids are read, or all of them if there are more
     ids than columns, as in long texts of few characters. If shapes tell how many rows an example
     has, the device is not asked: a backward begins with the projection, and would wait there for
-        the
-    whole forward pass.
+    the whole forward pass.
     """
     dtype = compute_dtype(factor.left, factor.right)
     ids = rows.ids

@@ -1,4 +1,4 @@
-"""What a graph consists of, followed while its backend traces it."""
+"""The operations of a recorded graph, followed while its backend traces it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from gradstats.capture.parameters._transforms import transform_level
 if TYPE_CHECKING:
     from gradstats.capture._tracker import Tracker
 
-# What operands of a graph may be.
+# Kinds of operands of a graph.
 PARAMETER, DATA, CONSTANT = "parameter", "data", "constant"
 
-# Where functions are defined that function modes are not shown: the transforms of torch.func.
+# Modules of functions that PyTorch shows no function mode: the transforms of torch.func.
 HIDDEN_IN = ("torch._functorch.", "torch._C._functorch")
 
-# What the compiler of PyTorch 2.14 records of the getters that transpose.
+# What the compiler of PyTorch 2.14 records for the getters that transpose.
 GETTERS: dict[Any, str] = {
     torch.ops.aten.numpy_T: "T",
     torch.ops.aten.mT: "mT",
@@ -48,7 +48,7 @@ class NotTracedError(Exception):
 
 @torch.library.custom_op("gradstats::stack_rows", mutates_args=())
 def stack_rows(rows: list[Tensor]) -> Tensor:
-    """Stack vectors by one kernel: compilers copy each by one of its own."""
+    """Stack vectors by one kernel: compilers copy each by a separate one."""
     return torch.stack(rows)
 
 
@@ -58,7 +58,7 @@ def _(rows: list[Tensor]) -> Tensor:
 
 
 class Rows(torch.autograd.Function):
-    """The rows of a probe (parameters, 2, B), whose gradient is what they are given."""
+    """The rows of a probe (parameters, 2, B), whose gradient is that of the rows."""
 
     @staticmethod
     def forward(ctx, probe):
@@ -91,7 +91,7 @@ class Anchor(torch.autograd.Function):
             raise NotTracedError(f"its backward does not reach all uses of {root.describe()}")
         found, report = root.result, (None, None)
         if found is not None:
-            # A bound that is relative to the value is computed when it is asked for.
+            # A bound that is relative to the value is computed on demand.
             relative = found.relative is not None
             second = found.value if relative else found.whole_bound(root.parameter.shape)
             report = found.value, second
@@ -99,7 +99,7 @@ class Anchor(torch.autograd.Function):
 
 
 class Operand(Root):
-    """A parameter among the operands of a graph: its uses read what the anchor returns."""
+    """A parameter among the operands of a graph, whose uses read what the anchor returns."""
 
     @property
     def value(self) -> Tensor:
@@ -107,10 +107,10 @@ class Operand(Root):
 
 
 class GraphContext(Context):
-    """The context of a graph: the parameters are among its operands, and all uses inside of it."""
+    """The context of a graph: the parameters are operands of the graph, and all uses are inside."""
 
     def __init__(self, tracker: Tracker, names: Sequence[str], leaves, probe):
-        """Begin to follow the parameters.
+        """Start following the parameters.
 
         Args:
             tracker: the user's context.
@@ -139,13 +139,13 @@ class GraphContext(Context):
         return self._mode
 
     def is_backward_of_losses(self) -> bool:
-        return True  # no other is traced
+        return True  # no other backward is traced
 
     def note_training(self, tensor: Tensor, trained: bool) -> None:
         raise NotTracedError("it freezes a parameter or unfreezes one")
 
     def note_on(self, result: Tensor) -> Note:
-        """Return what is known of a result of the graph, or raise."""
+        """Return what is known about a result of the graph, or raise."""
         node = node_of(result)
         if node is not None:
             raise NotTracedError(f"it returns {node.describe()}")
@@ -160,7 +160,7 @@ class GraphContext(Context):
 
 
 class GraphMode(FollowingMode):
-    """The function mode of such a context: all tensors are of one class, tracked or not."""
+    """The function mode of such a context, where tracked and other tensors are of one class."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -172,8 +172,8 @@ class Followed:
     """A graph whose operations run inside a context of their own.
 
     Attributes:
-        reporting: for each parameter that its backward reports, what its second row is multiplied
-            by to give the error bound; None for the others.
+        reporting: the factor of each parameter's error bound; None for parameters that the backward
+            does not report.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Followed:
         self.reporting: list[float | None] = []
 
     def trace(self, *inputs: Any) -> Any:
-        """Run the operations, and note what is found about the results.
+        """Run the operations, and note what is known about the results.
 
         Args:
             inputs: the graph's operands, and then a probe if there are parameters among them.
@@ -225,7 +225,7 @@ class Followed:
             raise NotTracedError("it writes data into a constant")
         if any(context.is_unusual(item) for item, kind in pairs if kind is DATA):
             raise NotTracedError("it moves the examples of its operands")
-        # What was written into operands leaves the graph as well.
+        # Values written into operands leave the graph as well.
         left = [item for item in (*results, *operands) if isinstance(item, Tensor)]
         check_coverage(
             context,
@@ -239,7 +239,7 @@ class Followed:
         return results
 
     def finish(self) -> None:
-        """Let go of all contexts: all has been traced."""
+        """Let go of all contexts, once everything has been traced."""
         traced = [context.roots for context in self._traced]
         for place in range(len(self._names)):
             results = [roots[place].result for roots in traced]
@@ -250,7 +250,7 @@ class Followed:
         self._traced.clear()
 
     def note(self, tracker: Tracker, results: Sequence[Any]) -> None:
-        """Note what was found when the graph was traced on the results of one run."""
+        """Note on the results of one run what was known when the graph was traced."""
         for item, note in zip(results, self._notes, strict=True):
             if note is not None:
                 tracker.note_as(item, note)
@@ -259,7 +259,7 @@ class Followed:
 
 
 def is_hidden(recorded: fx.GraphModule) -> bool:
-    """Whether a graph calls anything that modes are not shown: bodies, transforms of torch.func."""
+    """Whether a graph calls anything that modes do not see: bodies, transforms of torch.func."""
     return any(map(_is_hidden, recorded.graph.nodes))
 
 
@@ -273,7 +273,7 @@ def _is_hidden(node: fx.Node) -> bool:
 
 
 def show_getters(recorded: fx.GraphModule) -> None:
-    """Have a graph read the getters that transpose, for which PyTorch 2.14 records operators."""
+    """Replace the operators that PyTorch 2.14 records for transposing getters by the getters."""
     found = [node for node in recorded.graph.nodes if node.target in GETTERS]
     for node in found:
         node.target, node.args = getattr, (*node.args, GETTERS[node.target])
@@ -282,7 +282,7 @@ def show_getters(recorded: fx.GraphModule) -> None:
 
 
 def by_operation(recorded: fx.GraphModule) -> Callable[..., Any]:
-    """Return a function that runs a graph so that the modes which are on see each operation."""
+    """Return a function that runs a graph so that active modes see each operation."""
     return _run_showing(recorded) if is_hidden(recorded) else recorded.forward
 
 
@@ -292,20 +292,20 @@ def _run_showing(recorded: fx.GraphModule) -> Callable[..., Any]:
         try:
             return _Showing(recorded).run(*operands)
         finally:
-            while (transform_level() or 0) > level:  # an error came before the transform's end
+            while (transform_level() or 0) > level:  # an error left a transform open
                 torch._C._functorch._vmap_decrement_nesting()
 
     return run
 
 
 class _Showing(fx.Interpreter):
-    """Runs a graph in which transforms map what belongs to no example, such as places of a mask."""
+    """Runs a graph whose transforms map tensors of no example, such as positions of a mask."""
 
     def run_node(self, node: fx.Node) -> Any:
         mapped = transform_level() is not None
         result = super().run_node(node)
         mode = innermost_mode()
-        # A loader of data inside the context runs it without any.
+        # Without a mode where a loader fetches inside the context.
         followed = mode is not None and node.op not in ("placeholder", "output")
         if not followed or not (mapped or _is_hidden(node)):
             return result

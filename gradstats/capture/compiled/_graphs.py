@@ -1,13 +1,13 @@
 """Graphs of ``torch.compile`` that run inside contexts.
 
-The compiler is shown nothing of a context: what it records is the computation as the user wrote it.
-What it then gives its backend to compile is one call, of a module that runs the recorded operations
-inside a context of their own (see ``_followed``). So the backend traces what eager code runs, the
-contractions in its backward included, and the graph reports through the gradient of a probe.
-What was found about the results when they were traced is noted on them whenever the graph has run.
+The compiler sees nothing of a context: it records the computation as the user wrote it. But what it
+gives its backend to compile is a single call of a module that runs the recorded operations inside a
+context of their own (see ``_followed``). So the backend traces what eager code would run, including
+the contractions in its backward, and the graph reports through the gradient of a probe. What
+tracing found about the results is noted on them after every run of the graph.
 
-A graph that cannot be traced this way, or is given other operands than it was traced with, runs
-operation by operation, followed like any eager code.
+A graph that cannot be traced this way, or is given other kinds of operands than it was traced with,
+runs operation by operation, followed like eager code.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-# Forms of contexts (batch sizes, what is tracked, the model's mode) for which a model's graphs are
-# recorded, each anew. Of eight recordings of a function that the compiler makes by default, the
-# others are left to steps outside of contexts; beyond, these would run eagerly too.
+# Number of forms of contexts (batch sizes, what is tracked, the model's mode) for which a model's
+# graphs are recorded, each separately. The compiler makes eight recordings of a function by
+# default, and steps outside of contexts need the rest: beyond eight they would run eagerly too.
 MOST_FORMS = 4
 
 FORMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def admits(parameter: Tensor, form: str) -> bool:
-    """Whether graphs are recorded for contexts of a form, or have been; else all runs eagerly.
+    """Whether graphs are, or have been, recorded for contexts of a form; else all runs eagerly.
 
     Args:
         parameter: the first of the model.
@@ -88,7 +88,7 @@ class Graph:
 
         Args:
             recorded: what the compiler recorded.
-            operands: what it is going to be called with.
+            operands: example operands.
             backend: what the compiler calls with a graph and its operands.
             tracker: the context.
         """
@@ -102,7 +102,7 @@ class Graph:
             check_sizes()
             self._kinds = kinds_of(tracker, operands)
             with warnings.catch_warnings():
-                # The engine warns of an error in the backward that is traced.
+                # The engine warns of errors in the backward that is traced.
                 warnings.filterwarnings("ignore", "Error detected in")
                 self._compile(operands, backend, tracker)
         except torch._dynamo.exc.RestartAnalysis:
@@ -114,7 +114,7 @@ class Graph:
     def _compile(
         self, operands: Sequence[Any], backend: Callable[..., Any], tracker: Tracker
     ) -> None:
-        # In the model's order, so that what is reported need not be put in order.
+        # In the model's order, so that reports need not be reordered.
         position = {root: number for number, root in enumerate(tracker.roots)}
         found = [place for place, kind in enumerate(self._kinds) if kind is PARAMETER]
         self._places = sorted(found, key=lambda place: position[operands[place]._gradstats])
@@ -137,11 +137,11 @@ class Graph:
                 report = mode.tracker.reports.of_graph(roots, self._followed.reporting)
                 probes = [report.probe]
             try:
-                # The compiler sets and reads what modes are shown, before its graph and after it.
+                # The compiler's code before and after its graph is not to be seen by modes.
                 with torch._C.DisableTorchFunction() if roots else nullcontext():
                     results = self._compiled(*operands, *probes)
             except NotTracedError as error:
-                self.reason = str(error)  # the backend runs what it was given as it is
+                self.reason = str(error)  # the backend calls what it was given, untraced
             else:
                 self._followed.note(mode.tracker, results)
                 return results
@@ -160,7 +160,7 @@ class Graph:
         return [operands[place]._gradstats for place in self._places]
 
     def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:
-        """Whether all that was assumed when the graph was traced holds of these operands."""
+        """Whether all assumptions made when the graph was traced hold for these operands."""
         if tracker.form != self._form:
             return False
         try:
@@ -170,15 +170,15 @@ class Graph:
 
 
 def _said_by(error: Exception) -> str:
-    """Return what an error says, without the lines that tell where the compiler was."""
+    """Return the first line of an error, without the compiler's traceback."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
-    """Return what each operand of a graph is, or raise where a graph cannot be traced with it.
+    """Return the kind of each operand of a graph, or raise if it cannot be traced with one.
 
     Returns:
-        PARAMETER, DATA or CONSTANT, and None for all but tensors.
+        PARAMETER, DATA or CONSTANT, and None for all that are not tensors.
     """
     kinds: list[Any] = []
     roots: set[Node] = set()
@@ -203,18 +203,18 @@ def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
 
 
 def check_sizes() -> None:
-    """Raise where the user's code says that the graph which is being recorded serves many sizes."""
+    """Raise if the user's code marked sizes of the graph that is being recorded as dynamic."""
     mode = TracingContext.get().fake_mode
     assert mode is not None
     for fake in getattr(mode.shape_env, "tracked_fakes", None) or ():
         sizes = getattr(fake.symbolic_context, "constraint_sizes", None) or ()
-        # The compiler's own constraints, on sizes that it saw change, give way.
+        # The compiler's own constraints, on sizes that it saw change, are not binding.
         if any(size is not None and not getattr(size, "warn_only", False) for size in sizes):
             raise NotTracedError("its sizes were marked dynamic, but it would serve one batch size")
 
 
 def check_parameter(node, tracker: Tracker) -> None:
-    """Raise where a graph cannot be traced with a tracked operand."""
+    """Raise if a graph cannot be traced with a tracked operand."""
     if not isinstance(node, Root) or node.tracker is not tracker:
         raise NotTracedError(f"it takes {node.describe()}")
     if SHARED_IN_GRAPHS and node.parameter in SHARED_IN_GRAPHS:
@@ -224,9 +224,9 @@ def check_parameter(node, tracker: Tracker) -> None:
 def _calling(
     followed: Followed, recorded: fx.GraphModule, probes: Sequence[Tensor]
 ) -> fx.GraphModule:
-    """Return a graph of nothing but one call, with all operands and the probe, if there is one.
+    """Return a graph of a single call, with all operands and the probe, if there is one.
 
-    It is none of the functions of which compilers know that a graph can be found again in a cache.
+    Compilers do not know the function that it calls, and so do not look the graph up in a cache.
     """
     graph = fx.Graph()
     operands = []
@@ -247,7 +247,7 @@ def _calling(
     places = range(len(output.args[0]))
     graph.output(tuple(graph.call_function(operator.getitem, (call, n)) for n in places))
     module = fx.GraphModule({}, graph)
-    # By these a backend knows what comes from the compiler.
+    # By these attributes a backend recognises graphs that come from the compiler.
     module.meta.update(recorded.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(recorded, name):
@@ -257,7 +257,7 @@ def _calling(
 
 @cache
 def show_graphs() -> None:
-    """Have the compiler pass on what it recorded inside contexts from now on."""
+    """From now on, have the compiler pass on graphs that it recorded inside contexts."""
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.output_graph import OutputGraph
 
@@ -280,7 +280,7 @@ def show_graphs() -> None:
             self.compiler_fn = backend
         reason = graphs[0].reason
         if reason is not None and is_hidden(recorded):
-            # Operation by operation less of it can be followed than as the user wrote it.
+            # Run operation by operation, it is harder to follow than as the user wrote it.
             raise Unsupported(
                 f"a compiled graph cannot be followed: {reason}. Compile without fullgraph=True: "
                 "this part then runs eagerly inside a context."

@@ -1,7 +1,7 @@
-"""Functions that the compiler can record outside of contexts alone.
+"""Functions that the compiler can record only outside of contexts.
 
-What it cannot compile, the compiler skips ever after: it runs eagerly. Where only the context
-stands in the way, the function is skipped in contexts, and outside of them it runs as before.
+The compiler skips what it could not compile from then on, and runs it eagerly. A function that it
+could not compile because of the context is skipped in contexts only, and runs as before elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SKIPPED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # different functions may 
 
 @cache
 def show_skipped() -> None:
-    """Note from now on what the compiler skips inside contexts, until it is reset."""
+    """From now on, note what the compiler skips inside contexts, until it is reset."""
     import torch._dynamo
     from torch._dynamo.convert_frame import ConvertFrame
     from torch._dynamo.types import FrameAction
@@ -50,7 +50,7 @@ def show_skipped() -> None:
 
 @contextmanager
 def skipping() -> Iterator[None]:
-    """Skip what was skipped in earlier contexts, and none of it afterwards."""
+    """Skip for a block what was skipped in earlier contexts."""
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
     def settle(action: FrameAction) -> None:

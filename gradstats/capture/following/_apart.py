@@ -1,6 +1,6 @@
 """Whether packed examples are kept apart where rows meet rows: in attention, and in products.
 
-Values say so: weights between rows of different examples are zero, or a mask forbids them.
+Values are read to find out: weights between rows of different examples are zero, or masked.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from gradstats.capture.operations._operations import (
 if TYPE_CHECKING:
     from gradstats.capture.following._writes import Write
 
-# Operations over scores of which zeros, in the result or before, say that no other example counted.
+# Operations over scores, where zeros before or after show that no other example counted.
 SOFTMAX = frozenset([*variants("softmax"), functional.softmax, torch.special.softmax])
 SUMS = frozenset(variants("sum"))
-# Softmax of the scores says how much each counted in these.
+# Operations in which each score counts by its softmax.
 EXPONENTIATED = frozenset(
     [
         *variants("log_softmax", "logsumexp"),
@@ -47,10 +47,10 @@ EXPONENTIATED = frozenset(
 PICKED = frozenset(variants("amax", "amin", "max", "min"))
 ADDS_UP = SUMS | frozenset(variants("mean"))
 
-# Added to a score, this or less leaves no weight.
+# A mask of this or less, added to a score, leaves no weight.
 FORBIDS = -1e4
 
-# By how much trained values are moved to see whether they count.
+# By how much trained values are changed to see whether they count.
 MOVED_BY = 0.7390851
 
 
@@ -78,13 +78,13 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
     if not keys:
         return query is None or query.axis == -2
     if query is None and (own := marks.by_contract(call.result)) is not None:
-        # What is no data has its rows where the result has them.
+        # A query that is no data has its rows where the result has them.
         query = own.along(own.axis - call.result.dim())
     mask = call.argument(3, "attn_mask")
     if query is None or mask is None or any(each.axis != -2 for each in (query, *keys)):
-        return False  # of features, all are summed
+        return False  # features are all summed
     if marks.is_trained(mask):
-        # As if added to the scores, it counts for rows of the queries and keys alone.
+        # As for scores, its rows and columns must be those of the queries and keys.
         own, first = marks.layout_of(mask), mask.dim() - 2
         pairs = [query.along(first), *(each.along(first + 1) for each in keys)]
         if own is None or scores([*pairs, own], mask) is None:
@@ -95,12 +95,12 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
 
 
 def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
-    """Whether a mask of flex_attention lets no row of a packed example see another's.
+    """Whether a mask of flex_attention keeps the rows of different packed examples apart.
 
     Args:
         mask_mod: the mask.
-        shape: (N, H, T, d) of the queries; it may differ between the N rows and between the heads.
-        rows: whose each of the T places is.
+        shape: (N, H, T, d) of the queries; the mask may differ between the N rows and the heads.
+        rows: the layout of the T positions.
     """
     if is_compiling():
         return False
@@ -109,7 +109,7 @@ def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
     of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
     others = _others(rows, rows, place.device)
     meets = torch.zeros((), dtype=torch.bool, device=place.device)
-    # Of most masks one for all rows and heads.
+    # Most masks are the same for all rows and heads.
     numbers = [place.new_zeros(()) for _ in range(4)]
     inside = {*map(id, operands_inside(mask_mod, *numbers))}
     sizes = [size if id(each) in inside else 1 for size, each in zip(shape, numbers, strict=True)]
@@ -131,11 +131,11 @@ def _along_last_axes(marks: Marks, call: Call, place: int) -> Examples | None:
 
 
 def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
-    """Return the layout of what was made of pairs of rows, such as queries and keys.
+    """Return the layout of a result over pairs of rows, such as queries and keys.
 
     Args:
         layouts: where the examples of the operands lie in the result.
-        result: what was made of them.
+        result: of the operation.
 
     Returns:
         The layout; None unless they lie along two axes, along each of which they are the same.
@@ -157,17 +157,17 @@ def _paired(rows: Examples, columns: Examples, fixed: bool) -> Scores:
 
 
 def without_columns(layout: Examples) -> Examples:
-    """Return where the examples of the rows lie alone."""
+    """Return the layout of the rows alone."""
     return layout.sides[0] if isinstance(layout, Scores) else layout
 
 
 def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples | None:
-    """Return the layout of an operation's result; None where it has examples' scores meet others.
+    """Return the layout of an operation's result; None if scores of different examples meet in it.
 
     Args:
         marks: the context's.
-        call: the operation, of which an operand or the result holds scores.
-        after: the layout of the result if its rows' examples alone count.
+        call: the operation; an operand or the result has scores.
+        after: the layout of the result if only its rows' examples count.
     """
     func, result = call.func, call.result
     if func in POINTWISE or func in BROADCASTS:
@@ -186,7 +186,7 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
         return _followed(call, item, own)
     if func is functional.linear:
         sums = any(side.axis == item.dim() - 1 for side in own.sides)
-        # Those that were fixed are made of parameters now.
+        # Scores that were fixed now depend on parameters.
         return None if sums else scores(own.sides, result)
     over = call.argument(1, "dim")
     if not isinstance(over, int) or func not in OVER_AXES:
@@ -203,7 +203,7 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     elif func in EXPONENTIATED:
         apart = weights_keep_apart(item.detach().softmax(over), *own.sides)
         if func not in REDUCES:
-            return own if apart else None  # nothing says that logarithms of nothing are unused
+            return own if apart else None  # log-probabilities of masked scores may be used
     elif func in PICKED:
         values = result.detach()
         values = values if values.dim() == item.dim() else values.unsqueeze(over)
@@ -214,9 +214,9 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
 
 
 def _followed(call: Call, item: Tensor, own: Scores) -> Examples | None:
-    """Return the layout of a result in which rows and columns of scores have their places.
+    """Return the layout of a result that only moves rows and columns of scores.
 
-    Where these are the same, as where pairs are picked, only pairs of one example may be left.
+    If both lie along one axis, as after picking pairs, only pairs of one example may be left.
     """
     rows, columns = (follow(call, item, side) for side in own.sides)
     if not (isinstance(rows, Examples) and isinstance(columns, Examples)):
@@ -227,15 +227,15 @@ def _followed(call: Call, item: Tensor, own: Scores) -> Examples | None:
 
 
 def scores_keep_apart(item: Tensor, own: Scores) -> bool:
-    """Whether those between rows of different examples are zero, whatever is trained."""
+    """Whether scores between different examples are zero, whatever the trained values are."""
     return own.fixed and weights_keep_apart(item, *own.sides)
 
 
 def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> bool:
-    """Whether nothing trained counts in those elements of scores that are of different examples.
+    """Whether scores between different examples are independent of trained values, as if masked.
 
-    As under a mask: the operation is repeated with other trained values. That they are zero says
-    less, as where a layer starts with weights of zero.
+    The operation is repeated with other trained values. That scores are zero says less: a layer may
+    start with zero weights.
 
     Args:
         marks: the context's.
@@ -261,11 +261,11 @@ def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> b
 
 
 def are_fixed_after(write: Write, own: Scores) -> bool:
-    """Whether nothing trained counts in scores of different examples after something was written.
+    """Whether scores between different examples are still fixed after a write.
 
     Args:
-        write: what, and where.
-        own: the layout of the scores before.
+        write: the write.
+        own: the layout of the scores before it.
     """
     if any(item.requires_grad for item in tensors_in(write.values)):
         return False
@@ -275,7 +275,7 @@ def are_fixed_after(write: Write, own: Scores) -> bool:
 
 
 def sums_own(func, item: Tensor, own: Scores) -> bool:
-    """Whether a number that is made of scores is a sum over the examples.
+    """Whether a number computed from scores is a sum over the examples.
 
     Args:
         func: the operation.
@@ -290,10 +290,10 @@ def sums_own(func, item: Tensor, own: Scores) -> bool:
 
 
 def _as_pairs(values: Tensor, rows: Examples, columns: Examples) -> Tensor:
-    """Return a view with the axes of rows and columns behind all others."""
+    """Return a view with the axes of rows and columns last."""
     return values.movedim((rows.axis, columns.axis), (-2, -1))
 
 
 def _others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:
-    """Return which pairs of rows are of different examples, (rows, columns)."""
+    """Return which pairs of rows belong to different examples, (rows, columns)."""
     return rows.owner(device).unsqueeze(1) != columns.owner(device)

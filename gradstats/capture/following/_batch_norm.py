@@ -1,4 +1,4 @@
-"""Batch normalisation, refused where it takes its statistics from the batch."""
+"""Batch normalisation, refused if it takes its statistics from the batch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def check_statistics(
 def check_native_statistics(
     mode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
-    """The same for ``torch.batch_norm``, which all others end in."""
+    """The same for ``torch.batch_norm``, which all others call."""
     if mode.tracker.is_of_data(input):
         check_batch_norm(running_mean, weight, bias, training)
 
 
 def check_batch_norm(running_mean, weight, bias, training: bool) -> None:
-    """Raise where batch normalisation takes its statistics from the batch."""
+    """Raise if batch normalisation takes its statistics from the batch."""
     if not training and running_mean is not None:
         return
     node = node_of(weight) or node_of(bias)

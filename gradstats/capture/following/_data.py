@@ -1,4 +1,4 @@
-"""Where the examples lie in what autograd Functions and ``grad`` return, and in the losses."""
+"""Where the examples lie in results of autograd Functions and ``grad``, and in the losses."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Data(Written):
     Attributes:
         followed: the last result of a rule that has already noted where its examples lie, so that
             the mode need not follow it.
-        seen: while an autograd Function runs, what its operations returned, by id.
-        inside: names of the parameters that such Functions use in their forward: their backward may
+        seen: while an autograd Function runs, the results of its operations, by id.
+        inside: names of the parameters used in the forward of such Functions, whose backward may
             run a backward of its own.
-        surroundings: of a call, what its loss function and the model find where they were written.
+        surroundings: tensors in the closures and globals of the loss function and the model's code.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -49,7 +49,7 @@ class Data(Written):
         self.surroundings: Container[Tensor] = ()
 
     def take_call(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> None:
-        """Know the loss function that is going to be called, with the tensors of a batch."""
+        """Prepare for a call of a loss function with the tensors of a batch."""
         batch = list(batch)
         self.take_batch(batch)
         if not self.doubtful_are_data:
@@ -57,11 +57,11 @@ class Data(Written):
         self.surroundings = Surroundings(loss_fn, model, batch)
 
     def took_doubtful(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
-        """Whether the forward of a call may have taken tensors for data that are none."""
+        """Whether tensors that are none may have been taken for data in the forward of a call."""
         return self.taken is not None or bool(of_layers(model, loss_fn, batch))
 
     def kept(self) -> list[Tensor]:
-        """Return the tensors that the model keeps, save those that are tracked."""
+        """Return the tensors that the model keeps, except tracked ones."""
         return list(self._constants.values())
 
     def run_function(
@@ -73,8 +73,8 @@ class Data(Written):
     ) -> Any:
         """Run an autograd Function, and note where the examples lie in what it returns.
 
-        Where the operations in its forward were seen, that is known. Results that a kernel filled
-        unseen are taken to have the examples where the operands have them.
+        For results of operations that were seen in its forward, that is known. Results filled by a
+        kernel unseen are assumed to have the examples where the operands have them.
 
         Args:
             function: its ``apply``.
@@ -95,12 +95,12 @@ class Data(Written):
             trained = any(item.requires_grad for item in results)
             if trained or self.seen is not None:
                 self.inside |= inside
-            # Parameters among its operands are refused where they show.
+            # Parameters among its operands are refused elsewhere (see _coverage).
             if inside and trained and len(given) == len(operands):
                 self._check_inside(function, (*operands, *results), inside)
             for tensor in results:
                 if not any(tensor is item for item in given):
-                    # A number alone may be that of a tensor that has been freed since.
+                    # The id alone may be that of a tensor that has been freed since.
                     found = seen.get(id(tensor))
                     was_seen = found is not None and found() is tensor
                     self._note_returned(function, tensor, given, data, seen=was_seen)
@@ -108,7 +108,7 @@ class Data(Written):
         return returned
 
     def note_inside(self, operands: Sequence[Tensor]) -> None:
-        """Note the parameters that an operation uses where gradients are not recorded."""
+        """Note the parameters that an operation uses while gradients are not recorded."""
         nodes = filter(None, map(node_of, operands))
         self.inside.update(root.name for node in nodes for root in node.roots)
 
@@ -117,8 +117,7 @@ class Data(Written):
     ) -> None:
         """Raise if an autograd Function runs a part of the model that cannot be followed.
 
-        Its backward runs that part again on tensors of its own, of which only the contract can say
-        whose the rows are.
+        Its backward runs that part again on new tensors, whose layout only the contract tells.
 
         Args:
             function: its ``apply``.
@@ -169,7 +168,7 @@ class Data(Written):
         )
         if self._mixes(trained, tensor):
             self.place(tensor, MIXED)
-            # Of a loss it is trusted to be handed on, as wrappers of models do.
+            # A loss is trusted to be passed through, as wrappers of models do.
             if not tensor.dim() and all(map(self.is_additive, trained)):
                 self.mark_sum(tensor)
             return
@@ -191,9 +190,9 @@ class Data(Written):
                 self.mark_sum(tensor)
 
     def follow_unchanged(self, operands: Sequence[Tensor], returned: Any) -> None:
-        """Note of results with the operands' shapes what is known of these.
+        """Note on results with the operands' shapes what is known about these.
 
-        So a wrapper around a model, as DistributedDataParallel, returns what the model returned.
+        A wrapper around a model, such as DistributedDataParallel, returns what the model returned.
         """
         results = [*tensors_in(returned)]
         if [item.shape for item in results] == [item.shape for item in operands]:
@@ -203,9 +202,9 @@ class Data(Written):
                         self.place_like(result, operand)
 
     def note_exchanged(self, operands: Sequence[Tensor], returned: Any) -> None:
-        """Note of what processes exchanged that examples of others are in it.
+        """Note on exchanged results that they contain examples of other processes.
 
-        Of a sum over the examples it is trusted to be a sum again, of those of all processes.
+        A sum over the examples is trusted to become a sum over those of all processes.
         """
         with torch._C.DisableTorchFunction():
             trained = filter(self.is_trained, operands)
@@ -217,14 +216,14 @@ class Data(Written):
                     self.couple(result, EXCHANGED)
 
     def _has_others(self, trained: list[Tensor]) -> bool:
-        """Whether some operands belong to one example as a whole, or to nobody knows which.
+        """Whether some operands belong to one example as a whole, or their examples are unknown.
 
         The gradients that they pass back may depend on all examples, whatever the forward does.
         """
         return any(self.is_lost(item) or isinstance(self.owned(item), Whole) for item in trained)
 
     def note_seen(self, result: Any) -> None:
-        """Note that a result was computed, inside an autograd Function, by an operation seen."""
+        """Note that an operation inside an autograd Function was seen, with its result."""
         if self.seen is not None:
             self.seen.update((id(item), ref(item)) for item in tensors_in(result))
 
@@ -254,7 +253,7 @@ class Data(Written):
                         "than by a sum over them",
                     )
             else:
-                self.mark_constant(result)  # a parameter's, in which the examples are summed
+                self.mark_constant(result)  # a parameter's gradient, summed over the examples
 
     def note_followed(self, result: Tensor, examples: Examples) -> None:
         """Note where the examples lie in a rule's result, so that it need not be followed.
@@ -270,7 +269,7 @@ class Data(Written):
         self.followed = result
 
     def place_like(self, tensor: Tensor, source: Tensor) -> None:
-        """Note of a tensor, made row by row of another, what is known of that one."""
+        """Note on a tensor that was computed row by row from another what is known about that."""
         if not self.is_data(source):
             self.mark_constant(tensor)
         elif self.is_marked(source) or self.layout_of(source) != self.by_contract(tensor):
@@ -279,7 +278,7 @@ class Data(Written):
                 self.mark_sum(tensor)
 
     def order_of(self, losses: Tensor) -> Tensor | None:
-        """Return the example of each loss, (B,); None where they stand in the batch's order."""
+        """Return the example of each loss, (B,); None if they are in the batch's order."""
         if self.batch_size == 1:
             return None
         owned = self.owned(losses)
@@ -308,7 +307,7 @@ class Data(Written):
         return owner
 
     def check_sum(self, loss: Tensor) -> None:
-        """Raise unless a loss is known to be a sum of what the examples contribute."""
+        """Raise unless a loss is known to be a sum over the examples."""
         if not self.is_additive(loss):
             raise ExampleAxisError(
                 f"which values belong to which example was lost {self._where_lost(loss)}: they "
@@ -320,7 +319,7 @@ class Data(Written):
             )
 
     def _refusal_of_lost(self, losses: Tensor) -> ExampleAxisError | CoupledExamplesError:
-        """Return the error about losses of which it is not known to which examples they belong."""
+        """Return the error for losses whose examples are not known."""
         met = self.met_behind(losses)
         if met is not None:
             return self.refusal_of_meeting(met)

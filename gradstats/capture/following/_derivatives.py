@@ -68,7 +68,7 @@ def gradients(
     is_grads_batched=False,
     materialize_grads=False,
 ) -> tuple[Tensor | None, ...]:
-    """Differentiate inside the context, perhaps with respect to what is tracked."""
+    """Run ``torch.autograd.grad`` inside the context, also for tracked inputs."""
     outputs, inputs = (_checked(items) for items in (outputs, inputs))
     vectors = () if grad_outputs is None else _as_tuple(grad_outputs)
     if _is_of_no_example(mode.tracker, outputs, inputs, vectors, create_graph):
@@ -111,7 +111,7 @@ def gradients(
 
 
 def refuse_forward_mode(mode, *args, **kwargs) -> None:
-    """Raise for dual numbers: what their tangents depend on leaves no trace in the graph."""
+    """Raise for dual numbers: the graph does not show what their tangents depend on."""
     if transform_level() is not None:
         return  # torch.func.jvp makes them, and is refused where it meets a parameter
     raise UnsupportedOperationError(
@@ -124,7 +124,7 @@ def refuse_forward_mode(mode, *args, **kwargs) -> None:
 def _is_of_no_example(
     tracker, outputs: tuple, inputs: tuple, vectors: tuple, create_graph: bool
 ) -> bool:
-    """Whether derivatives are of what was computed from parameters alone; raise if they mix."""
+    """Whether derivatives are of tensors computed from parameters alone; raise for mixtures."""
 
     def is_data(item) -> bool:
         return node_of(item) is None and tracker.is_data(item)
@@ -160,7 +160,7 @@ def _is_of_no_example(
 
 
 def _are_stacks(vectors: tuple) -> bool:
-    """Whether each output got as many vectors; PyTorch says what is wrong where it did not."""
+    """Whether each output got equally many vectors; if not, PyTorch raises."""
     if not all(isinstance(vector, Tensor) and vector.dim() for vector in vectors):
         return False
     counts = {len(vector) for vector in vectors}
@@ -170,8 +170,8 @@ def _are_stacks(vectors: tuple) -> bool:
 def _along_each(find, stacks: tuple[Tensor, ...], retain_graph: bool) -> list[Tensor | None]:
     """Return the gradients along each of several vectors, stacked as ``is_grads_batched=True`` is.
 
-    PyTorch maps the engine over them. Under that map a use of a parameter in the backward would
-    leave no trace in the graph of the gradients, so the engine runs once for each instead.
+    PyTorch maps the engine over them. Under that map, the gradients' graph would not show uses of
+    parameters in the backward, so the engine runs once for each vector instead.
 
     Args:
         find: ``torch.autograd.grad``, given all but the vectors and ``retain_graph``.
@@ -188,7 +188,7 @@ def _along_each(find, stacks: tuple[Tensor, ...], retain_graph: bool) -> list[Te
 
 
 def _check_inputs(tracker, inputs: tuple, create_graph: bool) -> None:
-    """Refuse gradients of tracked parameters that become a part of the loss, or of its gradient."""
+    """Refuse gradients of tracked parameters that become part of the loss, or of its gradient."""
     in_backward = torch._C._current_graph_task_id() != -1
     for item in inputs:
         node = node_of(item)
@@ -214,7 +214,7 @@ def _check_inputs(tracker, inputs: tuple, create_graph: bool) -> None:
 
 
 def _differentiable(item):
-    """Return what stands in the graph for an input of ``torch.autograd.grad``."""
+    """Return what represents an input of ``torch.autograd.grad`` in the graph."""
     if not isinstance(node_of(item), Root):
         return value_of(item)
     with torch._C.DisableTorchFunctionSubclass():

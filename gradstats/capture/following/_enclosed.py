@@ -1,4 +1,4 @@
-"""Tensors that functions take from where they were written: of their closures and their globals."""
+"""Tensors that functions use from their closures, defaults and globals."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torch import Tensor, nn
 
 from gradstats.capture.parameters._attributes import PLAIN_TYPES
 
-# Lists and dicts that are longer hold no weights, and are not read.
+# Longer lists and dicts are not read; they hold no weights.
 LONGEST = 10_000
-# So much is looked into.
+# The most objects that are visited.
 MOST = 100_000
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 class Surroundings:
-    """The tensors that a loss function and a model find where they were written.
+    """The tensors in the closures and globals of a loss function and a model's code.
 
-    Those of the batch are left out. They are looked for when the first is asked about, which in
-    most calls none is.
+    Except those of the batch. They are searched when first asked for, which most calls never do.
     """
 
     def __init__(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]):
@@ -40,7 +39,7 @@ class Surroundings:
 
 
 def of_layers(model: nn.Module, loss_fn: Any, batch: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that a model's code finds where it was written, and nobody else uses."""
+    """Return the tensors that only a model's code uses from its closures and globals."""
     found = enclosed_tensors(*functions_of(model))
     for tensor in (*enclosed_tensors(loss_fn).values(), *batch):
         found.pop(id(tensor), None)
@@ -48,7 +47,7 @@ def of_layers(model: nn.Module, loss_fn: Any, batch: Iterable[Tensor]) -> list[T
 
 
 def functions_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the functions that modules of the user's own consist of, and that modules keep."""
+    """Yield the methods of the user's own modules, and functions that modules keep."""
     seen: set[type] = {object}
     for module in model.modules():
         for own in type(module).__mro__:
@@ -63,21 +62,21 @@ def _is_function(item: Any) -> bool:
 
 
 def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
-    """Return by id the tensors that functions find in closures, defaults, globals and objects.
+    """Return by id the tensors that functions use from closures, defaults, globals and objects.
 
-    In lists, tuples and dicts too, and by way of the functions of the same package that it calls
-    there; not in modules.
+    Including those in lists, tuples and dicts, and of functions of the same package that they use;
+    not those in modules.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
-    waiting = [*functions]  # the last is looked into first
+    waiting = [*functions]  # the last is visited first
     while waiting and len(seen) < MOST:
         item = waiting.pop()
         if isinstance(item, Tensor):
             found[id(item)] = item
         elif type(item) not in PLAIN_TYPES and id(item) not in seen:
             seen.add(id(item))
-            with suppress(Exception):  # an object may not let itself be looked into
+            with suppress(Exception):  # an object may not support being read
                 waiting.extend(_inside(item))
     return found
 
@@ -96,7 +95,7 @@ def _inside(item: Any) -> Iterator[Any]:
         yield from _inside_function(item)
     elif not isinstance(item, (type, nn.Module)):
         call = getattr(type(item), "__call__", None)  # noqa: B004
-        if isinstance(call, FunctionType):  # of an object that is written to be called
+        if isinstance(call, FunctionType):  # an object with a __call__ of its own
             yield from (call, getattr(item, "__dict__", None))
 
 
@@ -107,7 +106,7 @@ def _inside_function(function: FunctionType) -> Iterator[Any]:
         try:
             yield cell.cell_contents
         except ValueError:
-            pass  # it is empty
+            pass  # an empty cell
     package = _package(function)
     for name in _globals_read(function.__code__):
         value = function.__globals__.get(name)
@@ -122,7 +121,7 @@ def _package(function: FunctionType) -> str:
 
 @lru_cache(maxsize=4096)
 def _globals_read(code: CodeType) -> frozenset[str]:
-    """Return the names of globals that a function's code reads, and the code written inside it."""
+    """Return the names of globals that code reads, including the code nested in it."""
     found: set[str] = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in READS_GLOBAL:

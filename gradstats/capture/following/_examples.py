@@ -1,4 +1,4 @@
-"""Which examples the rows of a tensor belong to."""
+"""Layouts: which examples the rows of a tensor belong to."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Examples:
         batch: number of examples B.
         axis: the example axis.
         fold: how many rows of ``axis`` belong to each example; they are adjacent.
-        segments: the example of each row, where examples differ in their number of rows or the rows
-            of one are not adjacent; None where ``fold`` says it all.
+        segments: the example of each row, if examples differ in their number of rows or the rows of
+            one are not adjacent; None if ``fold`` describes the layout.
     """
 
     batch: int
@@ -47,7 +47,7 @@ class Examples:
 
     @property
     def axes(self) -> tuple[int]:
-        """Those that the examples lie along."""
+        """The axes that the examples lie along."""
         return (self.axis,)
 
     @property
@@ -75,16 +75,16 @@ class Examples:
         return self if axis == self.axis else replace(self, axis=axis)
 
     def behind(self, axes: int) -> Examples:
-        """Return the same with so many axes more in front."""
+        """Return the same for a tensor with so many more axes in front."""
         return self.along(self.axis + axes)
 
     @property
     def joinable(self) -> bool:
-        """Whether batches can be put one behind the other along the example axis."""
+        """Whether batches can be concatenated along the example axis."""
         return self.axis == 0 and self.segments is None
 
     def times(self, count: int) -> Examples:
-        """Return the layout of ``count`` joinable batches, one behind the other."""
+        """Return the layout of ``count`` concatenated batches; only for joinable layouts."""
         return Examples(self.batch * count, 0, self.fold)
 
     def fits(self, tensor: Tensor) -> bool:
@@ -158,8 +158,8 @@ class Examples:
             starts: where each begins; the last one ends with the rows.
 
         Returns:
-            The layout; None unless each piece has rows of one example. A piece without rows is the
-            example's in whose place it stands, if all others are in their places.
+            The layout; None unless each piece has rows of one example only. A piece without rows
+            belongs to the example with its number, if all others are in order.
         """
         owner = self.owner(starts.device)
         lengths = torch.diff(starts, append=starts.new_tensor([self.rows]))
@@ -183,11 +183,12 @@ class Examples:
 
 @dataclass(frozen=True)
 class Scores(Examples):
-    """Where packed examples lie in what pairs of rows gave, before a mask takes some pairs away.
+    """The layout of scores: values for pairs of rows of packed examples.
 
     Attributes:
-        columns: where those of the other rows lie, along another axis.
-        fixed: whether nothing trained counts any more in those between different examples.
+        columns: the layout of the second rows of the pairs, along another axis.
+        fixed: whether scores between different examples do not depend on trained values, as after
+            masking.
     """
 
     columns: Examples = field(kw_only=True)
@@ -195,7 +196,7 @@ class Scores(Examples):
 
     @property
     def sides(self) -> tuple[Examples, Examples]:
-        """The rows alone, and the columns alone."""
+        """The layouts of the rows and of the columns."""
         return Examples(self.batch, self.axis, self.fold, self.segments), self.columns
 
     def behind(self, axes: int) -> Scores:
@@ -204,7 +205,7 @@ class Scores(Examples):
 
 @dataclass(frozen=True)
 class Whole:
-    """All of a tensor belongs to one example, the one with this number."""
+    """The layout of a tensor that belongs to one example as a whole."""
 
     example: int
 
@@ -215,7 +216,7 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Two axes divide the examples among them, as where a reshape divides their axis.
+    """The layout of examples along two axes, as after a reshape that divides their axis.
 
     Attributes:
         batch: number of examples B.
@@ -234,23 +235,23 @@ class Grid:
 
     @property
     def sides(self) -> tuple[Examples, Examples]:
-        """Both axes, each as if its rows were examples."""
+        """Layouts of both axes, as if their rows were examples."""
         rows, columns = map(Examples, self.owner.shape, self.axes)
         return rows, columns
 
     def behind(self, axes: int) -> Grid:
-        """Return the same with so many axes more in front."""
+        """Return the same for a tensor with so many more axes in front."""
         first, second = self.axes
         return replace(self, axes=(first + axes, second + axes))
 
 
 class Mixed:
-    """Marks what was computed over all examples: each element depends on all of them."""
+    """The layout of a tensor in which each element depends on all examples."""
 
 
 MIXED = Mixed()
 
-# Layouts that say of each value to which one example it belongs; of scores, whose row it is in.
+# Layouts in which each value belongs to one example; scores to that of their row.
 APART = (Examples, Whole, Grid)
 
 
@@ -275,7 +276,7 @@ def spread(owner: Tensor, batch: int) -> Examples | Whole | Grid | None:
 
 
 def same_rows(first: Examples, second: Examples) -> bool:
-    """Whether rows of two layouts belong to the same examples, along whichever axes they lie."""
+    """Whether two layouts have the same examples in the same order, along any axes."""
     segments = first.segments or second.segments
     if segments is None or first.segments is second.segments:
         return first.fold == second.fold
@@ -284,7 +285,7 @@ def same_rows(first: Examples, second: Examples) -> bool:
 
 
 def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed | None:
-    """Return whose a tensor is: a ``Whole`` where all of its rows belong to one example."""
+    """Return a layout, as a ``Whole`` if all rows belong to one example."""
     if isinstance(owned, Examples) and owned.segments is not None:
         sole = owned.segments.sole
         if sole is None or (isinstance(owned, Scores) and sole_of(owned.columns) != Whole(sole)):
@@ -296,7 +297,7 @@ def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed 
 def same_layout(
     first: Examples | Whole | Mixed | Grid, second: Examples | Whole | Mixed | Grid
 ) -> bool:
-    """Whether two layouts say that the same examples lie in the same places."""
+    """Whether two layouts have the same examples in the same places."""
     if isinstance(first, Grid) and isinstance(second, Grid):
         return first.axes == second.axes and torch.equal(first.owner, second.owner)
     if not isinstance(first, Examples) or not isinstance(second, Examples):

@@ -1,4 +1,4 @@
-"""How the examples lie in results of operations on several operands of data, family by family."""
+"""Where the examples lie in results of operations on several operands, family by family."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _by_matrices(
 def _of_added_product(marks: Following, call: Call) -> Layout:
     func, args, kwargs, data, result = call
     named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
-    # In PyTorch's older forms the numbers stand among them.
+    # In PyTorch's older signatures alpha and beta are among these.
     tensors = [item for item in (*args, *named) if isinstance(item, Tensor)]
     first, factors = tensors[0], tensors[1:3]
     of_data = any(item is tensor for item in factors for tensor in data)
@@ -98,7 +98,7 @@ def _of_solution(marks: Following, call: Call) -> Layout:
     after = marks.broadcast(data, result)
     if after is None or after.axis < result.dim() - 2:
         return after
-    # Right-hand sides are solved one by one, if the examples have no matrices of their own.
+    # Right-hand sides are solved independently, if all examples share the matrix.
     sides = args[SOLVES[func]] if len(args) > SOLVES[func] else None
     alone = len(data) == 1 and data[0] is sides and data[0].dim() > 1
     place = result.dim() - (1 if kwargs.get("left", True) else 2)
@@ -136,7 +136,7 @@ def _of_row_pairs(marks: Following, call: Call) -> Layout | Unchanged:
     rows = call.data[0]
     layout = marks.layout_of(rows) if rows.requires_grad and marks.batch_size > 1 else None
     if layout is not None and rows.dim() == 2:
-        # Whether a loss depends on the result shows in the loss's graph.
+        # The losses' graph will show whether one depends on the result.
         marks.couple(call.result, "compares every example with every other")
     return marks.by_first(call)
 
@@ -149,7 +149,7 @@ def _of_attention(marks: Following, call: Call) -> Layout | Unchanged:
         query = call.argument(0, "query")
         rows = marks.layout_of(query) if marks.is_of_data(query) else None
         if rows is not None and rows.axis == query.dim() - 2:
-            # Of others than the keys, as where queries are taken piece by piece.
+            # The queries may differ from the keys, as when they are processed in pieces.
             return without_columns(rows).behind(call.result.dim() - query.dim())
     return marks.by_first(call)
 
@@ -161,7 +161,7 @@ def _of_broadcast(marks: Following, call: Call) -> Layout | Unchanged:
     return marks.by_first(call)
 
 
-# How results lie, for operations on several operands of data and others that need a rule.
+# Rules for operations on several data operands, and others that need one.
 FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {
     **dict.fromkeys(PRODUCTS | ROW_PRODUCTS, _of_product),
     linear: _of_linear,

@@ -1,7 +1,7 @@
 """Tensors that are filled piece by piece with rows of any examples.
 
-Where rows are grouped, by the expert that serves them for instance, the results of each group are
-often written one behind the other into an empty tensor. Whose its rows are shows in the end only.
+If rows are grouped, for instance by expert, the results of each group are often written one after
+the other into an empty tensor. Its layout is known only at the end.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Piece(NamedTuple):
     """What one write put into a tensor.
 
     Attributes:
-        read: called with the tensor and a layout of it, returns that of the place written to.
-        more: how many axes the place has more than what was written.
-        owned: where the examples lie in what was written.
+        read: called with the tensor and a layout of it, returns the layout of the written place.
+        more: how many more axes the place has than the values.
+        owned: the layout of the values.
     """
 
     read: Callable[[Tensor, Examples], Examples | Whole | None]
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Filling:
-    """What has been written into a tensor that held no example's values.
+    """What has been written into a tensor that was blank.
 
     Attributes:
         pieces: every write so far.
@@ -49,7 +49,7 @@ class Filling:
         return Filling([*self.pieces], self.size, [*self.meetings])
 
     def layout(self, target: Tensor, contract: Examples) -> Examples | None:
-        """Return where the examples lie once every row is written; None before."""
+        """Return where the examples lie once everything is written; None before."""
         if self.size < target.numel():
             return None
         layouts = (self._along(axis, target, contract) for axis in range(target.dim()))
@@ -71,7 +71,7 @@ class Filling:
                 return None
             before = owner[index]
             owner[index] = examples
-            # A row of two examples, written twice or at once, is nobody's.
+            # A row written for two examples belongs to neither.
             kept = (before == -1) | (before == examples)
             if not bool((kept & (owner[index] == examples)).all()):
                 return None

@@ -1,4 +1,4 @@
-"""What flex_attention takes by the functions that change its scores, or mask them."""
+"""Tensors that flex_attention's score_mod and mask_mod use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_flex_attention(mode, *args, **kwargs) -> None:
 def taken_beside(query, key, value, score_mod, block_mask, *others, **named) -> list[Tensor]:
     """Return the tensors that flex_attention takes beside query, key and value."""
     taken = operands_of(others, named)
-    # A compiler has recorded what they take as operands.
+    # Recorded by the compiler, which made them operands.
     if isinstance(score_mod, fx.GraphModule):
         return taken
     score, place = query.new_zeros(()), torch.zeros((), dtype=torch.int64, device=query.device)
@@ -42,7 +42,7 @@ def operands_inside(modification: Callable[..., Tensor], *numbers: Tensor) -> li
 
     taken: list[Tensor] = []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        # The first as it is run by PyTorch, so that an index is not asked for its number.
+        # The first mode as in PyTorch, so that indexing does not read the value of an index.
         with TransformGetItemToIndex(), _Taking(taken):
             modification(*numbers)
     return taken

@@ -54,7 +54,7 @@ Layout = Examples | Whole | Mixed | Grid | None
 
 
 class Unchanged:
-    """Nothing has to be noted of a result: its shape tells where the examples lie."""
+    """Says that nothing need be noted on a result: its shape tells where the examples lie."""
 
 
 UNCHANGED = Unchanged()
@@ -64,13 +64,13 @@ class Following(Marks):
     """Data of one batch, followed through the operations on them."""
 
     def follow_layout(self, call: Call) -> None:
-        """Note where the examples lie in the result of an operation on some tensors of data."""
+        """Note where the examples lie in the result of an operation on data."""
         func, _, _, data, result = call
         if self.packed and result.numel() and not any(item.numel() for item in data):
             self.mark_constant(result)  # such as the sum over an example that has no rows
             return
         after = self._layout_after(call)
-        # Products see to the scores among their operands themselves.
+        # Products handle scores among their operands themselves.
         if self.packed and result.requires_grad and not (func in PRODUCTS or func is torch.einsum):
             after = self._kept_apart(call, after)
         if isinstance(after, Unchanged):
@@ -79,7 +79,7 @@ class Following(Marks):
             after = None  # for instance where an index takes only some of the rows
         unclear = not isinstance(after, (Examples, Whole)) or self.is_coupled(result)
         if unclear and (one := self.sole_example(data)) is not None:
-            # Whatever is computed from values of one example alone belongs to that example.
+            # All that is computed from one example's values alone belongs to that example.
             self.coupled.pop(result.grad_fn, None)
             after = one
         blamed = func is not None and (after is None or isinstance(after, Grid))
@@ -104,16 +104,15 @@ class Following(Marks):
             self._note_added(data, result)
 
     def _note_added(self, data: list[Tensor], result: Tensor) -> None:
-        """Note where values of different examples are added, and where more is made of a sum.
+        """Note where values of different examples are added, and where more is computed from a sum.
 
-        A loss of all examples may be a sum of their values in groups: of one that is added up the
-        terms stay apart.
+        A loss of all examples may be a sum of sums over groups of them, whose terms are separable.
         """
         node = result.grad_fn
         if self.coupled.get(node) in (MEETS, BROUGHT_BACK) and self.is_sum(result):
             self.added[node] = self.coupled.pop(node)
             return
-        # What was changed in place has a new node, behind which its former one stands.
+        # A tensor changed in place has a new node, which leads to its former one.
         behind = [] if node is None else [child for child, _ in node.next_functions]
         behind += [item.grad_fn for item in data if item.requires_grad]
         if any(each in self.added for each in behind):
@@ -123,7 +122,7 @@ class Following(Marks):
                 self.couple(result, MEETS)
 
     def _kept_apart(self, call: Call, after: Layout | Unchanged) -> Layout | Unchanged:
-        """Return the layout of a result, unless scores of different packed examples met there."""
+        """Return the layout of a result; None if scores of different packed examples met in it."""
         known = self.by_contract(call.result) if isinstance(after, Unchanged) else after
         trained = filter(self.is_trained, call.data)
         of_scores = any(isinstance(self.owned(item), Scores) for item in trained)
@@ -138,19 +137,19 @@ class Following(Marks):
         return after if apart is known else apart
 
     def _lose(self, result: Tensor, data: list[Tensor], at: str | None) -> None:
-        """Note that the operation on ``data`` named ``at`` lost track of whose its result is."""
+        """Note that the examples of a result were lost at the operation named ``at``."""
         lost = next(filter(self.is_lost, data), None)
         if lost is None:
             self.place(result, None, at)
         else:
-            # Of several operations that cannot be followed, the first is to blame.
+            # Blame the first of several operations that could not be followed.
             self._mark(result, None, self.lost_at(lost) if self.is_marked(lost) else at)
 
     def sole_example(self, data: list[Tensor]) -> Whole | None:
-        """Return the one example to which operands of data belong; None if there is none.
+        """Return the one example to which data operands belong; None if there is none.
 
-        Beside what is trained nothing is asked of operands of which nothing is known and that are
-        not, as targets are and places in each image: gradients come to what is trained alone.
+        Beside trained operands, others about which nothing is known do not matter (targets,
+        positions within an image): only trained operands receive gradients.
         """
         if self.batch_size == 1 or not self.follows_layouts:
             return None
@@ -185,7 +184,7 @@ class Following(Marks):
         return self.by_first(call) if family is None else family(self, call)
 
     def _is_joined(self, call: Call) -> bool:
-        """Whether a loss function made one number of all examples; note where these met in it."""
+        """Whether a loss function reduced all examples to one number; note if they met in it."""
         if call.result.dim() or not call.result.requires_grad or self.batch_size == 1:
             return False
         trained = [tensor for tensor in call.data if tensor.requires_grad]
@@ -199,7 +198,7 @@ class Following(Marks):
         constant = not args or not any(tensor is args[0] for tensor in data)
         lost = self._loses(call, constant)
         if func in REINDEXES and not constant:
-            data = [args[0]]  # what is indexed decides
+            data = [args[0]]  # the indexed operand decides
         elif len(data) > 1 and not self._agree(call):
             lost = True
         source, layout = self._deciding(data)
@@ -207,7 +206,7 @@ class Following(Marks):
         beside = [item for item in beside if not is_shared(call, item)]
         dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
         if any(item.dim() < dims for item in data if item is source or item.requires_grad):
-            lost = True  # it may be broadcast: then axes count from the right
+            lost = True  # it may be broadcast, which counts axes from the right
         if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
             lost = True  # the examples' axis is summed
         noted = self.is_marked(source)
@@ -224,18 +223,18 @@ class Following(Marks):
             return UNCHANGED
         decides = func in MOVES or is_trusted(func)
         if after is None and layout is not None and decides:
-            # Shape can decide after all where no other axis has the batch's size.
+            # The shape still decides if no other axis has the batch's size.
             alone = self.is_distinct(source) and self.is_distinct(result)
             if alone and layout == self.by_contract(source) and self.has_example_axis(result):
                 return UNCHANGED
         return after
 
     def _loses(self, call: Call, constant: bool) -> bool:
-        """Whether nobody knows where an operation puts the examples of its first operand.
+        """Whether it is not known where an operation puts the examples of its first operand.
 
         Args:
             call: the operation.
-            constant: whether its first operand is none of data.
+            constant: whether its first operand is not data.
         """
         func, _, _, data, result = call
         return (
@@ -247,20 +246,20 @@ class Following(Marks):
         )
 
     def _agree(self, call: Call) -> bool:
-        """Whether trained operands have the same examples in the same places; note where not."""
+        """Whether trained operands have the same examples in the same places; note if not."""
         func, args, _, data, result = call
         trained = [tensor for tensor in data if tensor.requires_grad]
         if any(self.is_lost(tensor) for tensor in trained):
             return False
         if self.batch_size > 1 and any(isinstance(self.owned(tensor), Whole) for tensor in trained):
-            return False  # the other operands are not this one example's
+            return False  # other operands do not belong to this example
         if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
             self.note_meeting(result)
             return False
         if any(is_shared(call, tensor) for tensor in trained):
             self.note_meeting(result)
             return False
-        # Axes are counted from the right, as in broadcasting.
+        # Count axes from the right, as in broadcasting.
         places = [
             owned.behind(-tensor.dim()) if isinstance(owned, Examples) else owned
             for tensor, owned in zip(trained, map(self.owned, trained), strict=True)
@@ -272,7 +271,7 @@ class Following(Marks):
         return False
 
     def _meets_others(self, tensor: Tensor, data: list[Tensor]) -> bool:
-        """Whether one example's values stand beside trained values of others."""
+        """Whether one example's values are combined with trained values of others."""
         owned = self.owned(tensor)
         if not isinstance(owned, Whole):
             return False
@@ -286,15 +285,15 @@ class Following(Marks):
         if func is ATTENTION:
             operands = [*args[:3], *(kwargs[name] for name in ("key", "value") if name in kwargs)]
         if self.packed and (func is ATTENTION or not result.requires_grad):
-            # Packed rows are positions too: masks keep those of different examples apart, and what
-            # has no gradient may be counted, for instance, through all of them.
+            # Packed rows are positions too: masks keep those of different examples apart, and
+            # values without a gradient may run over all of them, such as counts.
             return False
         for item in operands:
             if self.is_of_data(item):
                 layout = self.layout_of(item)
                 if isinstance(layout, Scores) and self.packed:
-                    continue  # of which values say whether examples meet
-                # Axes are counted in what the operands are broadcast to.
+                    continue  # their values tell whether examples meet
+                # Axes refer to the shape that the operands are broadcast to.
                 widest = max((item, *operands), key=Tensor.dim) if func in OF_TWO else item
                 axis = 0 if layout is None else layout.axis + widest.dim() - item.dim()
                 if layout is not None and runs_over(func, (widest, *args[1:]), kwargs, axis):
@@ -302,7 +301,7 @@ class Following(Marks):
         return False
 
     def _mixes(self, data: list[Tensor], result: Tensor) -> bool:
-        """Whether a result holds trained values of all examples; note where one's meet them."""
+        """Whether a result depends on values over all examples; note if one's meet these."""
         trained = [self.owned(tensor) for tensor in data if tensor.requires_grad]
         if not any(owned is MIXED for owned in trained) or not result.requires_grad:
             return False
@@ -313,7 +312,7 @@ class Following(Marks):
     def _whole_of(self, data: list[Tensor]) -> Whole | None:
         """Return the one example to which several tensors belong as a whole; None if there is none.
 
-        A single number without a gradient is nobody's, wherever it comes from.
+        A single number without a gradient belongs to no example, wherever it comes from.
         """
         marks = [
             mark
@@ -326,14 +325,14 @@ class Following(Marks):
         return first[0] if all(mark == first for mark in marks[1:]) else None
 
     def _deciding(self, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
-        """Return the operand whose layout the result has, and that layout."""
+        """Return the operand that determines the result's layout, and its layout."""
         if len(data) == 1 or not (self.follows_layouts or self.layout_of(data[0]) is None):
             return data[0], self.layout_of(data[0])
         layouts = [(tensor, self.layout_of(tensor)) for tensor in data]
         known = [(tensor, layout) for tensor, layout in layouts if layout is not None]
         trained = [(tensor, layout) for tensor, layout in known if tensor.requires_grad]
         deciding = trained or known
-        # In doubt, the first operand about which something was noted.
+        # If in doubt, the first operand about which something was noted.
         first = next((item for item in layouts if self.is_marked(item[0])), layouts[0])
         if not deciding or any(first[0] is tensor for tensor, _ in deciding):
             return first
@@ -361,7 +360,7 @@ class Following(Marks):
         if any(result.shape[layout.axis] != layout.rows for layout in deciding):
             return None  # the only example, broadcast
         if self.packed and (pairs := scores(deciding, result)) is not None:
-            # Those without a gradient are taken for values of the rows.
+            # Pairs without a gradient count as values of their rows.
             return pairs if trained else without_columns(pairs)
         first = deciding[0]
         if all(same_layout(first, layout) for layout in deciding[1:]):
@@ -369,11 +368,11 @@ class Following(Marks):
         if trained:
             self.note_meeting(result)
             return None
-        # Inputs of different examples meet: by contract, the one in the batch's order decides.
+        # Untrained inputs of different examples meet: the one in the batch's order decides.
         if any(layout.axis != first.axis for layout in deciding):
             return None
         return next((layout for layout in deciding if layout.plain), None)
 
 
-# Operations that do not broadcast their operands: these are weights, indices, or give a form alone.
+# Operations that do not broadcast all operands: some are weights, indices, or only give a shape.
 ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST

@@ -1,4 +1,4 @@
-"""Where the examples lie in what is computed from data whose examples lie along two axes."""
+"""Where the examples lie in results of data whose examples lie along two axes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from gradstats.capture.operations._operations import (
     variants,
 )
 
-# Operations that move, cut or pick elements of their first operand, and nothing else.
+# Operations that only move, cut or pick elements of their first operand.
 REARRANGES = MOVES | RESHAPES | PICKS | frozenset(variants("as_strided"))
 
-# Operations that compute each element of what stands in its place, or along some axes alone.
+# Operations that compute each element from the same place, or along some axes only.
 COMPUTES = POINTWISE | BROADCASTS | OVER_AXES.keys() | PADS
 
 
 def meets_grid(marks: Marks, call: Call) -> bool:
-    """Whether the examples of what decides an operation's layout lie along two axes."""
+    """Whether an operand that determines an operation's layout has examples along two axes."""
     if not marks.has_grids:
         return False
     trained = [item for item in call.data if item.requires_grad]
@@ -50,7 +50,7 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
     if func not in COMPUTES:
         return None
     for item, own in grids if trained else ():
-        before = source.dim() - item.dim()  # as many axes less, in broadcasting
+        before = source.dim() - item.dim()  # axes it lacks, in broadcasting
         if own is None or not same_layout(own.behind(before), grid):
             if own is not None or marks.owned(item) is not None:
                 marks.note_meeting(result)

@@ -1,4 +1,4 @@
-"""Where the examples lie in what an index picks out of a tensor."""
+"""Where the examples lie in an indexed tensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gradstats.capture.operations._operations import variants
 
 INDEX_SELECT = frozenset(variants("index_select"))
 
-# Operations whose result lies as the indices do.
+# Operations whose result has the layout of the indices.
 ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
 
 
 def items_of(source: Tensor, index) -> list:
-    """Return the items of source[index], with tensors for sequences and slices for an ellipsis."""
+    """Return the items of source[index], sequences as tensors and an ellipsis as slices."""
     several = isinstance(index, list) and any(item is None or _is_slice(item) for item in index)
     items = list(index) if isinstance(index, tuple) or several else [index]
     items = [
@@ -35,7 +35,7 @@ def items_of(source: Tensor, index) -> list:
 
 
 def is_sequence(item) -> bool:
-    """Whether PyTorch makes an index tensor of an item: of lists, tuples, ranges and arrays."""
+    """Whether PyTorch converts an item to an index tensor: lists, tuples, ranges and arrays."""
     if isinstance(item, Tensor):
         return False
     return isinstance(item, Sequence) or getattr(item, "ndim", 0) > 0
@@ -65,7 +65,7 @@ def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole |
         span = _axes_taken(item)
         if position in advanced:
             if position != advanced[0]:
-                continue  # the first stands for all
+                continue  # handled with the first
             touched = [items[i] for i in advanced]
             span = sum(map(_axes_taken, touched))
             dims = torch.broadcast_shapes(*map(_selected_shape, touched))
@@ -85,18 +85,18 @@ def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole |
 
 
 def _is_ordinary(item) -> bool:
-    """Whether an item is None or takes axes; a truth value, also as a tensor, adds one."""
+    """Whether an item is None or takes axes; a bool, also as a 0-dim tensor, adds one."""
     if isinstance(item, Tensor):
         return item.dim() > 0 or item.dtype != torch.bool
     return item is None or (isinstance(item, (int, slice)) and not isinstance(item, bool))
 
 
 def looked_up(call: Call, index: Tensor, layout: Examples) -> Examples | None:
-    """Return where the examples lie in what data, as indices, pick out of a constant.
+    """Return the layout of a constant indexed by data.
 
     Args:
         call: the operation.
-        index: the indices, and ``layout``, where the examples lie in them.
+        index, layout: the indices, and where the examples lie in them.
     """
     if call.func in INDEX_SELECT:
         return layout.along(call.argument(1, "dim") % call.args[0].dim())
@@ -110,11 +110,11 @@ def looked_up(call: Call, index: Tensor, layout: Examples) -> Examples | None:
 
 
 def found_at(items: list) -> tuple[int, int]:
-    """Return where in the result the axes of index tensors begin, and how many they are.
+    """Return where the axes of index tensors begin in the result, and how many there are.
 
     Args:
         items: as ``items_of`` gives them. Numbers are applied before index tensors. If other items
-            then stand between the index tensors, their axes come first in the result.
+            then stand between the index tensors, the axes of these come first in the result.
     """
     left = [item for item in items if not isinstance(item, int) and not _is_number(item)]
     places = [place for place, item in enumerate(left) if isinstance(item, Tensor)]

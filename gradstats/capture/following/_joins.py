@@ -13,7 +13,7 @@ from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import JOINS, PAD_SEQUENCE
 
-# Whose each of several tensors is; None for one that holds nothing of any example.
+# The layout of each of several tensors; None for one without examples.
 Owners = list[Examples | Whole | Mixed | None]
 
 
@@ -25,7 +25,7 @@ def joined_layout(marks: Marks, call: Call) -> Examples | None:
         rest = [part for part in args[0] if part.requires_grad or marks.is_marked(part)]
         uneven = len({len(part) for part in args[0]}) > 1
         if uneven and not rest and len(args[0]) == marks.batch_size and not marks.packed:
-            # A sequence of each example, also where one is as long as there are examples.
+            # One sequence per example, even if one is as long as there are examples.
             return Examples(marks.batch_size, place)
         owners = [
             sole_of(owned) if part.numel() else None
@@ -33,7 +33,7 @@ def joined_layout(marks: Marks, call: Call) -> Examples | None:
         ]
         return _side_by_side(marks, args[0], owners, place, stacked=True)
     tensors = list(call.argument(0, "tensors"))
-    # An empty tensor, as loops often start from, holds nothing of any example.
+    # An empty tensor, as loops often start from, has no examples.
     tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
     dim = JOINS[func]
     if dim is None:
@@ -64,7 +64,7 @@ def _in_line(
     *,
     stacked: bool,
 ) -> Examples | None:
-    """Return the layout of joined tensors each of which has rows of all its examples."""
+    """Return the layout of joined tensors that each have rows of several examples."""
     trained = [tensor for tensor in tensors if tensor.requires_grad and marks.is_of_data(tensor)]
     if any(map(marks.is_lost, trained)):
         return None
@@ -75,7 +75,7 @@ def _in_line(
         known = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
         dim = -1
     elif dim == known[0].axis and len(known) < len(tensors):
-        return None  # along other axes than the examples' constants may stand beside data
+        return None  # constants may be joined to data along other axes only
     return _joined(known, dim, result.device)
 
 
@@ -105,13 +105,13 @@ def _side_by_side(
             examples += own
             of_data.update(own)
         elif owned is None and not (tensor.numel() and marks.is_marked(tensor)):
-            # A constant, or the padding of no rows at all, counts for the examples in whose place
-            # it stands, if all others are in their places.
+            # A constant, or padding, counts for the examples in whose places it is, if all others
+            # are in their places.
             examples += range(len(examples), len(examples) + rows)
         else:
             return None
     if any(owned is None for owned in owners):
-        # Beside rows of a single example, a constant may also belong to that one.
+        # Next to rows of a single example, a constant may also belong to that one.
         if examples != list(range(marks.batch_size)) or len(of_data) == 1 < marks.batch_size:
             return None
     owner = torch.tensor(examples, device=tensors[0].device)

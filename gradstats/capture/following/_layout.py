@@ -1,9 +1,9 @@
 """Where the examples lie in a tensor of data after each of the user's operations on it.
 
-By contract, data have their examples along the caller's ``batch_dim``. Where code transposes or
-folds that axis, shape alone would mislead: with as many positions as examples, a transposed batch
-looks like an untransposed one. Such tensors carry their layout with them. Where it is lost, they
-are refused when they meet a parameter.
+By contract, data have their examples along the caller's ``batch_dim``. If code transposes or folds
+that axis, shape alone would mislead: with as many positions as examples, a transposed batch looks
+like an untransposed one. Such tensors carry their layout with them. If it is lost, they are refused
+when they meet a parameter.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | G
     if func in OVER_AXES:
         if func in QUANTILES or result.dim() < source.dim():
             return reduced(call, source, layout)
-        # It may have more axes where it was broadcast against other operands, and the axes that
-        # were reduced may be kept with size 1.
+        # The result may have more axes if it was broadcast against other operands, and reduced axes
+        # may be kept with size 1.
         kept = result.shape[layout.axis] == source.shape[layout.axis]
         return layout if kept and result.dim() == source.dim() else None
     if result.dim() <= layout.axis:
@@ -80,7 +80,7 @@ def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | G
 def stays(func, source: Tensor, layout: Examples, result: Tensor) -> bool:
     """Whether a result of ``PLAIN_VIEWS`` obviously has its examples where the operand has them.
 
-    Where this is not obvious, ``follow`` has the answer, but takes ten times as long.
+    If this is not obvious, ``follow`` has the answer, but takes ten times as long.
     """
     lead = layout.axis + 1
     if result.shape[:lead] != source.shape[:lead]:
@@ -93,12 +93,12 @@ def stays(func, source: Tensor, layout: Examples, result: Tensor) -> bool:
 
 
 def is_one(func, source: Tensor) -> bool:
-    """Whether a convolution takes its operand for one example."""
+    """Whether a convolution takes its operand for a single example."""
     return func in CONVOLUTIONS and source.dim() == CONVOLUTIONS[func] + 1
 
 
 def takes_for_channels(func, source: Tensor, layout: Examples) -> bool:
-    """Whether an operation on images takes the examples for channels, or places, that it mixes."""
+    """Whether an operation on images takes the example axis for channels or positions."""
     apart = source.dim() - POOLS[func] if func in POOLS else 1
     return func in BATCH_FIRST and layout.axis >= apart
 
@@ -118,7 +118,9 @@ def aligned(func, args: Sequence[Any]) -> bool:
 
 
 def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
-    """Whether an operation that is not in ``WATCHED`` obviously leaves the examples where they are.
+    """Whether an operation obviously leaves the examples where they are.
+
+    Not for operations in ``WATCHED``.
 
     Args:
         func: the operation.
@@ -151,7 +153,7 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
 
 
 def leaves(func, source: Tensor, axis: int, result) -> bool:
-    """Whether an operation over other axes leaves the examples' axis in its place."""
+    """Whether an operation over other axes leaves the example axis where it is."""
     if not isinstance(result, Tensor):
         result = result[0]
     if func in QUANTILES:
@@ -160,20 +162,20 @@ def leaves(func, source: Tensor, axis: int, result) -> bool:
 
 
 def keeps_rows(operands: Sequence[Tensor], axis: int) -> bool:
-    """Whether a product only multiplies entries at the same place along an axis."""
+    """Whether a product only multiplies entries with the same index along an axis."""
     if len(operands) != 2:
         return False
     first, second = operands
     return first.dim() == second.dim() > axis + 2 and second.shape[axis] != 1
 
 
-# Operations that may give data another layout than the contract's.
+# Operations whose result may have another layout than the contract's.
 CHANGES = frozenset().union(
     MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, SCRAMBLES, PRODUCTS, ADDED_PRODUCTS,
     SOLVES, TENSOR_PRODUCTS,
 )  # fmt: skip
 
-# Views of one operand in which the rows that are left on the example axis keep their order.
+# Views of one operand that keep the order of the rows along the example axis.
 PLAIN_VIEWS = (MOVES - {torch.einsum}) | RESHAPES | frozenset(variants("chunk"))
 
 # Operations whose effect on layouts is known.

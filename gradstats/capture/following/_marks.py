@@ -33,25 +33,25 @@ from gradstats.errors import CoupledExamplesError, ExampleAxisError, Unsupported
 
 SERIALS = itertools.count()
 
-# Constants found by any context, by id, for as long as they live: what a model computed without
-# data and kept is still constant in later contexts. They are listed here rather than marked on the
-# tensors, which the user may save.
+# Constants found by any context, by id, while they are alive: what a model computed without data
+# and kept is still constant in later contexts. They are listed here, not marked, because the user
+# may save the tensors.
 CONSTANTS: dict[int, ref[Tensor]] = {}
 
 
-# What is noted on tensors of data, with the serial number of the context first: where the examples
-# lie, and what holds of the values until they change.
+# Attributes of marks on data tensors, tuples that begin with the context's serial number: where the
+# examples lie, and properties of the values until they change.
 LAYOUT, VALUES = "_gradstats_layout", "_gradstats_values"
 NOTHING: dict[str, Any] = {}
 
 
 class Note(NamedTuple):
-    """What is known of a tensor, so that it can be noted on another that was computed alike.
+    """What is known about a tensor, to be noted on another that was computed in the same way.
 
     Attributes:
         constant: whether it belongs to no example.
-        place: where its examples lie; None where they lie as the contract says.
-        held: what else holds of its values: see ``mark_sum``, ``mark_blank``.
+        place: where its examples lie; None if they lie as the contract says.
+        held: properties of its values: see ``mark_sum``, ``mark_blank``.
     """
 
     constant: bool
@@ -59,7 +59,7 @@ class Note(NamedTuple):
     held: dict[str, Any]
 
 
-# Errors raised where values may belong to several examples, or it is not known to which.
+# Errors raised if values may belong to several examples, or it is not known to which.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
 
 
@@ -75,12 +75,11 @@ class Marks(Meetings):
         follows_layouts: set once any tensor has a layout of its own, so that most models pay
             nothing for it.
         packed: whether the caller gave packed examples, with different numbers of rows.
-        taken: the function that made a tensor during the forward which counts as data because of
-            its size alone, and the tensor's shape.
-        doubtful_are_data: whether tensors count as data that may be none: of given or drawn values,
-            where they have the size of data, and from the surroundings of the model's code.
-            If not, results are exact too, but computing with such tensors and parameters takes
-            longer.
+        taken: the function that made a tensor during the forward that counts as data only because
+            of its size, and the tensor's shape.
+        doubtful_are_data: whether tensors count as data that may be constants: tensors of given or
+            drawn values, if they have the size of data, and tensors from closures and globals of
+            the model's code. If not, results are exact too, but take longer to compute.
         has_grids: whether the examples of some tensor lie along two axes.
         maps_examples: whether the running torch.vmap maps everything it was given over examples.
         maps_data: whether its function has met data that it was not given.
@@ -99,7 +98,7 @@ class Marks(Meetings):
         self.has_grids = False
         self._contract = Examples(batch_size, batch_dim, 1, segments)
         self._behind_one = self._contract.along(batch_dim + 1)
-        # The tensors are kept alive: the id of a freed one might be given to a tensor of data.
+        # The tensors are kept alive: the id of a freed one might be reused by a data tensor.
         self._constants: dict[int, Tensor] = {}
         self._written, self._rearranged = WrittenMemory(), RearrangedMemory()
         # Data tensors that carry a mark.
@@ -109,13 +108,13 @@ class Marks(Meetings):
         self.noted_nodes: set[int] = set()
 
     def expected_along(self, axis: int) -> str:
-        """Return what data should have along an axis, for a message."""
+        """Describe the expected size along an axis, for a message."""
         rows = f"the {self._contract.rows} rows of " if self.packed else ""
         kind = "packed examples" if self.packed else "examples"
         return f"{rows}{self.batch_size} {kind} along axis {axis}"
 
     def keep_constant(self, tensors: Iterable[Tensor]) -> None:
-        """Remember tensors that the model keeps, on which no mark may be left, as constants."""
+        """Remember tensors that the model keeps, which must not be marked, as constants."""
         self._constants.update((id(tensor), tensor) for tensor in tensors)
 
     def keep_data(self, tensors: Iterable[Tensor]) -> None:
@@ -155,11 +154,11 @@ class Marks(Meetings):
         if id(tensor) in self._constants:
             return False
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
-            return False  # a parameter created in the forward holds no examples either
+            return False  # a parameter created in the forward has no examples either
         return id(tensor) not in CONSTANTS
 
     def is_of_data(self, item: Any) -> bool:
-        """Whether an operand is a tensor that may carry examples, and not a tracked one."""
+        """Whether an operand is an untracked tensor that may carry examples."""
         return isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)
 
     def is_trained(self, item: Any) -> bool:
@@ -167,16 +166,16 @@ class Marks(Meetings):
         return self.is_of_data(item) and item.requires_grad
 
     def data_among(self, items: Iterable[Any]) -> list[Tensor]:
-        """Return the tensors of data among what an operation is given."""
+        """Return the data tensors among an operation's operands."""
         return [item for item in items if self.is_of_data(item)]
 
     def takes_for_data(self, function: Callable[..., Any], tensor: Tensor) -> bool:
-        """Return whether values given or drawn in the forward count as data for their size.
+        """Return whether a tensor of given or drawn values counts as data because of its size.
 
-        If so it is noted, for ``explain``.
+        If so, note it for ``explain``.
         """
         given = function in GIVEN_VALUES
-        # With packed examples a mistake would go unnoticed: rows that meet are not refused there.
+        # With packed examples a mistake would go unnoticed: rows may meet there.
         if self.packed or not self.doubtful_are_data:
             return False
         if not self.has_example_axis(tensor):
@@ -212,7 +211,7 @@ class Marks(Meetings):
         return self.by_contract(tensor) is not None
 
     def by_contract(self, tensor: Tensor) -> Examples | None:
-        """Return where, by contract, the examples lie in data of which nothing else is known."""
+        """Return the layout of data by contract, if their shape fits it; else None."""
         if self._contract.fits(tensor):
             return self._contract
         axis, rows = self.batch_dim, self._contract.rows
@@ -225,17 +224,16 @@ class Marks(Meetings):
     def mark_constant(self, tensor: Tensor) -> None:
         """Remember that a tensor was computed without data."""
         if id(tensor) not in self._constants:
-            # The weak reference's callback is written in C: an exception raised by an interrupt
-            # inside a Python callback would be swallowed.
+            # The callback is in C: inside a Python callback an interrupt would be swallowed.
             CONSTANTS[id(tensor)] = ref(tensor, partial(CONSTANTS.pop, id(tensor)))
 
     def mark_data(self, tensor: Tensor) -> None:
-        """Remember that data were written into a tensor, and so into all that share its memory."""
+        """Remember that data were written into a tensor, and all others that share its memory."""
         if not self.is_data(tensor):
             self._written.add(tensor)
 
     def mark_blank(self, tensor: Tensor) -> None:
-        """Remember that a tensor with the form of data holds no example's values yet."""
+        """Remember that a tensor with the shape of data holds no example's values yet."""
         self._stamp(tensor, blank=True)
 
     def was_blank(self, tensor: Tensor, writes: int) -> bool:
@@ -243,7 +241,7 @@ class Marks(Meetings):
         return "blank" in self._held(tensor, writes)
 
     def mark_sum(self, tensor: Tensor) -> None:
-        """Remember that a marked tensor of several examples sums terms of one example each."""
+        """Remember that a marked tensor is a sum of terms that depend on one example each."""
         self._stamp(tensor, sum=True)
 
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
@@ -251,27 +249,27 @@ class Marks(Meetings):
         return "sum" in self._held(tensor, writes)
 
     def is_additive(self, tensor: Tensor, writes: int = 0) -> bool:
-        """Whether a tensor held values of one example each, or sums of them, before its changes.
+        """Whether a tensor held values of one example each, or sums of such, before its changes.
 
-        What comes from outside the context is nothing else to the parameters that are used in it.
+        For parameters used inside the context, tensors from outside always count as such.
         """
         found = self.placed(tensor)
         apart = isinstance(found, APART) and not isinstance(found, Scores)
         return apart or not self.is_marked(tensor) or self.is_sum(tensor, writes)
 
     def mark_given(self, tensor: Tensor) -> None:
-        """Remember that a tensor was made of given values alone, and is data for its size."""
+        """Remember that a tensor of given values counts as data because of its size."""
         self._stamp(tensor, given=True)
 
     def is_given(self, tensor: Tensor) -> bool:
-        """Whether a tensor counts as data for the size of values alone that it was made of."""
+        """Whether a tensor of given values counts as data only because of its size."""
         given = self.took_given and "given" in self._held(tensor)
         return given and not tensor.requires_grad
 
     def without_given(self, data: list[Tensor]) -> list[Tensor]:
-        """Return those operands of data that say where the examples lie.
+        """Return the data operands that determine where the examples lie.
 
-        Beside data of the batch given values say nothing, whatever their size.
+        Next to data of the batch, given values do not, whatever their size.
         """
         others = [item for item in data if not self.is_given(item)]
         known = any(self.layout_of(item) is not None for item in others)
@@ -286,20 +284,20 @@ class Marks(Meetings):
         return self._held(tensor, writes).get("filling")
 
     def keep_marks(self, tensor: Tensor) -> None:
-        """Keep what holds of a tensor's values only, after a change of none of them."""
+        """Keep the properties of a tensor's values after an in-place change that keeps these."""
         self._stamp(tensor, **self._held(tensor, writes=1))
 
     def _stamp(self, tensor: Tensor, **found: Any) -> None:
-        """Note on a tensor what holds of its values until they change."""
+        """Note properties of a tensor's values, which hold until they change."""
         if found and not tensor.is_inference():
             found = {**self._held(tensor), **found}
             setattr(tensor, VALUES, (self.serial, tensor._version, found))
             self._marked.append(ref(tensor))
 
     def _held(self, tensor: Tensor, writes: int = 0) -> dict[str, Any]:
-        """Return what held of a tensor's values before its last ``writes`` changes."""
+        """Return the properties of a tensor's values before its last ``writes`` changes."""
         mark: Any = getattr(tensor, VALUES, None)
-        # Absent marks first: tensors of inference mode have no version.
+        # Check for marks first: inference tensors have no version.
         held = mark is not None and mark[:2] == (self.serial, tensor._version - writes)
         return mark[2] if held else NOTHING
 
@@ -320,12 +318,12 @@ class Marks(Meetings):
                 return None
             return self.by_contract(tensor)
         if self.batch_size == 1 and self._contract.fits(tensor):
-            return self._contract  # all is the one example's, along whichever axis it was followed
+            return self._contract  # everything belongs to the only example
         (layout,) = mark
         return layout if isinstance(layout, Examples) else None
 
     def rows_of_one(self, tensor: Tensor, axis: int) -> Examples | None:
-        """Return the layout along ``axis`` of a tensor that is all one example's, or None."""
+        """Return the layout along ``axis`` of a tensor of a single example; else None."""
         owned = sole_of(self.owned(tensor))
         if not isinstance(owned, Whole):
             return None
@@ -333,7 +331,7 @@ class Marks(Meetings):
         return Examples(self.batch_size, axis).owned_by(owner, axis)
 
     def _mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | Grid | None] | None:
-        """Return what was noted about a tensor, in a tuple of one; None where nothing was."""
+        """Return the noted layout in a tuple of one; None if nothing was noted."""
         mark = getattr(tensor, LAYOUT, None)
         if mark is not None and mark[0] != self.serial:
             mark = None
@@ -344,9 +342,9 @@ class Marks(Meetings):
         return None if mark is None else mark[1:2]
 
     def note_rearranged(self, tensor: Tensor) -> None:
-        """Note that a write put the examples of a tensor elsewhere.
+        """Note that a write moved the examples of a tensor.
 
-        What was noted, by now, of other tensors that show its memory holds no longer.
+        Layouts noted so far on other tensors that share its memory are invalid.
         """
         self._rearranged.add(tensor)
         self.follows_layouts = True
@@ -354,16 +352,16 @@ class Marks(Meetings):
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return to which examples a tensor of data belongs; None where that is not known."""
         found = self.placed(tensor)
-        return None if isinstance(found, Grid) else found  # lost to almost all operations
+        return None if isinstance(found, Grid) else found  # which few operations can follow
 
     def placed(self, tensor: Tensor) -> Examples | Whole | Mixed | Grid | None:
-        """Return to which examples a tensor belongs, also where they lie along two axes."""
+        """Return to which examples a tensor belongs, even along two axes."""
         mark = self._mark_of(tensor)
         found = self.layout_of(tensor) if mark is None else mark[0]
         return Whole(0) if found is None and self.batch_size == 1 else found
 
     def grid_of(self, tensor: Tensor) -> Grid | None:
-        """Return where the examples of a tensor of data lie if that is along two axes."""
+        """Return the layout of a data tensor whose examples lie along two axes; else None."""
         mark = self._mark_of(tensor) if self.has_grids else None
         return mark[0] if mark is not None and isinstance(mark[0], Grid) else None
 
@@ -372,9 +370,9 @@ class Marks(Meetings):
         return sum(size == self._contract.rows for size in tensor.shape) == 1
 
     def is_lost(self, tensor: Tensor) -> bool:
-        """Whether it is unknown which examples a computed tensor of data belongs to.
+        """Whether it is unknown which examples a computed data tensor belongs to.
 
-        A tensor computed inside an autograd Function, where operations are not seen, has no mark.
+        Tensors computed inside an autograd Function, unseen, have no mark.
         """
         if self.owned(tensor) is not None:
             return False
@@ -401,18 +399,18 @@ class Marks(Meetings):
         Args:
             tensor: of data.
             layout: where they lie; None where that is not known.
-            at: the name of the operation at which that was lost, or their axis divided.
+            at: the name of the operation at which the layout was lost, or the axis divided.
         """
         known = layout == self.by_contract(tensor) and self._mark_of(tensor) is None
-        # A tensor without an example axis that was computed from trained data is not constant: its
-        # examples are lost.
+        # A tensor without an example axis that was computed from trained data has lost its
+        # examples.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
         if not known or lost or (self._written.storages and tensor in self._written):
             self._mark(tensor, layout, at)
 
     def _mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:
         if isinstance(layout, Examples):
-            layout = layout.on(tensor.device)  # it may be the copy of a tensor on another device
+            layout = layout.on(tensor.device)  # it may be a copy from another device
         self.has_grids |= isinstance(layout, Grid)
         setattr(tensor, LAYOUT, (self.serial, layout, at, self._rearranged.count))
         self._marked.append(ref(tensor))
@@ -425,12 +423,12 @@ class Marks(Meetings):
         return self._mark_of(tensor) is not None
 
     def is_unusual(self, tensor: Tensor) -> bool:
-        """Whether more is known of a tensor of data than the contract says."""
+        """Whether anything beyond the contract is known about a data tensor."""
         written = bool(self._written.storages) and tensor in self._written
         return written or self.is_marked(tensor) or hasattr(tensor, VALUES)
 
     def note_of(self, tensor: Tensor) -> Note | None:
-        """Return what is known of a tensor; None where that holds of this one only."""
+        """Return what is known about a tensor; None if it holds for this tensor only."""
         if not self.is_data(tensor):
             return Note(True, None, NOTHING)
         if self.filling_of(tensor, 0) is not None or self.is_given(tensor):
@@ -440,11 +438,11 @@ class Marks(Meetings):
         if mark is not None and place is None:
             return None
         if isinstance(place, Grid) or (isinstance(place, Examples) and place.segments is not None):
-            return None  # the numbers of this one may tell, or told
+            return None  # it depends on this tensor's values
         return Note(False, place, self._held(tensor))
 
     def note_as(self, tensor: Tensor, note: Note) -> None:
-        """Note on a tensor what is known of one that was computed alike."""
+        """Note on a tensor what is known about one that was computed in the same way."""
         if note.constant:
             self.mark_constant(tensor)
         if note.place is not None:

@@ -1,4 +1,4 @@
-"""In which operations trained values of different examples met."""
+"""Operations in which trained values of different examples met."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ EXCHANGED = "gives each process what was computed from the examples of others"
 
 
 class Meetings:
-    """What a context notes of operations in which examples met.
+    """What a context notes about operations in which examples met.
 
     Attributes:
         coupled: autograd nodes that combine several examples, each with a description of how; no
             loss may depend on them.
-        added: autograd nodes that add values of several examples, or have computed a sum of such
-            sums, each with a description too; a loss of one example may not depend on them, but a
-            loss of all may.
-        roots_of_sums: those that give the root of such a sum, whose square a loss of all may be,
-            but not they themselves.
+        added: autograd nodes that add values of several examples, or such sums, each with a
+            description; a loss over all examples may depend on them, but not a loss of one.
+        roots_of_sums: nodes that compute the square root of such a sum; a loss over all examples
+            may be its square, but not the root itself.
     """
 
     batch_size: int

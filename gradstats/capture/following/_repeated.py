@@ -1,9 +1,9 @@
-"""A cache of what was noted about the results of operations, for further operations like them.
+"""A cache of what was noted on the results of operations, for repetitions of them.
 
 A model's layers do the same to operands of the same form, step after step. Two operations are alike
-if they agree in everything that following reads: the function and its arguments, and of each tensor
-the form, the layout of the examples and whether it requires grad. Operations whose following reads
-numbers, or notes more than that a result is constant or how its examples lie, are not cached.
+if they agree in everything that following reads: the function and its arguments, and for each
+tensor its form, its layout and whether it requires grad. Operations are not cached if following
+them reads values, or notes more than that a result is constant or where its examples lie.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradstats.capture.operations._operations import (
 )
 from gradstats.capture.parameters._tensors import TRACKED_TYPES, node_of
 
-# Operations that pick rows by numbers among their arguments, not by numbers in tensors.
+# Operations that pick rows by numbers among their arguments, not by values in tensors.
 REINDEXES_BY_NUMBERS = EXPANDS.union(
     variants(
         "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "repeat", "tile",
@@ -40,7 +40,7 @@ REINDEXES_BY_NUMBERS = EXPANDS.union(
     {Tensor.__getitem__},
 )  # fmt: skip
 
-# Operations for which forms decide how the results lie, and nothing else is noted.
+# Operations whose results' layouts depend on forms only, and on which nothing else is noted.
 REPEATABLE = FOLLOWED.difference(
     REINDEXES.keys() - REINDEXES_BY_NUMBERS, WRITES, IN_PLACE, PRESCRIBES, QUANTILES, FACTORIES,
     BLANKS, CALLERS_VALUES,
@@ -52,23 +52,23 @@ VALUES = frozenset(
      torch.memory_format}
 )  # fmt: skip
 
-# What may be noted about a tensor other than a layout.
+# What may be noted on a tensor besides a layout.
 NOTHING, CONSTANT = "nothing", "constant"
 
-# What was noted about the results of each kind of operation, cleared at ``MOST`` entries.
+# What was noted on the results of each kind of operation, cleared at ``MOST`` entries.
 NOTED: dict[tuple[Any, ...], tuple[Examples | str, ...]] = {}
 MOST = 8192
 
 
 class Repeated(Data):
-    """Data of one batch; of operations that are alike only the first is followed."""
+    """Data of one batch, with only the first of several operations that are alike followed."""
 
     def likeness(
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
     ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
         """Return a key of all that following an operation reads, and its new results.
 
-        None where it may read more than that.
+        None if it may read more than a key can hold.
         """
         if func not in REPEATABLE or self.packed:
             return None
@@ -111,7 +111,7 @@ class Repeated(Data):
                     results.append(item)
         except RuntimeError:
             return None  # a sparse tensor, without strides
-        # Where one tensor appears twice, following may depend on which ones are the same.
+        # If one tensor is given twice, following may depend on which operands are the same.
         if len(operands) > 1:
             every = operands + results
             if len({*map(id, every)}) < len(every):
@@ -119,7 +119,7 @@ class Repeated(Data):
         return tuple(key), results
 
     def _add_argument(self, item: Any, key: list[Any], operands: list[Tensor]) -> bool:
-        """Add what following may read of an argument to the key; return whether that is all."""
+        """Add an argument to the key; return False if following may read more than that."""
         kind = type(item)
         if kind is Tensor:
             note = self._note_of(item)
@@ -151,7 +151,7 @@ class Repeated(Data):
         return True
 
     def _note_of(self, tensor: Tensor) -> tuple[int, ...] | str | None:
-        """Return what was noted about a tensor; None where a key cannot hold that."""
+        """Return what was noted on a tensor; None if a key cannot hold that."""
         notes = tensor.__dict__
         constant = id(tensor) in self._constants or id(tensor) in CONSTANTS
         if not notes:
@@ -174,7 +174,7 @@ class Repeated(Data):
     def remember(
         self, key: tuple[Any, ...], results: list[Tensor], before: tuple[int, int]
     ) -> None:
-        """Remember what was noted about the results of an operation, if the cache can hold that.
+        """Remember what was noted on the results of an operation, if the cache can hold that.
 
         Args:
             key: the operation's, from ``likeness``.
@@ -200,7 +200,7 @@ class Repeated(Data):
         NOTED[key] = () if found.count(NOTHING) == len(found) else tuple(found)
 
     def note_again(self, results: list[Tensor], found: tuple[Examples | str, ...]) -> None:
-        """Note about results what was noted about those of an operation that is alike."""
+        """Note on results what was noted on those of an operation that is alike."""
         for tensor, note in zip(results, found, strict=True):
             if note is CONSTANT:
                 self.mark_constant(tensor)

@@ -1,7 +1,7 @@
-"""What an operation of the user's code came to: which of its results are constant, which are data.
+"""Which results of an operation of the user's code are constant, and which are data.
 
-Results without data among the operands are constants. Of the others ``_following`` and ``_written``
-tell where the examples lie, unless they lie as in almost every result: as in the first operand.
+Results without data among the operands are constants. For the others, ``_following`` and
+``_written`` tell where the examples lie, unless they lie as in the first operand, the usual case.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from gradstats.capture.parameters._tensors import node_of
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-# Operations of which ``keeps_examples`` cannot tell.
+# Operations that ``keeps_examples`` cannot judge.
 WATCHED = (
     frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES.keys() | FACTORIES
     | BLANKS | {torch.broadcast_tensors, torch.cdist}
@@ -100,7 +100,7 @@ def follow_results(
 
 
 def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """Return an operation in one form, whichever of its names and arguments it was called by.
+    """Return an operation in a canonical form, with arguments by position.
 
     Returns:
         The function, positional and named arguments, and whether data are among those still named.
@@ -117,9 +117,9 @@ def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _lies_as_first(tracker: Context, func, args, kwargs, result) -> bool:
-    """Whether the first operand is data and the examples lie in the result as they do there.
+    """Whether the first operand is data and the result obviously has its layout.
 
-    So they do after almost every operation. False wherever that takes longer to find out.
+    As after almost every operation. False if that takes longer to find out.
     """
     first = args[0]
     if not tracker.is_of_data(first):
@@ -199,7 +199,7 @@ def _follow_data(
 
 
 def _follow_write(tracker: Context, func, args, kwargs, data: list[Tensor], result) -> None:
-    """Follow data that were written into a tensor, which is no constant any more."""
+    """Follow a write of data into a tensor, which stops being constant."""
     target = args[0]
     over_axes, moves = func in OVER_AXES, func in MOVES_IN_PLACE or func is Tensor.resize_
     before = tracker.is_data(target)

@@ -1,8 +1,8 @@
-"""Which values of several examples are sums of terms that depend on one example each.
+"""Which values over several examples are sums of terms that depend on one example each.
 
-A derivative of such a sum with respect to one example's values does not depend on the others, as in
-``torch.autograd.grad(model(x).sum(), x, create_graph=True)``. That of anything else, as of the root
-of a mean, does.
+The derivative of such a sum with respect to one example's values does not depend on the others, as
+in ``torch.autograd.grad(model(x).sum(), x, create_graph=True)``. That of any other value, such as
+the root of a mean, does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 ADDED = ("add", "sub", "subtract")
 ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
 
-# What returns one value of several: which that is does not change.
+# Operations that return one of several values, which depends on that one only.
 CHOOSES = frozenset(variants("max", "min", "amax", "amin", "median"))
 
 # Functions made of straight pieces: of what was summed over all examples they return such a sum, as
@@ -74,7 +74,7 @@ NORMS = {
 ROOTS, SQUARES = frozenset(variants("sqrt")), frozenset(variants("square"))
 POWERS = frozenset([*variants("pow"), Tensor.__pow__])
 
-# Sums, and what takes or moves elements: of sums they return sums.
+# Sums, and operations that take or move elements: sums remain sums.
 KEEPS_SUMS = (
     (MOVES - {torch.einsum})
     | RESHAPES
@@ -101,7 +101,7 @@ KEEPS_SUMS = (
     )
 )  # fmt: skip
 
-# Which return one number for all examples unless they are told not to.
+# Losses, which return one number for all examples unless told otherwise.
 LOSSES = ELEMENT_LOSSES | frozenset(
     [
         functional.cross_entropy,
@@ -109,7 +109,7 @@ LOSSES = ELEMENT_LOSSES | frozenset(
     ]
 )
 
-# Sums over the examples, and one of their values.
+# Sums over the examples, and picks of one value.
 JOINS_EXAMPLES = LOSSES | CHOOSES | frozenset(variants("nanmedian"))
 
 # Products: sums if one of their operands has a gradient.
@@ -129,7 +129,7 @@ MULTIPLIES = (
     )
 )
 
-# From one operand to the other, by a weight.
+# Interpolation from one operand to the other.
 BETWEEN = frozenset(variants("lerp"))
 
 # Quotients, with the place and the name of what they divide by.
@@ -150,7 +150,7 @@ def is_sum(data: Following, call: Call) -> bool | None:
         call: the operation, in whose result the examples are not apart.
 
     Returns:
-        None where that is not known of an operand, or of the operation.
+        None if that is not known for an operand, or for the operation.
     """
     func, _, _, operands, result = call
     trained = [tensor for tensor in operands if tensor.requires_grad]

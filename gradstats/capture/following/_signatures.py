@@ -1,4 +1,4 @@
-"""Operands that are given by name, moved to the place where following looks for them.
+"""Operands that are given by name, moved to the position where following expects them.
 
 ``torch.mul(x, other=y)`` does to the examples what ``torch.mul(x, y)`` does.
 """
@@ -17,7 +17,7 @@ from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._writes import WRITES
 from gradstats.capture.operations._rowwise import OVERLOADS
 
-# Operations that are followed by the places of their operands.
+# Operations whose operands are found by position.
 BY_PLACE = FOLLOWED | PRESCRIBES.keys() | WRITES.keys()
 
 # PyTorch's names for arguments that its own functions take by NumPy's as well.
@@ -28,7 +28,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 def in_pytorchs_names(func, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the named arguments of an operation, some by NumPy's names, under PyTorch's."""
+    """Return the named arguments of an operation, with NumPy's names replaced by PyTorch's."""
     # Those of a user's own operations may mean anything.
     own = NUMPYS - {"axis"}
     if func in BY_PLACE:

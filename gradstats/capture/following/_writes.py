@@ -1,7 +1,7 @@
 """Where the examples lie in a tensor that data were written into.
 
-What is written decides: the place written to must belong to the same examples as the values. In a
-tensor that held no example's values before, the examples may come to lie along any axis.
+The values decide: the place written to must belong to the same examples. In a tensor that held no
+example's values before, the examples may lie along any axis afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Write:
     """What an operation writes into its first operand, and where.
 
     Attributes:
-        values: what is written; those that are data say to which examples it belongs.
+        values: what is written; data among them determine to which examples it belongs.
         read: called with the operand and a layout of it, returns that of the place written to; None
             where the place is the whole operand.
         dims: number of axes of the place.
@@ -50,7 +50,7 @@ class Write:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no values at all are written, as for examples that have no rows."""
+        """Whether nothing is written, as for examples that have no rows."""
         return bool(self.values) and all(
             isinstance(value, Tensor) and not value.numel() for value in self.values
         )

@@ -1,4 +1,4 @@
-"""An operation on data, as it was called."""
+"""A call of an operation on data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gradstats.capture.operations._nested import argument_of
 
 
 class Call(NamedTuple):
-    """An operation on data.
+    """A call of an operation on data.
 
     Attributes:
-        func, args, kwargs: as it was called.
-        data: its operands of data.
+        func, args, kwargs: the operation and its arguments.
+        data: the operands that are data.
         result: one of the tensors that it returned.
     """
 
@@ -25,5 +25,5 @@ class Call(NamedTuple):
     result: Tensor
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """Return an argument, whether it was given by name, by position or not at all."""
+        """Return an argument given by name or by position, else its default."""
         return argument_of(self.args, self.kwargs, position, name, default)

@@ -1,4 +1,4 @@
-"""Contractions as equations in Einstein's notation: what ``torch.einsum`` takes, and products."""
+"""Contractions as equations in Einstein's notation: those of ``torch.einsum``, and products."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def parse_equation(equation: str, operands: Sequence[Tensor]) -> Equation:
 
 
 def matrix_product(first: int, second: int, *, of_rows: bool = False) -> Equation:
-    """Return the product of two operands of so many axes, as ``torch.matmul`` takes them.
+    """Return ``torch.matmul`` of two operands with these numbers of axes as an equation.
 
     Args:
         first, second: numbers of axes.
-        of_rows: rows are multiplied with rows, as linear does, not with columns.
+        of_rows: multiply rows with rows, as linear does, not with columns.
     """
     row, inner, column, *batch = [*string.ascii_letters[: 1 + max(first, second, 2)]]
 
@@ -71,10 +71,10 @@ def matrix_product(first: int, second: int, *, of_rows: bool = False) -> Equatio
 
 
 def tensor_product(dims: Any, first: int, second: int) -> Equation:
-    """Return the product of two operands of so many axes, as ``torch.tensordot`` takes them.
+    """Return ``torch.tensordot`` of two operands with these numbers of axes as an equation.
 
     Args:
-        dims: how many axes are summed, or which of both operands.
+        dims: how many axes are summed, or which axes of both operands.
         first, second: numbers of axes.
     """
     letters = iter(string.ascii_letters)
@@ -86,7 +86,7 @@ def tensor_product(dims: Any, first: int, second: int) -> Equation:
 
 
 def _summed_axes(dims: Any, count: int) -> list[Sequence[int]]:
-    """Return over which axes of each operand tensordot sums; the first one has ``count`` axes."""
+    """Return the axes of each operand that tensordot sums; the first one has ``count`` axes."""
     if isinstance(dims, Tensor):
         dims = dims.tolist() if dims.numel() > 1 else int(dims)
     if isinstance(dims, int):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class BackwardListener(Protocol):
-    """Is told when the backward of a context starts and when it has ended."""
+    """Is called before and after the backward of a context."""
 
     def before_backward(
         self,
@@ -25,7 +25,7 @@ class BackwardListener(Protocol):
 
 @contextmanager
 def _aside(tensors: Sequence[Tensor], attribute: str) -> Iterator[None]:
-    """Have an attribute of some tensors be None for a block."""
+    """Set an attribute of some tensors to None for a block."""
     before = [getattr(tensor, attribute) for tensor in tensors]
     for tensor in tensors:
         setattr(tensor, attribute, None)
@@ -37,12 +37,12 @@ def _aside(tensors: Sequence[Tensor], attribute: str) -> Iterator[None]:
 
 
 def gradients_aside(leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Set aside the gradients of some tensors for a block: what backwards add there is dropped."""
+    """Set aside the gradients of some tensors for a block, and drop what backwards add."""
     return _aside(leaves, "grad")
 
 
 def without_hooks(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Take off the parameters' hooks for a block: they change gradients, and expect to get one."""
+    """Remove the parameters' hooks for a block: they change gradients, and expect to get one."""
     return _aside(parameters, "_backward_hooks")
 
 
@@ -54,12 +54,12 @@ def run_backward(
     *,
     in_threads: bool = True,
 ) -> None:
-    """Run the autograd engine, under whichever modes are on.
+    """Run the autograd engine, under the active modes.
 
     Args:
-        tensors, gradients, retain_graph, inputs: as the engine takes them.
+        tensors, gradients, retain_graph, inputs: as for the engine.
         in_threads: use one thread for each device. In the calling thread alone, rules in Python
-            take an eighth less time: the interpreter need not be handed over for each of them.
+            take an eighth less time, because the interpreter lock is not handed over for each.
     """
     alone = not in_threads and torch._C._is_multithreading_enabled()
     try:
@@ -80,6 +80,6 @@ def run_backward(
 
 
 def _allow_threads(allowed: bool) -> None:
-    # PyTorch shows this to modes as it shows them every operation; nobody needs to see it.
+    # PyTorch shows this to modes like an operation; none needs to see it.
     with torch._C.DisableTorchFunction():
         torch._C._set_multithreading_enabled(allowed)

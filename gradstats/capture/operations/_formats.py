@@ -24,7 +24,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def settle_format(func, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-    """Make the gradient of a normalisation's result arrive in the format that backward reads."""
+    """Give the gradient of a normalisation's result the memory format that its backward reads."""
     source = operands_of(args, kwargs)[0]
     last = CHANNELS_LAST.get(source.dim())
     if last is None or 1 not in source.shape or not result.requires_grad:
@@ -35,7 +35,7 @@ def settle_format(func, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
 
 
 class SettledFormats(TorchFunctionMode):
-    """Does this where nothing is tracked: for references computed one example at a time."""
+    """Does the same where nothing is tracked: for references, one example at a time."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""PyTorch's autograd graphs: types of nodes, found by running one operation of each kind."""
+"""PyTorch's autograd graphs: types of nodes, found by running one operation of each, and walks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 from torch.nn import functional
 
-# Independent of the modes and the default device that are set where this is imported.
+# Independent of the modes and default device that are set when this is imported.
 with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
     _leaf = torch.zeros(1, 1, requires_grad=True)
     _changed = _leaf.clone()
     _changed[:1].mul_(1)
-    # Accumulates into the gradient of a leaf.
+    # Accumulates the gradient of a leaf.
     ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(_leaf).node)
     # Wraps an operation that changed a part of its operand in place.
     COPY_SLICES = type(_changed.grad_fn)
     # A linear layer on rows, with and without a bias.
     ADDMM = type(functional.linear(_leaf, _leaf, torch.zeros(1)).grad_fn)
     MM = type(functional.linear(_leaf, _leaf).grad_fn)
-    # On what has more axes, rows are multiplied, and what that gives is viewed.
+    # On more axes, the rows are multiplied and the result is viewed.
     _rows = torch.zeros(1, 1, 1)
     VIEWS = frozenset(
         type(each.grad_fn)
@@ -60,40 +60,40 @@ def nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
         free_in_order(seen)
 
 
-# Of so many nodes it takes some 1.3 MB of the stack to free one inside the other.
+# Freeing so many nodes recursively takes some 1.3 MB of the stack.
 _LONG = 8_192
-# Graphs that nobody lets go of, as those of losses in a list, are kept up to so many.
+# The most graphs to keep that stay in use, as those of losses kept in a list do.
 _MOST = 64
 
 _kept: list[list[GraphNode]] = []
-_changing = RLock()  # freeing a node may run code of the user's
+_changing = RLock()  # freeing a node may run the user's code
 
 
 def free_in_order(nodes: set[GraphNode]) -> None:
-    """Have the nodes of a graph freed one after the other if there are many.
+    """Have the nodes of a graph freed one after the other, if there are many.
 
-    PyTorch frees nodes that Python has seen each inside the one that led to it, which exhausts the
-    stack where graphs are long. So they are kept until nobody else has the tensors that lead to
-    them, which is looked up whenever a graph was walked and when ``let_go`` is called.
+    PyTorch frees nodes that Python has seen recursively, which exhausts the stack if a graph is
+    long. So they are kept until nobody else has the tensors that lead to them, which is checked
+    whenever a graph has been walked and when ``let_go`` is called.
     """
     let_go()
     if len(nodes) > _LONG:
         with _changing:
-            # Each once: two that keep a node would wait for each other. Nothing is behind leaves.
+            # Each once: two lists with one node would wait for each other. Leaves have no children.
             new = [n for n in nodes.difference(*_kept) if type(n) is not ACCUMULATE_GRAD]
-            # What is computed later has the greater number.
+            # Nodes made later have greater numbers.
             new.sort(key=lambda node: node._sequence_nr())  # type: ignore[attr-defined]
             _kept.append(new)
 
 
 def let_go() -> None:
-    """Free what nobody else has of the graphs that are kept to be freed in order."""
+    """Free the kept nodes that nobody else refers to any more."""
     if not _kept:
         return
     by_us_alone = [object()]
     fewest = sys.getrefcount(by_us_alone[-1])
     with _changing:
-        for nodes in reversed([*_kept]):  # which may be behind older ones
+        for nodes in reversed([*_kept]):  # newer graphs may lead to older ones
             while nodes and sys.getrefcount(nodes[-1]) <= fewest:
                 nodes.pop()
         _kept[:] = [nodes for nodes in _kept if nodes][-_MOST:]

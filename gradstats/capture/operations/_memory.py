@@ -1,4 +1,4 @@
-"""Memory that data were written into, whichever tensors show it."""
+"""Memory that data were written into, and all tensors that share it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class WrittenMemory:
     """Storages of constants that data were written into.
 
     Attributes:
-        storages: by address; kept alive, as that of a freed one might be given to another. Mostly
-            there are none, which is asked at every operation, and so without a call.
+        storages: by address; kept alive, since the address of a freed one might be reused. Usually
+            empty, which is checked at every operation, and so directly.
     """
 
     def __init__(self) -> None:
@@ -31,12 +31,11 @@ class WrittenMemory:
 
 
 class RearrangedMemory:
-    """Writes that put the examples of a tensor elsewhere, for the other tensors that show them.
+    """Writes that moved the examples of a tensor, for the other tensors that share its memory.
 
     Attributes:
-        count: how many there were.
-        storages: by address, a storage and which of these writes was the last to each range of its
-            bytes.
+        count: number of these writes.
+        storages: by address, a storage and the number of the last write to each range of its bytes.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class RearrangedMemory:
             times[_range_of(tensor)] = self.count
 
     def touched(self, tensor: Tensor, since: int) -> bool:
-        """Whether a tensor shows any of what was written after the first ``since`` writes."""
+        """Whether a tensor shares memory that was written to after the first ``since`` writes."""
         storage = storage_of(tensor)
         found = None if storage is None else self.storages.get(storage._cdata)
         if found is None:
@@ -80,25 +79,25 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def wraps_others(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers lie in other tensors, as those of torchao's quantised weights do.
+    """Whether a tensor's values are held by other tensors, as in torchao's quantised weights.
 
-    What PyTorch calls wrapper subclasses have a storage without memory: reading its address fails,
-    and copying it ends the process.
+    Such wrapper subclasses have a storage without memory: reading its address fails, and copying it
+    crashes the process.
     """
     return tensor.layout == torch.strided and hasattr(tensor, "__tensor_flatten__")
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors in whose memory a tensor's numbers lie: itself, unless it wraps others."""
+    """Return the tensors that hold a tensor's values: itself, unless it wraps others."""
     if not wraps_others(tensor):
         return [tensor]
     held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-    # A DTensor names its mesh there too.
+    # A DTensor names its mesh as well.
     return [part for each in held if isinstance(each, Tensor) for part in parts_of(each)]
 
 
 def _range_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of its storage's bytes between which the elements of a tensor lie."""
+    """Return the range of bytes of its storage that a tensor's elements span."""
     tensor = unwrapped(tensor)
     if tensor.numel() == 0:
         return 0, 0

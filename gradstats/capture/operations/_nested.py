@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts, as arguments and results of operations and batches are."""
+"""Nested tuples, lists and dicts, such as arguments, results and batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def fields_of(batch: Any) -> list[Any]:
-    """Return what the fields of a dataclass hold, of those that were given a value."""
+    """Return the values of the fields of a dataclass that have been set."""
     names = [field.name for field in dataclasses.fields(batch)]
     return [getattr(batch, name) for name in names if hasattr(batch, name)]
 
@@ -55,7 +55,7 @@ def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 def argument_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str, default: Any = None
 ):
-    """Return an operation's argument, whether it was given by name, by position or not at all."""
+    """Return an operation's argument given by name or by position, else its default."""
     if name in kwargs:
         return kwargs[name]
     return args[position] if len(args) > position else default

@@ -1,8 +1,8 @@
 """PyTorch functions written in Python, run so that the operations inside them are seen.
 
 A function mode is off while it handles a call, so the operations inside such a function would not
-be seen. They matter where a function uses parameters that PyTorch does not report among its
-operands: a learned temperature, or whatever a callable that it was given uses.
+be seen. They matter if the function uses parameters that PyTorch does not report among its
+operands: a learned temperature, or whatever a given callable uses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch.nn import functional
 
 # Functions that compute with arguments that PyTorch does not report as operands, or that only call
-# functions with rules of their own.
+# functions that have rules.
 OPENED: tuple[Callable[..., Any], ...] = (
     functional.gumbel_softmax,
     functional.triplet_margin_with_distance_loss,

@@ -1,4 +1,4 @@
-"""PyTorch's operations, grouped by what they do to their operands."""
+"""Sets of PyTorch's operations, by what they do to their operands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradstats.capture.operations._rowwise import POINTWISE, POINTWISE_OF_SEVERA
 
 
 def function_variants(*names: str) -> list[Any]:
-    """Return the functions, methods and operators under which an operation returns a new tensor."""
+    """Return the functions, methods and operators of these operations that return a new tensor."""
     keys = [(owner, name) for name in names for owner in (torch, Tensor)]
     keys += [(Tensor, f"__{side}{name}__") for name in names for side in ("", "r")]
     return [getattr(owner, key) for owner, key in keys if hasattr(owner, key)]
@@ -29,7 +29,7 @@ def variants(*names: str) -> list[Any]:
 
 
 def in_place_variants(*names: str) -> list[Any]:
-    """Return the methods and operators under which an operation changes its first operand."""
+    """Return the methods and operators of these operations that change their first operand."""
     keys = [key for name in names for key in (f"{name}_", f"__i{name}__")]
     return [getattr(Tensor, key) for key in keys if hasattr(Tensor, key)]
 
@@ -37,7 +37,7 @@ def in_place_variants(*names: str) -> list[Any]:
 # Padding, by a constant or otherwise.
 PADS = frozenset({torch.nn.functional.pad, torch._C._nn.pad, torch.constant_pad_nd})
 
-# Getters that give a view of the same numbers; every other getter reads a property.
+# Getters that return a view; all others read a property.
 TRANSPOSING_GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 VIEW_GETTERS = (*TRANSPOSING_GETTERS, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
 
@@ -58,7 +58,7 @@ RESHAPES = frozenset(
     )
 )  # fmt: skip
 
-# Those that repeat an operand without a copy.
+# Operations that repeat an operand without a copy.
 EXPANDS = frozenset(variants("expand", "expand_as", "broadcast_to"))
 
 # Operations that cut, repeat or pick elements of their first operand, each whole.
@@ -81,7 +81,7 @@ PRODUCTS = frozenset(
     ]
 )  # fmt: skip
 
-# Losses of each element, unless they are reduced.
+# Losses that are computed element by element, before their reduction.
 ELEMENT_LOSSES = frozenset(
     {
         functional.mse_loss,
@@ -96,7 +96,7 @@ ELEMENT_LOSSES = frozenset(
     }
 )
 
-# Layers that sum over the last axis of their operands.
+# Layers that sum over the last axis of their input.
 SUM_LAST = frozenset({functional.linear, functional.bilinear, torch.bilinear})
 
 # Products of the rows of both operands.
@@ -141,8 +141,8 @@ JOINS: dict[Any, int | None] = {
 # Pads sequences to one length and stacks them.
 PAD_SEQUENCE = torch._C._nn.pad_sequence
 
-# Operations whose results have axes that their first operand does not have: a size that agrees with
-# the batch's does so by accident, so where the examples lie is not known.
+# Operations whose results have axes that their first operand lacks: if a size equals the batch's,
+# that is an accident, so it is not known where the examples lie.
 UNFOLLOWED = frozenset(
     variants(
         "meshgrid", "kron", "cartesian_prod", "block_diag", "combinations", "vander", "diag",
@@ -159,11 +159,11 @@ SCRAMBLES = frozenset(
     )
 ) | {torch.linalg.multi_dot, torch.pdist, functional.pdist}  # fmt: skip
 
-# Operations on every pair of rows.
+# Operations on all pairs of rows.
 OF_ROW_PAIRS = frozenset({torch.pdist, functional.pdist, *variants("cov", "corrcoef")})
 
-# Solvers of linear systems, one for each index of the axes in front of the matrices' two, with the
-# position of the right-hand sides among their arguments.
+# Solvers of (batches of) linear systems, with the position of the right-hand sides among their
+# arguments.
 SOLVES: dict[Any, int] = {
     torch.linalg.solve: 1,
     torch.linalg.solve_ex: 1,
@@ -173,7 +173,7 @@ SOLVES: dict[Any, int] = {
     **dict.fromkeys(variants("cholesky_solve", "triangular_solve", "lu_solve"), 0),
 }
 
-# Those whose right-hand sides may be vectors.
+# Solvers whose right-hand sides may be vectors.
 SOLVES_VECTORS = frozenset({torch.linalg.solve, torch.linalg.solve_ex, torch.linalg.lstsq})
 
 
@@ -184,8 +184,8 @@ def solves_vector(func: Any, args: Sequence[Any]) -> bool:
     return args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
 
 
-# Convolutions, with the number of axes they run over. They take data that have just one axis more
-# for a single example, whose first axis are channels.
+# Convolutions, with the number of axes they run over. Data with only one more axis are taken for a
+# single example, whose first axis is its channels.
 CONVOLUTIONS = {
     getattr(functional, f"conv{kind}{axes}d"): axes
     for kind in ("", "_transpose")
@@ -196,13 +196,13 @@ TRANSPOSED_CONVOLUTIONS = frozenset(
     getattr(functional, f"conv_transpose{axes}d") for axes in (1, 2, 3)
 )
 
-# Operations whose first operand says where the examples lie, unless it is constant: all examples
-# share the others.
+# Operations whose first operand determines where the examples lie, unless it is constant: all
+# examples share the others.
 LOOKS_AT_FIRST = frozenset(
     {functional.linear, functional.embedding, functional.prelu, *variants("prelu"), *CONVOLUTIONS}
 )
 
-# Operations on several operands of data, with the position of the operand all examples share.
+# Operations on several data operands, with the position of the operand that all examples share.
 SHARED_WEIGHT = {
     functional.bilinear: 2,
     torch.bilinear: 2,
@@ -228,10 +228,10 @@ COMPLEX = (
     }
 )  # fmt: skip
 
-# Reductions of one operand; element by element the larger or smaller of two.
+# Of one operand, reductions; of two, elementwise.
 EXTREMES = frozenset({torch.max, Tensor.max, torch.min, Tensor.min})
 
-# Operations that take the first axis for the examples' and the second for channels.
+# Operations that take the first axis for examples and the second for channels.
 BATCH_FIRST = frozenset(
     getattr(owner, name)
     for owner in (functional, torch)
@@ -245,7 +245,7 @@ BATCH_FIRST = frozenset(
     or (owner is functional and name in ("unfold", "fold"))
 )  # fmt: skip
 
-# Those of them that keep channels apart too, with the number of axes they run over.
+# Pooling, which keeps channels apart too, with the number of axes it runs over.
 POOLS = {
     getattr(owner, name): int(found[1])
     for owner in (functional, torch)
@@ -256,21 +256,20 @@ POOLS = {
 # Types of the functions and methods that TorchScript compiles.
 SCRIPTS = (torch.jit.ScriptFunction, torch.ScriptMethod)
 
-# Types of operations of which nothing is known: custom operators, and TorchScript's.
+# Types of operations about which nothing is known: custom operators, and TorchScript's.
 OPAQUE = OPERATORS | frozenset(SCRIPTS)
 
 
 def is_trusted(func) -> bool:
-    """Whether an operation is one of the user's own that nobody sees into.
+    """Whether an operation is an opaque one of the user's own.
 
-    It is taken to leave the examples where they are, and apart. PyTorch's own operators are not:
-    some move or mix them, or hand them to other processes.
+    These are trusted to leave the examples apart and where they are. PyTorch's own operators are
+    not: some move or mix examples, or send them to other processes.
     """
     return type(func) in OPAQUE and not (is_own_operator(func) or exchanges(func))
 
 
-# Layers that keep the rows of their first operand apart along all but the last axes, whose sizes
-# they change.
+# Layers that keep the rows of their first operand apart, and change the sizes of its last axes.
 LAYERS = frozenset(
     getattr(owner, name)
     for owner in (functional, torch)
@@ -279,20 +278,20 @@ LAYERS = frozenset(
     if hasattr(owner, name)
 ) - {torch.embedding_bag}  # fmt: skip
 
-# Operations that create a tensor in the form of another, with a row for each of its rows.
+# Operations that create a tensor of another's form, with a row for each of its rows.
 FORMS = frozenset(getattr(torch, name) for name in dir(torch) if name.endswith("_like"))
 
-# Operations that leave the examples where they lie in their operands, if the result's sizes agree.
+# Operations that leave the examples where they are in their operands, if the result's sizes agree.
 KEEPS = (
     POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS | FORMS
 )  # fmt: skip
 
 
-# Operations that make tensors from values that the caller has. PyTorch shows no mode the others,
-# such as ``from_numpy`` and ``torch.Tensor([...])``.
+# Operations that make tensors from given values. PyTorch does not show modes others, such as
+# ``from_numpy`` and ``torch.Tensor([...])``.
 GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
-# Those, and operations that draw random values.
+# These, and operations that draw random values.
 CALLERS_VALUES = GIVEN_VALUES | {
     torch.rand,
     torch.randn,
@@ -318,10 +317,10 @@ FACTORIES = frozenset(
     }
 )
 
-# Operations that take only the form of their operand, and none of its values.
+# Operations that use only the form of their operand, none of its values.
 BLANKS = frozenset({torch.zeros_like, torch.empty_like})
 
-# What models ask of most tensors, whose answers are no tensors.
+# Frequent questions about a tensor, whose answers are no tensors.
 QUESTIONS = frozenset(
     getattr(Tensor, name)
     for name in ("size", "dim", "numel", "stride", "is_floating_point", "data_ptr")
@@ -329,7 +328,7 @@ QUESTIONS = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")
 )
 
-# Operations on the tensor as an object: they must reach the parameter itself, not its alias.
+# Operations on the tensor object: they must reach the parameter itself, not its alias.
 ON_THE_OBJECT = frozenset(
     {
         "register_hook",
@@ -355,11 +354,11 @@ def reads_property(func) -> bool:
 
 
 def is_about_object(func) -> bool:
-    """Whether an operation asks for, or changes, what belongs to the tensor object alone."""
+    """Whether an operation reads or changes a property of the tensor object."""
     return reads_property(func) or getattr(func, "__name__", "") in ON_THE_OBJECT
 
 
-# Operations that read only shape, dtype or device of the operands after the first.
+# Operations that read only the shape, dtype or device of operands after the first.
 READS_ONLY_FIRST = frozenset(
     {
         Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as,
@@ -384,8 +383,8 @@ IN_PLACE = frozenset(
 def places_changed(func) -> tuple[tuple[int, str], ...]:
     """Return position and name of each operand that an operation changes, if not in ``IN_PLACE``.
 
-    Operators say so in their schemas. Functions on lists of tensors have names like those of
-    methods that change their first operand.
+    Operators' schemas say so. Functions on lists of tensors are named like methods that change
+    their first operand.
     """
     if isinstance(func, torch._ops.OpOverloadPacket) and len(func.overloads()) == 1:
         func = getattr(func, func.overloads()[0])
@@ -405,7 +404,7 @@ def changed_by(func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ten
     return [*tensors_in(changed)]
 
 
-# Those of them that only move axes, with their counterparts that return a view.
+# In-place methods that only move axes, with their counterparts that return a view.
 MOVES_IN_PLACE = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
     for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze")

@@ -1,4 +1,4 @@
-"""PyTorch's own operators, which exported programs call, as the functions that users call."""
+"""Operators of ``torch.ops``, which exported programs call, as the functions that users call."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.nn import functional
 # Types of the operators of ``torch.ops``.
 OPERATORS = frozenset({torch._ops.OpOverload, torch._ops.OpOverloadPacket})
 
-# Where functions that were made from the same definitions are found.
+# Where to look for the functions generated from the same definitions as the operators.
 OWNERS = (
     torch,
     *(getattr(torch._C, name) for name in ("_nn", "_linalg", "_fft", "_special")),
     Tensor,
 )
 
-# Functions in Python that take the arguments of the operators of their names.
+# Python functions that take the same arguments as the operators of the same names.
 ALIKE = {
     name: getattr(owner, name)
     for owner, names in (
@@ -39,12 +39,12 @@ ALIKE = {
 
 
 def is_own_operator(func) -> bool:
-    """Whether an operator of ``torch.ops`` is one of PyTorch's own, and no custom one."""
+    """Whether an operator of ``torch.ops`` is one of PyTorch's own, not a custom one."""
     return _full_name(func).startswith(("aten::", "prims::"))
 
 
 def exchanges(func) -> bool:
-    """Whether an operator of ``torch.ops`` hands tensors to other processes."""
+    """Whether an operator of ``torch.ops`` sends tensors to other processes."""
     return _full_name(func).startswith(("c10d::", "_c10d_functional"))
 
 
@@ -53,7 +53,7 @@ def _full_name(func) -> str:
 
 
 def as_function(func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return a call of an operator as that of a function that is known; as it is where none is."""
+    """Convert a call of an operator to one of a known function; unchanged if there is none."""
     name = _name(func)
     if name in OTHERWISE and not kwargs:
         return (*OTHERWISE[name](*args), {})
@@ -124,7 +124,7 @@ def _mse_loss(x, target, reduction=1):
     return functional.mse_loss, (x, target, None, None, REDUCTIONS[reduction])
 
 
-# Operators that users call otherwise: what returns the function and its arguments.
+# Operators whose function takes other arguments, with what converts them.
 OTHERWISE: dict[str, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
     "cross_entropy_loss": _cross_entropy,
     "nll_loss": _nll_loss,

@@ -1,7 +1,7 @@
-"""Which of PyTorch's functions keep the rows of their operands apart.
+"""PyTorch functions that keep the rows of their operands apart.
 
 An operation that is listed neither here nor in ``_operations``, ``_reductions`` or ``_reindexed``
-may move or mix rows, whatever the sizes of its result: where the examples lie in it is not known.
+may move or mix rows, whatever the sizes of its result: where its examples lie is not known.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn import functional
 # Operators marked as pointwise that reduce when they are given one tensor, or always.
 EXTREMES = frozenset({"max", "min", "equal"})
 
-# Functions that compute element by element though PyTorch does not mark them as pointwise: aliases
-# and compositions of operators that it does mark, and conversions.
+# Functions that compute element by element but are not marked as pointwise by PyTorch: aliases and
+# compositions of marked operators, and conversions.
 UNMARKED = frozenset(
     {
         "absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh",
@@ -36,10 +36,10 @@ UNMARKED = frozenset(
     }
 )  # fmt: skip
 
-# Likewise, and computed from the first operand alone, whatever other tensors they take.
+# The same, computed from the first operand alone, whatever other tensors they take.
 OF_THE_FIRST = frozenset({"to", "type_as", "bernoulli", "normal"})
 
-# Methods that fill a tensor without moving values from one place in it to another.
+# In-place methods that fill a tensor without moving its values from place to place.
 FILLS = frozenset(
     {
         "copy", "fill", "zero", "fill_diagonal", "random", "uniform", "exponential", "geometric",
@@ -74,7 +74,7 @@ def _has_several(overload: tuple[str, str]) -> bool:
 
 
 def _elementwise() -> tuple[frozenset[Any], frozenset[Any]]:
-    """Return the functions that compute element by element: from one tensor, and from several."""
+    """Return the functions that compute element by element from one tensor, and from several."""
     found: tuple[list[Any], list[Any]] = [], []
     for owner in (torch, Tensor, functional, torch.special):
         for name in dir(owner):
@@ -99,7 +99,7 @@ POINTWISE, POINTWISE_OF_SEVERAL = _elementwise()
 
 
 def is_elementwise_in_place(method: Any) -> bool:
-    """Whether a method that changes its first operand changes each element on its own."""
+    """Whether an in-place method changes each element separately."""
     name = method.__name__
     base = name[3:-2] if name.startswith("__i") else name[:-1]
     listed = base in FILLS or base in UNMARKED or base in OF_THE_FIRST

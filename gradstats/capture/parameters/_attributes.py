@@ -13,7 +13,7 @@ from gradstats.capture.parameters._tensors import DerivedTensor, unwrap
 # The attributes that every module has.
 STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
 
-# Types of entries of containers that need no search, as long vocabularies are.
+# Types of entries of containers that need not be searched, such as long vocabularies.
 PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 
@@ -47,7 +47,7 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
 
 
 def restore_attributes(module: nn.Module) -> None:
-    """Put plain tensors where a forward left derived ones, as hooks that compute weights do."""
+    """Replace derived tensors that a forward (or a hook in it) left by plain ones."""
     own = vars(module)
     for name in kept_by(module):
         if any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(own[name])):
@@ -55,11 +55,11 @@ def restore_attributes(module: nn.Module) -> None:
 
 
 def _unwrapped(item: Any, met: set[int]) -> Any:
-    """Return an attribute with plain tensors for derived ones; what can change changes in place.
+    """Replace the derived tensors in an attribute by plain ones, in place where that is possible.
 
     Args:
         item: the attribute, or something inside it.
-        met: ids of the containers that are done; they may hold themselves.
+        met: ids of the containers seen so far; a container may hold itself.
     """
     if isinstance(item, (list, dict, deque)):
         if id(item) not in met:

@@ -1,13 +1,12 @@
-"""Activation checkpoints: recomputation must find the same tracked parameters as the forward.
+"""Activation checkpoints, whose recomputation must see the same tracked parameters as the forward.
 
 A reentrant checkpoint builds its graph only in its own backward: the forward does not show what
 happens to the examples inside, and ``torch.autograd.grad`` finds no parameter there. So it runs as
 a non-reentrant one, which takes the same memory and gives the same gradients.
 
-A non-reentrant checkpoint saves the tensors that it is given. Inside another checkpoint, or under
-other hooks on saved tensors, it gets copies back, which cannot be told from data in their usual
-place. So a tracked tensor is passed around this mechanism, as the object that it is, and what is
-known of the others is noted on what comes back.
+A non-reentrant checkpoint saves its arguments. Inside another checkpoint, or under other hooks on
+saved tensors, it gets copies back, about which nothing is noted. So tracked tensors bypass this
+mechanism as the objects that they are, and what is known about the others is noted on the copies.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SAVING_LISTS = f"{SAVING}_impl"
 
 @cache
 def show_checkpoints() -> None:
-    """From now on, let non-reentrant checkpoints keep tracked tensors as they are."""
+    """From now on, have non-reentrant checkpoints keep tracked tensors as they are."""
     module = torch.utils.checkpoint
     if hasattr(module, SAVING_LISTS):
         setattr(module, SAVING_LISTS, _of_lists(getattr(module, SAVING_LISTS)))
@@ -55,7 +54,7 @@ def _of_positions(native: Callable[..., Any]):
 
 
 def _noting(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the function, noting on copies of its arguments what is known of these now."""
+    """Return the function, noting on copies of its arguments what is now known about these."""
     mode = innermost_mode()
     if mode is None:
         return function
@@ -111,7 +110,7 @@ def run_checkpoint(native: Callable[..., Any], function: Callable[..., Any], pre
 
 @contextmanager
 def checkpoints_differentiable() -> Iterator[None]:
-    """Let torch.autograd.grad find the parameters inside reentrant checkpoints."""
+    """Have torch.autograd.grad find the parameters inside reentrant checkpoints."""
     native = CheckpointFunction.apply
     own = vars(CheckpointFunction).get("apply")
 

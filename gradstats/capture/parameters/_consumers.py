@@ -1,12 +1,12 @@
-"""What a backward does with the factors of each parameter, beside their norms.
+"""What a backward does with the factors of each parameter besides their norms.
 
     Keep           hold them for later backwards
     Against        inner products with the kept factors of other batches
     Along          inner products with a given direction
     WithinBatch    inner products with the sum over the batch, and of all pairs within it
 
-The factors of a parameter arrive once, when all of its uses have delivered: layer by layer, from
-the last to the first. What a consumer does not hold is freed before the next layer.
+The factors of a parameter arrive once all of its uses have delivered: layer by layer, from the last
+to the first. What a consumer does not hold is freed before the next layer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Arrival:
 
 
 class Consumer(Protocol):
-    """What is done with each parameter's factors.
+    """Takes each parameter's factors.
 
     Attributes:
         needs_norms: whether squared norms have to be computed too.
@@ -96,7 +96,7 @@ class Keep:
     def _own(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
-        # A view of a larger tensor would keep all of it alive.
+        # A view would keep all of a larger tensor alive.
         larger = storage.nbytes() > 2 * max(1, tensor.numel()) * tensor.element_size()
         if larger or storage.data_ptr() in self._borrowed:
             return _copied(tensor)

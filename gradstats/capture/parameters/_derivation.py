@@ -29,14 +29,14 @@ from gradstats.errors import UnsupportedOperationError
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-# Operations of quantised training, of which autograd keeps which elements were in range and no
-# scales: observers write these anew whenever the weight is used.
+# Operations of quantisation-aware training. Autograd saves which elements were in range, but not
+# the scales, which observers overwrite whenever the weight is used.
 QUANTISES = variants(
     "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
     "fused_moving_avg_obs_fake_quant",
 )  # fmt: skip
 
-# Operations that may change operands other than the first: the user's running statistics.
+# Operations that may change operands other than the first: running statistics.
 UPDATES = frozenset(
     {
         functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm,
@@ -45,15 +45,15 @@ UPDATES = frozenset(
 )  # fmt: skip
 
 
-# The backward of a matrix exponential takes the exponential of a matrix with twice as many rows and
-# columns: so many elements for each of its result.
+# The backward of a matrix exponential computes that of a matrix with twice as many rows and
+# columns: so many elements for each element of the result.
 EXPONENTIALS = {*variants("matrix_exp"), torch.linalg.matrix_exp}
 ELEMENTS_OF_EXPONENTIAL = 8
 
 
-# Operations that only add, move or cast: their derivative depends on no number, or their result
-# shows every change of an operand. The result of any other may stay the same, as a square whose
-# operand changes its sign, or a multiple of zeros, while its derivative changes.
+# Operations that only add, move or cast: their derivative is constant, or their result shows every
+# change of an operand. The result of any other may stay the same while its derivative changes, as
+# that of a square whose operand changes its sign, or of a multiple of zeros.
 SHOWS_CHANGES = {
     *function_variants("add", "sub", "subtract"), torch.rsub, *JOINS, *MOVES - {torch.einsum},
     *RESHAPES, *variants("to", "type_as", "float", "double", "half", "bfloat16", "clone"),
@@ -61,22 +61,22 @@ SHOWS_CHANGES = {
 
 
 class Derived(Node):
-    """A tensor computed from parameters and constants only, with how it was computed.
+    """A tensor computed from parameters and constants only, and how it was computed.
 
     Attributes:
-        function, args, kwargs: the operation; tracked operands stand as their nodes.
-        operands: these, each once.
-        parents: the operands on which this result depends, as often as they are given; of a
+        function, args, kwargs: the operation, with nodes in place of tracked operands.
+        operands: these nodes, each once.
+        parents: the operands on which this result depends, as often as they are given; for a
             derivative the parameters.
         index: which of the operation's outputs this is; None for a single output.
-        shown: returns the tensor that stands for this in the user's code, None once it is gone.
+        shown: returns the tensor that the user's code has for this; None once it is gone.
         aliased: whether a tensor that is not tracked shares its memory.
-        version: version counter of the shown tensor, where that has memory of its own: if it moves
-            on, the tensor was changed unseen.
-        widest: elements of the largest of this and the tensors between the roots and this, each of
-            which has a gradient when one is pulled back; or what the backward of one takes.
-        has_function: whether it was computed with the help of a custom autograd Function.
-        depth: the most operations in a row between a parameter and this, this one included.
+        version: version counter of the shown tensor if that has its own memory: if it has moved on,
+            the tensor was changed unseen.
+        widest: elements of the largest tensor between the roots and this, each of which has a
+            gradient when one is pulled back; or of what the backward of one needs.
+        has_function: whether a custom autograd Function was involved in computing it.
+        depth: the longest chain of operations from a parameter to this, including this one.
     """
 
     def __init__(
@@ -137,17 +137,17 @@ class Derived(Node):
         return self._value
 
     def once(self, factor: Any, compute: Callable[[], Any]) -> Any:
-        """Return what is computed of a factor of this, the same for all operands that take it."""
+        """Return what is computed from a factor of this, once for all operands that need it."""
         if self._products is None or self._products[0] is not factor:
             self._products = factor, compute()
         return self._products[1]
 
     def forget(self) -> None:
-        """Forget what was computed of a factor, once all operands have it."""
+        """Forget what was computed from a factor, once all operands have it."""
         self._products = None
 
     def take_numbers(self, numbers: Tensor) -> None:
-        """Take other numbers under the same gradient, as ``tensor.data = numbers`` gives them.
+        """Take other values with the same gradient, as ``tensor.data = numbers`` gives them.
 
         Gradients that are pulled back by computing this again are then refused.
         """
@@ -159,7 +159,7 @@ class Derived(Node):
             return False
         visible = self.tracker.visible
         for other in [node for node in visible if not node.aliased and node.shown() is None]:
-            del visible[other]  # so that each is met once, however many changes there are
+            del visible[other]  # so that each is visited once, however many changes there are
         return not any(
             other is not self and same_storage(other.value, self._value) for other in visible
         )
@@ -172,12 +172,12 @@ class Derived(Node):
         """Compute this tensor again from the given values of some of the nodes it depends on.
 
         Args:
-            known: node → value. What is computed on the way is added: each node is computed once,
-                however many paths lead to it, and operands that were one tensor are so again,
+            known: node → value. Values computed on the way are added: each node is computed once,
+                however many paths lead to it, and operands that were the same tensor are so again,
                 which matters to attention and recurrent layers.
             copies: copy all other tensors, which may change later.
         """
-        # Not by recursion: thousands of steps may lie between a parameter and this.
+        # Not recursive: thousands of steps may lie between a parameter and this.
         waiting: list[Node] = [self]
         while waiting:
             node = waiting.pop()
@@ -191,13 +191,13 @@ class Derived(Node):
                 known[node] = node._again(known, copies)
             else:
                 value = node.value.detach()
-                # As in the forward: how PyTorch computes a product, and so its rounding, depends on
-                # which operands require grad.
+                # Requires grad, as in the forward: which kernel PyTorch uses for a product, and so
+                # its rounding, depends on that.
                 known[node] = (value.clone() if copies else value).requires_grad_()
         return known[self]
 
     def _again(self, known: dict[Any, Tensor], copies: bool) -> Tensor:
-        """Run the operation again on its operands' values, which are known."""
+        """Run the operation again on the known values of its operands."""
         updates = self.function in UPDATES or function_class_of(self.function) is not None
 
         def resolve(item):
@@ -228,9 +228,9 @@ class Derived(Node):
     def replay_from(
         self, roots: Sequence[Root], copies: bool = False
     ) -> tuple[list[Tensor], Tensor]:
-        """Return new leaves with the roots' values and this tensor computed from them.
+        """Return new leaves with the roots' values, and this tensor computed from them.
 
-        Complex tensors come as real ones, with a last axis of size 2.
+        Complex tensors are returned as real ones, with a last axis of size 2.
         """
         leaves, known = [], {}
         with torch.enable_grad():
@@ -248,7 +248,7 @@ class Derived(Node):
         return leaves, seen
 
     def check_step(self) -> None:
-        """Raise unless this tensor's operands, as they are now, still give its numbers.
+        """Raise unless this tensor's operands still give its values.
 
         Once for all uses: parameters that are updated during the backward are updated after it has
         passed all of them.
@@ -257,13 +257,13 @@ class Derived(Node):
             self.step()
 
     def slope(self, operand: Node) -> Tensor:
-        """Return the derivative of each element by the operand's, of an elementwise function."""
+        """Return the derivative of each element with respect to an operand's, if elementwise."""
         again, known = self.step()
         (slope,) = torch.autograd.grad(again, known[operand], torch.ones_like(again))
         return slope
 
     def step(self) -> tuple[Tensor, dict[Any, Tensor]]:
-        """Return this tensor computed again from its operands, and these."""
+        """Return this tensor computed again from its operands, and their values."""
         with torch.enable_grad():
             known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
             again = self.replay({**known})
@@ -276,9 +276,9 @@ class Derived(Node):
         return [node.parameter._version for node in self.operands if isinstance(node, Root)]
 
     def _check_operands(self) -> None:
-        """Raise where what this was computed with was written into since, as autograd would.
+        """Raise if operands were written into since, as autograd would.
 
-        Where the result shows every change, computing it again says enough.
+        Not if the result shows every change: then comparing values is enough.
         """
         # alpha=, which may be a tensor, multiplies.
         if self.function in SHOWS_CHANGES and "alpha" not in self.kwargs:
@@ -287,19 +287,19 @@ class Derived(Node):
             raise self._differs()
 
     def _is_written(self) -> bool:
-        """Whether a constant that this was computed with has been written into since."""
+        """Whether a constant operand has been written into since."""
         return self._versions != _versions_of(flatten((self.args, self.kwargs)))
 
     def check_constants(self) -> None:
-        """Raise where a constant that this was computed with has been written into since.
+        """Raise if a constant operand has been written into since, as autograd would.
 
-        As autograd would; that takes no numbers, for which one waits for a GPU.
+        This compares no values, which would wait for a GPU.
         """
         if self._is_written():
             raise self._differs()
 
     def _check_fixed(self) -> None:
-        """Raise unless a graph, without numbers to compare, runs this operation again the same."""
+        """Raise unless the operation surely gives the same result again in a graph."""
         own = function_class_of(self.function) is not None or self.function in UPDATES
         if own or isinstance(self.function, Draw) or self._is_written():
             raise UnsupportedOperationError(
@@ -321,7 +321,7 @@ class Derived(Node):
         return found
 
     def check_same(self, again: Tensor) -> None:
-        """Raise unless this tensor, computed again, has the same numbers."""
+        """Raise unless this tensor, computed again, has the same values."""
         if is_compiling():
             for node in self._behind():
                 node._check_fixed()
@@ -343,8 +343,8 @@ class Derived(Node):
 class OneOfSeveral(torch.autograd.Function):
     """One of a custom Function's results; the gradients of the others are zeros.
 
-    They would otherwise be None, and the Function's backward might take another branch than it does
-    in the backward of the batch.
+    Otherwise these would be None, and the Function's backward might take another branch than in the
+    backward of the batch.
     """
 
     @staticmethod
@@ -363,7 +363,7 @@ def _versions_of(leaves: Sequence[Any]) -> list[int]:
 
 
 def reached(value: Tensor, parents: Sequence[Node]) -> list[Node]:
-    """Return those operands of an operation on which one of its results depends."""
+    """Return the operands of an operation on which one of its results depends."""
 
     def edge_of(tensor: Tensor) -> tuple[Any, int]:
         node, output, *_ = get_gradient_edge(tensor)

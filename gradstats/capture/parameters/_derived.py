@@ -1,6 +1,6 @@
 """Operations on parameters and constants alone: their results are derived.
 
-A derived tensor belongs to no example yet. One that is changed in place stands for a new derived
+A derived tensor belongs to no example yet. One that is changed in place represents a new derived
 tensor from then on.
 """
 
@@ -43,7 +43,7 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return item if node is None else node
 
     def seen(value: Tensor, index: int | None) -> Tensor:
-        """Return what user code sees for a result."""
+        """Return the tensor that user code gets for a result."""
         if value.layout is not torch.strided or value.is_nested:
             refuse(
                 func, first_node(*operands), "makes a sparse or nested tensor, which has no rule"
@@ -51,11 +51,11 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         node = Derived(tracker, value, again, node_args, node_kwargs, index)
         if node.parents:
             return wrap(node)
-        # It depends on parameters that are left out alone: others give its shape, or other results.
+        # It depends only on excluded parameters: others give its shape, or other results.
         tracker.mark_constant(value)
         return note_alias(value, args, kwargs)
 
-    # Scales are often written anew, some in this operation: autograd may not look at them again.
+    # Scales are often overwritten, some by this operation itself: keep copies.
     keeps = func in QUANTISES or function_class_of(func) is not None
     operands = operands_of(args, kwargs)
     if any([item.requires_grad and node_of(item) is None for item in operands]):
@@ -74,12 +74,12 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
             for index, item in enumerate(result)
         ]
         return wrapped if type(result) is list else type(result)(wrapped)
-    # A question about the tensor (is it a view? where is its memory?) is about the object itself.
+    # A question about the tensor (is it a view? where is its memory?) concerns the object itself.
     return func(*args, **kwargs)
 
 
 def note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """Return a result that is not tracked; note which derived operands share its memory."""
+    """Return an untracked result; note which derived operands share its memory."""
     if not isinstance(result, Tensor) and type(result) not in (tuple, list):
         return result  # a shape, a device: most questions about a tensor
     found = [*tensors_in(result)]
@@ -105,17 +105,17 @@ class Changed:
 
 
 def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node):
-    """Run an operation that changes in place a tensor that belongs to no example.
+    """Run an in-place operation on a tensor that belongs to no example.
 
-    From now on that tensor stands for a new derived node.
+    From now on that tensor represents a new derived node.
     """
     if is_compiling():
-        # The graph runs operation by operation then: in a trace no tensor takes other numbers.
+        # Then the graph runs operation by operation: in a trace no tensor takes other values.
         refuse_change(func, node)
     target = args[0]
     own = node_of(target)
     if func is Tensor.__setitem__ and _is_part(node_of(args[2]), own, args[1]):
-        return None  # the last step of x[i] += w: it writes back a part that was changed in place
+        return None  # the last step of x[i] += w, which writes back what was changed in place
     if own is None and (whole := _free_base(tracker, target)) is not None:
         view = (target.shape, target.stride(), target.storage_offset())
 
@@ -123,7 +123,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
         def change_view(first, *others, **named):
             func(first.as_strided(*view), *others, **named)
 
-        # A copy, since the operation overwrites the values that it reads.
+        # A copy, because the operation overwrites the values that it reads.
         copied = (whole.clone(), *args[1:])
         changed = node_of(derive(tracker, Changed(change_view), copied, kwargs))
         func(*args, **kwargs)
@@ -135,7 +135,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
         return _returned(func, target)
     moves = func in MOVES_IN_PLACE
     if isinstance(own, Derived) and (moves or own.is_alone()):
-        # Where only axes move, no other tensor that shows the same memory sees a number change.
+        # If only axes move, no value changes in other tensors that share the memory.
         function = MOVES_IN_PLACE[func] if moves else Changed(func)
         changed = node_of(derive(tracker, function, args, kwargs))
         if isinstance(changed, Derived) and (moves or same_form(changed.value, own.value)):
@@ -151,7 +151,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
         base, others, named = own.args[0], own.args[1:], own.kwargs
         whole = base.shown() if isinstance(base, Derived) else None
         if whole is not None and same_storage(own.value, base.value):
-            # The target is a view: change the tensor that it is a part of, and take it anew.
+            # The target is a view: change the tensor it is a view of, and take the view again.
             @wraps(func)
             def change_part(first, *operands, **options):
                 func(own.function(first, *others, **named), *operands, **options)
@@ -163,7 +163,7 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
                 target.data = part.value.detach()
                 show(part, target)
                 return _returned(func, target)
-    # Views of the old value may still be in use, and would go on to describe that one.
+    # Views of the old value may still be in use, and would continue to describe it.
     refuse_change(func, node)
 
 
@@ -172,7 +172,7 @@ def change_any(
 ):
     """Run an operation that changes some operands in place, none of which belongs to an example.
 
-    Refused where a parameter's gradient flows through one of them.
+    Refused if a parameter's gradient flows through one of them.
     """
     if all(node_of(item) is None for item in changed):
         result = derive(tracker, func, args, kwargs)
@@ -182,7 +182,7 @@ def change_any(
 
 
 def _is_part(value: Node | None, whole: Node | None, index) -> bool:
-    """Whether a tensor shows the memory of another at an index."""
+    """Whether a tensor is a view of another at an index."""
     if not (isinstance(value, Derived) and isinstance(whole, Derived)):
         return False
     part, again = value.value, whole.value.detach()[rebuild(index, value_of)]
@@ -191,9 +191,10 @@ def _is_part(value: Node | None, whole: Node | None, index) -> bool:
 
 
 def _free_base(tracker, constant: Tensor) -> Tensor | None:
-    """Return the tensor whose memory a constant shows, if it may stand for a derived node.
+    """Return the base of a constant, or itself, if that may represent a derived node.
 
-    It may if it was made in this forward. What the model keeps outlives the context, and must not.
+    It may if it was made in this forward. Tensors that the model keeps may not: they outlive the
+    context.
     """
     base = constant if constant._base is None else constant._base
     plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
@@ -204,9 +205,9 @@ def _free_base(tracker, constant: Tensor) -> Tensor | None:
 
 
 def _stand_for(node: Derived, constant: Tensor) -> None:
-    """Let a constant that was changed in place stand for a derived node.
+    """Have a constant that was changed in place represent a derived node.
 
-    It keeps its own memory. Other tensors that show this memory have changed as well; if one of
+    It keeps its own memory. Other tensors that share this memory have changed as well; if one of
     them is used, the autograd graph shows it as a use that was not seen.
     """
     CONSTANTS.pop(id(constant), None)

@@ -1,4 +1,4 @@
-"""Operations that draw random numbers, which draw the same ones where they are computed again."""
+"""Operations that draw random numbers, and the same numbers again when computed again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRAWS: frozenset[Callable[..., Any]] = frozenset(
 
 
 class Draw:
-    """An operation as it is about to run, to be run again with the same numbers."""
+    """An operation that can be run again with the same random numbers."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device):
         self.function = function
@@ -32,7 +32,7 @@ class Draw:
         self.__module__ = function.__module__
 
     def __call__(self, *args, **kwargs):
-        """Run the operation once more; what is drawn afterwards is what it would have been."""
+        """Run the operation again, without changing what is drawn afterwards."""
         now = self.generator.get_state()
         self.generator.set_state(self.state)
         try:
@@ -42,7 +42,7 @@ class Draw:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return the generator from which operations on a device draw."""
+    """Return the generator that operations on a device draw from."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator

@@ -1,11 +1,11 @@
 """Custom autograd Functions, made visible.
 
-PyTorch shows neither modes nor tensor subclasses what is passed to a ``torch.autograd.Function``.
-From the first context on, every ``apply`` comes through here. A Function of parameters, tensors
-derived from them and constants is an operation like any other, with a derived result, through which
-factors are pulled back by the Function's own backward (see ``_replay``). A Function of data is
-assumed to leave the examples where they are (see ``Data.run_function``); if it takes parameters as
-well, the autograd graph shows it as a use that was not seen (see ``_coverage``).
+PyTorch shows calls of a ``torch.autograd.Function`` neither to modes nor to tensor subclasses. From
+the first context on, every ``apply`` passes through here. A Function of parameters, tensors derived
+from them and constants is an operation like any other, with a derived result, through which factors
+are pulled back by the Function's own backward (see ``_replay``). A Function of data is assumed to
+leave the examples where they are (see ``Data.run_function``); if it takes parameters as well, the
+autograd graph shows it as a use that was not seen (see ``_coverage``).
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from gradstats.errors import UnsupportedOperationError
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-# The class whose ``apply`` every ``Function.apply`` calls, even one kept from before all contexts.
+# The class whose ``apply`` every ``Function.apply`` calls, even one kept from before any context.
 SHARED_APPLY = torch.autograd.function._SingleLevelFunction
 
 # The class in which ``apply`` is replaced. From PyTorch 2.14 on, ``Function`` itself has the
-# innermost ``apply``; one kept from before all contexts is then not seen, and refused where it
+# innermost ``apply``; one kept from before any context is then not seen, and refused where it
 # takes parameters, or data whose examples do not lie as the contract says.
 HOST = Function if KEPT_APPLY_IS_UNSEEN else SHARED_APPLY
 
-# Modules whose Functions are left alone. PyTorch's own run the caller's code, compiled graphs, or
-# communication between processes, except those of its quantisation, which are like any user's.
-# Those of gradstats report themselves what they do with a parameter.
+# Modules whose Functions are not followed. PyTorch's own run the caller's code, compiled graphs, or
+# communication between processes; only those of its quantisation are like a user's. Those of
+# gradstats report their uses of parameters themselves.
 OWN, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
 
-# Where those of PyTorch are that hand tensors of data to other processes.
+# The module of PyTorch's Functions that send data to other processes.
 COLLECTIVES = "torch.distributed.nn.functional"
 
-# Where the Functions are defined as which compiled graphs run.
+# The module of the Functions that run compiled graphs.
 COMPILED = "torch._functorch._aot_autograd.runtime_wrappers"
 
 
 @cache
 def show_functions() -> None:
-    """Let custom Functions be seen from now on.
+    """From now on, show custom Functions to contexts.
 
-    This is never undone: every change makes Python drop its lookup caches of all subclasses, while
+    This is never undone: every change makes Python drop the lookup caches of all subclasses, while
     outside of contexts ``apply`` takes only a third of a microsecond longer.
     """
     HOST.apply = classmethod(show_function)  # type: ignore[attr-defined]
 
 
 def show_function(cls, *args, **kwargs):
-    """Run a custom Function, as an operation that modes see if it takes no data.
+    """Run a custom Function; if it takes no data, as an operation that modes see.
 
     Replaces ``Function.apply``.
     """
@@ -83,7 +83,7 @@ def show_function(cls, *args, **kwargs):
 def _show(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if cls.__module__ == COMPILED:
         return run_unseen(inner, args)
-    # No mode is on inside a rule, whose own Functions take parameters as they are.
+    # Inside a rule no mode is on, and its own Functions take parameters directly.
     if not torch._C._is_torch_function_enabled():
         return inner(*args, **kwargs)
     # Between graphs the compiler would try to trace what is called here too.

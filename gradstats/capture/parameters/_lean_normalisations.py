@@ -1,7 +1,7 @@
-"""Normalised parameters: rows, columns or all of w divided by a norm, or by a deviation.
+"""Normalised parameters: rows, columns or all of w divided by a norm or a standard deviation.
 
-The gradient of w is that of the result, multiplied by constants, without its part along w; where
-the mean was subtracted, without its mean too.
+The gradient of w is that of the result, multiplied by constants, without its component along w and,
+if the mean was subtracted, without its mean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradstats.contractions import lean, row_products, row_sums
 
 @dataclass(eq=False)
 class Flattened:
-    """A factor whose rows a tensor shows in another shape, on the way from there to the parameter.
+    """The factor of a reshaped weight, on the way back from the reshaped tensor to the weight.
 
     Attributes:
         inner: the factor, of the weight's own shape.
@@ -47,7 +47,7 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     dim, eps = argument(2, "dim", 1), argument(3, "eps", 1e-12)
     weight = _numbers(parent)
     norm = weight.norm(2, dim, keepdim=True)
-    # Shorter vectors are divided by a constant.
+    # Shorter vectors are divided by the constant eps.
     unit = torch.where(norm < eps, 0, weight / norm)
     return _tangent(factor, node, unit, norm.clamp(min=eps).reciprocal())
 
@@ -94,7 +94,7 @@ def standardised(
     multiple = deviation.reciprocal()
     if operands.scale is not None:
         multiple = multiple * _numbers(operands.scale).to(dtype).reshape(-1, 1)
-    # The mean is the part along a unit vector whose elements are all alike.
+    # The mean is the component along a unit vector with equal elements.
     element = weight.shape[1] ** -0.5
     even, means = unit.new_full((1, 1), element).expand_as(unit), row_sums(inner) * element
     parts = (even, means, torch.ones_like(variance)), (unit, along, variance / deviation.square())
@@ -108,11 +108,11 @@ def standardised(
 
 @dataclass(eq=False)
 class Operands:
-    """What a standardisation takes: each operand a node, a tensor or None.
+    """The operands of a standardisation, each a node, a tensor or None.
 
     Attributes:
         weight: of ``rows`` rows, each of which is standardised.
-        scale, shift: (rows,) what each is multiplied by, and what is added then.
+        scale, shift: (rows,) multiplied with each row, then added.
         eps: added to the variance.
     """
 
@@ -162,13 +162,13 @@ def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Fact
 
 
 def _pays(factor: Factor) -> bool:
-    """Whether to pull a factor back by products with w, which has two ways: the norm is one."""
+    """Whether to pull a factor back by products with w: two ways, one through the norm."""
     if isinstance(factor, Patches):
         return pays_to_pull_apart(factor.positions, 2)
     return not isinstance(factor, Outer) or pays_to_pull_apart(factor.left.shape[2], 2)
 
 
 def _numbers(item: Node | Tensor) -> Tensor:
-    """Return a tensor's numbers in the accumulation dtype."""
+    """Return a tensor's values in the accumulation dtype."""
     value = numbers_of(item)
     return value.to(compute_dtype(value))

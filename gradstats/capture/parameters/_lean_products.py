@@ -1,9 +1,8 @@
 """Sums, multiples and elementwise functions of a parameter and its products with matrices.
 
-G is the gradient of the tensor that met the data, of one example; M what a parameter w was
-multiplied by. Of M ∘ w with an M that broadcasts along w the gradient is M ∘ G; where it is w that
-broadcasts, M ∘ G is summed over what w lacks; of w @ M it is G Mᵀ; of f(w), element by element,
-f'(w) ∘ G.
+G is one example's gradient of the tensor that met the data, M what a parameter w was multiplied by.
+The gradient of w is M ∘ G for M ∘ w, summed over the axes along which w was broadcast; G Mᵀ for
+w @ M; f'(w) ∘ G for an elementwise function f(w).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
 
 DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
 
-# Differences whose first operand is subtracted; of all others it is the second.
+# Differences whose first operand is subtracted, rather than the second.
 REVERSED = frozenset({Tensor.__rsub__, torch.rsub})
 
 
@@ -66,22 +65,22 @@ def negated(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def only_adds(node: Derived) -> bool:
-    """Whether it is known which operand of a sum is which, and that neither is multiplied.
+    """Whether a sum's operands can be identified, and neither is multiplied.
 
-    The factor ``alpha`` may also be given as a third argument, and operands by NumPy's names.
+    ``alpha`` may also be given as a third argument, and operands by NumPy's names.
     """
     return len(node.args) <= 2 and node.kwargs.keys() <= {"input", "other"}
 
 
 def other_operand(node: Derived, parent: Node) -> Any:
-    """Return the numbers that an operation of two operands takes beside one of them."""
+    """Return the value of the other operand of a binary operation."""
     first, second = node.args[:2]
     other = second if first is parent else first
     return numbers_of(other)
 
 
 def numbers_of(operand: Any) -> Any:
-    """Return an operand's numbers, of a tracked tensor too."""
+    """Return an operand's plain value, also of a tracked tensor."""
     value = operand.value if isinstance(operand, Node) else operand
     return value.detach() if isinstance(value, Tensor) else value
 
@@ -114,7 +113,7 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
             scale = -scale / divisor / divisor
     found = times(factor, scale, parent.shape)
     if found is not None and isinstance(value, Tensor):
-        node.check_step()  # a number does not change
+        node.check_step()  # not for a number, which cannot change
     return found
 
 
@@ -128,7 +127,7 @@ def elementwise(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def passed_through(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """f(w), by a custom Function whose backward is element by element, as straight through is."""
+    """f(w), by a custom Function with an elementwise backward, such as straight-through."""
     whole = _of_all_elements(factor, node, parent)
     slope = None if whole is None else FunctionStep(node, parent).slope(whole)
     if whole is None or slope is None:
@@ -139,7 +138,7 @@ def passed_through(factor: Factor, node: Derived, parent: Node) -> Factor | None
 
 
 def _of_all_elements(factor: Factor, node: Derived, parent: Node) -> Scaled | None:
-    """Return the factor of a tensor that has the operand's shape, if its elements can be scaled."""
+    """Return the factor of a tensor of the operand's shape, if its elements can be scaled."""
     factor = lean(factor)
     if node.shape != parent.shape or not isinstance(factor, Scaled):
         return None
@@ -147,7 +146,7 @@ def _of_all_elements(factor: Factor, node: Derived, parent: Node) -> Scaled | No
 
 
 def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """x Wᵀ + b of matrices x that hold rows: what came of them is multiplied as data would be."""
+    """x Wᵀ + b for a matrix x of rows: the factor is that of a linear layer with data x."""
     x, weight, bias = (
         argument_of(node.args, node.kwargs, place, name)
         for place, name in enumerate(("input", "weight", "bias"))
@@ -158,7 +157,7 @@ def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     dtype = compute_dtype(node.value, factor.values)
     grad = cast(factor.values, dtype).reshape(factor.batch, -1, node.shape[-1])
     if parent is bias:
-        return _multiple(factor, 1, node, parent)  # it may broadcast, as any term
+        return _multiple(factor, 1, node, parent)  # it may have been broadcast
     node.check_step()
     # Autocast may have rounded it first.
     other = numbers_of(x if parent is weight else weight).to(node.value.dtype).to(dtype)
@@ -171,7 +170,7 @@ def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """X @ Y of matrices: one operand of G is multiplied; of a vector, G is its outer product."""
+    """X @ Y of matrices: one side of G is multiplied; with a vector, G is an outer product."""
     if node.kwargs or len(node.args) != 2:
         return None
     vector = lean(factor)
@@ -184,7 +183,7 @@ def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         return None
     matrix = other_operand(node, parent)
     if matrix.layout != torch.strided or parent.shape.numel() > node.shape.numel():
-        return None  # the operand would be wider than the one it replaces
+        return None  # the new side would be wider than the one it replaces
     node.check_step()
     left, right = _in_full(factor, node.value)
     # Autocast may have rounded it first.
@@ -220,7 +219,7 @@ def _multiplied_vector(factor: Vector, node: Derived, parent: Node) -> Factor | 
 
 
 def kronecker(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """X ⊗ Y of matrices: G has as many positions more as the smaller side of the other one.
+    """X ⊗ Y of matrices: positions multiply by the smaller side of the other matrix.
 
     With the sides l and r of each position as matrices L and R, whose rows are X's and whose
     columns are Y's, the gradient of X is the sum of L Y Rᵀ, and that of Y the sum of Lᵀ X R.
@@ -246,7 +245,7 @@ def kronecker(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def times(factor: Scaled, scale: Tensor, shape: Sequence[int]) -> Factor | None:
-    """Return the factor of ``scale`` ∘ G, summed over what an operand of a shape lacks.
+    """Return the factor of ``scale`` ∘ G, summed over the axes along which a shape was broadcast.
 
     Args:
         factor: describes G.
@@ -286,7 +285,7 @@ def _times(factor: Scaled, scale: Tensor) -> Factor | None:
 
 
 def _summed(factor: Scaled, scale: Tensor, shape: tuple[int, ...]) -> Factor | None:
-    """Return the factor of ``scale`` ∘ G, summed over the axes that the shape lacks."""
+    """Return the factor of ``scale`` ∘ G, summed over the axes along which it was broadcast."""
     sizes = (1,) * (len(factor.shape) - len(shape)) + shape
     if isinstance(factor, Masked):
         return _summed(factor.inner, factor.mask * scale, shape)
@@ -312,6 +311,6 @@ def _summed(factor: Scaled, scale: Tensor, shape: tuple[int, ...]) -> Factor | N
 
 
 def _in_full(factor: Outer | Ragged, *others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both operands in the accumulation dtype, so that new ones are not rounded further."""
+    """Return both sides in the accumulation dtype, so that new ones are not rounded to less."""
     dtype = compute_dtype(factor.left, factor.right, *others)
     return cast(factor.left, dtype), cast(factor.right, dtype)

@@ -1,7 +1,7 @@
-"""Reductions of a parameter, also where one of them normalises it.
+"""Reductions of a parameter, including those that normalise it.
 
-Of a reduction of the rows of w, as their norms, the gradient is c_p ∂r_p/∂w_pq with a number c_p of
-each example and each row: constants, multiplied row by row. The same holds for columns, and for
+For a reduction r_p of each row of w, such as its norm, the gradient is c_p ∂r_p/∂w_pq with a number
+c_p for each example and row: a constant, scaled row by row. The same holds for columns, and for
 reductions of all of w to one number.
 """
 
@@ -20,7 +20,7 @@ from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
 from gradstats.contractions import lean
 
-# Functions of all of w where their result is one number, which else is a vector or a matrix.
+# Functions that reduce all of w if their result is one number.
 MEASURES = OVER_MATRICES | {torch.linalg.norm, torch.linalg.matrix_norm}
 
 
@@ -39,7 +39,7 @@ def reduced(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def _spread(values: Tensor, slope: Tensor) -> Factor | None:
-    """Return the factor of ``values`` (B, *) ∘ ``slope``, where each value stands for many."""
+    """Return the factor of ``values`` (B, *) ∘ ``slope``, with the values broadcast."""
     shape = tuple(slope.shape)
     batch, *sizes = values.shape
     if slope.dim() < 2:
@@ -56,7 +56,7 @@ def _spread(values: Tensor, slope: Tensor) -> Factor | None:
 
 
 def _reduced_axes(node: Derived, parent: Node) -> Sequence[int] | None:
-    """Return over which axes a reduction runs; None if that is not known."""
+    """Return the axes that a reduction runs over; None if not known."""
     count = len(parent.shape)
     if node.value.numel() == 1:
         return range(count)

@@ -1,7 +1,7 @@
-"""Tensors of which every element is one of a parameter's, or none: joined, padded, reordered ones.
+"""Tensors whose elements are a parameter's, or constants: joined, padded or reordered.
 
-Which element stands where is found by running the operation on the elements' numbers. Where it
-picks rows and columns apart from each other, an outer product stays one: its sides are picked.
+Which element is where is found by running the operation on the elements' numbers. If it picks rows
+and columns independently, an outer product stays one: its sides are picked.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from gradstats.capture.parameters._lean_normalisations import Flattened
 from gradstats.capture.parameters._nodes import Node
 from gradstats.contractions import lean
 
-# All of whose operands give elements.
+# Operations whose operands all contribute elements.
 OF_ALL = JOINS.keys() | {torch.block_diag}
 
-# Of which the first operand alone gives elements; others say which.
+# Operations whose first operand alone contributes elements; the others say which.
 OF_FIRST = PADS | {
     *variants("flip", "fliplr", "flipud", "roll", "rot90", "repeat", "tile"),
     *variants("repeat_interleave", "index_select", "take", "take_along_dim", "gather"),
@@ -48,35 +48,35 @@ OF_FIRST = PADS | {
 }
 
 
-# Operations every element of whose result is one of their operands', or a constant.
+# Operations whose results consist of their operands' elements and constants.
 SELECTS = OF_ALL | OF_FIRST
 
 
 def is_assignment(function: Any) -> bool:
-    """Whether an operation is ``x[index] = w``, out of place: another of these."""
+    """Whether an operation is ``x[index] = w`` out of place, which selects as well."""
     changes = function.function if isinstance(function, Changed) else None
     return getattr(changes, "__wrapped__", changes) is Tensor.__setitem__
 
 
-# Operands with more elements than this many times those of the tensor are mostly left out of it:
-# what was picked tells more of them than factors that are mostly zeros.
+# Operands with more than so many times the elements of the result are mostly left out of it, and
+# their factors would be mostly zeros.
 MOST_LEFT_OUT = 4
 
-# Elements are numbered with 32 bits: more than so many are not.
+# Elements are numbered with 32 bits: the most that are.
 MOST_ELEMENTS = 2**31 - 1
 
-# Places that are looked at at once.
+# Number of places processed at once.
 SLICE = 2**17
 
 
 def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor | None:
-    """The gradient of an element is the sum of those in the places where it stands."""
+    """The gradient of an element is the sum of those at the places where it is."""
     inner = factor.inner if isinstance(factor, Flattened) else lean(factor)
     count, places = parent.shape.numel(), node.shape.numel()
     if type(inner) not in PICKED or not 0 < count <= MOST_LEFT_OUT * places:
         return None
     if is_compiling() or _pads_with_numbers(node):
-        return None  # a graph has no values to look at
+        return None  # there are no values while a graph is traced
     if node.function not in OF_ALL:
         node.check_step()  # indices may have changed
     # Once for all operands: there may be thousands.
@@ -85,13 +85,13 @@ def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor 
 
 
 def _numbered(node: Derived, places: int) -> Numbering | None:
-    """Return where the elements of all operands stand; None where they are too many."""
+    """Return where the elements of all operands are; None if they are too many."""
     count = sum(each.shape.numel() for each in node.parents)
     return Numbering(node) if max(places, count) <= MOST_ELEMENTS else None
 
 
 def _pads_with_numbers(node: Derived) -> bool:
-    """Whether a tensor was padded otherwise than with zeros."""
+    """Whether a tensor was padded with anything but zeros."""
     if node.function not in PADS:
         return False
     named = [item for name, item in node.kwargs.items() if name not in ("input", "self", "pad")]
@@ -99,14 +99,14 @@ def _pads_with_numbers(node: Derived) -> bool:
 
 
 class Numbering:
-    """The elements of all operands of an operation, numbered from 1, and where they stand.
+    """The elements of all operands of an operation, numbered from 1, and where they are.
 
     Attributes:
         first: operand → the number of its first element.
-        size: number N of the places in the result.
-        where: the place of each element, -1 for those that stand nowhere; None if any stands in
-            several places. Then there are
-        places, numbers: (M,) where any element stands, and its number, ascending.
+        size: number N of places in the result.
+        where: the place of each element, -1 for elements that are nowhere; None if any is in
+            several places. In that case there are
+        places, numbers: (M,) the places with elements, and their numbers, ascending.
     """
 
     def __init__(self, node: Derived):
@@ -152,7 +152,7 @@ class Numbering:
         return node.function(*args, **kwargs)
 
     def places_of(self, operand: Node) -> Places:
-        """Return where the elements of one operand stand."""
+        """Return where the elements of one operand are."""
         shape, first = tuple(operand.shape), self.first[operand]
         end = first + operand.shape.numel()
         if self.where is None:
@@ -168,13 +168,13 @@ class Numbering:
 
 @dataclass(eq=False)
 class Places:
-    """Where the elements of an operand stand in a tensor.
+    """Where the elements of an operand are in a tensor.
 
     Attributes:
         shape: the operand's.
         size: number of the tensor's places.
-        where: (M,) the places in which an element stands, in the order of the elements.
-        elements: (M,) the element in each of them; None where each stands in exactly one.
+        where: (M,) the places with elements, in the order of the elements.
+        elements: (M,) the element in each of them; None if each is in exactly one.
     """
 
     shape: tuple[int, ...]
@@ -183,7 +183,7 @@ class Places:
     elements: Tensor | None
 
     def within(self, parts: int) -> tuple[int, Places] | None:
-        """Return the only one of several equal parts that holds elements, and the places in it."""
+        """Return the one of several equal parts with all elements, and the places in it."""
         size = self.size // parts
         if not len(self.where):
             return None
@@ -194,13 +194,13 @@ class Places:
         return part, replace(self, size=size, where=where)
 
     def of_matrix(self, rows: int) -> Picks | None:
-        """Return which rows and columns of the operand stand in those of the tensor.
+        """Return which rows and columns of the operand are in those of the tensor.
 
         Args:
-            rows: into which the tensor is divided.
+            rows: number of the tensor's rows.
 
         Returns:
-            None if the operand is not picked so, in whatever way it is divided.
+            None if rows and columns are not picked independently, however the operand is divided.
         """
         for axis in (*range(1, len(self.shape) + 1), 0):
             picks = self._divided(rows, self.size // rows, math.prod(self.shape[axis:]))
@@ -235,7 +235,7 @@ class Places:
         return Picks(of_rows, of_columns, height, width) if same else None
 
     def added(self, values: Tensor) -> Vector:
-        """Return the gradient that is the sum of values (B, M), one for each place."""
+        """Return the gradient that sums values (B, M), one for each place."""
         values = cast(values, compute_dtype(values))
         if self.elements is not None:
             values = added(values.mT, self.elements, math.prod(self.shape)).mT
@@ -243,10 +243,10 @@ class Places:
 
 
 class Picks(NamedTuple):
-    """Rows and columns of an operand in those of a tensor, counted from 1; 0 where there is none.
+    """Rows and columns of an operand in those of a tensor, counted from 1; 0 for none.
 
     Attributes:
-        rows, columns: which stands in each of the tensor's.
+        rows, columns: which of the operand's is in each of the tensor's.
         height, width: how many the operand has.
     """
 
@@ -261,7 +261,7 @@ class Picks(NamedTuple):
 
 
 def _picked(side: Tensor, picks: Tensor, size: int) -> Tensor:
-    """Return (*, size) sums of those columns of a side (*, n) that have the same number."""
+    """Return (*, size) sums of the columns of a side (*, n) that have the same number."""
     if int(picks.count_nonzero()) == size:
         order = picks.argsort()[len(picks) - size :]
         numbers = torch.arange(size, device=picks.device)
@@ -317,7 +317,7 @@ def _of_experts(factor: Experts, places: Places) -> Factor | None:
 
 
 def _of_rows(factor: Rows, places: Places) -> Factor | None:
-    """Rows of a table that stand in another, as they are."""
+    """Whole rows of a table that are in another."""
     picks = places.of_rows(factor.shape[0])
     if picks is None:
         return None
@@ -348,7 +348,7 @@ def _of_patches(factor: Patches, places: Places) -> Factor | None:
 
 
 def _of_masked(factor: Masked, places: Places) -> Factor | None:
-    """Elements that were multiplied, each of which stands in one place."""
+    """Masked elements, each of which is in one place."""
     inner = PICKED[type(factor.inner)](factor.inner, places) if places.elements is None else None
     if not isinstance(inner, (Outer, Patches, Ragged)):
         return None

@@ -1,9 +1,9 @@
-"""Steps from a derived tensor back to one that it was made of that keep factors lean.
+"""Steps from a derived tensor back to one of its operands that keep factors lean.
 
 The factor of a cast, a reshape, an expansion or a multiple of a parameter, or of its product with a
 matrix, becomes one of the same kind for the parameter itself. A step is called with the factor, the
 derived tensor and one of the operands that depend on parameters; it returns the operand's factor,
-or None where this would not be lean.
+or None if that would not be lean.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from gradstats.contractions import lean
 
 
 def lean_step(node: Derived):
-    """Return the function that takes factors of a tensor back to an operand; None if unknown.
+    """Return the step from a tensor back to its operands; None if there is none.
 
-    Factors see complex tensors as real ones with one more axis, for which most steps do not hold.
+    Factors treat complex tensors as real ones with one more axis, for which most steps are wrong.
     """
     if node.function not in SAME_NUMBERS and (
         node.value.is_complex() or any(parent.value.is_complex() for parent in node.parents)
@@ -78,7 +78,7 @@ def lean_step(node: Derived):
     elif is_assignment(node.function):
         step = selected
     if len(set(node.parents)) < len(node.parents) and step is not selected:
-        # An operand that stands in two places is one for an elementwise function alone.
+        # An operand that is given twice counts as one for elementwise functions alone.
         step = elementwise if node.function in ELEMENTWISE else None
     return step if len(node.parents) == 1 or step in OF_SEVERAL else None
 
@@ -111,7 +111,7 @@ def index_items(node: Derived):
 def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Axes in another order."""
     count = len(parent.shape)
-    # Strides, here the numbers of the axes, are arranged as the axes are.
+    # Use strides, here the numbers of the axes, to find the new order of the axes.
     axes = torch.empty_strided(tuple(parent.shape), tuple(range(count)), device="meta")
     order = node.function(axes, *node.args[1:], **node.kwargs).stride()
     if order == tuple(range(count)):
@@ -132,12 +132,12 @@ def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def _same_shape(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """Casts and copies: the gradient has the same numbers, in the root's dtype."""
+    """Casts and copies: the gradient has the same values, in the root's dtype."""
     return factor if node.value.shape == parent.shape else None
 
 
 def _same_numbers(factor: Factor, node: Derived, parent: Node) -> Factor:
-    """A complex tensor viewed as pairs of real numbers, or the reverse: alike to factors."""
+    """A complex tensor viewed as pairs of real numbers, or the reverse: the same to factors."""
     return factor
 
 
@@ -184,7 +184,7 @@ def _of_table(factor: Vector, ids: Tensor, parent: Node, padding: int | None = N
         ids = ids.expand(factor.batch, *ids.shape)
         return embedding_rows(ids, factor.values, table, padding)
     grad = cast(factor.values, compute_dtype(factor.values))
-    # Rows of all examples side by side: narrow ones would take many times as long to add.
+    # The rows of all examples side by side: adding narrow rows takes many times as long.
     grad = grad.reshape(factor.batch, ids.numel(), *table[1:]).transpose(0, 1)
     values = added(grad, ids.reshape(-1), table[0])
     if padding is not None:
@@ -208,7 +208,7 @@ def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     padded = (1,) * (len(factor.shape) - len(source)) + source
     values = factor.values
     if factor.axis is not None:
-        # Along this axis each example has its own copy; all of them are copies of one.
+        # Each example has its own slice along this axis, and all slices are copies of one.
         if padded[factor.axis] != 1:
             return None
         values = values.unsqueeze(factor.axis + 1)
@@ -219,7 +219,7 @@ def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """Constant ids looked up in a table, as position embeddings are."""
+    """Constant ids looked up in a table, as for position embeddings."""
     factor = lean(factor)
     if not isinstance(factor, Vector) or factor.axis is not None:
         return None
@@ -255,7 +255,7 @@ LEAN_STEPS = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(REDUCES.keys() | MEASURES, reduced),
     **dict.fromkeys(SELECTS, selected),
-    # Of those that follow, some are elementwise too: what is known of them is leaner.
+    # Some of the following are elementwise too; their own steps are leaner.
     # T and mT: the other getters conjugate as well.
     **dict.fromkeys([*variants("t", "transpose", "permute"), *TRANSPOSING_GETTERS[:2]], _permuted),
     **dict.fromkeys(variants("to", "type_as", "contiguous", "clone"), _same_shape),
@@ -283,7 +283,7 @@ LEAN_STEPS = {
     torch.nn.functional.embedding: _embedded,
 }
 
-# Steps of operations whose gradient reaches each of several operands. Of all others, as
+# Steps of operations that pass a gradient to each of several operands. In others, such as
 # ``w.type_as(v)``, an operand may have none.
 OF_SEVERAL = frozenset(
     {

@@ -1,10 +1,10 @@
 """Pulling factors of derived tensors back to the parameters they were derived from.
 
-A factor describes per-example gradients of the tensor that met the data. Where that tensor is a
+A factor describes per-example gradients of the tensor that met the data. If that tensor is a
 transpose, a view, a cast or a multiple of a parameter, its product with a matrix, an embedding of
-constant positions, or is normalised, standardised or joined of several, the factor of the parameter
-is just as lean; where several ways lead to the parameter, there is one for each. Everything else is
-pulled back by automatic differentiation, a few examples at a time.
+constant positions, normalised, standardised, or joined from several parameters, the factor of the
+parameter is just as lean; if several ways lead to the parameter, there is one factor for each.
+Everything else is pulled back by automatic differentiation, a few examples at a time.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from gradstats.contractions import (
     well_conditioned,
 )
 
-# Tensors that more operations lie behind are pulled back through all of them at once: each lean
-# step takes two of the calls that Python lets follow one another.
+# Tensors behind a longer chain of operations are pulled back through all of them at once: each lean
+# step takes two levels of Python's recursion limit.
 DEEPEST = 200
 
-# Examples that are pulled back one by one through a custom Function before it is checked.
+# Number of examples pulled back through a custom Function before its linearity is checked.
 FUNCTION_CHUNK = 8
 
 
@@ -63,8 +63,8 @@ class Pulled(Undivided):
         inner: factor of the derived tensor.
         node: the derived tensor.
         root: the parameter whose per-example gradients this describes.
-        together: of all parameters to which ``inner`` has to be pulled back from this tensor, what
-            is known of their norms.
+        together: all parameters to which ``inner`` has to be pulled back from this tensor, with
+            their norms once these are known.
     """
 
     inner: Factor
@@ -101,14 +101,14 @@ class Pulled(Undivided):
         return pulled
 
     def push(self, direction: Tensor) -> Tensor | None:
-        """Return how the derived tensor changes along a direction; None if that is not known.
+        """Return the derivative of the derived tensor along a direction; None if not known.
 
         The backward of a custom Function need not be differentiable.
         """
         return None if self.node.has_function else self.replay().push(direction)
 
     def replay(self, copies: bool = False) -> Replay:
-        """Compute the derived tensor again; from copies, it outlives changes of the weights."""
+        """Compute the derived tensor again; with copies, it survives changes of the weights."""
         return replay_of(self.node, [self.root], copies)
 
     def frozen(self, replays: dict[tuple[Node, Root], Replay]) -> Frozen:
@@ -160,7 +160,7 @@ class Frozen(Undivided):
 def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, list[Factor]]:
     """Return the factors of several roots that result from a factor of ``node``.
 
-    They add up: a root that is reached in several ways has one for each.
+    A root's factors add up; it has one for each way in which it is reached.
     """
     if isinstance(node, Root):
         return {node: [factor]}
@@ -173,7 +173,7 @@ def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, l
 
 
 def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[Root, list[Factor]]:
-    """Return the factors of those of the roots that are reached by lean steps."""
+    """Return the factors of the roots that are reached by lean steps."""
     step = lean_step(node) if node.depth <= DEEPEST else None
     if step is None:
         return {}
@@ -197,21 +197,21 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
 
 
 def _is_flattened(factor) -> bool:
-    """Whether a factor of another shape than its weight's got no further on the way back."""
+    """Whether a factor stayed in another shape than its weight's."""
     return isinstance(factor.inner if isinstance(factor, Pulled) else factor, Flattened)
 
 
 def _may_branch(factor: Factor, ways: int) -> bool:
-    """Whether it pays to pull a factor back in several ways at once."""
+    """Whether to pull a factor back along several ways separately."""
     if not isinstance(factor, Outer) or not factor.spans_rows:
         return False
     return pays_to_pull_apart(factor.left.shape[2], ways)
 
 
 def _sum(factors: list[Factor]) -> list[Factor] | None:
-    """Return all factors of a root merged, None where one that is pulled back at once is better.
+    """Return all factors of a root merged; None if a single one, pulled back at once, is better.
 
-    It is where the gradients of several would have to be formed one after the other.
+    It is better if the gradients of several would have to be formed one after the other.
     """
     if len(factors) == 1:
         return factors
@@ -226,7 +226,7 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
 
     Views and reshapes put each element of the root into the derived tensor at most once, so that
     norms do not change on the way back. Otherwise examples are pulled back and squared in chunks,
-    for all parameters at once that wait for nothing else.
+    for all parameters at once that have no other use.
     """
     known = factor.together.get(factor.root)
     if known is not None:
@@ -269,7 +269,7 @@ def sqnorms_together(
 
 
 def replay_of(node: Derived, roots: Sequence[Root], copies: bool = False) -> Replay:
-    """Compute a tensor again from parameters; from copies, it outlives changes of the weights."""
+    """Compute a tensor again from parameters; with copies, it survives changes of the weights."""
     return (FunctionReplay if node.has_function else Replay)(node, roots, copies)
 
 
@@ -289,15 +289,15 @@ def rearrangement(node: Node) -> Path | None:
     while isinstance(node, Derived):
         if not is_isometric(node):
             return None
-        # The other arguments of a cast or a copy do not affect which elements it holds.
+        # The arguments of a cast or a copy do not affect which elements it holds.
         arguments = "" if is_cast(node) else repr(rebuild((node.args[1:], node.kwargs), _form_of))
         steps.append((node.function, arguments, node.index))
         if view is None and same_storage(node.value, root.value):
             view = node.value
         node = node.parents[0]
     view = root.value if view is None else view
-    # In bytes: of a complex parameter, one may show complex elements and another real ones. From
-    # the parameter on, which may itself be a part of something larger.
+    # In bytes, since views of a complex parameter may have complex or real elements. Relative to
+    # the parameter, which may itself be a view of something larger.
     size = view.element_size()
     first = view.storage_offset() * size - root.value.storage_offset() * root.value.element_size()
     last = first + (extent(view) + 1) * size - 1
@@ -306,13 +306,13 @@ def rearrangement(node: Node) -> Path | None:
 
 
 def _form_of(argument: Any) -> Any:
-    """Return what an argument tells a rearrangement: of other tensors their shapes."""
+    """Return an argument, or the shape if it is a tensor: all that a rearrangement depends on."""
     value = argument.value if isinstance(argument, Node) else argument
     return tuple(value.shape) if isinstance(value, Tensor) and value.dim() else value
 
 
 def is_isometric(node: Derived) -> bool:
-    """Whether a tensor has some elements of its only operand, each once."""
+    """Whether a tensor has elements of its only operand, each at most once."""
     if node.function not in SAME_NUMBERS and (
         node.value.is_complex() != node.parents[0].value.is_complex()
     ):

@@ -1,4 +1,4 @@
-"""Tracked tensors: what all have in common, and parameters, which are their roots.
+"""Tracked tensors: what they have in common, and parameters, which are their roots.
 
 A backward must know when a parameter's last use has delivered its factor, since the factors of
 several uses are contracted together, cross terms included. Before it starts, the graph of the
@@ -37,7 +37,7 @@ class Node:
     Attributes:
         tracker: the context it belongs to.
         roots: the parameters it is computed from; a root is its own.
-        paths: how many ways lead through the computation from each of them to here.
+        paths: how many ways lead from each of them to here through the computation.
     """
 
     tracker: Context
@@ -46,7 +46,7 @@ class Node:
 
     @property
     def value(self) -> Tensor:
-        """The plain tensor to compute with, connected to the roots in the autograd graph."""
+        """The plain tensor for computations, connected to the roots in the autograd graph."""
         raise NotImplementedError
 
     @property
@@ -59,12 +59,12 @@ class Node:
         return [root.name for root in self.roots]
 
     def describe(self) -> str:
-        """Return what error messages call this tensor."""
+        """Describe this tensor for error messages."""
         raise NotImplementedError
 
 
 def closed_before(node: Node) -> TrackingError:
-    """Return the error for a backward that reaches what an ended context computed."""
+    """Return the error for a backward that reaches a tensor of a closed context."""
     return TrackingError(
         f"a backward reached {node.describe()} after its tracking context was closed. Run the "
         "backward inside the context; for a second one, as clipping by the norms needs, run the "
@@ -73,7 +73,7 @@ def closed_before(node: Node) -> TrackingError:
 
 
 class Closed:
-    """Stands for the context once it has closed, so that parameters' nodes do not keep it alive."""
+    """Replaces a closed context in the nodes of parameters, which would keep it alive."""
 
     closed = True
 
@@ -86,19 +86,19 @@ class Root(Node):
 
     Attributes:
         name, parameter: as the model has them.
-        graph: what a compiled graph reports of it; None where none in the graph of the losses does.
+        graph: the report of the compiled graph that uses it; None if the losses' graph has none.
         alias: the parameter as a plain tensor, which operations read; None before the first use.
-        alias_nodes: the autograd nodes of all aliases that there were.
-        registered: how many uses there have been in the forward.
-        counted: how many of them the graph of the losses contains.
-        expected: how many of those have not delivered yet.
+        alias_nodes: the autograd nodes of all its aliases so far.
+        registered: number of uses in the forward.
+        counted: number of uses in the graph of the losses.
+        expected: number of these that have not delivered yet.
         postponed: whether the graph may contain more uses than were counted, so that factors can
             only be contracted when the backward has ended.
         of_slices: whether gradients of slices of it were delivered (see ``_slices``), which are
             pulled back together when the backward has ended.
-        lookups: those of the counted uses that are look-ups.
-        places: the memory that the parameter had before it was given other numbers, and that it
-            was given each time since; empty where that has not happened.
+        lookups: the counted uses that are look-ups.
+        places: the parameter's memory before it was given other values through ``.data``, and after
+            each time; empty if that has not happened.
         result: the squared norms, once all uses have delivered.
     """
 
@@ -119,7 +119,7 @@ class Root(Node):
         self.name = name
         self.parameter = parameter
 
-    # A root that held itself would be freed by the garbage collector alone.
+    # Computed: a root that held itself would only be freed by the garbage collector.
     @property
     def roots(self) -> tuple[Root, ...]:  # type: ignore[override]
         return (self,)
@@ -130,16 +130,16 @@ class Root(Node):
 
     @property
     def value(self) -> Tensor:
-        # Every tracked use reads this alias, so that a use that was not seen stands out in the
-        # autograd graph: it is an edge to the parameter that does not come through the alias.
+        # Every tracked use reads this alias, so that the autograd graph shows uses that were not
+        # seen: as edges to the parameter that do not come through the alias.
         alias = self.alias
         if alias is None or self._is_outdated(alias, self._alias_version):
             return self._renewed()
         return alias
 
     def _renewed(self) -> Tensor:
-        # Once the parameter has the numbers again that it had at first, its uses go on at the same
-        # alias, so that their gradients are added up in PyTorch's order.
+        # If the parameter has its first values again, its uses continue with the first alias, so
+        # that their gradients are added up in PyTorch's order.
         first = self._first
         if first is None or self._is_outdated(*first):
             alias = self.parameter.as_subclass(Tensor)
@@ -152,20 +152,20 @@ class Root(Node):
         return alias
 
     def _is_outdated(self, alias: Tensor, version: int) -> bool:
-        # The parameter was given other memory, as by ``parameter.data = ...``. The backward of what
-        # was computed before needs the earlier numbers.
+        # The parameter was given other memory, as by ``parameter.data = ...``. The backward of
+        # earlier computations needs the earlier values.
         if alias.dtype != self.parameter.dtype or _place(alias) != _place(self.parameter):
             return True
-        # Of a view that was changed in place PyTorch computes the gradient anew, as that of a
-        # strided view: by another node, which takes no sparse gradients.
+        # After an in-place change of a view, PyTorch replaces its node by that of a strided view,
+        # which takes no sparse gradients.
         return alias._version != version
 
     def note_place(self, numbers: Tensor) -> None:
-        """Note that the parameter is about to be given numbers, as by ``parameter.data = ...``."""
+        """Note that the parameter is about to get other values, by ``parameter.data = ...``."""
         self.places = (*(self.places or (_place(self.parameter),)), _place(numbers))
 
     def is_at(self, time: int) -> bool:
-        """Whether the parameter has the numbers that it had when there were so many places."""
+        """Whether the parameter has the values that it had when there were so many places."""
         return self.places[max(time - 1, 0)] == _place(self.parameter)
 
     def describe(self) -> str:
@@ -184,26 +184,26 @@ class Root(Node):
         return bool(self.lookups) and others == 1 and not self.postponed
 
     def deliver(self, factor: Factor | Fused, parts: int = 1) -> None:
-        """Take one factor of a use that contributes ``parts`` of them."""
+        """Take one of the ``parts`` factors that a use contributes."""
         kept: Factor | Fused | Projected = factor
         if parts == 1 and self.is_projection:
             kept = self.tracker.reports.shrink(self, factor)
         before = self._delivered
         last = before[-1] if before else None
         if isinstance(kept, Vector) and isinstance(last, Vector) and adds_to(last, kept):
-            # A sum takes no more room than one of them: a bias may be used once for each example.
+            # The sum takes no more memory than one: a bias may be used once for each example.
             kept, before = add_vectors([last, kept]), before[:-1]
         self._delivered = (*before, kept)
 
     def settle(self) -> None:
-        """Note that a use has delivered; contract when it was the last one."""
+        """Note that a use has delivered; contract if it was the last one."""
         self.expected -= 1
         if self.is_complete:
             self.contract()
 
     @property
     def is_complete(self) -> bool:
-        """Whether all uses have delivered, and may be contracted."""
+        """Whether all uses have delivered, and their factors may be contracted."""
         return self.expected <= 0 and not (self.postponed or self.of_slices)
 
     def settle_alone(self, result: Contraction) -> None:
@@ -213,15 +213,15 @@ class Root(Node):
 
     @property
     def delivered(self) -> tuple[Factor | Fused | Projected, ...]:
-        """What uses have delivered that was not contracted yet."""
+        """What uses have delivered and is not contracted yet."""
         return self._delivered
 
     def exchange(self, factors: Sequence[Factor | Fused | Projected]) -> None:
-        """Have others in place of the factors that were delivered."""
+        """Replace the factors that were delivered."""
         self._delivered = tuple(factors)
 
     def contract(self) -> None:
-        """Contract what has been delivered."""
+        """Contract the delivered factors."""
         if self._delivered:
             delivered, self._delivered = self._delivered, ()
             self.finish(self.tracker.reports.contract(self, delivered))
@@ -242,7 +242,7 @@ class Root(Node):
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor's memory is, without an operation that a mode would see."""
+    """Return a tensor's place in memory, without an operation that a mode would see."""
     if tensor.layout != torch.strided:
         return ()
     return tensor.data_ptr(), tensor.shape, tensor.stride()
@@ -255,12 +255,12 @@ def same_storage(first: Tensor, second: Tensor) -> bool:
     one, other = first.untyped_storage(), second.untyped_storage()
     if one._cdata == other._cdata:
         return True
-    # Two storages may lie at one address, but none has one while a graph is traced.
+    # Two storages may have one address; while a graph is traced none has any.
     return not is_compiling() and one.data_ptr() == other.data_ptr()
 
 
 def same_form(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors agree in all but their numbers."""
+    """Whether two tensors agree in shape, strides and dtype."""
     return (first.shape, first.stride(), first.dtype) == (
         second.shape,
         second.stride(),

@@ -1,7 +1,7 @@
-"""Several uses of what was derived from parameters, pulled back at once.
+"""Several uses of tensors derived from parameters, pulled back at once.
 
-Uses of one tensor are merged first. Where parts of one were used, as a hypernetwork's weights are
-parts of what it returns, their gradients are put together to one of the whole.
+Uses of one tensor are merged first. If parts of a tensor were used, as a hypernetwork's weights are
+parts of its output, their gradients are assembled into one of the whole.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gradstats.capture.parameters._lineage import Pulled, is_isometric, sqnorms_
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.contractions import Contraction, merge
 
-# Parts whose gradients are put together: of each, one call of Python's waits for the next.
+# The most parts whose gradients are assembled, which takes one level of recursion for each.
 MOST_PARTS = 200
 
 
 def joined(factors: list[Factor]) -> list[Factor]:
-    """Return factors with the same sum, those of one derived tensor merged before the way back."""
+    """Return factors with the same sum, merging those of one derived tensor before the way back."""
     uses: dict[Node, list[Pulled]] = {}
     found: list[Factor] = []
     for factor in factors:
@@ -45,8 +45,8 @@ class Parts:
 
     Attributes:
         inner: factor of one part.
-        places: (n,) the elements of the tensor that it holds.
-        others: the other parts; None behind the last.
+        places: (n,) the elements of the tensor in this part.
+        others: the other parts; None for the last.
         shape: the whole's.
     """
 
@@ -74,9 +74,9 @@ class Parts:
 
 
 def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction | None:
-    """Return the squared norms of a parameter of which parts of one derived tensor were computed.
+    """Return the squared norms of a parameter used through parts of one derived tensor.
 
-    Their gradients are pulled back at once, to all parameters that were delivered just the same.
+    The parts' gradients are pulled back at once, to all parameters with the same deliveries.
 
     Args:
         root: the parameter.
@@ -84,7 +84,7 @@ def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction
         workspace: bytes of scratch.
 
     Returns:
-        None for anything else.
+        None for a parameter used in any other way.
     """
     nodes = {item.node for item in delivered if type(item) is Pulled}
     if not 1 < len(nodes) <= MOST_PARTS or any(type(item) is not Pulled for item in delivered):
@@ -113,7 +113,7 @@ def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction
 
 
 def _whole_of(node: Node) -> Node:
-    """Return the tensor of which a derived one is a part, not counting the parameter itself."""
+    """Return the derived tensor of which a node is a part: itself if only a parameter is."""
     while isinstance(node, Derived) and is_isometric(node) and not is_cast(node):
         if not isinstance(node.parents[0], Derived):
             break
@@ -122,7 +122,7 @@ def _whole_of(node: Node) -> Node:
 
 
 def _are_same(one: Sequence, other: Sequence) -> bool:
-    """Whether two parameters were delivered factors of the same tensors."""
+    """Whether two parameters have factors of the same tensors."""
     pairs = zip(one, other)  # noqa: B905
     return len(one) == len(other) and all(
         type(a) is Pulled and a.inner is b.inner and a.node is b.node for a, b in pairs

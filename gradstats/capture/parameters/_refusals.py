@@ -1,4 +1,4 @@
-"""Operations that are refused, with the error and its remedy."""
+"""The errors for refused operations, with their remedies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._tensors import first_node, node_of
 from gradstats.errors import UnsupportedOperationError
 
-# The remedy where tensors are nested.
+# The remedy for nested tensors.
 PACK = (
     "Pack the examples into one row: a jagged tensor's values() as the batch, with "
     "cu_seqlens=x.offsets()."
 )
 
-# The remedy where gradients are changed on their way to a parameter.
+# The remedy for hooks that change gradients on their way to a parameter.
 BACKWARD_OF_ONES_OWN = (
     "Register the hook on the parameter, if it changes what training does alone; where it belongs "
     "to the gradients that are measured, have a torch.autograd.Function return the tensor and "
@@ -49,13 +49,13 @@ def refusal(func, node: Node, reason: str, remedy: str) -> UnsupportedOperationE
 
 
 def check_nested(func, operands: Sequence[Tensor]) -> None:
-    """Refuse an operation of nested tensors and parameters."""
+    """Refuse an operation on nested tensors and parameters."""
     if any(item.is_nested for item in operands):
         refuse(func, first_node(*operands), "of nested tensors has no rule", PACK)
 
 
 def check_has_sizes(func, result: Tensor) -> None:
-    """Refuse a nested tensor of data that has no sizes, which say where examples lie."""
+    """Refuse a nested tensor of data that has no sizes to say where examples lie."""
     if result.layout == torch.strided:
         raise UnsupportedOperationError(
             f"{function_name(func)} makes a nested tensor of the strided layout, which has no "
@@ -65,7 +65,7 @@ def check_has_sizes(func, result: Tensor) -> None:
 
 
 def refuse_change(func, node: Node) -> NoReturn:
-    """Refuse an operation that changes in place what belongs to no example."""
+    """Refuse an in-place change of a tensor that belongs to no example."""
     reason = "changes a tensor in place that belongs to no example, which has no rule"
     refuse(func, node, reason, "Write it out of place.")
 

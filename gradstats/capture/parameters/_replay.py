@@ -1,4 +1,4 @@
-"""Derived tensors computed again, to pull gradients back to the parameters they come from."""
+"""Derived tensors computed again, to pull gradients back to their parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.contractions import total
 from gradstats.errors import UnsupportedOperationError
 
-# How far the backward of a custom Function may be from linear, relative to the norms of what it
-# returns: it may compute in a lower precision than the dtype of its results suggests.
+# How far the backward of a custom Function may be from linear, relative to the norms of its
+# results: it may compute in a lower precision than their dtype suggests.
 LINEAR_TOLERANCE = {torch.float64: 1e-6}
 OTHER_TOLERANCE = 2e-2
 
-# Linearity is checked with gradients weighted by up to this factor: those of losses averaged over a
-# batch are smaller by about as much, and a backward that clips gradients might leave them alone.
+# Linearity is checked with gradients multiplied by up to this factor: gradients of losses averaged
+# over a batch are smaller by about as much, and a backward that clips might not change those.
 LARGEST_WEIGHT = 1024
 
-# Gradients this many times smaller than what the rounding of unit ones changes hold no digits.
+# Differences of up to so many roundings of the gradients are taken for rounding.
 ROUNDING = 8
 
 # PyTorch's error message where a backward cannot be differentiated.
@@ -50,7 +50,7 @@ class Replay:
         """Return the roots' per-example gradients, given a factor of the derived tensor."""
         cotangents = factor.dense().to(self.value)
         if len(cotangents) == 1:
-            # Without the preparations for a batch, which take longer than many a backward.
+            # Not as a batch, whose preparation takes longer than many a backward.
             return [pulled.unsqueeze(0) for pulled in self.pull(cotangents[0])]
         try:
             # Anomaly detection cannot look for NaN in a batch of gradients.
@@ -60,7 +60,7 @@ class Replay:
                 )
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # not every backward takes a batch: that of a sparse product does not
+        except RuntimeError:  # not every backward supports batches: a sparse product's does not
             return self._pull_in_turn(cotangents)
         return [_dense(pulled) for pulled in found]
 
@@ -77,10 +77,10 @@ class Replay:
     def push(self, direction: Tensor) -> Tensor | None:
         """Return how the derived tensor changes when its only root changes by ``direction``.
 
-        Computed as the derivative of ``pull``, which is linear in its cotangent. None where PyTorch
-        cannot differentiate an operation's backward, as with fused attention, where that returns
-        zeros whatever it is given, as with ``sign``, where it gets values that are not finite, and
-        where the derivative is another operation's, as with ``scale_grad_by_freq``.
+        Computed as the derivative of ``pull``, which is linear in its cotangent. None if PyTorch
+        cannot differentiate an operation's backward (fused attention), if that is zero for every
+        cotangent (``sign``), if the result is not finite, and if the derivative is not that of the
+        operation (``scale_grad_by_freq``).
         """
         with torch.enable_grad():
             cotangent = torch.zeros_like(self.value, requires_grad=True)
@@ -103,7 +103,7 @@ class Replay:
         return pushed if self._are_adjoint(direction, pushed) else None
 
     def _are_adjoint(self, direction: Tensor, pushed: Tensor) -> bool:
-        """Whether ⟨direction, pull(pushed)⟩ = ⟨pushed, pushed⟩, as it is if push is right."""
+        """Whether ⟨direction, pull(pushed)⟩ = ⟨pushed, pushed⟩, as must be if push is right."""
         (pulled,) = self.pull(pushed)
         met = direction.to(pulled).where(pulled != 0, 0)
         difference = (met * pulled).sum() - pushed.square().sum()
@@ -117,7 +117,7 @@ def _weighted(weights: Tensor, gradients: Tensor) -> Tensor:
 
 
 def _dense(pulled: Tensor) -> Tensor:
-    """Return a gradient in the dtype of statistics, a sparse one of embeddings made dense."""
+    """Return a gradient in the accumulation dtype, and dense, which embeddings' may not be."""
     dense = pulled if pulled.layout == torch.strided else pulled.to_dense()
     return dense.to(compute_dtype(dense))
 
@@ -140,14 +140,14 @@ class FunctionReplay(Replay):
         return found
 
     def pull(self, cotangent: Tensor) -> list[Tensor]:
-        # A copy: a backward may change the gradient that it is given.
+        # A copy, because a backward may change the gradient that it is given.
         given = cotangent.to(self.value, copy=True)
         with (
             torch._C._EnableTorchFunction(),
             torch._C.DisableTorchFunctionSubclass(),
             OneBackward(self),
         ):
-            # torch.autograd.grad would set the mode aside.
+            # Not torch.autograd.grad, which would disable the mode.
             given_to = torch.autograd.Variable._execution_engine.run_backward(
                 (self.value,),
                 (given,),
@@ -157,7 +157,7 @@ class FunctionReplay(Replay):
                 allow_unreachable=True,
                 accumulate_grad=False,
             )
-        # The Function may give an operand no gradient.
+        # The Function may return no gradient for an operand.
         found = [
             torch.zeros_like(leaf) if pulled is None else pulled
             for leaf, pulled in zip(self.leaves, given_to, strict=True)
@@ -167,14 +167,14 @@ class FunctionReplay(Replay):
     def _check_linear(self, cotangents: Tensor, found: Sequence[Tensor]) -> None:
         """Raise unless the backward of a sum is the sum of the backwards.
 
-        Otherwise the examples' gradients would not add up to that of the batch, and would depend on
-        how the losses are scaled.
+        Otherwise the examples' gradients would not add up to the batch's, and would depend on the
+        scale of the losses.
         """
         count = len(cotangents)
         weights = torch.linspace(LARGEST_WEIGHT / 2, LARGEST_WEIGHT, count).to(cotangents)
         together = self.pull(torch.tensordot(weights, cotangents, 1))
         tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
-        # What is nothing but rounding adds up to anything.
+        # Gradients that are only rounding errors add up to anything.
         rounding = ROUNDING * torch.finfo(cotangents.dtype).eps * _weighted(weights, cotangents)
         for pulled, whole in zip(found, together, strict=True):
             own = weights.to(pulled)
@@ -195,7 +195,7 @@ class FunctionReplay(Replay):
 
 
 class FunctionStep(FunctionReplay):
-    """What a custom autograd Function made of an operand, computed again from that alone."""
+    """The result of a custom autograd Function, computed again from one operand."""
 
     def __init__(self, node: Derived, parent: Node):
         self.value, known = node.step()
@@ -203,17 +203,17 @@ class FunctionStep(FunctionReplay):
         self.described, self.names = node.describe(), parent.names
 
     def slope(self, factor: Factor) -> Tensor | None:
-        """Return what the backward multiplies gradients by, element by element.
+        """Return the elementwise factor by which the backward multiplies gradients.
 
-        None where it does anything else, which is found by trial: on ones, on the sum of the
-        gradients, on the first example's and on random numbers of their size, all with both signs.
+        None if it does anything else, which is tested on the sum of the gradients, on the first
+        example's and on random numbers of their size, all with both signs.
 
         Args:
             factor: of the result.
         """
         (slope,) = self.pull(torch.ones_like(self.value))
         largest = LARGEST_WEIGHT * total([factor])
-        # Of a generator of its own: the user's go on as they would.
+        # From a separate generator, to leave the user's as they are.
         numbers = torch.randn(largest.shape, generator=torch.Generator().manual_seed(0))
         numbers = numbers.to(largest) * largest.abs().max().nan_to_num(nan=1).clamp(min=1e-3)
         first = factor.select(slice(0, 1)).dense()[0]
@@ -229,7 +229,7 @@ class FunctionStep(FunctionReplay):
 
 
 class OneBackward(TorchFunctionMode):
-    """Refuses a backward started inside the backward of a Function that is pulled back.
+    """Refuses a backward started inside a Function's backward.
 
     It would accumulate gradients once for each example, and might reach parameters unseen.
     """
@@ -248,6 +248,6 @@ class OneBackward(TorchFunctionMode):
                 f"the parameters out by name with exclude={self.replay.names!r}.",
                 self.replay.names,
             )
-        # This is no part of the user's step: other modes need not see it.
+        # Not part of the user's step: other modes need not see it.
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Functions and methods of TorchScript, made visible as operations of which nothing is known.
+"""Functions and methods of TorchScript, made visible as opaque operations.
 
 PyTorch does not show function modes what TorchScript runs. From the first context on, every call
 passes through here.
@@ -17,7 +17,7 @@ from gradstats.capture.parameters._transforms import transform_level
 
 @cache
 def show_scripts() -> None:
-    """Make what TorchScript computes visible, even if it was compiled before the first context."""
+    """From now on, show calls of TorchScript to contexts, even if it was compiled before."""
     for kind in SCRIPTS:
         kind.__call__ = _following(kind.__call__)  # type: ignore[method-assign]
 

@@ -1,11 +1,10 @@
-"""Parameters that were repeated for the batch, as data from there on.
+"""Parameters that were repeated for the batch, treated as data from there on.
 
 Learned queries and latents are expanded to the batch, and may pass through layers before they meet
-data. Each example's gradient is then that of its own slice, but to pull one of them back costs as
-much as to pull back all. What was computed of the repeated parameters is therefore computed again
-in a context of its own, in which the slices are data of the batch, and rules give factors as lean
-as for any data. That the slices are kept apart is not taken for granted: where they meet, such a
-context refuses, and examples are pulled back one by one.
+data. Each example's gradient is then that of its own slice, but pulling one of them back costs as
+much as pulling back all. So what was computed from the repeated parameters is computed again in a
+separate context, in which the slices are data, and rules give factors as lean as for any data. If
+slices of different examples meet, that context refuses, and examples are pulled back one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ REPEATS = EXPANDS | frozenset(variants("repeat"))
 def repeated_in(node: Node, batch: int) -> list[Derived]:
     """Return the tensors nearest to the parameters that hold a copy for each of ``batch`` examples.
 
-    The copies lie along their first axis, which what they were made of has not, or of size 1.
+    The copies lie along their first axis, which the repeated tensors lack, or have with size 1.
     """
     found: dict[Derived, None] = {}
     waiting, seen = [node], set()
@@ -55,16 +54,16 @@ def repeated_in(node: Node, batch: int) -> list[Derived]:
 
 @dataclass(frozen=True)
 class Slices(Pulled):
-    """The factor of a parameter that is given by gradients of slices, one of each example."""
+    """The factor of a parameter given by gradients of slices, one for each example."""
 
 
 def as_slices(factor: Factor, node: Derived) -> dict[Root, list[Factor]] | None:
-    """Return a factor of a tensor as that of all its parameters, where slices alone have it.
+    """Return the factors of all parameters behind a tensor that has a slice for each example.
 
     They wait for the end of the backward (see ``Root.of_slices``).
 
     Returns:
-        The factors; None where the tensor is not known to hold a slice of each example.
+        The factors; None if the tensor is not known to have a slice for each example.
     """
     tracker, factor = node.tracker, lean(factor)
     if is_compiling() or tracker.packed or tracker.settings.consumer is not None:
@@ -97,14 +96,14 @@ class Collected:
         ]
 
 
-# Called with a model, its number of examples and what takes its factors, returns a context.
+# Called with a model, its number of examples and a consumer of its factors; returns a context.
 MakeTracker: TypeAlias = Callable[[nn.Module, int, Consumer], Any]
 
 
 def take_slices(roots: Sequence[Root], make_tracker: MakeTracker) -> None:
-    """Have lean factors in place of those of parameters that were repeated for the batch."""
+    """Replace the factors of parameters that were repeated for the batch by lean ones."""
     slices = (each for root in roots for each in root.delivered if isinstance(each, Slices))
-    # One for each tensor, of which each parameter has its own.
+    # One for each tensor: each of its parameters has a factor of its own.
     pulled = {(id(each.inner), each.node): each for each in slices}
     found = factors_of_slices(make_tracker, pulled.values()) if pulled else None
     if found is None:
@@ -117,14 +116,14 @@ def take_slices(roots: Sequence[Root], make_tracker: MakeTracker) -> None:
 def factors_of_slices(
     make_tracker: MakeTracker, pulled: Iterable[Slices]
 ) -> dict[Root, Sequence[Factor]] | None:
-    """Return the factors of all parameters from which some slices were computed.
+    """Return the lean factors of all parameters from which some slices were computed.
 
     Args:
         make_tracker: makes the context.
         pulled: the slices' gradients.
 
     Returns:
-        The factors; None where the slices do not belong to one example each.
+        The factors; None if a slice does not belong to exactly one example.
     """
     pulled = list(pulled)
     batch = pulled[0].batch
@@ -135,8 +134,8 @@ def factors_of_slices(
     collected = Collected()
     tracker = make_tracker(weights, batch, collected)
     constants = _constants_behind(pulled)
-    # Those with a row for each example, such as first states, are taken for theirs like any such
-    # data, unless rows of different examples meet then.
+    # Constants with a row for each example, such as initial states, count as data here, which is
+    # refused if rows of different examples meet.
     rows = [each for each in constants if each.shape[:1] == (batch,) and not tracker.is_data(each)]
     tracker.keep_constant(each for each in constants if each.shape[:1] != (batch,))
     tracker.take_batch(rows)
@@ -145,7 +144,7 @@ def factors_of_slices(
             tracker.open()
             known: dict[Any, Tensor] = dict(zip(roots, weights, strict=True))
             for copies, zero in zip(repeated, zeros, strict=True):
-                # Data from here on: by contract, what comes from outside of a context is.
+                # Data from here on: by contract, tensors from outside a context are.
                 known[copies] = copies.replay(known) + zero
             losses = sum(_losses(each, known) for each in pulled)
             if tracker.order_of(losses) is not None:
@@ -153,13 +152,13 @@ def factors_of_slices(
             tracker.backward_without_gradients(losses.sum())  # type: ignore[union-attr]
     except torch.OutOfMemoryError:
         raise
-    except (GradStatsError, RuntimeError):  # the latter where a backward cannot run once more
+    except (GradStatsError, RuntimeError):  # the latter if a backward cannot run again
         return None
     finally:
         tracker.close()
         for each in rows:
             tracker.mark_constant(each)
-        # Their tensors' graphs lead back to the context, which refers to what collected them.
+        # The factors' graphs lead back to the context, which refers to their collector.
         factors, collected.factors = collected.factors, {}
     return {root: factors.get(str(number), ()) for number, root in enumerate(roots)}
 
@@ -169,7 +168,7 @@ def _losses(pulled: Slices, known: dict[Any, Tensor]) -> Tensor:
     again = pulled.node.replay(known)
     with torch._C.DisableTorchFunction():
         pulled.node.check_same(again)
-    gradient = total([pulled.inner])  # of each slice is that of its own example
+    gradient = total([pulled.inner])  # each slice has the gradient of its own example
     return (again.to(gradient.dtype) * gradient).reshape(pulled.batch, -1).sum(1)
 
 

@@ -34,9 +34,9 @@ def _product_with(right, left):
     return torch.matmul(left, right)
 
 
-# Functions in Python that the compiler looks into, and what it is to record: where they ask again
-# whether an operand's class replaces them, it cannot follow. Methods and operators reach it as
-# functions of its own, which have their names alone.
+# What the compiler is to record for functions written in Python: it looks into these, and cannot
+# follow their own dispatch on operands' classes. Methods and operators reach it as functions of its
+# own, which only share their names.
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.pad: torch._C._nn.pad,
     functional.rms_norm: torch.rms_norm,
@@ -59,7 +59,7 @@ class TrackedParameter(torch.nn.Parameter):
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo):
-        # The copy is an ordinary parameter, which no context tracks.
+        # The copy is an ordinary parameter that no context tracks.
         with torch._C.DisableTorchFunctionSubclass():
             result = super().__deepcopy__(memo)
         result.__class__ = torch.nn.Parameter
@@ -76,7 +76,7 @@ class TrackedParameter(torch.nn.Parameter):
 
 
 def release(parameter: torch.nn.Parameter) -> None:
-    """Stop tracking a parameter, and leave it as it was before."""
+    """Stop tracking a parameter, and restore it."""
     parameter.__dict__.pop("_gradstats", None)
     parameter.__class__ = torch.nn.Parameter  # what it was: see check_trackable
 
@@ -95,10 +95,10 @@ TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor, FunctionalTensor})
 
 @cache
 def show_parameters() -> None:
-    """Let a parameter be made of a tracked tensor as of any other: a new leaf, with its numbers.
+    """Allow a parameter to be made from a tracked tensor, as a new leaf with its values.
 
-    PyTorch demands of subclasses that detaching them returns one of their kind. It is never undone,
-    like other changes to PyTorch (see ``_functions``).
+    PyTorch requires that detaching a tensor of a subclass returns one of that subclass. This is
+    never undone, like other changes to PyTorch (see ``_functions``).
     """
     made = torch.nn.Parameter.__new__
 
@@ -113,7 +113,7 @@ def run(func, args, kwargs):
     """Run an operation on tracked tensors as their context prescribes."""
     if torch.compiler.is_dynamo_compiling():
         return _record(func, args, kwargs)
-    # The context of the first tracked operand decides; copies of parameters belong to none.
+    # The context of the first tracked operand handles it; copies of parameters belong to none.
     operands = operands_of(args, kwargs)
     for item in operands:
         if type(item) in TRACKED_TYPES:
@@ -132,9 +132,9 @@ def _record(func, args, kwargs):
                 return partial(METHODS[func.__self__.__name__], args[0])
             # PyTorch 2.11 asks for methods written in Python this way, and cannot trace the answer.
             leave_graph("a method of a parameter that is written in Python")
-        # Where a mode is on, the compiler leads every property of a subclass back here. This cannot
-        # move into the next block: the compiler of PyTorch 2.11 would then leave the mode off for
-        # the whole graph.
+        # With a mode on, the compiler calls this for every property of a subclass. Not merged with
+        # the block below: the compiler of PyTorch 2.11 would then disable the mode for the whole
+        # graph.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
     func = OPERATORS.get(getattr(func, "__name__", ""), FUNCTIONS.get(func, func))
@@ -143,7 +143,7 @@ def _record(func, args, kwargs):
 
 
 def node_of(item) -> Node | None:
-    """Return the node of a tracked tensor, None for everything else."""
+    """Return the node of a tracked tensor; None for everything else."""
     return getattr(item, "_gradstats", None) if type(item) in TRACKED_TYPES else None
 
 
@@ -158,7 +158,7 @@ def first_node(*items) -> Node:
 
 
 def wrap(node: Derived) -> torch.Tensor:
-    """Return the tensor that user code sees for a derived node."""
+    """Return the tensor that user code gets for a derived node."""
     node.tracker.derived = True
     value = node.value
     traced = isinstance(value, FunctionalTensor)
@@ -171,19 +171,19 @@ def wrap(node: Derived) -> torch.Tensor:
 
 
 def show(node: Derived, tensor: torch.Tensor) -> None:
-    """Let a tensor in the user's code stand for a derived node."""
+    """Have a tensor in the user's code represent a derived node."""
     tensor._gradstats = node  # type: ignore[attr-defined]
     node.shown = ref(tensor)
     node.tracker.visible[node] = None
 
 
 def value_of(item):
-    """Return the plain tensor that a tracked one stands for, and everything else as it is."""
+    """Return the plain tensor of a tracked one; everything else unchanged."""
     node = node_of(item)
     return item if node is None else node.value
 
 
 def unwrap(item):
-    """Return a derived tensor as the plain one it stands for, and everything else as it is."""
+    """Return the plain tensor of a derived one; everything else unchanged."""
     node = node_of(item)
     return node.value if isinstance(node, Derived) else item

@@ -1,10 +1,10 @@
 """The transforms of torch.func, and torch.vmap of data and of parameters.
 
-PyTorch does not show function modes what enters and leaves a transform, and inside one tensors do
-not have the axes that they have outside. From the first context on, every call of ``torch.vmap``
-passes through here. Where it maps over nothing but the examples it runs as always. Otherwise its
-function is called on one slice after the other, as vmap is defined, so that each operation is seen
-with its true shapes. What other transforms compute from parameters is refused.
+PyTorch does not show function modes what enters and leaves a transform, and inside one tensors lack
+axes that they have outside. From the first context on, every call of ``torch.vmap`` passes through
+here. If it maps over nothing but the examples, it runs as usual. Otherwise its function is called
+on one slice after the other, as vmap is defined, so that each operation is seen with its true
+shapes. What other transforms compute from parameters is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradstats.errors import UnsupportedOperationError
 
 AT_ONCE = apis.vmap_impl
 
-# The number of transforms that the running code is nested in; None outside of all.
+# Returns the number of transforms around the running code; None outside of all.
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
@@ -44,7 +44,7 @@ class HiddenError(UnsupportedOperationError):
 def check_hidden(tracker, func, args, kwargs, result) -> None:
     """Refuse what a transform computes from trained data, whose axes are hidden there.
 
-    What it takes from elsewhere that is data is noted.
+    Note whether it uses data that it was not given.
     """
     tracker.maps_data = tracker.maps_data or any(
         unwrapped(item) is item and tracker.is_data(item) for item in operands_of(args, kwargs)
@@ -69,7 +69,7 @@ def _hidden(what: str) -> HiddenError:
 
 @cache
 def show_vmap() -> None:
-    """Make what torch.vmap maps over visible, even if it was called before the first context."""
+    """From now on, show calls of functions that torch.vmap returned, even earlier, to contexts."""
     apis.vmap_impl = vmapped  # type: ignore[assignment]
 
 
@@ -103,7 +103,7 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
         if mode.tracker.maps_examples and any(map(mode.tracker.is_trained, whole)):
             raise _hidden("torch.vmap inside torch.vmap, of what the outer one does not map,")
         return call.at_once()
-    # Between graphs the compiler intercepts every call; in here there is nothing to trace.
+    # Between graphs the compiler would trace every call; there is nothing to trace here.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
     return run(mode.tracker, call)
 
@@ -120,7 +120,7 @@ def _run(tracker, call: Vmap):
             with tracker.mapping_examples(bool(layouts)):
                 result = call.at_once()
         except HiddenError:
-            pass  # the function uses something that it was not given as an argument
+            pass  # the function uses tracked values that are not arguments
         else:
             _place(tracker, bool(tracker.data_among(operands)), layouts, result, call.out_dims)
             return result
@@ -148,9 +148,9 @@ def _run(tracker, call: Vmap):
 
 
 def _noted(tracker, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function under vmap that notes what it returns as it stands outside of vmap.
+    """Return a function under vmap that notes results which vmap has not mapped.
 
-    Such results are repeated, and have the examples along other axes than what was mapped.
+    Such results are repeated, and have the examples along other axes than mapped ones.
     """
 
     @wraps(function)
@@ -174,7 +174,7 @@ def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Example
 
     Returns:
         The layouts; None if there are parameters among the operands, or data that are mapped along
-        another axis or not at all. None of data that are nobody's, as masks of all positions.
+        another axis or not at all. Empty for data that belong to no example, such as masks.
     """
     if any(node_of(item) is not None for item, _ in mapped):
         return None
@@ -191,7 +191,7 @@ def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Example
 def _place(tracker, data: bool, layouts: list[Examples], result, out_dims) -> None:
     """Note where the examples lie in results of a function that was mapped over them.
 
-    Results are constant where it was given no data, and met none that it was not given.
+    Results are constant if it was given no data and used none otherwise.
     """
     leaves = pytree.tree_leaves(result)
     for leaf, dim in zip(leaves, _dims_of(out_dims, result), strict=True):
@@ -204,7 +204,7 @@ def _place(tracker, data: bool, layouts: list[Examples], result, out_dims) -> No
 
 
 def _dims_of(out_dims, result) -> list[int | None]:
-    """Return the axis along which each result is mapped, read from ``out_dims`` as vmap does."""
+    """Return the axis along which each result is mapped, by ``out_dims`` as vmap reads it."""
     if isinstance(result, Tensor) and isinstance(out_dims, tuple) and len(out_dims) == 1:
         (out_dims,) = out_dims
     structure = pytree.tree_structure(result)

@@ -1,4 +1,4 @@
-"""Rules: which factor an operation's use of a parameter has. One file for each family.
+"""Rules: the factors of a parameter's use by each operation. One file for each family.
 
 A rule is called as ``rule(tracker, function, *args, **kwargs)`` with the operation's own arguments,
 at least one of them tracked and at least one of them data, and returns the operation's result.
@@ -11,8 +11,8 @@ _normalization  normalisation layers; _affine the factors of their scale and shi
 _elementwise    everything that broadcasts; _summed sums of terms, _per_example all the rest
 _sampling       grid_sample
 _in_place       data written into what was made of parameters
-_attention, _recurrent    layers that arrive whole and are taken apart
-_composed       operations written with others
+_attention, _recurrent    layers that arrive as one operation and are taken apart
+_composed       operations composed of others
 _single         operations on data of one example without an axis for it
 """
 

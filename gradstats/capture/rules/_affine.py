@@ -1,4 +1,4 @@
-"""The factors of scale and shift of normalisation layers.
+"""The factors of the scale and shift of normalisation layers.
 
 PyTorch computes the layer and its gradients; in backward the normalised input x̂ is computed again
 from the input, which the layer keeps anyway.

@@ -1,4 +1,4 @@
-"""Operations that are written with others, which have rules of their own."""
+"""Operations composed of others that have rules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Operations in which a parameter is broadcast against data, or stands beside them.
+"""Operations that broadcast a parameter against data, or join it to them.
 
-Each example is shown its own view of the parameter (expanded, not copied), and PyTorch's own
-operation and its own gradient do the rest: no formula for any single operation is needed. Products
-and sums have kernels of their own on CUDA (``_broadcast``), which write no gradient of an example.
+Each example gets its own view of the parameter (expanded, not copied), and PyTorch's own operation
+and gradient do the rest, without a formula for each operation. Products and sums have their own
+kernels on CUDA (``_broadcast``), which write no per-example gradients.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _with_constants(tracker, data: Sequence[Tensor], items):
 def _product_or_sum(
     tracker, func, node: Node, layout: ExampleLayout, first: Tensor, second: Tensor
 ):
-    """Return x ∘ w or x + b with its statistics attached; None where there is no short way."""
+    """Return x ∘ w or x + b with its factors attached; None if there is no short cut."""
     settings, multiply = tracker.settings, func in PRODUCTS
     position = 0 if node_of(second) is not None else 1
     x, value = (first, second) if position == 0 else (second, first)

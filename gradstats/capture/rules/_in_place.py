@@ -1,4 +1,4 @@
-"""Data written into what was made of parameters, which holds the examples from then on."""
+"""Data written into derived tensors, which are data from then on."""
 
 from __future__ import annotations
 

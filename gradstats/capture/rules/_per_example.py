@@ -1,4 +1,4 @@
-"""An operation of PyTorch's in which every example has its own view of each tracked operand."""
+"""PyTorch's operations with a view of each tracked operand for every example."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Where a parameter meets data, and what its use delivers.
+"""Uses: where a parameter meets data, and the factors that it delivers.
 
 _dispatch    what happens to an operation that touches a tracked tensor
 _uses        what all uses share, and how their factors reach the parameters
-_hooked      uses as a hook on the node of PyTorch's own operation; small ones are contracted
-_together    together; as autograd Functions:
+_hooked      uses as a hook on the node of PyTorch's own operation
+_together    small ones contracted together
+             and uses as autograd Functions:
 _layer       a weight and a bias: of _linear, products with a matrix, and of _convolution
 _normalization, _broadcast   normalisation layers, scales and shifts on chip
 _views, _product             everything that broadcasts; products index by index

@@ -1,4 +1,4 @@
-"""Broadcast products and sums by the kernels: one pass gives gradients and squared norms."""
+"""Broadcast products and sums by the kernels, with gradients and squared norms in one pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradstats.contractions import Fused, _triton, _triton_layers, summed
 
 @dataclass(frozen=True)
 class Broadcast:
-    """How the axes of data divide into positions and the channels of a parameter.
+    """How the axes of data divide into positions and channels of the parameter.
 
     Attributes:
         layout: where the examples lie.

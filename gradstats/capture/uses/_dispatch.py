@@ -1,4 +1,4 @@
-"""What happens to an operation that touches a tracked tensor.
+"""What happens to an operation with a tracked operand.
 
 no data among its operands    the result is derived: it belongs to no example yet
 data, and a rule              the rule attaches the use's factor to the result's gradient
@@ -93,7 +93,7 @@ def dispatch(
 
 
 def _found_among(tracker, func, operands: Sequence[Tensor]) -> tuple[list[Node], bool, bool, bool]:
-    """Return what stands among operands; raise where contexts of two models meet.
+    """Inspect an operation's operands; raise if contexts of two models meet.
 
     Returns:
         The nodes of the tracked ones; whether any is of data, of complex numbers, and sparse.
@@ -144,7 +144,7 @@ def _dense(item):
 
 
 def _number(item):
-    """Return the number that a tensor of one integer holds; anything else as it is."""
+    """Return the value of a 0-dim integer tensor; anything else unchanged."""
     integer = isinstance(item, Tensor) and item.dim() == 0 and item.dtype in INTEGERS
     return int(item) if integer and node_of(item) is None else item
 

@@ -1,9 +1,9 @@
 """The gradients of all gates of a recurrent layer from PyTorch's own backward of a layer.
 
-Where the weight of the input is the identity, what is read is what it contributes to the gates, and
-its gradient theirs: a layer with that weight, given W_ih x + b_ih to read, finds the gradients of
-all steps in one call. On a GPU, where cuDNN goes through all steps in one kernel, that is one more
-forward and half a backward of the layer, in place of several kernels for each step.
+If the input weight is the identity, a layer's input is its contribution to the gates, and has the
+gradient of the gates: so a layer with that weight and the input W_ih x + b_ih yields the gradients
+of all steps in one call. On a GPU, where cuDNN runs all steps in one kernel, that is one more
+forward and half a backward of the layer instead of several kernels for each step.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gradstats._factors import cast
 if TYPE_CHECKING:
     from gradstats.capture.uses._recurrence import States, Steps, Sweep
 
-# Kinds of devices where one call takes less time than a loop over the steps.
+# Devices on which one call is faster than a loop over the steps.
 AT_ONCE_ON = frozenset({"cuda"})
 
 
 def are_found_at_once(sweep: Sweep, rows: Tensor) -> bool:
-    """Whether a layer's gates have their gradients from one call."""
-    # Sequences of several lengths cannot be turned round together.
-    turned = sweep.steps.reverse and not sweep.steps.even
-    return rows.device.type in AT_ONCE_ON and sweep.projection is None and not turned
+    """Whether to compute the gradients of a layer's gates by one call."""
+    # Sequences of different lengths cannot be reversed together.
+    uneven = sweep.steps.reverse and not sweep.steps.even
+    return rows.device.type in AT_ONCE_ON and sweep.projection is None and not uneven
 
 
 def find_at_once(
@@ -73,7 +73,7 @@ def find_at_once(
 
 
 def _run(sweep: Sweep, steps: Steps, read: Tensor, states: States, weights: list[Tensor]) -> Any:
-    """Run PyTorch's layer, in training mode: cuDNN keeps what its backward needs in no other."""
+    """Run PyTorch's layer in training mode: otherwise cuDNN saves nothing for its backward."""
     sizes = () if steps.even else (torch.tensor(steps.sizes),)
     layout = (False,) if steps.even else ()
     options = sweep.state_bias is not None, 1, 0.0, True, False, *layout
@@ -83,19 +83,19 @@ def _run(sweep: Sweep, steps: Steps, read: Tensor, states: States, weights: list
 
 @contextmanager
 def weights_apart() -> Iterator[None]:
-    """Have PyTorch not warn of weights that do not lie in memory as those of a whole module do."""
+    """Suppress PyTorch's warning about weights that are not contiguous in memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "RNN module weights are not part of single")
         yield
 
 
 def as_given(states: Sequence[Tensor]) -> Any:
-    """Return a layer's states as PyTorch takes them: a single one stands alone."""
+    """Return a layer's states as PyTorch takes them: a single one not in a tuple."""
     return states if len(states) > 1 else states[0]
 
 
 def _laid_out(steps: Steps, rows: Tensor) -> Tensor:
-    """Return rows as a layer of PyTorch's takes them that reads the first step first."""
+    """Return rows as input of a PyTorch layer that reads the first step first."""
     if not steps.even:
         return rows  # packed sequences, read in no other order
     laid_out = rows.unflatten(0, (len(steps.sizes), -1))
@@ -103,7 +103,7 @@ def _laid_out(steps: Steps, rows: Tensor) -> Tensor:
 
 
 def _in_rows(steps: Steps, laid_out: Tensor) -> Tensor:
-    """Return what such a layer returns as rows."""
+    """Return the output of such a layer as rows."""
     if not steps.even:
         return laid_out
     return (laid_out.flip(0) if steps.reverse else laid_out).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Operations followed through a decomposition, which runs in their place or beside them."""
+"""Operations followed through a decomposition, which runs instead of them or beside them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of,
 from gradstats.errors import UnsupportedOperationError
 
 # How much a decomposition's result may differ from the operation's, relative to its norm. The
-# operation may compute in lower precision than its result has; gs.verify is the sharp check.
+# operation may compute in lower precision than its result's dtype; gs.verify is the strict check.
 VALUE_TOLERANCE = {torch.float64: 1e-4}
 OTHER_TOLERANCE = 5e-2
 
@@ -116,7 +116,7 @@ class Grafted:
         raise self._wrong(func, node, problem)
 
     def _check_use(self, func, operands: Sequence[Tensor], shadows: list) -> None:
-        """Raise where no result of the decomposition depends on a parameter: it would get zeros."""
+        """Raise if no result of the decomposition depends on a parameter, which would get zeros."""
         values = [each for each in map(value_of, tensors_in(shadows)) if each.requires_grad]
         nodes = nodes_of(operands)
         used = {node for value in values for node in reached(value, nodes)}
@@ -139,7 +139,7 @@ class Grafted:
 
 
 def _readable(tracker, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Return the operands whose values a decomposition may read; not what waits to be filled."""
+    """Return the operands whose values a decomposition may read, not uninitialised ones."""
     plain = [item for item in operands if node_of(item) is None and not item.is_inference()]
     data = [item for item in plain if tracker.is_data(item) and not tracker.was_blank(item, 0)]
     return [node.value for node in nodes_of(operands)] + data
@@ -200,7 +200,7 @@ class Blocked(torch.autograd.Function):
 
 
 def _beside(tracker, item):
-    """Return an operand for the decomposition: its examples are known, no gradient flows back."""
+    """Return an operand for the decomposition, with its layout, that passes no gradient back."""
     if not isinstance(item, Tensor):
         return item
     # It still has to require grad: examples of trained operands must not meet in the decomposition.
@@ -210,7 +210,7 @@ def _beside(tracker, item):
 
 
 def _without_gradient(node: Node) -> Tensor:
-    """Return a tracked tensor of the node's value whose uses count and give no gradient."""
+    """Return a tracked tensor of the node's value whose uses count but pass no gradient back."""
     value = Blocked.apply(node.value)
     return wrap(Derived(node.tracker, value, Tensor.clone, (node,), {}, None))
 
@@ -247,7 +247,7 @@ class Composed:
 
 
 def watched(tracker, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Return a function's result, with each of its operations handled as if the user had called it.
+    """Run a function, handling each of its operations as if the user had called it.
 
     Modes and subclasses are off in the rule that calls this, and have to be turned on again.
     """

@@ -1,8 +1,8 @@
-"""Operations that PyTorch runs as always, with a hook on the node of their backward.
+"""Operations that PyTorch runs as usual, with a hook on their autograd node.
 
-For these the norms cannot share any work with the training gradient. So operation and backward stay
-PyTorch's, and a hook that runs after the backward reports. It costs less than an autograd Function,
-which would take longer than a small operation itself.
+Here the norms cannot share any work with the training gradient. So operation and backward stay
+PyTorch's, and a hook that runs after the backward reports. That costs less than an autograd
+Function, which would take longer than a small operation itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gradstats.capture.uses._uses import Use, check_derivatives
 
 Gradients = tuple[Tensor | None, ...]
 
-# The key under which an operation's node keeps its ``Hooked`` among its metadata.
+# The key of a node's ``Hooked`` in its metadata.
 KEY = "gradstats"
 
 
@@ -146,7 +146,7 @@ def hooked(
     run: Callable[..., Tensor],
     lookup: Lookup | None = None,
 ) -> Tensor | None:
-    """Return PyTorch's result of an operation, with a hook on its node; None if that cannot be.
+    """Return PyTorch's result of an operation, with a hook on its node; None if not possible.
 
     Args:
         tracker: the context.

@@ -61,11 +61,10 @@ class Layer(Joinable):
     def is_contracted_here(self, use: Use, factor: Factor, want_sum: bool) -> bool:
         """Whether the norms of the weight's factor are computed in the backward of the layer.
 
-        In a graph they are where a kernel gives both: loops over the examples would be unrolled
-        there.
+        In a graph only if a kernel gives both: loops over the examples would be unrolled there.
         """
         if isinstance(factor, Images) or (is_compiling() and not on_chip(factor)):
-            return False  # the sum of images is a product apart
+            return False  # summing images takes a separate product
         return want_sum and use.settings.fused and use.is_sole(0)
 
     def of_bias(self, grad: Tensor) -> Vector | Elementwise:
@@ -166,7 +165,7 @@ def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
 
 
 def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vector | Elementwise:
-    """Return the factor of a bias, Σ_t g_t of each example, summed where no kernel will do that.
+    """Return the factor of a bias, Σ_t g_t of each example, summed unless a kernel will do that.
 
     Args:
         examples: where the examples of ``grad`` lie.

@@ -102,8 +102,8 @@ def is_pytorchs_own(
 ) -> bool:
     """Whether a linear layer is best left to PyTorch, with a hook that reports.
 
-    Who takes inner products takes factors and the training gradient, and a Function's own products
-    may be faster than PyTorch's.
+    Not for a consumer, which also needs factors and the training gradient, and not if a Function's
+    own products are faster than PyTorch's.
     """
     if settings.consumer is not None or not x.is_cpu:
         return False
@@ -116,12 +116,12 @@ def is_pytorchs_own(
 
 
 def by_rows(examples: Examples, x: Tensor) -> Examples:
-    """Return where the examples lie in data (rows, *, d_in) as PyTorch multiplies them: by rows."""
+    """Return the layout of data (rows, *, d_in) after flattening to rows, as PyTorch does."""
     return Examples(examples.batch, 0, examples.fold * math.prod(x.shape[1:-1]))
 
 
 def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether products of our own with data or gradients of these sizes beat PyTorch's."""
+    """Whether our own products are faster than PyTorch's for data or gradients of these sizes."""
     return x.dtype == torch.float32 and pays(math.prod(x.shape[:-1]) * weight.numel())
 
 

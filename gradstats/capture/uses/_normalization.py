@@ -1,4 +1,4 @@
-"""Normalisation layers on chip: one pass over the data gives gradients and squared norms."""
+"""Normalisation layers by the kernels, with gradients and squared norms in one pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class NormalisationUse(torch.autograd.Function):
     def backward(ctx, grad, x, weight, *statistics):
         use, layer = ctx.use, ctx.layer
         wanted = [need and use.settings.weight_gradients for need in ctx.needs_input_grad[4:6]]
-        # Under autocast layers normalise, and gradients come, in a wider dtype than the input's.
+        # Under autocast, layers normalise in a wider dtype than the input's, as are their
+        # gradients.
         own = dtype = x.dtype
         if grad.dtype != own:
             dtype = torch.promote_types(own, grad.dtype)

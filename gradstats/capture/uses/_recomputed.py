@@ -1,8 +1,8 @@
-"""Operations that PyTorch computes as a whole and that the backward takes apart.
+"""Operations that PyTorch computes as a whole, and whose backward is taken apart.
 
 A recurrent layer reaches PyTorch as one operation, whose backward does not show the gradients of
-the products inside. The backward here computes what is inside once more, for the gradients of the
-operands and for their factors.
+the products inside. The backward here computes these again, for the gradients of the operands and
+for their factors.
 
     Recomputed  the operation's results; the backward finds gradients and factors
     JointTap    identity on the results of PyTorch's own operation; the backward finds factors only

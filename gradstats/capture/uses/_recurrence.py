@@ -1,9 +1,9 @@
-"""Recurrent cells, and backpropagation through time where the hidden states are known.
+"""Recurrent cells, and backpropagation through time with known hidden states.
 
 A layer's hidden states are its output. Given these, the gates of all steps are computed at once,
-and each gate's gradient is that of its state times a factor that is known beforehand: only what
-takes a gradient to the previous step has to go step by step (Werbos 1990). On a GPU all of it is
-one call of PyTorch's own (see ``_gates``).
+and each gate's gradient is that of its state times a known factor: only the gradients passed to
+previous steps have to be computed step by step (Werbos 1990). On a GPU a single call of PyTorch's
+own layer does all of this (see ``_gates``).
 
     Elman  h' = tanh(gate) or max(0, gate)
     Lstm   i, f, g, o = gates;  c' = σ(f)·c + σ(i)·tanh(g);  h' = σ(o)·tanh(c')

@@ -1,9 +1,9 @@
-"""Small operations that differ in nothing but their numbers, contracted together.
+"""Small operations that differ only in their operands' values, contracted together.
 
-Where operands are small, calling PyTorch takes most of the time of a contraction. The norms of an
-example depend on its own rows of the operands alone: several uses, their operands copied one behind
-the other along the example axis, are one use by a larger batch, which takes as many calls as one of
-them. They are copied as they arrive, so that it does not matter what happens to them afterwards.
+With small operands, calling PyTorch takes most of the time of a contraction. An example's norms
+depend only on its own rows of the operands: so several uses, with their operands concatenated along
+the example axis, are one use by a larger batch, which takes as many calls as a single one. Operands
+are copied when they arrive, so that it does not matter what happens to them afterwards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.uses._uses import Settings
 from gradstats.contractions import Contraction, sqnorm
 
-# Bytes of an operation's result up to which calls take most of the time of its contraction.
+# Bytes of an operation's result up to which calls dominate the time of its contraction.
 SMALL = 16 * 1024
 # At most so many operations, and bytes of operands, are contracted at once.
 MOST, MOST_BYTES = 64, 256 * 1024
 # Bytes of operands of all kinds that may wait.
 HELD = 4 * 1024 * 1024
-# For fewer operations copying takes as long as it saves.
+# For fewer operations copying costs as much as it saves.
 FEWEST = 3
 
 
@@ -140,7 +140,7 @@ class Group:
         self._waiting: list[Sequence[Root]] = []
 
     def take(self, roots: Sequence[Root], *operands: Tensor) -> bool:
-        """Copy the operands of an operation, the only use of its roots; False if it cannot wait."""
+        """Copy the operands of its roots' only use; return False if it cannot wait."""
         if self.expected < FEWEST:
             return False
         if not self._memory:

@@ -1,4 +1,4 @@
-"""What all uses of parameters have in common, and the simplest of them.
+"""What all uses of parameters have in common, and the simplest use.
 
     Use  the roots that one operation uses, and how its factors reach them
     Tap  identity on the result of an operation that PyTorch computed as always
@@ -101,15 +101,14 @@ class Use:
     def is_tied(self, factor: Outer | Ragged) -> bool:
         """Whether the first node is a parameter whose other uses are all look-ups of its rows.
 
-        Then only the norms of this use's factor are kept, and what cross terms with the look-ups
-        need.
+        Then only the norms of this use's factor are kept, and its products with the look-ups.
         """
         node = self.nodes[0]
         tied = isinstance(node, Root) and self.direct and node.is_projection
         return tied and factor.spans_rows
 
     def check_numbers(self) -> None:
-        """Raise where a parameter does not have the numbers that it was used with."""
+        """Raise if a parameter no longer has the values that it was used with."""
         for place, root in enumerate(self.roots):
             if root.places and not root.is_at(self.times[place] if self.times else 0):
                 remedy = "put them back, or use others by torch.func.functional_call"
@@ -175,7 +174,7 @@ class Use:
 
 
 def given_others(what: str, remedy: str) -> UnsupportedOperationError:
-    """Return the error for numbers of which PyTorch's backward takes now the former, now the new.
+    """Return the error for a tensor of which PyTorch's backward may use the old or the new values.
 
     Which of them depends on what an operation saves: a tensor itself, or a view of it.
     """
@@ -194,7 +193,7 @@ def _norms(factor: Factor | Fused, settings: Settings) -> Contraction:
 
 
 def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
-    """Return what to keep of a factor: where it has to wait for other uses, in lean form."""
+    """Return a factor to keep, in lean form if it has to wait for other uses."""
     return factor if root.has_one_use or isinstance(factor, Fused) else lean(factor)
 
 
@@ -262,7 +261,7 @@ def unseen(again):
 
 
 def check_derivatives(use: Use) -> None:
-    """Raise where a context cannot serve a loss that contains derivatives of the network."""
+    """Raise if a context cannot serve a loss that contains derivatives of the network."""
     if use.tracker.closed:
         raise closed_before(use.nodes[0])
     if transform_level() is not None:

@@ -1,4 +1,4 @@
-"""A parameter as each example sees it, for all operations that broadcast."""
+"""A parameter expanded along the example axis, for all operations that broadcast."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ExampleView(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ExampleLayout:
-    """How a tensor of some shape lines up with the examples of an operation's result.
+    """How tensors align with the example axis of an operation's result, by broadcasting.
 
     Attributes:
         dims: number of axes of the operation's result.
