@@ -48,7 +48,8 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
         # depthwise layers, and two to twenty times as long for others.
         if factor.shape[1] == 1:
             return _triton_layers.depthwise_and_sum(factor)
-        return _by_kernels(factor), _total(factor)
+        dtype = torch.promote_types(factor.input.dtype, factor.grad.dtype)
+        return _by_kernels(factor), summed(factor, dtype)
     if not factor.writes_patches(workspace):
         return _convolved(factor, workspace, alone=factor.way == "alone", with_sum=True)
     results, whole = [], None
@@ -103,11 +104,6 @@ def summed(factor: Patches, dtype: torch.dtype) -> Tensor:
     sizes = (*factor.shape[:2], *factor.kernel)
     operands = factor.input.to(dtype), factor.grad.to(dtype)
     return weight_gradient(*operands, sizes, factor.geometry).reshape(factor.shape)
-
-
-def _total(factor: Patches) -> Tensor:
-    """Return Σ_i G_i in the operands' own precision, as a training step has it."""
-    return summed(factor, torch.promote_types(factor.input.dtype, factor.grad.dtype))
 
 
 def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
