@@ -1,4 +1,4 @@
-"""What the callback of Hugging Face's Trainer asks of it, and how it is saved."""
+"""What the callback needs from Hugging Face's Trainer, and how it is saved."""
 
 from __future__ import annotations
 

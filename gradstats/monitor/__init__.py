@@ -1,15 +1,15 @@
 """Gradient statistics of a training run.
 
 _layers     groups of parameters by a pattern
-_ranks      what several processes tell each other
+_ranks      communication between processes
 _measured   one measured optimizer step on the host
-_arguments  what a caller may pass
+_arguments  checks of the caller's arguments
 _step       one optimizer step being measured, until it goes to the host in one copy
 _context    the context around one forward and backward
 _metrics    the metrics of one step
-_records    what is said about single examples
-_run        what is remembered over the measured steps: averages, spikes, history
-_monitor    the public face: which steps are measured
+_records    records of single examples
+_run        what is kept over the measured steps: averages, spikes, history
+_monitor    the public class: which steps are measured
 _plot       pictures of a run
 """
 

@@ -1,4 +1,4 @@
-"""One measured optimizer step on the host: one vector, taken apart and given its units.
+"""One measured optimizer step on the host: one vector, unpacked and rescaled.
 
 Everything stays on the model's device until the copy, in one float64 vector:
 
@@ -141,7 +141,7 @@ class Pending:
         self._groups, self._lost = groups, lost
 
     def read(self) -> Measured | None:
-        """Copy everything to the host at once, and give it its units; None of a skipped step."""
+        """Copy everything to the host at once, and rescale it; None for a skipped step."""
         lengths = [len(vector) for vector in self._vectors]
         whole = torch.cat(self._vectors) if len(self._vectors) > 1 else self._vectors[0]
         flat = whole.cpu().numpy()
@@ -343,7 +343,7 @@ def _over_pairs(batches: Sequence[Batch], number: np.ndarray, factor: np.ndarray
 
 
 class _Reader:
-    """Takes a vector apart from its beginning."""
+    """Reads a vector from its beginning."""
 
     def __init__(self, vector: np.ndarray):
         self._vector, self._place = vector, 0

@@ -21,7 +21,7 @@ from gradstats.statistics._training import (
 
 
 def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
-    """Return name → number; the formulas stand at ``Monitor`` and in ``_training``.
+    """Return name → number; ``Monitor`` and ``_training`` have the formulas.
 
     Args:
         measured: the step.

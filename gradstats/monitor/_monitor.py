@@ -401,7 +401,7 @@ class Monitor:
         self.steps += 1
 
     def _settle(self) -> None:
-        """Take in the last measured step, if its numbers are still on the device."""
+        """Fetch the last measured step, if its numbers are still on the device."""
         if self._pending is None:
             return
         (number, skipped, pending), self._pending = self._pending, None

@@ -1,4 +1,4 @@
-"""The processes that one optimizer step is spread over, and what they tell each other."""
+"""The processes that share one optimizer step, and communication between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a monitor says about single examples."""
+"""Records of single examples."""
 
 from __future__ import annotations
 

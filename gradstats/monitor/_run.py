@@ -1,4 +1,4 @@
-"""What a monitor remembers of a run over its measured steps."""
+"""What a monitor keeps of a run over its measured steps."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Collector:
         start: Sequence[Tensor | None],
         inputs: Sequence[Tensor] | None,
     ) -> None:
-        """Note what the backward starts from: the optimizer may step before the context closes."""
+        """Note the start of the backward: the optimizer may step before the context closes."""
         if inputs is not None:
             self._check_inputs(inputs)
         held = gradient_sqnorms(self._parameters)
@@ -249,7 +249,7 @@ class Collector:
             )
 
     def _warn_of_hooks(self) -> None:
-        """Say which gradients may be changed before they are read."""
+        """Warn of gradients that hooks may change before they are read."""
         named = zip(self.names, self._parameters, strict=True)
         hooked = [
             name
@@ -267,7 +267,7 @@ class Collector:
             )
 
     def _warn_of_optimizer(self) -> None:
-        """Say where none of its learning rates weighs anything."""
+        """Warn if none of its learning rates applies to a measured parameter."""
         moved = {id(each) for group in self._moved_groups() for each in group["params"]}
         if moved.isdisjoint(map(id, self._parameters)):
             warn(

@@ -1,4 +1,4 @@
-"""Batches as loaders give them: moved to a device, and asked for what they carry."""
+"""Batches from loaders: moved to a device, and searched for ids and bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def look_up(batch: Any, source: str | int | Callable[[Any], Any], what: str) -> Any:
-    """Return what a batch holds there.
+    """Return what a batch holds at a place.
 
     Args:
         batch: of a loader.

@@ -1,4 +1,4 @@
-"""Lending the user's model to a computation: other memory for a while, then as it was."""
+"""Lending the user's model to a computation: other memory for a while, then restored."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _written(model: nn.Module) -> list[Tensor]:
 
 
 def overrides_modes(model: nn.Module) -> bool:
-    """Whether code of the user's runs where the mode is set: it may write to anything."""
+    """Whether setting the mode runs the user's code, which may write to anything."""
     kinds = {type(module) for module in model.modules()}
     return any(
         kind.train is not nn.Module.train or kind.eval is not nn.Module.eval for kind in kinds
@@ -139,7 +139,7 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what memory a tensor lies in; one that has none of its own stands for itself."""
+    """Return the memory of a tensor; itself if it has none."""
     if tensor.layout != torch.strided:
         return id(tensor)
     return tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""Reading checkpoints that nobody vouches for: tensors and plain values, never pickled objects."""
+"""Reading untrusted checkpoints: tensors and plain values, never pickled objects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Content:
 
     Attributes:
         weights: name → value, as a model's ``state_dict()`` gives them.
-        optimizers: the states of optimizers as they stand there; nobody has looked at them.
+        optimizers: the states of optimizers, unchecked.
     """
 
     weights: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What a classifier's probabilities say of a label: margin and EL2N, seen while losses run."""
+"""Margin and EL2N of a classifier's probabilities, observed while losses run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CrossEntropyWatch(TorchFunctionMode):
         self._seen = []
 
     def settle(self) -> None:
-        """Find whose the rows of logits are; of compiled functions that is known once they ran."""
+        """Find the examples of the logits' rows; for compiled functions, known after they ran."""
         self._order = self._problem = None
         for _, logits, *_ in self._seen[:1]:
             try:

@@ -1,4 +1,4 @@
-"""A folder of results that can be gone on with: what it belongs to, and its checkpoints' tiles."""
+"""A folder of results that calls can resume: what it belongs to, and its checkpoints' tiles."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Folder:
         return tiles
 
     def check_circumstances(self, held: dict[str, str], now: dict[str, str], what: str) -> None:
-        """Raise where results that are half done are of other circumstances than what goes on."""
+        """Raise if unfinished results were computed under other circumstances."""
         self._refuse(_differences(held, now), what)
 
     def _warn_of_another(self, name: str) -> None:
@@ -175,7 +175,7 @@ class Folder:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time change what a folder is; a killed one lets go of its lock.
+    """Let one process at a time change a folder; a killed one releases its lock.
 
     Where there are no such locks (Windows, some network file systems) all else works, and a warning
     asks for one process at a time.
@@ -294,7 +294,7 @@ def _save(values: np.ndarray, file: Any) -> None:
 
 
 def _holds(path: Path, values: np.ndarray) -> bool:
-    """Whether a file is there and holds an array, and nothing is wrong with it."""
+    """Whether a file exists and holds an array, undamaged."""
     try:
         return np.array_equal(np.load(path, allow_pickle=False), values)
     except (OSError, *DAMAGED):

@@ -1,4 +1,4 @@
-"""Data that is read several times, part by part, with every example in its known place."""
+"""Data that is read several times, in parts, with every example at a known position."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Data:
         self.fingerprint, self._covered = whole.hexdigest(), True
 
     def description(self) -> dict[str, Any]:
-        """Return what says that data are the same, for a manifest.
+        """Return what identifies the data, for a manifest.
 
         Raises:
             LoaderError: if the batches hold objects whose contents are not known.
@@ -255,7 +255,7 @@ def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
 
 @contextmanager
 def _undrawn(loader: DataLoader) -> Iterator[None]:
-    """Leave the generators that a sampler draws from as they would be without it."""
+    """Restore the generators that a sampler draws from after a block."""
     batches = loader.batch_sampler
     holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
     found = {id(each): each for each in (getattr(h, "generator", None) for h in holders)}

@@ -1,4 +1,4 @@
-"""Going on after running out of memory, with smaller batches."""
+"""Continuing with smaller batches after running out of memory."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours: told apart with any colour vision.
 BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR = "#D55E00", "#0072B2", "#606060"
 SMALLEST_IMAGE = 4
-# Of curves that may cover each other, the first of which is the one compared.
+# Of curves that may cover each other; the first is the one compared with the others.
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "linewidth": 2.6, "zorder": 2},
     {"color": "#0072B2", "linestyle": (0, (5, 2))},

@@ -1,4 +1,4 @@
-"""Telling checkpoints, models and losses apart by what they are and do, not by their names."""
+"""Identifying checkpoints, models and losses by what they are and do, not by their names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Recognition:
         self._seen: dict[str, str] = {}
 
     def entry(self, checkpoint: Checkpoint, query: Checkpoint | None) -> dict[str, Any]:
-        """Return what says that a checkpoint is the same, for a manifest.
+        """Return what identifies a checkpoint, for a manifest.
 
         Two models or losses may have one name, and two names one model: so, beside the weights, the
         losses of the first training batch are compared, which follow from all of them.
@@ -94,7 +94,7 @@ class Recognition:
                 )
 
     def _hashes(self, checkpoint: Checkpoint, query: Checkpoint | None) -> tuple[str, str | None]:
-        """Return by what the weights of both sides are told."""
+        """Return the hashes of both sides' weights."""
         model = self._work.model
         query_hash = None if query is None else weights_hash(model, query)
         return weights_hash(model, checkpoint), query_hash

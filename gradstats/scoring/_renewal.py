@@ -1,11 +1,11 @@
-"""What a model keeps of its weights in eval mode, computed anew.
+"""Caches that a model computes from its weights in eval mode, and renewing them.
 
-Some models keep what they compute of their parameters until they are trained again, as relative
-positions are kept. Of another checkpoint's weights it would be wrong, and what belongs to one
-forward's graph cannot be differentiated in the next. Setting the mode to training and back has such
-models drop it; but what else that does is theirs: it may exchange weights, reset statistics, or
-lose what was calibrated. So it is tried out first, and done where it drops what the next forward
-makes again, and nothing else.
+Some models cache what they compute from their parameters, such as relative positions, until they
+are trained again. For another checkpoint's weights the cache would be wrong, and one that belongs
+to a forward's graph cannot be differentiated in the next. Setting the mode to training and back
+makes such models drop it, but may do more: exchange weights, reset statistics, or lose calibrated
+values. So it is tried out first, and done only if it drops nothing but what the next forward
+computes again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gradstats.statistics._state import Versions
 
 
 class Renewal:
-    """Whether and how a borrowed model can be made to drop what it keeps of its weights."""
+    """Whether a borrowed model can be made to drop what it caches from its weights."""
 
     def __init__(self) -> None:
         self._possible = False
@@ -43,7 +43,7 @@ class Renewal:
         self._surroundings = surroundings
 
     def begin_anew(self) -> None:
-        """Have the model hold that again: what a forward keeps is of the weights that it had."""
+        """Restore that: what forwards cached belongs to other weights."""
         assert self._surroundings is not None
         self._surroundings.restore()
         for each in self._given_back:
@@ -68,7 +68,7 @@ class Renewal:
         self._possible, self._dropped = dropped is not None, dropped or []
 
     def renew(self, model: nn.Module, forward: Callable[[], object]) -> None:
-        """Have the model drop what it keeps, if that is all it does.
+        """Have the model drop its caches, if setting the mode does nothing else.
 
         Args:
             model: in eval mode.

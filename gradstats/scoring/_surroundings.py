@@ -1,4 +1,4 @@
-"""What modules hold beside the numbers of their tensors, put back as it was."""
+"""Attributes and containers of modules, and restoring them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Surroundings:
         self._contents = [(each, content_of(each)) for each in _containers(every)]
 
     def restore(self) -> None:
-        """Put everything back where something else stands now."""
+        """Restore everything that has changed."""
         for module, kept in self._attributes:
             for name in _attributes(module).keys() - kept.keys():
                 del vars(module)[name]

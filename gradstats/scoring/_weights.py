@@ -1,4 +1,4 @@
-"""A checkpoint's weights: fitted to a model, loaded into it, and told from others by a hash."""
+"""A checkpoint's weights: matched to a model, loaded into it, and identified by a hash."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def _without_count(weights: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _storages(value: Any) -> set[int]:
-    """Return what memory an entry of a state dict lies in."""
+    """Return the memory of an entry of a state dict."""
     return {memory_of(part) for part in parts_of(value)} if isinstance(value, Tensor) else set()
 
 

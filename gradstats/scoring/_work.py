@@ -1,4 +1,4 @@
-"""What every scoring call shares: the model as it is measured, and the options of the call."""
+"""What all scoring calls have in common: the model as it is measured, and the options."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Work:
         return {**self.options, **self.layout.options(batch)}
 
     def description(self) -> dict[str, Any]:
-        """Return what results depend on, for a manifest."""
+        """Return what the results depend on, for a manifest."""
         loss = self.loss_fn
         return {
             "model": architecture_hash(self.model),
@@ -126,7 +126,7 @@ class Work:
         }
 
     def circumstances(self) -> dict[str, str]:
-        """Return what the bits of a result depend on."""
+        """Return what the bits of the results depend on."""
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         rounded = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -292,7 +292,7 @@ def open_tiles(
 
 
 def amount(nbytes: float) -> str:
-    """Return a number of bytes for people."""
+    """Format a number of bytes."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"
@@ -301,7 +301,7 @@ def amount(nbytes: float) -> str:
 
 
 def duration(value: float) -> str:
-    """Return a number of seconds for people."""
+    """Format a number of seconds."""
     for unit, length in (("s", 60.0), ("min", 60.0), ("h", 48.0)):
         if value < length:
             return f"{value:.2g} {unit}" if value < 10 else f"{value:.0f} {unit}"
@@ -310,5 +310,5 @@ def duration(value: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun."""
+    """Format a count with its noun."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

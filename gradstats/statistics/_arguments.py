@@ -1,4 +1,4 @@
-"""What every function that measures gradients may be given, and what is said of the rest."""
+"""Checks of the arguments of every function that measures gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Choices(TypedDict, total=False):
-    """What all functions that run a loss function take; per_example_norms says what each means."""
+    """Arguments of all functions that run a loss function; see per_example_norms."""
 
     batch_dim: int
     parameters: Sequence[str] | str | None
@@ -41,13 +41,13 @@ class Options(Choices, total=False):
 
 
 def shapes_of(model: nn.Module, options: Options) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter that is to be tracked, in real numbers, by name."""
+    """Return name → shape of every parameter to be tracked, in real numbers."""
     selected = select_parameters(model, options.get("parameters"), options.get("exclude", ()))
     return {name: real_shape(parameter) for name, parameter in selected.items()}
 
 
 def excluding(exclude: Sequence[str] | str, names: Iterable[str]) -> list[str]:
-    """Return patterns that leave out some named parameters beside what ``exclude`` leaves out."""
+    """Return ``exclude`` extended by patterns for some named parameters."""
     given = () if exclude is None else patterns_of("exclude", exclude)
     return [*given, *map(glob.escape, names)]
 
@@ -97,7 +97,7 @@ def check_loss_function(loss_fn: Any) -> None:
 
 
 def check_recording() -> None:
-    """Raise where PyTorch records nothing that could be differentiated."""
+    """Raise if PyTorch does not record gradients here."""
     if torch.is_inference_mode_enabled():
         raise TrackingError(
             "gradients were asked for under torch.inference_mode(), where PyTorch records none. "
@@ -108,7 +108,7 @@ def check_recording() -> None:
 
 def check_scaler(scaler: Any) -> None:
     """Raise unless it is None or scales losses."""
-    # Its class has the method too, and no scale.
+    # The class itself has the method too, but no scale.
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "scale")):
         raise TrackingError(f"scaler is {scaler!r}, expected a torch.amp.GradScaler instance.")
 
@@ -140,7 +140,7 @@ def check_workspace(workspace: Any) -> int:
 
 
 def integer(value: Any) -> int | None:
-    """Return an integer of any library as Python's; None for all else, True and False included."""
+    """Return an integer of any library as an int; None for anything else, including bools."""
     if isinstance(value, bool):
         return None
     try:

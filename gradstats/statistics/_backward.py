@@ -79,8 +79,8 @@ def run_examples(
         doubtful = tracker.took_doubtful(loss_fn, model, tensors_in(batch))
         if not doubtful or tracker.backward_ran or again is None or not start.restore():
             raise
-        # The forward made or drew values, as many as there are examples, which are perhaps not one
-        # for each, or layers found some where they were written.
+        # The forward made or drew as many values as there are examples, which may not belong to
+        # them, or layers used tensors from closures or globals.
         tracker = Tracker(model, settings=settings, doubtful_are_data=False, **options)
         try:
             losses = _differentiate(tracker, model, *again, loss_fn)

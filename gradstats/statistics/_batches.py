@@ -1,4 +1,4 @@
-"""Batches looked into, divided into examples, and put into another precision."""
+"""Batches: searched, divided into examples, and converted to another precision."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _with_items(batch: tuple | list, items: list[Any]) -> Any:
 
 
 def copied(batch: Any) -> tuple[Any] | None:
-    """Return, in a tuple, a batch in containers of its own that hold the same tensors.
+    """Return, in a tuple, a copy of a batch's containers with the same tensors.
 
     None if it is of a type of the user's that does not let itself be made again.
     """
@@ -104,7 +104,7 @@ def copied(batch: Any) -> tuple[Any] | None:
 
 
 def on_a_copy(loss_fn: LossFunction) -> LossFunction:
-    """Return a loss function that is given a copy, where there is one.
+    """Return a loss function that is given a copy of the batch, if one can be made.
 
     What it takes out of it (``batch.pop("labels")``) is there the next time it is called.
     """
@@ -112,7 +112,7 @@ def on_a_copy(loss_fn: LossFunction) -> LossFunction:
 
 
 class Given:
-    """A batch as it is before a loss function is called with it."""
+    """A batch before a loss function is called with it."""
 
     def __init__(self, batch: Any):
         self._versions = Versions(tensors_in(batch))
@@ -121,7 +121,7 @@ class Given:
         self._copy = None if opaque else copied(batch)
 
     def again(self) -> tuple[Any] | None:
-        """Return the batch as it was, in a tuple; None if that cannot be told or had again."""
+        """Return the batch as it was, in a tuple; None if that is not possible."""
         return None if self._versions.are_old else self._copy
 
 
@@ -133,7 +133,7 @@ PLAIN = (
 
 
 def opaque_in(batch: Any) -> Iterator[Any]:
-    """Yield what a batch holds that may hold examples and cannot be looked into."""
+    """Yield objects in a batch that may hold examples but cannot be searched."""
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -227,7 +227,7 @@ class Division:
         return bool(self._parts(batch)[1])
 
     def _parts(self, batch: Any) -> tuple[list[Tensor], list[Any], list[Any]]:
-        """Return the tensors of a batch, what holds entries of examples, and all else inside."""
+        """Return a batch's tensors, its lists of entries of examples, and everything else."""
         tensors: list[Tensor] = []
         entries: list[Any] = []
         others: list[Any] = []
@@ -256,7 +256,7 @@ class Division:
         return self.batch_dim + 1 if tuple(sizes) == (1, self.bounds[-1]) else None
 
     def obstacle(self, batch: Any) -> str | None:
-        """Return why examples of a batch may not be what ``take`` returns, None if they are."""
+        """Return why ``take`` may not return the examples of a batch; None if it does."""
         tensors, _, others = self._parts(batch)
         for held in (batch, *others):
             if not _can_be_looked_into(held):
@@ -274,7 +274,7 @@ class Division:
         return None
 
     def doubt(self, batch: Any) -> str | None:
-        """Return what else ``take`` may leave whole, None if there is nothing.
+        """Return what ``take`` may wrongly leave undivided; None if there is nothing.
 
         It divides what has the size of the examples; of what has not, it does not know.
         """

@@ -1,4 +1,4 @@
-"""Whether an example is what it is wherever it stands: alone, among others, without padding."""
+"""Whether an example is the same alone, among other examples, and without padding."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Elsewhere:
             return examples, Check(
                 "coupling", None, "a batch of one example: nothing to couple with"
             )
-        # What is known to fail says most, then what is not known.
+        # Report failures first, then what is not known.
         return examples, min(checks, key=lambda each: (each.ok is not False, each.ok is not None))
 
     def padding(self) -> list[Check]:

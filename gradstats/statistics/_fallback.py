@@ -1,7 +1,7 @@
-"""Parameters that no rule serves: their gradients one example at a time, a few at once.
+"""Parameters without a rule: their gradients one example at a time, a few at once.
 
-The gradients of the named parameters alone are formed, for as many examples as the workspace
-holds, squared and let go; every other parameter goes the lean way.
+Only the gradients of these parameters are formed, for as many examples as the workspace holds,
+squared and freed; every other parameter is measured as usual.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LossOfModel(nn.Module):
 
 @dataclass(frozen=True)
 class Gradients:
-    """What is known of the examples' gradients once they were formed.
+    """What is known about the examples' gradients after they were formed.
 
     Attributes:
         losses: (B,).

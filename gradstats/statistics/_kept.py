@@ -1,4 +1,4 @@
-"""The gradients of one batch kept as factors, and their inner products with those of another.
+"""A batch's gradients kept as factors, and their inner products with those of another batch.
 
 The backward of the other batch consumes the factors layer by layer; neither side's gradients are
 formed.
@@ -36,7 +36,7 @@ class KeptGradients:
         sqnorm: (B,) float64 squared norms of the gradients.
         shapes: name → shape of every parameter that was tracked.
         parameters: name → factors and norms, for every parameter that the losses depend on.
-        consumed: whether a later batch has let go of these.
+        consumed: whether a later batch has freed these.
     """
 
     sqnorm: Tensor

@@ -1,4 +1,4 @@
-"""Checks of losses and batches: what must be said by the caller is never guessed."""
+"""Checks of losses and batches: what the caller must say is never guessed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_losses(losses, batch_size: int) -> Tensor:
 
 
 def order_here(rows: Tensor) -> Tensor | None:
-    """Return the example of each of B rows (B,), in the context that is running.
+    """Return the example of each of B rows (B,), in the current context.
 
     None where they stand in the batch's order, and where there are not B of them.
 
@@ -90,7 +90,7 @@ def check_batch_dim(batch_dim: int) -> int:
 
 
 def _shown(value: Any) -> str:
-    """Return what an argument is, for an error: the values of a tensor would fill the screen."""
+    """Describe an argument for an error: a tensor's values would fill the screen."""
     return type(value).__name__ if getattr(value, "ndim", 0) else reprlib.repr(value)
 
 
@@ -137,7 +137,7 @@ def examples_in(
 
 
 def checked_bounds(cu_seqlens: Tensor) -> Tensor:
-    """Return the bounds of packed examples as a tensor, or raise where they are none."""
+    """Return the bounds of packed examples as a tensor, or raise if they are invalid."""
     try:
         bounds = torch.as_tensor(cu_seqlens)
     except (TypeError, ValueError, RuntimeError) as error:

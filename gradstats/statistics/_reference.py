@@ -122,7 +122,7 @@ class Example:
         self._gradients = []
 
     def difference(self, other: Example, tolerance: float, where: str) -> str | None:
-        """Return how the example differs elsewhere, None if it does not."""
+        """Return how the example differs elsewhere; None if it does not."""
         here, there = self.loss.item(), other.loss.item()
         size, size_there = sum(self.sqnorms) ** 0.5, sum(other.sqnorms) ** 0.5
         pairs = list(zip(self._gradients, other._gradients, strict=True))

@@ -1,4 +1,4 @@
-"""What a forward changes without being asked, put back."""
+"""Side effects of a forward, and undoing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradstats._comparison import same_bits
 
 
 class RandomNumbers:
-    """The random generators that all code shares: of Python, NumPy, and PyTorch on some devices."""
+    """The global random generators of Python, NumPy, and PyTorch on some devices."""
 
     def __init__(self, devices: Iterable[torch.device]):
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
@@ -26,7 +26,7 @@ class RandomNumbers:
         ]
 
     def restore(self) -> None:
-        """Draw from now on what would have been drawn after construction."""
+        """Restore the state of the generators at construction."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -36,7 +36,7 @@ class RandomNumbers:
 
 @contextmanager
 def random_numbers_kept(*devices: torch.device) -> Iterator[None]:
-    """Leave the random numbers to be drawn, on the host and on devices, as they would be."""
+    """Restore the random generators of the host and of devices after a block."""
     numbers = RandomNumbers(devices)
     try:
         yield
@@ -45,7 +45,7 @@ def random_numbers_kept(*devices: torch.device) -> Iterator[None]:
 
 
 class Versions:
-    """How often each of some tensors had been written into."""
+    """The version counters of some tensors."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         self._tensors = list(tensors)
@@ -56,7 +56,7 @@ class Versions:
 
     @property
     def are_old(self) -> bool:
-        """Whether something was written into one of the tensors since."""
+        """Whether one of the tensors has been written into since."""
         return self._now() != self._then
 
 
@@ -68,7 +68,7 @@ def _version_of(tensor: Tensor) -> int | None:
 
 
 class Start:
-    """What a forward that may have to run again starts from: cheaper than ``State``.
+    """The state before a forward that may have to run again; cheaper than ``State``.
 
     Random numbers of the host are drawn again, and modules have the attributes and buffers that
     they had. Numbers that were written into these can only be told from those before.
@@ -84,7 +84,7 @@ class Start:
         ]
 
     def restore(self) -> bool:
-        """Start from there again; False where something was written into what is kept."""
+        """Return to that state; False if kept tensors have been written into."""
         if self._versions.are_old:
             return False
         torch.set_rng_state(self._numbers)
@@ -97,7 +97,7 @@ class Start:
 
 
 class State:
-    """What a forward may change without being asked: random generators, buffers, look-up tables.
+    """What a forward may change as a side effect: random generators, buffers, look-up tables.
 
     Of tables those whose rows are shortened where they are looked up (``max_norm``). ``restore``
     makes the next forward the same as the one after construction.
@@ -136,7 +136,7 @@ class State:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[State]:
-    """Give the state back as it was found, whatever runs inside."""
+    """Restore the state after a block."""
     state = State(model)
     try:
         yield state

@@ -215,7 +215,7 @@ class Verification:
         return losses
 
     def _is_random(self, losses: Tensor) -> bool:
-        """Whether another forward, the random generators moved on, gives other losses."""
+        """Whether another forward, with other random numbers, gives other losses."""
         subject = self.subject
         subject.state.restore(generators=False)
         again = self.loss_fn(subject.model, subject.batch)  # which may take gradients itself
@@ -252,7 +252,7 @@ class Verification:
             return None
 
     def _refusal(self) -> GradStatsError | None:
-        """Return what the norms of all parameters are refused for."""
+        """Return the error with which the norms of all parameters are refused."""
         try:
             self._norms(self.subject.model, self.subject.batch, self.subject.state)
         except GradStatsError as error:

@@ -1,4 +1,4 @@
-"""What gs.verify returns, and how it reads."""
+"""What gs.verify returns, and its text."""
 
 from __future__ import annotations
 
