@@ -10,12 +10,12 @@ G_i = sum_t g_it a_it^T, of shape (d_out, d_in), like the weight itself.
 
 Linear layers
     rank_one          one position per example
-    gram, direct      squared norms through products of positions; tile by tile of the gradient
+    gram, direct      squared norms through products of positions, or tile by tile of the gradient
     weight_gradient   squared norms beside the summed weight gradient
     diagonal          inner products of the i-th gradients in two batches
     pairwise, pairwise_direct    inner products of all pairs, in both forms
     direction         inner products with one dense direction
-    guard             rounding errors of products of positions, and what replaces doubtful results
+    guard             rounding errors of products of positions, and recomputing doubtful results
 
 Convolutions
     convolution       tile by tile of the gradient
@@ -33,12 +33,12 @@ Scales, shifts, norm layers
     vector            biases and other sums of vectors
     scale, scale_gradients, scale_backward    scales and shifts
     layer_norm, group_norm    whole norm layers
-    statistics, means    what normalises, and what its backward subtracts
-    finish, _row_sums    sums of what the programs of a kernel left
+    statistics, means    means and deviations of normalisation, and what its backward subtracts
+    finish, _row_sums    sums of the partial results of a kernel's programs
 
-Under all of them
-    operators, _calls    the operators of torch, and when they are passed by
-    _check            what is checked before any launch
+Used by all of them
+    operators, _calls    the operators of torch, and when they are bypassed
+    _check            input validation, before any launch
     _config, _streaming, _table    tiles
     _launching, _results    launches, and what they return
     _tile             device helpers

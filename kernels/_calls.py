@@ -1,7 +1,7 @@
-"""How a contraction is called: at once where nobody looks on, else through its operator.
+"""How a contraction is called: through its torch operator, or directly if that is the same.
 
-An operator costs more than a small launch. It is what compiled graphs hold, what modes and
-transforms of torch look on at, and what has no derivative; tensors that are none of that need none.
+An operator costs more than a small launch. It is needed in compiled graphs, under modes and
+transforms of torch, and to refuse derivatives; otherwise the launcher is called directly.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PLAIN = (Tensor, Parameter)
 
 
 def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]]) -> Callable:
-    """The launcher of a contraction, imported at the first call, as its operator takes arguments.
+    """The launcher of a contraction, imported at the first call, with its operator's arguments.
 
     Args:
         name: of the contraction and of its launcher.
         module: of this package, with the launcher.
         leading: how many arguments the launcher takes by position: the operands.
-        names: of all arguments, asked for after the operator is defined.
+        names: returns those of all arguments; called after the operator is defined.
     """
     imported = None
 
@@ -55,10 +55,10 @@ def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]
 
 
 def parted(call: Callable) -> Callable:
-    """Have no two results share memory, and each fill its own.
+    """Give each result memory of its own, all of which it fills.
 
-    Compiled code takes every output of an operator to begin an allocation of its own, and PyTorch
-    forbids operators outputs that alias.
+    Compiled code assumes that every output of an operator begins its own allocation, and PyTorch
+    forbids outputs that alias.
     """
 
     @functools.wraps(call)
@@ -70,13 +70,13 @@ def parted(call: Callable) -> Callable:
 
 
 def _alone(result: Tensor) -> Tensor:
-    # launchers return one tensor again and again for what is not wanted, which has no elements
+    # launchers return one tensor without elements for all results that are not wanted
     own = result.numel() and result.untyped_storage().nbytes() == result.nbytes
     return result if own else result.clone()
 
 
 def at_once(operator: Callable, call: Callable) -> Callable:
-    """The contraction that calls the launcher itself where the operator would do no more."""
+    """The contraction, which calls the launcher directly if the operator would do no more."""
 
     def contract(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _observed():
@@ -93,7 +93,7 @@ def at_once(operator: Callable, call: Callable) -> Callable:
 
 
 def _observed() -> bool:
-    """Whether torch would do more for an operator than compute: derive, transform, trace, tell."""
+    """Whether torch would do more than compute: differentiate, transform, trace, or call modes."""
     return (
         torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack() > 0

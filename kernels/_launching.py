@@ -1,10 +1,10 @@
-"""Launches that cost the host little, and what is prepared for them, remembered.
+"""Launches with little host overhead, and a cache of what is prepared for them.
 
-Triton asks every argument of every launch what a kernel could have been compiled for: dtypes, which
-addresses are multiples of 16, which numbers are, and which are one. Here the answer is remembered
-for launches that are equal in all of that and in every number, and the compiled kernel is started
-as Triton would start it. Whatever looks on or changes how kernels are compiled gets Triton's own
-launch: hooks, the interpreter, a kernel's stand-in.
+At every launch Triton examines all arguments that a kernel may be specialized for: dtypes, which
+addresses and numbers are multiples of 16, and which numbers are one. Here the result is cached for
+launches that agree in all of that and in every number, and the compiled kernel is started as Triton
+would start it. Triton's own launch is used if anything observes launches or changes how kernels are
+compiled: hooks, the interpreter, a kernel's stand-in.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Options = ParamSpec("Options")
 Result = TypeVar("Result")
 Operands = tuple[torch.Tensor | None, ...]
 
-# A step asks the same for each of its layers, every time. What is remembered of more layouts than
-# this is forgotten all at once.
+# Every step repeats the same launches for each of its layers. The cache is cleared when it holds
+# more layouts than this.
 REMEMBERED = 1024
 
 _driver, _runtime, _compilation = (
@@ -54,7 +54,7 @@ class Launch:
                 self.values = (*numbers, *(constants[name] for name in named))
 
     def __call__(self, *tensors: Any) -> None:
-        """Launch for tensors, for None where a kernel reads none, or for tensor descriptors."""
+        """Launch for tensors, tensor descriptors, or None where a kernel reads nothing."""
         values = self.values
         if values is None or _watched(self.kernel):
             self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants)
@@ -84,7 +84,7 @@ class Launch:
         )  # fmt: skip
 
     def _remember(self, known: tuple, compiled: Any) -> None:
-        """Remember what Triton launched, if it is what this version is known to start."""
+        """Cache what Triton launched, if this version is known to start it like that."""
         assert self.values is not None
         # the key holds the driver, the device and one mark for each tensor
         complete = len(known) - 2 + len(self.values) == len(self.kernel.params)
@@ -95,7 +95,7 @@ class Launch:
 
 
 def _mark(descriptor: Any) -> tuple:
-    """All that a kernel may be compiled for of a tensor descriptor."""
+    """Everything about a tensor descriptor that a kernel may be specialized for."""
     base = descriptor.base
     return (
         base.dtype, base.data_ptr() % 16, *descriptor.shape, *descriptor.strides,
@@ -105,7 +105,7 @@ def _mark(descriptor: Any) -> tuple:
 
 
 def _watched(kernel: JITFunction) -> bool:
-    """Whether somebody looks on at launches, or wants kernels compiled otherwise than usual."""
+    """Whether something observes launches, or changes how kernels are compiled."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(
         getattr(enter, "calls", enter)

@@ -1,4 +1,4 @@
-"""Whether fp32 products may be rounded to TF32, which the user says to torch."""
+"""Whether fp32 products may be rounded to TF32, as set by the user in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators on tensors that no kernel runs on: plain torch, one example at a time.
+"""The operators on CPUs: plain torch, one example at a time.
 
 Sums are fp64, and so is what is one number for each example; other results are fp32, or fp64 for
 fp64 operands. At most two examples' weight gradients exist at once. Nothing here needs triton.

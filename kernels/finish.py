@@ -1,6 +1,6 @@
-"""Sums over all examples, and squared norms of each, of what the programs of a kernel left.
+"""Sums over all examples, and squared norms of each, from the partial results of a kernel.
 
-One launch in place of one for each sum: a small operation takes the host as long as a kernel.
+One launch instead of one for each sum: a small operation costs the host as much as a kernel.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ from gradstats.kernels._tile import (
 from gradstats.kernels.direct import GROUP, gradient_tile
 from gradstats.kernels.guard import first_square, is_suspect
 
-# What counts at least of a product of squared norms of two rows, and of such a square, in bounds of
-# rounding errors: one rounding of it, 2^-24, is what may be lost below the range of normal numbers
-# of one product, and of 2^17 that are added.
+# Bounds of rounding errors count a product of two rows' squared norms, and a squared norm, as at
+# least these: one rounding of them, 2^-24, covers what underflow may lose in one product, and in
+# 2^17 products that are added.
 LEAST_PRODUCT = tl.constexpr(2.0**-125)
 LEAST_SQUARE = tl.constexpr(2.0**-107)
 
-# A squared norm of zero may be of a row whose squares vanish. Beside one up to this it may as well
-# be of zeros: what 2^12 such squares come to leaves the range of normal numbers in the product too.
+# A squared norm of zero may be that of a row whose squares underflow. Multiplied by one of at most
+# this it may count as zero: the product with 2^12 such squares would underflow too.
 MOST_BESIDE_ZERO = tl.constexpr(2.0**12)
 
 
