@@ -13,7 +13,7 @@ from gradstats._factors import Factor, Outer, Ragged, Rows
 from gradstats.capture.parameters._consumers import Arrival
 from gradstats.capture.parameters._lineage import Pulled, pulled_sqnorm
 from gradstats.capture.parameters._nodes import Root, closed_before
-from gradstats.capture.parameters._parts import joined, parts_sqnorm
+from gradstats.capture.parameters._parts import merge_uses, parts_sqnorm
 from gradstats.capture.uses._uses import Settings
 from gradstats.contractions import (
     Contraction,
@@ -169,7 +169,7 @@ class Reports:
             for item in delivered
         ]
         if len(factors) > 1:
-            factors = joined(factors)
+            factors = merge_uses(factors)
         total = None
         if isinstance(fused, Fused) and len(delivered) == 1:
             norms, total = fused.norms, fused.total

@@ -274,7 +274,7 @@ class Tracker(Threaded, Context):
         self.renumbered.clear()
         self.forget_marks()
         self.followed = None
-        self.surroundings = ()
+        self.enclosed = ()
         self.together.close()
         for root in self.roots:
             root.release()

@@ -81,7 +81,7 @@ from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
 from gradstats.contractions._result import Reported as Reported
-from gradstats.contractions._result import joined, recompute_suspects, sum_of_parts
+from gradstats.contractions._result import concatenated, recompute_suspects, sum_of_parts
 from gradstats.contractions._result import relative_error as relative_error
 from gradstats.contractions._result import stack as stack
 from gradstats.contractions._result import well_conditioned as well_conditioned
@@ -189,7 +189,7 @@ def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
 def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     pieces = _outer.pieces(factors, workspace)
     if len(pieces) > 1:
-        return joined([_outer.sqnorm(_outer.merge(piece), workspace) for piece in pieces])
+        return concatenated([_outer.sqnorm(_outer.merge(piece), workspace) for piece in pieces])
     merged = merge(factors)
     if len(merged) == 1:
         return SELF[type(merged[0])](merged[0], workspace)

@@ -19,7 +19,7 @@ from gradstats._factors import Patches, compute_dtype, weight_gradient
 from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._result import (
     Contraction,
-    joined,
+    concatenated,
     product_roundoff,
     squared_norms,
     well_conditioned,
@@ -33,7 +33,7 @@ def sqnorm(factor: Patches, workspace: int) -> Contraction:
         return _by_kernels(factor)
     if not factor.writes_patches(workspace):
         return _convolved(factor, workspace, alone=factor.way == "alone", with_sum=False)[0]
-    return joined(
+    return concatenated(
         [
             _outer.sqnorm(factor.select(rows).unfolded(), workspace)
             for rows in _pieces(factor, workspace)
@@ -58,7 +58,7 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
         whole = total if whole is None else whole.add_(total)
         results.append(result)
     assert whole is not None
-    return joined(results), whole
+    return concatenated(results), whole
 
 
 def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:

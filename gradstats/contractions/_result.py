@@ -300,7 +300,7 @@ def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
     return WellConditioned((), dtype, value)
 
 
-def joined(parts: Sequence[Contraction]) -> Contraction:
+def concatenated(parts: Sequence[Contraction]) -> Contraction:
     """Concatenate the results of consecutive examples."""
     if len(parts) == 1:
         return parts[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
-from gradstats.capture.following._enclosed import Surroundings, of_layers
+from gradstats.capture.following._enclosed import EnclosedTensors, of_layers
 from gradstats.capture.following._examples import (
     APART,
     IF_A_CONSTANT,
@@ -38,7 +38,7 @@ class Data(Written):
         seen: while an autograd Function runs, the results of its operations, by id.
         inside: names of the parameters used in the forward of such Functions, whose backward may
             run a backward of its own.
-        surroundings: tensors in the closures and globals of the loss function and the model's code.
+        enclosed: tensors in the closures and globals of the loss function and the model's code.
     """
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
@@ -46,7 +46,7 @@ class Data(Written):
         self.followed: Any = None
         self.seen: dict[int, ref[Tensor]] | None = None
         self.inside: set[str] = set()
-        self.surroundings: Container[Tensor] = ()
+        self.enclosed: Container[Tensor] = ()
 
     def take_call(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> None:
         """Prepare for a call of a loss function with the tensors of a batch."""
@@ -54,7 +54,7 @@ class Data(Written):
         self.take_batch(batch)
         if not self.doubtful_are_data:
             self.keep_constant(of_layers(model, loss_fn, batch))
-        self.surroundings = Surroundings(loss_fn, model, batch)
+        self.enclosed = EnclosedTensors(loss_fn, model, batch)
 
     def took_doubtful(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
         """Whether tensors that are none may have been taken for data in the forward of a call."""

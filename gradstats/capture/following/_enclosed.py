@@ -20,7 +20,7 @@ MOST = 100_000
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
-class Surroundings:
+class EnclosedTensors:
     """The tensors in the closures and globals of a loss function and a model's code.
 
     Except those of the batch. They are searched when first asked for, which most calls never do.

@@ -17,9 +17,8 @@ from gradstats.capture.operations._rowwise import POINTWISE, POINTWISE_OF_SEVERA
 
 def function_variants(*names: str) -> list[Any]:
     """Return the functions, methods and operators of these operations that return a new tensor."""
-    keys = [(owner, name) for name in names for owner in (torch, Tensor)]
-    keys += [(Tensor, f"__{side}{name}__") for name in names for side in ("", "r")]
-    return [getattr(owner, key) for owner, key in keys if hasattr(owner, key)]
+    keys = [f"__{side}{name}__" for name in names for side in ("", "r")]
+    return [*variants(*names), *(getattr(Tensor, key) for key in keys if hasattr(Tensor, key))]
 
 
 def variants(*names: str) -> list[Any]:

@@ -23,7 +23,7 @@ from gradstats.contractions import Contraction, merge
 MOST_PARTS = 200
 
 
-def joined(factors: list[Factor]) -> list[Factor]:
+def merge_uses(factors: list[Factor]) -> list[Factor]:
     """Return factors with the same sum, merging those of one derived tensor before the way back."""
     uses: dict[Node, list[Pulled]] = {}
     found: list[Factor] = []

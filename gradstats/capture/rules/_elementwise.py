@@ -84,14 +84,14 @@ def broadcast(tracker, func, *args, **kwargs):
 
 
 def _are_enclosed(tracker, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:
-    """Whether data are tensors of the surroundings of code: earlier weights, or masks.
+    """Whether data are tensors from closures or globals of the code: earlier weights, or masks.
 
     Asked only of what is no larger than the parameters it meets: as constants all tensors give
     exact results, but what is computed of parameters and constants should not grow.
     """
     largest = max(node.value.numel() for node in nodes)
     if not all(
-        not item.requires_grad and item.numel() <= largest and item in tracker.surroundings
+        not item.requires_grad and item.numel() <= largest and item in tracker.enclosed
         for item in data
     ):
         return False
