@@ -198,8 +198,9 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
         remedy = (
             "Was something of the losses computed before the context was opened, or by a "
             "TorchScript module? Compute all of them inside the context, with the model as it was "
-            "before torch.jit. Is it a custom operation? Add a rule with gs.register_rule or write "
-            "it with PyTorch's own operations."
+            "before torch.jit. Does the model keep it from an earlier forward in eval mode? Most "
+            "drop it in model.train(); call model.eval() after that. Is it a custom operation? Add "
+            "a rule with gs.register_rule or write it with PyTorch's own operations."
         )
     return UnsupportedOperationError(
         f"{node.name()} uses {used.describe()} without passing through a PyTorch operation that "

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import weight_norm
 
 import gradstats as gs
-from tests.oracle import assert_unchanged, snapshot
+from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 from tests.scoring.setting import loss_fn
 
 
@@ -419,6 +419,19 @@ def test_what_was_kept_in_eval_mode_is_computed_anew(with_graph, tmp_path):
     scores = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
     torch.testing.assert_close(torch.tensor(scores.raw[:]), expected)
     assert model.cache == kept and not model.training
+
+
+def test_what_an_earlier_call_kept_in_eval_mode_is_refused_until_the_model_drops_it():
+    torch.manual_seed(0)
+    model = EvalCache().double().eval()
+    batch = torch.randn(6, 4).double(), torch.arange(6) % 3
+    first = gs.per_example_norms(model, batch, loss_fn)
+    with pytest.raises(gs.UnsupportedOperationError, match=r"'table'.*earlier forward in eval mod"):
+        gs.per_example_norms(model, batch, loss_fn)
+    expected = oracle_sqnorms(model.train(), batch, loss_fn)
+    again = gs.per_example_norms(model.eval(), batch, loss_fn)
+    assert_sqnorms(first, expected, 1e-10)
+    assert_sqnorms(again, expected, 1e-10)
 
 
 class Averaged(nn.Linear):
