@@ -159,7 +159,10 @@ class RecomputedFactors:
             leaf = self.layout.view(tensor.detach()).requires_grad_()
             leaves.append(leaf)
             shapes.append(tuple(tensor.shape))
-            return leaf
+            if tensor.dim():
+                return leaf
+            # With axes of its own, a number would have a say in the precision.
+            return leaf.to(grad.dtype.to_complex() if leaf.is_complex() else grad.dtype.to_real())
 
         with torch.enable_grad():
             args, kwargs = rebuild(self.call, fill)
