@@ -1,5 +1,7 @@
 """Losses that contain derivatives of the network: the parameters are used once more in them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 
@@ -282,6 +285,39 @@ def test_derivatives_along_a_direction(like):
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
     batch = torch.randn(4, 3).double(), torch.randn(4, 3).double()
     check_model(model, batch, loss_fn, rtol=1e-8, fusing=(True,))
+
+
+class Turned(nn.Module):
+    """Operations that find the examples along other axes, inside a checkpoint."""
+
+    def __init__(self, nested, reentrant):
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+        self.positions = nn.Parameter(torch.randn(3, 1, 4))
+        self.nested, self.reentrant = nested, reentrant
+
+    def turned(self, x):
+        x = (x.transpose(0, 1) * self.positions).transpose(0, 1)
+        x = self.layer(x.flatten(0, 1)).tanh().view_as(x) + self.positions[torch.arange(3), 0]
+        return self.attention(x, x, x)[0]
+
+    def forward(self, x):
+        alone = partial(checkpoint, use_reentrant=False)
+        block = partial(alone, self.turned) if self.nested else self.turned
+        return self.last(checkpoint(block, self.first(x), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("batch", [2, 3])  # 3 positions
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_derivatives_through_checkpoints(nested, reentrant, batch):
+    """What they compute again within the inner backward is followed as in their forward."""
+    model, twin = Turned(nested, reentrant).double(), Turned(nested, False).double()
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(batch, 3, 2, dtype=torch.float64)
+    expected = oracle_sqnorms(twin, x, gradient_penalty)
+    assert_sqnorms(gs.per_example_norms(model, x, gradient_penalty), expected, 1e-9)
 
 
 def test_training_gradient_beside_the_norms():

@@ -7,12 +7,14 @@ a non-reentrant one, which takes the same memory and gives the same gradients.
 A non-reentrant checkpoint saves its arguments. Inside another checkpoint, or under other hooks on
 saved tensors, it gets copies back, about which nothing is noted. So tracked tensors bypass this
 mechanism as the objects that they are, and what is known about the others is noted on the copies.
+What it recomputes is followed in every backward, although ``torch.autograd.grad`` sets the context's
+mode aside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from gradstats.capture.operations._modes import innermost_mode
+from gradstats.capture.operations._modes import innermost_mode, modes_here
 from gradstats.capture.parameters._tensors import node_of
 
 # The function that ``checkpoint`` calls, by name, and its counterpart from PyTorch 2.14 on.
@@ -54,7 +56,7 @@ def _of_positions(native: Callable[..., Any]):
 
 
 def _noting(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the function, noting on copies of its arguments what is now known about these."""
+    """Return the function, followed and noting on copies of its arguments what is now known."""
     mode = innermost_mode()
     if mode is None:
         return function
@@ -66,14 +68,14 @@ def _noting(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[...
         if tracker.is_unusual(item) or not tracker.is_data(item)
         if (note := tracker.note_of(item)) is not None
     }
-    if not notes:
-        return function
 
     def noted(*others, **kwargs):
-        if not tracker.closed:
-            for place, note in notes.items():
-                tracker.note_as(others[place], note)
-        return function(*others, **kwargs)
+        if tracker.closed:
+            return function(*others, **kwargs)
+        for place, note in notes.items():
+            tracker.note_as(others[place], note)
+        with nullcontext() if mode in modes_here() else mode:
+            return function(*others, **kwargs)
 
     return noted
 
