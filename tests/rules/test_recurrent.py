@@ -460,6 +460,20 @@ def test_several_sequences_of_each_example():
     check(zero_start, layers, normal(BATCH, 2, 4, WIDTH))
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_packed_sequences_of_one_example_at_a_time(sequences):
+    def of_one(m, own, lengths):
+        packed = pack_padded_sequence(own.transpose(0, 1), lengths, enforce_sorted=False)
+        return pad_packed_sequence(m.layer(packed)[0])[0].sum(0).flatten()
+
+    def function(m, x):
+        lengths = torch.tensor([[1, 4, 3], [2, 2, 4], [3, 1, 1]])[:, :sequences]
+        return torch.stack([of_one(m, *own) for own in zip(m.before(x), lengths, strict=True)])
+
+    parameters = {"before": nn.Linear(WIDTH, WIDTH), "layer": nn.LSTM(WIDTH, HIDDEN, 2)}
+    check(function, parameters, normal(BATCH, sequences, 4, WIDTH))
+
+
 def test_packed_rows_from_outside_are_refused():
     """Rows that nobody saw packed could be anyone's."""
     packed = pack_padded_sequence(normal(BATCH, 4, WIDTH), torch.tensor([4, 3, 1]), True)

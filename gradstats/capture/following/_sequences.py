@@ -192,7 +192,8 @@ def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> E
 
 def packed_places(tracker: Context, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
     """Return the layout of the places of a step of packed rows, along axis 0; None if not known."""
-    layout, sizes = _layout(tracker, rows), batch_sizes.tolist()
+    sizes = batch_sizes.tolist()
+    layout = _layout(tracker, rows) or tracker.rows_of_one(rows, 0)
     if layout is None or layout.axis != 0 or layout.rows != sum(sizes):
         return None
     owner = layout.owner(rows.device)
