@@ -208,6 +208,28 @@ class Asking(nn.Module):
         return self.head(hidden.tanh()).mean(1) if weight.requires_grad else hidden
 
 
+class Held(nn.Module):
+    """Uses values of a parameter, with a row for each example by accident, and of activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(B, B), nn.Linear(B, 3)
+        self.table, self.scale = nn.Parameter(torch.randn(B, B)), nn.Parameter(torch.rand(B, B))
+
+    def forward(self, x):
+        hidden = self.first(x) @ self.table.data + self.scale * self.table.data
+        return self.last(hidden.tanh() + hidden.data @ self.table).mean(1)
+
+
+@pytest.mark.usefixtures("all_is_compiled")
+def test_values_without_a_gradient_are_read_in_a_graph():
+    torch._dynamo.reset()
+    model, batch = Held(), (torch.randn(B, B, B), torch.randint(3, (B,)))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-4)
+
+
 def test_properties_of_parameters_are_read_in_a_graph():
     torch._dynamo.reset()
     model = Asking()

@@ -33,8 +33,9 @@ PARAMETER, DATA, CONSTANT = "parameter", "data", "constant"
 # Modules of functions that PyTorch shows no function mode: the transforms of torch.func.
 HIDDEN_IN = ("torch._functorch.", "torch._C._functorch")
 
-# What the compiler of PyTorch 2.14 records for the getters that transpose.
+# What the compiler records for getters; for those that transpose, PyTorch 2.14's.
 GETTERS: dict[Any, str] = {
+    torch._C._autograd._get_data_attr: "data",  # type: ignore[attr-defined]
     torch.ops.aten.numpy_T: "T",
     torch.ops.aten.mT: "mT",
     torch.ops.aten.matrix_H: "H",
@@ -273,7 +274,7 @@ def _is_hidden(node: fx.Node) -> bool:
 
 
 def show_getters(recorded: fx.GraphModule) -> None:
-    """Replace the operators that PyTorch 2.14 records for transposing getters by the getters."""
+    """Replace what the compiler records for getters, which modes do not see, by the getters."""
     found = [node for node in recorded.graph.nodes if node.target in GETTERS]
     for node in found:
         node.target, node.args = getattr, (*node.args, GETTERS[node.target])
