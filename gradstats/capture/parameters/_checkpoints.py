@@ -7,8 +7,8 @@ a non-reentrant one, which takes the same memory and gives the same gradients.
 A non-reentrant checkpoint saves its arguments. Inside another checkpoint, or under other hooks on
 saved tensors, it gets copies back, about which nothing is noted. So tracked tensors bypass this
 mechanism as the objects that they are, and what is known about the others is noted on the copies.
-What it recomputes is followed in every backward, although ``torch.autograd.grad`` sets the context's
-mode aside.
+What it recomputes is followed in every backward, although ``torch.autograd.grad`` sets the
+context's mode aside.
 """
 
 from __future__ import annotations

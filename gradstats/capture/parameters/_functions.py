@@ -72,7 +72,17 @@ def show_function(cls, *args, **kwargs):
     inner = super(SHARED_APPLY, cls).apply
     if not torch._C._len_torch_function_stack():
         return inner(*args, **kwargs)
-    result = _show(cls, inner, args, kwargs)
+    if cls.__module__ == COMPILED:
+        return run_unseen(inner, args)
+    # Between graphs the compiler would try to trace what is called here too.
+    run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
+    return run(cls, inner, args, kwargs)
+
+
+def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    # Inside a rule no mode is on, and its own Functions take parameters directly.
+    enabled = torch._C._is_torch_function_enabled()
+    result = _follow(cls, inner, args, kwargs) if enabled else inner(*args, **kwargs)
     if KEPT_APPLY_IS_UNSEEN:
         for tensor in tensors_in(result):
             if isinstance(tensor.grad_fn, BackwardCFunction):
@@ -80,18 +90,7 @@ def show_function(cls, *args, **kwargs):
     return result
 
 
-def _show(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    if cls.__module__ == COMPILED:
-        return run_unseen(inner, args)
-    # Inside a rule no mode is on, and its own Functions take parameters directly.
-    if not torch._C._is_torch_function_enabled():
-        return inner(*args, **kwargs)
-    # Between graphs the compiler would try to trace what is called here too.
-    run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
-    return run(cls, inner, args, kwargs)
-
-
-def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
+def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     mode = innermost_mode()
     if mode is None:
         return inner(*args, **kwargs)
