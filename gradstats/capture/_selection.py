@@ -184,6 +184,11 @@ def matching_names(given: Iterable[str], own: Collection[str]) -> dict[str, str]
     return max(candidates, key=lambda names: sum(bare in own for bare in names.values()))
 
 
+def quoted(names: Sequence[str]) -> str:
+    """Return names for a message, the first four of them."""
+    return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
+
+
 def without_elements(parameters: Collection[nn.Parameter]) -> set[int]:
     """Return the ids of parameters that need not be tracked, because they have no elements.
 

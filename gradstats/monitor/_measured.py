@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradstats.capture._selection import quoted
 from gradstats.errors import TrackingError
 from gradstats.monitor._layers import Layers
 from gradstats.statistics._training import StepGradients
@@ -196,21 +197,21 @@ class Pending:
         if stale:
             raise TrackingError(
                 "the parameters held a gradient when the first micro-batch's backward started "
-                f"({listed(stale)}), so that the gradient of this step is not known. Call "
+                f"({quoted(stale)}), so that the gradient of this step is not known. Call "
                 "optimizer.zero_grad() before it, model.zero_grad() where the optimizer does not "
                 "hold them all; to accumulate gradients, say so with accumulation=(k, K)."
             )
         touched = self._where(changed != 0)
         if touched:
             raise TrackingError(
-                f"the gradient of {listed(touched)} was changed between the micro-batches of the "
+                f"the gradient of {quoted(touched)} was changed between the micro-batches of the "
                 "step, so that it is not what its examples add up to. Expected gradients that only "
                 "backwards add to until the last one has ended: clip, scale or clear them after "
                 "it; or take each micro-batch as an optimizer step, without accumulation=."
             )
         if self._lost:
             raise TrackingError(
-                f"the gradient of {listed(self._lost)} was gone when the backward had ended, so "
+                f"the gradient of {quoted(self._lost)} was gone when the backward had ended, so "
                 "that the gradient of this step is not known. Expected it in .grad: let hooks "
                 "leave it there; or measure with alignment=True, one micro-batch on one process, "
                 "where it need not be read."
@@ -221,7 +222,7 @@ class Pending:
             apart = self._where(whole & ~agree.all(0))
             if apart:
                 raise TrackingError(
-                    f"the gradient of {listed(apart)} was not the same on all processes when the "
+                    f"the gradient of {quoted(apart)} was not the same on all processes when the "
                     "backward had ended, so that the gradient of this step is not known. Expected "
                     "backwards that average it over the processes, as those of "
                     "DistributedDataParallel do: without no_sync() in the last micro-batch, and "
@@ -354,8 +355,3 @@ class _Reader:
         self._place = begin + rows * (1 if columns is None else columns)
         taken = self._vector[begin : self._place]
         return taken if columns is None else taken.reshape(rows, columns)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names for a message, the first three of them."""
-    return ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")

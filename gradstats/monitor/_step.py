@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from gradstats._factors import Segments
 from gradstats._warnings import warn
-from gradstats.capture._selection import select_parameters
+from gradstats.capture._selection import quoted, select_parameters
 from gradstats.capture._tracker import Tracker
 from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.monitor._arguments import optimizers_of
 from gradstats.monitor._layers import Layers
-from gradstats.monitor._measured import AGREEMENT, Options, Pending, listed
+from gradstats.monitor._measured import AGREEMENT, Options, Pending
 from gradstats.monitor._ranks import check_divisors, gather, gradient_sqnorms, processes_with
 from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale
@@ -231,7 +231,7 @@ class Collector:
         changed = sorted(set(names) ^ set(self.names))
         if changed:
             raise TrackingError(
-                f"{listed(changed)} began or ceased to require grad between the micro-batches of "
+                f"{quoted(changed)} began or ceased to require grad between the micro-batches of "
                 "one optimizer step. Expected the same parameters in all of them: freeze and "
                 "unfreeze between steps."
             )
@@ -243,7 +243,7 @@ class Collector:
         left = [name for name, parameter in named if id(parameter) not in asked]
         if left:
             raise TrackingError(
-                f"the backward's inputs= leaves out {listed(left)} of the measured parameters, "
+                f"the backward's inputs= leaves out {quoted(left)} of the measured parameters, "
                 "so that they have no part in the gradient of this step. Expected all of them "
                 "there: measure the others alone, with parameters= or exclude=."
             )
@@ -258,7 +258,7 @@ class Collector:
         ]
         if hooked:
             warn(
-                f"hooks on {listed(hooked)} may change gradients before gradstats.Monitor reads "
+                f"hooks on {quoted(hooked)} may change gradients before gradstats.Monitor reads "
                 "them: then grad_norm is that of the changed gradient, and what compares it with "
                 "the examples' own (noise scale, coherence, diversity, norm test) has no meaning. "
                 "Hooks that only look do no harm. Otherwise remove them while measuring; or "

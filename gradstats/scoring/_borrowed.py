@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats._comparison import same_bits
+from gradstats.capture._selection import quoted
 from gradstats.capture.operations._memory import parts_of
 from gradstats.capture.parameters._attributes import kept_by, tensors_kept
 from gradstats.errors import CheckpointError
@@ -161,7 +162,3 @@ def move(tensors: Sequence[Tensor], chosen: set[int]) -> None:
         memory = whole.set_(group[0].untyped_storage()).clone().untyped_storage()
         for tensor, (size, stride, offset) in zip(group, places, strict=True):
             tensor.data = tensor.new_empty(0).set_(memory, offset, size, stride)
-
-
-def quoted(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))

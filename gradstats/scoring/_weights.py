@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
-from gradstats.capture._selection import clean_name, matching_names, wrapper_prefix
+from gradstats.capture._selection import clean_name, matching_names, quoted, wrapper_prefix
 from gradstats.capture.operations._memory import parts_of, wraps_others
 from gradstats.errors import CheckpointError
-from gradstats.scoring._borrowed import memory_of, model_tensors, move, overrides_modes, quoted
+from gradstats.scoring._borrowed import memory_of, model_tensors, move, overrides_modes
 from gradstats.scoring._checkpoint_files import index_of
 from gradstats.scoring._checkpoints import Checkpoint
 from gradstats.scoring._content import ContentHash

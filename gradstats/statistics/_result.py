@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._complex import any_double
+from gradstats.capture._selection import quoted
 from gradstats.capture._tracker import Tracker
 from gradstats.capture.parameters._consumers import WithinBatch
 from gradstats.errors import NonFiniteGradientError
@@ -214,8 +215,7 @@ def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
     spoilt = [name for name, good in zip(names, finite, strict=True) if not good]
     where = "the sum over all parameters"
     if spoilt:
-        listed = ", ".join(map(repr, spoilt[:3])) + (", …" if len(spoilt) > 3 else "")
-        where = f"{len(spoilt)} of {len(names)} parameters ({listed})"
+        where = f"{len(spoilt)} of {len(names)} parameters ({quoted(spoilt)})"
     if bool((total[~total.isfinite()] == torch.inf).all()):
         raise NonFiniteGradientError(
             f"the squared norm of {examples_named(total)} is infinite: it overflowed float32, in "

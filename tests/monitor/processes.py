@@ -328,7 +328,10 @@ def check_gradients_that_are_not_averaged(rank: int) -> None:
     ignore(partly, ["blocks.1.scale"])
     waiting, partly = DistributedDataParallel(waiting), DistributedDataParallel(partly)
     synchronise(waiting, False)
-    every = "'embedding.weight', 'blocks.0.scale', 'blocks.0.linear.weight', …"
+    every = (
+        "'embedding.weight', 'blocks.0.scale', 'blocks.0.linear.weight', 'blocks.0.linear.bias' "
+        "and 7 more"
+    )
     for model, named in ((plain, every), (waiting, every), (partly, "'blocks.1.scale'")):
         monitor = gs.Monitor(model, every=1, process_group=dist.group.WORLD)
         with monitor.step(B):
