@@ -12,6 +12,7 @@ from gradstats._notebooks import Printed
 from gradstats._warnings import warn
 from gradstats.errors import ScoreError
 from gradstats.scoring._loaders import Data
+from gradstats.statistics._arguments import integer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -199,13 +200,12 @@ class Rankings:
         return self._listed if k is None else check_k(k)
 
     def _check_query(self, query: int) -> int:
-        if not isinstance(query, (int, np.integer)) or isinstance(query, bool):
-            raise ScoreError(f"query is {query!r}, expected an integer, its position.")
-        if not -len(self.query_ids) <= query < len(self.query_ids):
+        number, count = integer(query), len(self.query_ids)
+        if number is None or not -count <= number < count:
             raise ScoreError(
-                f"query is {query}, expected a position from 0 to {len(self.query_ids) - 1}."
+                f"query is {query!r}, expected its position, an integer from 0 to {count - 1}."
             )
-        return int(query) % len(self.query_ids)
+        return number % count
 
 
 def strongest(scores: np.ndarray, positions: np.ndarray, k: int, sign: int) -> np.ndarray:
@@ -234,6 +234,7 @@ def mean_overlap(lists: Sequence[np.ndarray]) -> float:
 
 def check_k(k: Any) -> int:
     """Return a number of examples, or raise."""
-    if not isinstance(k, (int, np.integer)) or isinstance(k, bool) or k < 1:
-        raise ScoreError(f"k is {k!r}, expected a positive number of examples.")
-    return int(k)
+    number = integer(k)
+    if number is None or number < 1:
+        raise ScoreError(f"k is {k!r}, expected a positive integer, a number of examples.")
+    return number
