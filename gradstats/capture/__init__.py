@@ -17,6 +17,7 @@ One context
     _coverage    the walk over the losses' graph, which finds uses that were not seen
     _threads     the thread that a context belongs to
     _loaders     batches that are fetched inside it
+    _replaced    what of PyTorch is replaced so that contexts see it
     _survey      one forward that records what happens to every parameter
     _reports     from the factors of all uses to squared norms
 """

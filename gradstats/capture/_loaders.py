@@ -16,7 +16,7 @@ from gradstats.capture.operations._modes import modes_here
 
 
 @cache
-def show_loaders() -> None:
+def replace_fetches() -> None:
     """Make fetches of loaders known to contexts, even of iterators made before any context."""
     # A data set may make its batches when iteration begins.
     DataLoader.__iter__ = _unseen(DataLoader.__iter__)  # type: ignore[method-assign]

@@ -17,14 +17,14 @@ from gradstats._compiler import called_from_compiled, running_eagerly
 from gradstats._factors import Segments
 from gradstats.capture._context import Context
 from gradstats.capture._coverage import check_coverage, check_data, leaves_of
-from gradstats.capture._loaders import show_loaders
 from gradstats.capture._mode import FollowingMode
+from gradstats.capture._replaced import replace_in_compiler, replace_in_pytorch
 from gradstats.capture._reports import ONE_OF_SEVERAL, Reports
 from gradstats.capture._selection import anatomy_of, check_trackable, without_elements
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._threads import Threaded
-from gradstats.capture.compiled._graphs import admits, show_graphs
-from gradstats.capture.compiled._skipped import show_skipped, skipping
+from gradstats.capture.compiled._graphs import admits
+from gradstats.capture.compiled._skipped import skipping
 from gradstats.capture.compiled._used import compiler_is_used, graphs_run_on
 from gradstats.capture.operations._engine import (
     BackwardListener,
@@ -35,14 +35,10 @@ from gradstats.capture.operations._engine import (
 from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._attributes import kept_by, restore_attributes, tensors_kept
-from gradstats.capture.parameters._checkpoints import show_checkpoints
 from gradstats.capture.parameters._consumers import Consumer
-from gradstats.capture.parameters._functions import show_functions
 from gradstats.capture.parameters._nodes import Root
-from gradstats.capture.parameters._scripts import show_scripts
 from gradstats.capture.parameters._slices import take_slices
-from gradstats.capture.parameters._tensors import TrackedParameter, release, show_parameters
-from gradstats.capture.parameters._transforms import show_vmap
+from gradstats.capture.parameters._tensors import TrackedParameter, release
 from gradstats.capture.uses._uses import Settings
 from gradstats.contractions._precision import without_autocast
 from gradstats.errors import (
@@ -155,20 +151,14 @@ class Tracker(Threaded, Context):
                 self._track(root)
         self.sharded.open()
         if self.form:
-            show_graphs()
-            show_skipped()
+            replace_in_compiler()
             self._undo.enter_context(skipping())
         elif self._compiler:
             self._undo.enter_context(running_eagerly())
         if self._model is not None:
             hooked = self._model.register_forward_pre_hook
             self._undo.enter_context(hooked(self._take_data, with_kwargs=True))
-        show_functions()
-        show_checkpoints()
-        show_loaders()
-        show_vmap()
-        show_scripts()
-        show_parameters()
+        replace_in_pytorch()
         self._mode.remove()
         self._mode.__enter__()
 

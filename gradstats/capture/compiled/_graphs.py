@@ -256,7 +256,7 @@ def _calling(
 
 
 @cache
-def show_graphs() -> None:
+def replace_call_of_backend() -> None:
     """From now on, have the compiler pass on graphs that it recorded inside contexts."""
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.output_graph import OutputGraph

@@ -19,7 +19,7 @@ SKIPPED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # different functions may 
 
 
 @cache
-def show_skipped() -> None:
+def replace_frame_conversion() -> None:
     """From now on, note what the compiler skips inside contexts, until it is reset."""
     import torch._dynamo
     from torch._dynamo.convert_frame import ConvertFrame

@@ -31,7 +31,7 @@ SAVING_LISTS = f"{SAVING}_impl"
 
 
 @cache
-def show_checkpoints() -> None:
+def replace_checkpoint() -> None:
     """From now on, have non-reentrant checkpoints keep tracked tensors as they are."""
     module = torch.utils.checkpoint
     if hasattr(module, SAVING_LISTS):

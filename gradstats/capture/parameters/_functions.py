@@ -55,12 +55,8 @@ COMPILED = "torch._functorch._aot_autograd.runtime_wrappers"
 
 
 @cache
-def show_functions() -> None:
-    """From now on, show custom Functions to contexts.
-
-    This is never undone: every change makes Python drop the lookup caches of all subclasses, while
-    outside of contexts ``apply`` takes only a third of a microsecond longer.
-    """
+def replace_apply() -> None:
+    """From now on, show custom Functions to contexts."""
     HOST.apply = classmethod(show_function)  # type: ignore[attr-defined]
 
 

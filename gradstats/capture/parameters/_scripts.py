@@ -16,7 +16,7 @@ from gradstats.capture.parameters._transforms import transform_level
 
 
 @cache
-def show_scripts() -> None:
+def replace_script_calls() -> None:
     """From now on, show calls of TorchScript to contexts, even if it was compiled before."""
     for kind in SCRIPTS:
         kind.__call__ = _following(kind.__call__)  # type: ignore[method-assign]

@@ -94,11 +94,10 @@ TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor, FunctionalTensor})
 
 
 @cache
-def show_parameters() -> None:
+def replace_parameter_constructor() -> None:
     """Allow a parameter to be made from a tracked tensor, as a new leaf with its values.
 
-    PyTorch requires that detaching a tensor of a subclass returns one of that subclass. This is
-    never undone, like other changes to PyTorch (see ``_functions``).
+    PyTorch requires that detaching a tensor of a subclass returns one of that subclass.
     """
     made = torch.nn.Parameter.__new__
 

@@ -68,7 +68,7 @@ def _hidden(what: str) -> HiddenError:
 
 
 @cache
-def show_vmap() -> None:
+def replace_vmap() -> None:
     """From now on, show calls of functions that torch.vmap returned, even earlier, to contexts."""
     apis.vmap_impl = vmapped  # type: ignore[assignment]
 
