@@ -1,4 +1,9 @@
-"""Linear layers and vectors in plain torch, and what the other references share."""
+"""Linear layers and vectors in plain torch, and what the other references share.
+
+References compute one example at a time. Sums are fp64, and so is what is one number for each
+example; other results are fp32, or fp64 for fp64 operands. At most two examples' weight gradients
+exist at once. Nothing in them needs triton.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gradstats.kernels import _calls, _config, _reference
+from gradstats.kernels import (
+    _calls,
+    _config,
+    _reference_convolution,
+    _reference_linear,
+    _reference_norms,
+    _reference_rows,
+)
 from torch import Tensor
 
 SEGMENTS = "Tensor? cu_seqlens=None, SymInt? max_seqlen=None"
@@ -30,10 +37,13 @@ ROUNDING = "float adding, float products, float cut_off, float tolerance"
 WORKSPACE = f"SymInt workspace={_config.WORKSPACE}"
 TWO_IMAGES = "Tensor x1, Tensor g1, Tensor x2, Tensor g2"
 
+# What computes on CPUs; each operator's implementation has its name.
+REFERENCES = _reference_linear, _reference_convolution, _reference_rows, _reference_norms
+
 
 @dataclass(frozen=True)
 class Operator:
-    """All that is stated about one operator; its CPU implementation has its name in `_reference`.
+    """All that is stated about one operator.
 
     Attributes:
         schema: its arguments and results as torch writes them.
@@ -74,7 +84,7 @@ class Arguments(dict):
 
 def _empty(arguments: Arguments, *shape: int) -> Tensor:
     operand = arguments.operand
-    return operand.new_empty(shape, dtype=_reference.result_dtype(operand))
+    return operand.new_empty(shape, dtype=_reference_linear.result_dtype(operand))
 
 
 def _per_example(arguments: Arguments) -> Tensor:
@@ -118,7 +128,7 @@ def _of_backward(arguments: Arguments, wanted: bool, size: int, dtype: torch.dty
 
 def _sum_of_backward(arguments: Arguments, wanted: bool) -> Tensor:
     like = arguments["g"] if arguments["x"] is None else arguments["x"]
-    dtype = arguments["gradient_dtype"] or _reference.result_dtype(like)
+    dtype = arguments["gradient_dtype"] or _reference_linear.result_dtype(like)
     return _of_backward(arguments, arguments["sums"] and wanted, arguments["g"].shape[-1], dtype)
 
 
@@ -313,6 +323,12 @@ OPERATORS = {
 }
 
 
+def _on_cpu(name: str) -> Callable:
+    """The CPU implementation of an operator."""
+    (found,) = (getattr(module, name) for module in REFERENCES if hasattr(module, name))
+    return found
+
+
 def _launch(name: str) -> Callable:
     """The CUDA implementation of an operator."""
     return _calls.parted(_launcher(name))
@@ -358,6 +374,6 @@ if TYPE_CHECKING:
 for _name, _operator in OPERATORS.items():
     torch.library.define(f"gradstats::{_name}", _operator.schema)
     torch.library.impl(f"gradstats::{_name}", "CUDA")(_launch(_name))
-    torch.library.impl(f"gradstats::{_name}", "CPU")(getattr(_reference, _name))
+    torch.library.impl(f"gradstats::{_name}", "CPU")(_on_cpu(_name))
     torch.library.register_fake(f"gradstats::{_name}")(_fake(_name))
     globals()[_name] = _calls.at_once(getattr(torch.ops.gradstats, _name).default, _launcher(_name))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from gradstats.kernels import (
-    _reference,
+    _reference_convolution,
     convolution,
     convolution_gram,
     convolution_pair_gram,
     convolution_pairs,
     convolution_weight_gradient,
+    operators,
 )
 
 from tests.kernels.cases import random
@@ -43,20 +44,20 @@ def build(sizes, outputs, layer, layout, dtype, batch=2, seed=1, device="cpu"):
 
 def absolute(x, g, layer):
     """Weight gradients of absolute values, (B, weights): what their elements round by."""
-    own = _reference.convolution_gradients(x.cpu().abs(), g.cpu().abs(), *layer)
+    own = _reference_convolution.convolution_gradients(x.cpu().abs(), g.cpu().abs(), *layer)
     return torch.stack([gradient.flatten() for gradient in own])
 
 
 def exact(x, g, layer):
     """Per-example weight gradients, float64 (B, weights)."""
-    own = _reference.convolution_gradients(x.cpu(), g.cpu(), *layer)
+    own = _reference_convolution.convolution_gradients(x.cpu(), g.cpu(), *layer)
     return torch.stack([gradient.flatten() for gradient in own])
 
 
 def sums_of_gram(x, g, layer):
     """(sqnorm, magnitude, size) of the Gram form in float64, on the host."""
     operands = x.cpu(), g.cpu(), *layer
-    return gram_sums(lambda *rounding: _reference.convolution_gram_sqnorm(*operands, *rounding))
+    return gram_sums(lambda *rounding: operators.convolution_gram_sqnorm(*operands, *rounding))
 
 
 def same(call):
@@ -141,10 +142,10 @@ def check_pair_grams(
     absolutes = tuple(operand.abs() for operand in host)
     got = run(lambda: module.pairwise_convolution_gram(*factors, config=config))
     want = exact(*host[:2], layer) @ exact(*host[2:], layer).T
-    limit = _reference.pairwise_convolution_gram(*absolutes, *layer)
+    limit = operators.pairwise_convolution_gram(*absolutes, *layer)
     assert_close(got, want, limit, factor)
     if len(x1) == len(x2):
         inner, magnitude = run(lambda: module.convolution_inner_gram(*factors, config=config))
         assert_close(inner, want.diagonal(), limit.diagonal(), factor)
-        _, want = _reference.convolution_inner_gram(*host, *layer)
+        _, want = operators.convolution_inner_gram(*host, *layer)
         assert_close(magnitude, want, limit.diagonal(), factor)

@@ -5,7 +5,7 @@ Whatever no program wrote is NaN here, so that nothing is read of examples that 
 
 import pytest
 import torch
-from gradstats.kernels import _reference, convolution_gram, gram, guard
+from gradstats.kernels import convolution_gram, gram, guard, operators
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels import reference
@@ -129,7 +129,7 @@ def test_sums_of_many_tiles_and_groups(monkeypatch, at_once):
         for tolerance in (NOBODY_SUSPECT, 0.0):
             rounding = *numbers, tolerance
             got = gram.gram_sqnorm(a, g, groups, *rounding, config=TILE, direct_config=TILE)
-            want = _reference.gram_sqnorm(a, g, groups, *rounding)
+            want = operators.gram_sqnorm(a, g, groups, *rounding)
             for one, other in zip(got, want, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
 
@@ -187,7 +187,7 @@ def test_convolutions(groups, channels):
     plain, limit = call(*layer_of, *ROUNDING[:3], NOBODY_SUSPECT, **tiles)
     suspect = limit > TOLERANCE * plain
     assert suspect.tolist() == [False, True, False]
-    want = _reference.convolution_sqnorm(*layer_of)
+    want = operators.convolution_sqnorm(*layer_of)
     torch.testing.assert_close(value, want, rtol=1e-4, atol=0)
     assert torch.equal(value[~suspect], plain[~suspect])
     assert torch.equal(bound, torch.where(suspect, value * ROUNDING[0], limit))
@@ -225,6 +225,6 @@ def test_a_guard_that_is_broken_in_one_line_is_seen(name, tmp_path, monkeypatch)
     for tolerance in (NOBODY_SUSPECT, 0.0):
         numbers = *rounding, tolerance
         got = gram.gram_sqnorm(a, g, 3, *numbers, config=TILE, direct_config=TILE)
-        want = _reference.gram_sqnorm(a, g, 3, *numbers)
+        want = operators.gram_sqnorm(a, g, 3, *numbers)
         wrong += not all(map(torch.allclose, got, want))
     assert wrong

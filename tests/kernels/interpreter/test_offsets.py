@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import (
-    _reference,
     convolution,
     convolution_pair_gram,
     diagonal,
@@ -17,6 +16,7 @@ from gradstats.kernels import (
     gram,
     group_norm,
     layer_norm,
+    operators,
     pairwise,
     pairwise_direct,
     rank_one,
@@ -102,11 +102,11 @@ def test_offsets_are_64_bit(axis):
 def test_offsets_of_streams_and_patches_are_64_bit(axis):
     x = far_apart((3, 2, 17), STRIDES[axis], 1)
     g = random((3, 2, 17), torch.float16, "cpu", 2)
-    want = _reference.layer_norm_sqnorm(x.double(), g, 1e-5)
+    want = operators.layer_norm_sqnorm(x.double(), g, 1e-5)
     got = layer_norm.layer_norm_sqnorm(x, g, 1e-5, config=TileConfig(4, 32, 1, 1, 1))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
-    want = _reference.group_norm_sqnorm(x.double(), g, 17, 1e-5)
+    want = operators.group_norm_sqnorm(x.double(), g, 17, 1e-5)
     got = group_norm.group_norm_sqnorm(x, g, 17, 1e-5, config=TileConfig(1, 16, 8, 1, 1))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
@@ -114,24 +114,24 @@ def test_offsets_of_streams_and_patches_are_64_bit(axis):
     for got, want in (
         (
             layer_norm.layer_norm_backward(g, x, scale, 1e-5, config=TileConfig(4, 32, 1, 1, 1)),
-            _reference.layer_norm_backward(g.double(), x.double(), scale, 1e-5),
+            operators.layer_norm_backward(g.double(), x.double(), scale, 1e-5),
         ),
         (
             scale_backward.scale_backward(x, g, weight=scale, config=TileConfig(1, 16, 8, 1, 1)),
-            _reference.scale_backward(x.double(), g.double(), scale),
+            operators.scale_backward(x.double(), g.double(), scale),
         ),
         (
             group_norm.group_norm_backward(x, g, scale, 17, 1e-5, config=TileConfig(1, 1, 8, 1, 1)),
-            _reference.group_norm_backward(x.double(), g, scale, 17, 1e-5),
+            operators.group_norm_backward(x.double(), g, scale, 17, 1e-5),
         ),
     ):
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-2, atol=1e-2)
     ids = torch.tensor([[1, 1], [0, 1], [2, 2]])
     got = rows.rows_sqnorm(ids, x, config=TileConfig(1, 32, 4, 1, 1))
-    assert_close(got, _reference.rows_sqnorm(ids, x.double()), _reference.rows_sqnorm(ids, x.abs()))
+    assert_close(got, operators.rows_sqnorm(ids, x.double()), operators.rows_sqnorm(ids, x.abs()))
     got = rows_pairs.pairwise_rows(ids, x, ids, x, config=TileConfig(2, 32, 4, 1, 1))
-    want, limit = (_reference.pairwise_rows(ids, y, ids, y) for y in (x.double(), x.double().abs()))
+    want, limit = (operators.pairwise_rows(ids, y, ids, y) for y in (x.double(), x.double().abs()))
     assert_close(got, want, limit)
     # two channels of images in one dimension: channels take the place of positions
     layer = ([3], [1], [1], [1])
@@ -142,11 +142,11 @@ def test_offsets_of_streams_and_patches_are_64_bit(axis):
         tile = TileConfig(4, 4, 16, 1, 1) if groups == 2 else TILE
         got = convolution.convolution_sqnorm(*own, config=tile)
         assert_close(
-            got, _reference.convolution_sqnorm(*own), _reference.convolution_sqnorm(*absolute)
+            got, operators.convolution_sqnorm(*own), operators.convolution_sqnorm(*absolute)
         )
         two, both = (x, gradient, *own), (*absolute[:2], *absolute)
-        want = _reference.pairwise_convolution_gram(*two)
-        limit = _reference.pairwise_convolution_gram(*both)
+        want = operators.pairwise_convolution_gram(*two)
+        limit = operators.pairwise_convolution_gram(*both)
         got = convolution_pair_gram.pairwise_convolution_gram(*two, config=TILE)
         assert_close(got, want, limit)
         got, _ = convolution_pair_gram.convolution_inner_gram(*two, config=TILE)

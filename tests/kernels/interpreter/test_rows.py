@@ -5,9 +5,9 @@ import torch
 from gradstats.kernels import (
     _check,
     _order,
-    _reference,
     _runs,
     _streaming,
+    operators,
     rows,
     rows_direction,
     rows_inner,
@@ -49,7 +49,7 @@ def ids_for(g, seed):
 
 
 def limit(ids1, g1, ids2, g2, bounds1=None, bounds2=None):
-    return _reference.pairwise_rows(
+    return operators.pairwise_rows(
         ids1, g1.double().abs(), ids2, g2.double().abs(), bounds1, bounds2
     )
 
@@ -60,7 +60,7 @@ def test_norms(case, longest_compared):
     got = rows.rows_sqnorm(
         ids, g, cu_seqlens=bounds, longest_compared=longest_compared, config=ROWS
     )
-    want = _reference.rows_sqnorm(ids, g.double(), bounds)
+    want = operators.rows_sqnorm(ids, g.double(), bounds)
     assert_close(got, want, limit(ids, g, ids, g, bounds, bounds).diagonal())
 
 
@@ -75,8 +75,8 @@ def few_ids(batch, positions):
 def test_runs_of_equal_ids_through_many_blocks(monkeypatch, longest_compared):
     monkeypatch.setattr(rows, "AHEAD", 2)
     ids, g = few_ids(4, 37), random((4, 37, 40), torch.bfloat16, "cpu", 1)
-    want = _reference.rows_sqnorm(ids, g.double())
-    scale = _reference.rows_sqnorm(ids, g.double().abs())
+    want = operators.rows_sqnorm(ids, g.double())
+    scale = operators.rows_sqnorm(ids, g.double().abs())
     for config in (ROWS, TileConfig(1, 64, 16, num_warps=1, num_stages=1), None):
         got = rows.rows_sqnorm(ids, g, longest_compared=longest_compared, config=config)
         assert_close(got, want, scale)
@@ -90,8 +90,8 @@ def test_rows_are_found_whatever_their_strides():
         g = g.transpose(0, 1)
         ids = few_ids(3, 37)
         got = rows.rows_sqnorm(ids, g, config=ROWS)
-        want = _reference.rows_sqnorm(ids, g.double())
-        assert_close(got, want, _reference.rows_sqnorm(ids, g.double().abs()))
+        want = operators.rows_sqnorm(ids, g.double())
+        assert_close(got, want, operators.rows_sqnorm(ids, g.double().abs()))
 
 
 def test_an_example_that_is_not_finite_leaves_its_neighbours_alone():
@@ -119,7 +119,7 @@ def test_pairs_and_directions(case):
     ids2, g2 = ids_for(g, 2), random(g.shape, g.dtype, "cpu", 3)
     factors = (ids, g, ids2, g2)
     options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
-    want = _reference.pairwise_rows(ids, g.double(), ids2, g2.double(), **options)
+    want = operators.pairwise_rows(ids, g.double(), ids2, g2.double(), **options)
     scale = limit(*factors, bounds, bounds)
     for splits in (1, 2):
         got = rows_pairs.pairwise_rows(*factors, **options, config=PAIRS, splits=splits)
@@ -129,8 +129,8 @@ def test_pairs_and_directions(case):
 
     table = random((g.shape[-1], TABLE), torch.float32, "cpu", 4).T
     got = rows_direction.rows_direction(ids, g, table, cu_seqlens=bounds, config=ROWS)
-    want = _reference.rows_direction(ids, g.double(), table, bounds)
-    scale = _reference.rows_direction(ids, g.double().abs(), table.abs(), bounds)
+    want = operators.rows_direction(ids, g.double(), table, bounds)
+    scale = operators.rows_direction(ids, g.double().abs(), table.abs(), bounds)
     assert_close(got, want, scale)
 
 
@@ -139,7 +139,7 @@ def test_pairs_of_many_examples_in_any_workspace(monkeypatch):
     ids, ids2 = (torch.randint(TABLE, (size, 9)) for size in (17, 19))
     g, g2 = random((17, 9, 72), torch.float32, "cpu", 1), random((19, 9, 72), torch.float32, "cpu")
     factors, scale = (ids, g, ids2, g2), limit(ids, g, ids2, g2)
-    want = _reference.pairwise_rows(ids, g.double(), ids2, g2.double())
+    want = operators.pairwise_rows(ids, g.double(), ids2, g2.double())
     tile = TileConfig(4, 64, 16, num_warps=1, num_stages=1)
     monkeypatch.setattr(_streaming, "choose_run_sums", lambda width, positions: ROWS)
     for workspace in (1, 10**6):
@@ -154,7 +154,7 @@ def test_pairs_of_a_factor_with_itself_sort_it_once(monkeypatch):
     sort_rows = _runs.sort_rows
     monkeypatch.setattr(_runs, "sort_rows", lambda *one: sorts.append(one) or sort_rows(*one))
     ids, g = few_ids(4, 12), random((4, 12, 40), torch.bfloat16, "cpu", 1)
-    want, scale = _reference.pairwise_rows(ids, g.double(), ids, g.double()), limit(ids, g, ids, g)
+    want, scale = operators.pairwise_rows(ids, g.double(), ids, g.double()), limit(ids, g, ids, g)
     for count, other in ((1, (ids.view(4, 12), g)), (2, (ids, g.clone())), (2, (ids.int(), g))):
         sorts.clear()
         assert_close(rows_pairs.pairwise_rows(ids, g, *other, config=PAIRS), want, scale)
@@ -181,9 +181,9 @@ def test_the_cross_term_with_a_tied_projection(case):
     options = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
     got = tied.tied_inner(a, head, ids, g, **options, config=TILE)
     operands = (a.double(), head.double(), ids, g.double())
-    want = _reference.tied_inner(*operands, **options)
+    want = operators.tied_inner(*operands, **options)
     absolute = (a.double().abs(), head.double().abs(), ids, g.double().abs())
-    assert_close(got, want, _reference.tied_inner(*absolute, **options))
+    assert_close(got, want, operators.tied_inner(*absolute, **options))
 
 
 def test_a_projection_over_other_positions_than_the_look_up():
@@ -193,11 +193,11 @@ def test_a_projection_over_other_positions_than_the_look_up():
         random((3, 19, TABLE), torch.float32, "cpu"),
     )
     got = tied.tied_inner(a, head, ids, g, config=TILE)
-    want = _reference.tied_inner(a.double(), head.double(), ids, g.double())
+    want = operators.tied_inner(a.double(), head.double(), ids, g.double())
     assert_close(
         got,
         want,
-        _reference.tied_inner(a.double().abs(), head.double().abs(), ids, g.double().abs()),
+        operators.tied_inner(a.double().abs(), head.double().abs(), ids, g.double().abs()),
     )
 
 
