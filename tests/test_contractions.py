@@ -23,6 +23,7 @@ from gradstats._factors import (
     Vector,
 )
 from gradstats.contractions import _outer, _patches, _ragged, _rows, _tied
+from gradstats.contractions._table import MODULES
 
 WORKSPACE = 2**28
 TINY = 1
@@ -77,6 +78,11 @@ def assert_exact(result: contractions.Contraction, *factors, rtol: float = 1e-12
     assert result.value.shape == result.bound.shape == (factors[0].batch,)
     torch.testing.assert_close(result.value, expected, rtol=rtol, atol=1e-200)
     assert (result.bound >= 0).all()
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_the_module_of_a_kind_of_factor_has_all_its_contractions(kind):
+    assert all(callable(getattr(MODULES[kind], name)) for name in ("sqnorm", "direction", "total"))
 
 
 @contextmanager

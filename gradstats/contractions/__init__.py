@@ -1,12 +1,13 @@
 """Contractions of factors: squared norms, inner products, and sums over examples.
 
-Tables say which function contracts which factor, or pair of factors: SELF, WITH_SUM and CROSS here,
-RULES in _inner, DIRECTION and TOTAL in _direction. What is in no table is contracted by definition:
-the per-example gradients of a few examples at a time, within the workspace, multiplied and summed.
+A table says which module contracts which factor (_table), and two which functions contract which
+pair of factors (RULES in _inner, CROSS here). What is in none is contracted by definition: the
+per-example gradients of a few examples at a time, within the workspace, multiplied and summed.
 
-Squared norms, and sums from the same pass
+One factor: squared norms, products with a dense direction, sums over the examples
+    _table       which module has them for which factor
     _outer, _patches, _images, _rows, _vector, _elementwise, _ragged, _experts, _masked, _tangent,
-    _distances   of one factor
+    _distances   the modules
     _merge       several uses of one parameter as fewer factors
     _tied        a projection and the look-ups tied to it
     _dense       by definition
@@ -16,7 +17,7 @@ Inner products
     _inner       of two lists of factors, pair by pair
     _outer_pairs, _patch_pairs, _row_pairs, _vector_pairs    of two factors
     _tiles       by definition
-    _direction   with one dense direction; sums over the examples
+    _direction   of a list of factors with one dense direction; its sum over the examples
 
 Used by all of them
     _result      what contractions return, and how doubtful results are found and recomputed
@@ -33,37 +34,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from gradstats._factors import (
-    Distances,
-    Elementwise,
-    Experts,
-    Factor,
-    Images,
-    Masked,
-    Outer,
-    Patches,
-    Ragged,
-    Rows,
-    Tangent,
-    Vector,
-    in_a_row,
-)
-from gradstats.contractions import (
-    _dense,
-    _distances,
-    _elementwise,
-    _experts,
-    _images,
-    _masked,
-    _outer,
-    _patches,
-    _ragged,
-    _rows,
-    _tangent,
-    _tied,
-    _triton,
-    _vector,
-)
+from gradstats._factors import Elementwise, Factor, Masked, Outer, Patches, Ragged, Rows, in_a_row
+from gradstats.contractions import _dense, _elementwise, _masked, _outer, _tied, _triton
 from gradstats.contractions._dense import rows_squared_norms as rows_squared_norms
 from gradstats.contractions._direction import direction_inner as direction_inner
 from gradstats.contractions._direction import row_products as row_products
@@ -87,32 +59,13 @@ from gradstats.contractions._result import stack as stack
 from gradstats.contractions._result import well_conditioned as well_conditioned
 from gradstats.contractions._rows import FEW as FEW
 from gradstats.contractions._rows import sqnorm_of_few as sqnorm_of_few
+from gradstats.contractions._table import MODULES
 from gradstats.contractions._tied import Projected as Projected
 from gradstats.contractions._tied import project as project
 from gradstats.contractions._tied import tied_sqnorm as tied_sqnorm
 from gradstats.contractions._tiles import dtype_of
 from gradstats.contractions._vector import adds_to as adds_to
 from gradstats.contractions._vector import merge as add_vectors  # noqa: F401
-
-SELF: dict[type, Callable[..., Contraction]] = {
-    Outer: _outer.sqnorm,
-    Patches: _patches.sqnorm,
-    Images: _images.sqnorm,
-    Ragged: _ragged.sqnorm,
-    Experts: _experts.sqnorm,
-    Rows: _rows.sqnorm,
-    Vector: _vector.sqnorm,
-    Elementwise: _elementwise.sqnorm,
-    Masked: _masked.sqnorm,
-    Tangent: _tangent.sqnorm,
-    Distances: _distances.sqnorm,
-}
-
-WITH_SUM: dict[type, Callable[..., tuple[Contraction, Tensor]]] = {
-    Outer: _outer.sqnorm_and_sum,
-    Patches: _patches.sqnorm_and_sum,
-    Ragged: _ragged.sqnorm_and_sum,
-}
 
 # Inner products of two factors of one parameter, example by example; see ``_rule_of``.
 CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
@@ -142,8 +95,7 @@ def sqnorm(factors: list[Factor], workspace: int) -> Contraction:
         Squared norms and their absolute error bounds, float64 of shape (B,).
     """
     if len(factors) == 1:
-        contract = SELF.get(type(factors[0]), _dense.sqnorm)
-        return contract(factors[0], workspace)
+        return MODULES.get(type(factors[0]), _dense).sqnorm(factors[0], workspace)
     apart = _disjoint_parts(factors)
     if apart is not None:
         results = [sqnorm(part, workspace) for part in apart]
@@ -166,7 +118,7 @@ def sqnorm_and_sum(
     """
     if isinstance(factor, Elementwise):
         return _elementwise.sqnorm_and_sum(factor, workspace, dtype)
-    return WITH_SUM[type(factor)](factor, workspace)
+    return MODULES[type(factor)].sqnorm_and_sum(factor, workspace)
 
 
 def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
@@ -192,11 +144,11 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
         return concatenated([_outer.sqnorm(_outer.merge(piece), workspace) for piece in pieces])
     merged = merge(factors)
     if len(merged) == 1:
-        return SELF[type(merged[0])](merged[0], workspace)
+        return MODULES[type(merged[0])].sqnorm(merged[0], workspace)
     crosses = _crosses(merged)
     if crosses is None:
         return _dense.sqnorm_of_sum(merged, workspace)
-    parts = [SELF[type(factor)](factor, workspace) for factor in merged]
+    parts = [MODULES[type(factor)].sqnorm(factor, workspace) for factor in merged]
     return sum_of_parts(parts, [cross(workspace) for cross in crosses], dtype_of(merged))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Factor, Vector
-from gradstats.contractions import _triton, _triton_layers
+from gradstats.contractions import _triton, _triton_layers, _vector
 from gradstats.contractions._result import Contraction
 
 
@@ -46,3 +46,13 @@ def sqnorm_and_sum(
     norms, total, _ = _triton_layers.elementwise(factor, None, (False, dtype or torch.float32))
     assert total is not None
     return norms, total
+
+
+def direction(factor: Elementwise, direction: Tensor, workspace: int) -> Tensor:
+    """Return ⟨G_i, V⟩."""
+    return _triton_layers.elementwise_direction(factor, direction)
+
+
+def total(factor: Elementwise) -> Tensor:
+    """Return Σ_i G_i in the accumulation dtype."""
+    return _vector.total(summed(factor))

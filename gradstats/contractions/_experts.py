@@ -11,6 +11,7 @@ from gradstats._factors import Experts, Outer, Ragged, compute_dtype
 from gradstats.contractions import _outer_pairs, _ragged, _triton
 from gradstats.contractions._outer_pairs import Sizes
 from gradstats.contractions._result import Contraction
+from gradstats.contractions._tiles import zeros
 
 
 def sqnorm(factor: Experts, workspace: int) -> Contraction:
@@ -33,6 +34,14 @@ def diagonal(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> T
     result = torch.zeros(first.batch, dtype=torch.float64, device=sizes[0].device)
     for one, two in _met(first, second):
         result += _outer_pairs.diagonal(one, two, workspace, sizes)
+    return result
+
+
+def direction(factor: Experts, direction: Tensor, workspace: int) -> Tensor:
+    """Return ⟨G_i, V⟩, the sum over the experts."""
+    result = zeros([factor], factor.batch)
+    for number in factor.busy:
+        result += _ragged.direction(factor.of_expert(number), direction[number], workspace)
     return result
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import Masked, Outer, cast, compute_dtype
-from gradstats.contractions import _dense
+from gradstats.contractions import _dense, _table
 from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
 from gradstats.contractions._tiles import chunks
 
@@ -30,6 +30,17 @@ def sqnorm(factor: Masked, workspace: int) -> Contraction:
         left, right = outer.left[:, 0], outer.right[:, 0]
         return _formed(left, right, factor.mask.reshape(left.shape[2], right.shape[2]), workspace)
     return _dense.sqnorm(factor, workspace)
+
+
+def direction(factor: Masked, direction: Tensor, workspace: int) -> Tensor:
+    """Return ⟨M ∘ G_i, V⟩ = ⟨G_i, M ∘ V⟩."""
+    inner = factor.inner
+    return _table.MODULES[type(inner)].direction(inner, direction * factor.mask, workspace)
+
+
+def total(factor: Masked) -> Tensor:
+    """Return Σ_i M ∘ G_i in the accumulation dtype."""
+    return _table.MODULES[type(factor.inner)].total(factor.inner) * factor.mask
 
 
 def merge(factors: list[Masked]) -> Masked:

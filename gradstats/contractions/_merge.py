@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from gradstats._factors import Factor, Images, Masked, Outer, Ragged, Rows, Vector
-from gradstats.contractions import _images, _masked, _outer, _ragged, _rows, _vector
+from gradstats._factors import Factor
 from gradstats.contractions._elementwise import lean
-
-# Kinds of factors of which the sum of several is again one factor of that kind.
-MERGE: dict[type, Callable[..., Factor]] = {
-    Outer: _outer.merge,
-    Images: _images.merge,
-    Ragged: _ragged.merge,
-    Rows: _rows.merge,
-    Vector: _vector.merge,
-    Masked: _masked.merge,
-}
+from gradstats.contractions._table import MODULES
 
 
 def merge(factors: Sequence[Factor]) -> list[Factor]:
@@ -25,7 +15,9 @@ def merge(factors: Sequence[Factor]) -> list[Factor]:
     for index, factor in enumerate(map(lean, factors)):
         # Only factors that differ in nothing but their positions can be merged.
         key = (type(factor), getattr(factor, "layout", None), getattr(factor, "axis", None))
-        kinds.setdefault(key if key[0] in MERGE else index, []).append(factor)
+        merged = hasattr(MODULES.get(type(factor)), "merge")
+        kinds.setdefault(key if merged else index, []).append(factor)
     return [
-        group[0] if len(group) == 1 else MERGE[type(group[0])](group) for group in kinds.values()
+        group[0] if len(group) == 1 else MODULES[type(group[0])].merge(group)
+        for group in kinds.values()
     ]

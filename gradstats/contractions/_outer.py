@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from gradstats.contractions._result import (
     well_conditioned,
 )
 from gradstats.contractions._tensor_cores import cut_off_of
-from gradstats.contractions._tiles import chunks
+from gradstats.contractions._tiles import chunks, zeros
 
 # Number of squares that may be summed in the accumulation dtype: the sum loses no more digits than
 # its terms have lost already.
@@ -275,6 +276,44 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
     if total is None:
         return result, None
     return result, _arrange(total.mT.contiguous() if transposed else total, factor)
+
+
+def direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor:
+    """Return ⟨G_i, V⟩ = Σ_t left_tᵀ V right_t."""
+    groups, p, q = factor.left.shape[1], factor.left.shape[3], factor.right.shape[3]
+    if factor.permutation is not None:
+        sizes = [factor.unfolded[axis] for axis in factor.permutation]  # type: ignore[index]
+        order = sorted(range(len(sizes)), key=factor.permutation.__getitem__)
+        direction = direction.reshape(sizes).permute(order)
+    direction = direction.reshape(groups, p, q)
+    if _triton.serves(factor):
+        return _triton.direction(factor, direction)
+    dtype = compute_dtype(factor.left, factor.right, direction)
+    # Apply the direction to the wider side, so that the narrower is written.
+    one, two = (factor.left, factor.right) if p <= q else (factor.right, factor.left)
+    matrix = (direction.mT if p <= q else direction).to(dtype)  # (K, wide, narrow)
+    result = zeros([factor], factor.batch)
+    size = 2 * (math.prod(one.shape[1:]) + math.prod(two.shape[1:])) * dtype.itemsize
+    for here in chunks(factor.batch, _cost.fitting(size, factor.batch, workspace)):
+        # One product for all examples: a batched one would read V once for each.
+        rows = two[here].to(dtype).transpose(0, 1)  # (K, B, T, wide)
+        applied = multiply_groups(rows.flatten(1, 2), matrix).unflatten(1, rows.shape[1:3])
+        products = applied.mul_(one[here].to(dtype).transpose(0, 1))
+        result[here] = products.sum(3).sum((0, 2), dtype=torch.float64)
+    return result
+
+
+def total(factor: Outer) -> Tensor:
+    """Return Σ_i G_i in the accumulation dtype."""
+    dtype = compute_dtype(factor.left, factor.right)
+    if factor.left.dtype == factor.right.dtype == dtype:
+        return summed(factor)
+    # Half-precision operands: their product must not be rounded to half precision again.
+    parts = (
+        summed(replace(chunk, left=chunk.left.to(dtype), right=chunk.right.to(dtype)))
+        for chunk in map(factor.select, chunks(factor.batch, 8))
+    )
+    return reduce(torch.add, parts)
 
 
 def pieces(factors: Sequence[Factor], workspace: int) -> list[list[Outer]]:

@@ -24,7 +24,7 @@ from gradstats.contractions._result import (
     squared_norms,
     well_conditioned,
 )
-from gradstats.contractions._tiles import chunks
+from gradstats.contractions._tiles import chunks, zeros
 
 
 def sqnorm(factor: Patches, workspace: int) -> Contraction:
@@ -104,6 +104,47 @@ def summed(factor: Patches, dtype: torch.dtype) -> Tensor:
     sizes = (*factor.shape[:2], *factor.kernel)
     operands = factor.input.to(dtype), factor.grad.to(dtype)
     return weight_gradient(*operands, sizes, factor.geometry).reshape(factor.shape)
+
+
+def direction(factor: Patches, direction: Tensor, workspace: int) -> Tensor:
+    """Return ⟨G_i, V⟩: the convolution with V, multiplied by the output gradient."""
+    if _triton.convolves(factor):
+        weight = direction.reshape(*factor.shape[:2], *factor.kernel)
+        return _triton_layers.convolution_direction(factor, weight)
+    result = zeros([factor], factor.batch)
+    for here, products in row_products(factor, direction, workspace):
+        result[here] = products.sum(1, dtype=torch.float64)
+    return result
+
+
+def row_products(
+    factor: Patches, direction: Tensor, workspace: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of examples with ⟨G_i[o], V[o]⟩ for each output channel o, (b, O)."""
+    dtype = compute_dtype(*factor.sides, direction)
+    weight = direction.reshape(*factor.shape[:2], *factor.kernel).to(dtype)
+    size = (factor.input[0].numel() + 3 * factor.grad[0].numel()) * dtype.itemsize
+    for here in chunks(factor.batch, _cost.fitting(size, factor.batch, workspace)):
+        output = convolve(factor.input[here].to(dtype), weight, factor)
+        products = output * factor.grad[here].to(dtype)
+        yield here, products.flatten(2).sum(2)
+
+
+def convolve(x: Tensor, weight: Tensor, factor: Patches) -> Tensor:
+    """Return the convolution with a weight, at the positions of a factor's output gradient."""
+    geometry, positions = factor.geometry, factor.grad.shape[2:]
+    output = torch.ops.aten.convolution(
+        x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,
+        [0] * len(positions), geometry.groups,
+    )  # fmt: skip
+    for axis, count in enumerate(positions):
+        output = output.narrow(axis + 2, 0, count)
+    return output
+
+
+def total(factor: Patches) -> Tensor:
+    """Return Σ_i G_i in the accumulation dtype."""
+    return summed(factor, compute_dtype(*factor.sides))
 
 
 def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):

@@ -16,6 +16,7 @@ from gradstats.contractions._formed import form_each
 from gradstats.contractions._multiply import WORTH_CALLING, multiply
 from gradstats.contractions._result import Contraction, product_roundoff, well_conditioned
 from gradstats.contractions._tensor_cores import cut_off_of
+from gradstats.contractions._tiles import chunks
 
 # Elements of both operands from which copying an example into a group costs more than contracting
 # it where it lies: the first for examples whose gradient is formed, in two operations each, the
@@ -109,6 +110,28 @@ def magnitude(factor: Ragged) -> Tensor:
     left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
     right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
     return segment_sum((left * right).double(), torch.tensor(factor.lengths, device=left.device))
+
+
+def direction(factor: Ragged, direction: Tensor, workspace: int) -> Tensor:
+    """Return ⟨G_i, V⟩ = Σ_t left_tᵀ V right_t."""
+    direction = direction.reshape(factor.left.shape[1], factor.right.shape[1])
+    if _triton.serves(factor):
+        return _triton.ragged_direction(factor, direction)
+    dtype = compute_dtype(factor.left, factor.right, direction)
+    matrix = direction.to(dtype)
+    rows = factor.left.new_zeros(factor.left.shape[0], dtype=torch.float64)
+    size = 2 * (factor.left.shape[1] + factor.right.shape[1]) * dtype.itemsize
+    for here in chunks(len(rows), _cost.fitting(size, len(rows), workspace)):
+        products = multiply(factor.right[here].to(dtype), matrix.t())
+        products.mul_(factor.left[here].to(dtype))
+        rows[here] = products.sum(1, dtype=torch.float64)
+    return segment_sum(rows, torch.tensor(factor.lengths, device=rows.device))
+
+
+def total(factor: Ragged) -> Tensor:
+    """Return Σ_i G_i in the accumulation dtype."""
+    dtype = compute_dtype(factor.left, factor.right)
+    return multiply(factor.left.to(dtype).t(), factor.right.to(dtype)).reshape(factor.shape)
 
 
 def groups(factor: Ragged, examples: Iterable[int], workspace: int) -> list[list[int]]:

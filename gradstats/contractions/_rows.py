@@ -15,6 +15,7 @@ from gradstats.contractions._result import (
     squared_norms,
     well_conditioned,
 )
+from gradstats.contractions._tiles import chunks, zeros
 
 # Rows per example up to which comparing all pairs is faster than sorting.
 FEW = 32
@@ -109,6 +110,26 @@ def _sums_of_equals(ids: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     equal = (ids.unsqueeze(1) == ids.unsqueeze(2)).to(dtype)
     norms = torch.linalg.vector_norm(torch.bmm(equal, cast(grad, dtype)), dim=2).double()
     return norms.square_().div_(equal.sum(2)).sum(1)
+
+
+def direction(factor: Rows, direction: Tensor, workspace: int) -> Tensor:
+    """Return ⟨G_i, V⟩, from the rows of V that an example looks up."""
+    dtype = compute_dtype(factor.grad, direction)
+    count, width = factor.grad.shape
+    table = direction.reshape(factor.shape[0], width)
+    if _triton.runs(factor.grad):
+        return _triton_layers.rows_direction(factor, table)
+    result = zeros([factor], factor.batch)
+    for here in chunks(count, _cost.fitting(3 * width * dtype.itemsize, count, workspace)):
+        products = table[factor.ids[here]].to(dtype) * factor.grad[here].to(dtype)
+        add_at(result, factor.example[here], products.sum(1, dtype=torch.float64))
+    return result
+
+
+def total(factor: Rows) -> Tensor:
+    """Return Σ_i G_i in the accumulation dtype."""
+    rows = cast(factor.grad, compute_dtype(factor.grad))
+    return added(rows, factor.ids, factor.shape[0]).reshape(factor.shape)
 
 
 def merge(factors: list[Rows]) -> Rows:
