@@ -1,8 +1,8 @@
 """Contractions of factors: squared norms, inner products, and sums over examples.
 
-A table says which module contracts which factor (_table), and two which functions contract which
-pair of factors (RULES in _inner, CROSS here). What is in none is contracted by definition: the
-per-example gradients of a few examples at a time, within the workspace, multiplied and summed.
+A table says which module contracts which factor (_table), and two say which functions contract
+which pair of factors (_inner). What is in none is contracted by definition: the per-example
+gradients of a few examples at a time, within the workspace, multiplied and summed.
 
 One factor: squared norms, products with a dense direction, sums over the examples
     _table       which module has them for which factor
@@ -27,15 +27,14 @@ Used by all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from gradstats._factors import Elementwise, Factor, Masked, Outer, Patches, Ragged, Rows, in_a_row
-from gradstats.contractions import _dense, _elementwise, _masked, _outer, _tied, _triton
+from gradstats._factors import Elementwise, Factor, Outer, Patches, Ragged, in_a_row
+from gradstats.contractions import _dense, _elementwise, _outer, _triton
 from gradstats.contractions._dense import rows_squared_norms as rows_squared_norms
 from gradstats.contractions._direction import direction_inner as direction_inner
 from gradstats.contractions._direction import row_products as row_products
@@ -43,7 +42,7 @@ from gradstats.contractions._direction import row_sums as row_sums
 from gradstats.contractions._direction import total as total
 from gradstats.contractions._elementwise import lean as lean
 from gradstats.contractions._elementwise import summed as summed
-from gradstats.contractions._inner import by_path
+from gradstats.contractions._inner import by_path, crosses_of
 from gradstats.contractions._inner import fold as fold
 from gradstats.contractions._inner import inner_diagonal as inner_diagonal
 from gradstats.contractions._inner import inner_pairs as inner_pairs
@@ -66,14 +65,6 @@ from gradstats.contractions._tied import tied_sqnorm as tied_sqnorm
 from gradstats.contractions._tiles import dtype_of
 from gradstats.contractions._vector import adds_to as adds_to
 from gradstats.contractions._vector import merge as add_vectors  # noqa: F401
-
-# Inner products of two factors of one parameter, example by example; see ``_rule_of``.
-CROSS: dict[tuple[type, type], Callable[..., Tensor]] = {
-    (Outer, Rows): _tied.inner_with_rows,
-    (Ragged, Rows): _tied.inner_with_rows,
-    (Outer, Masked): _masked.inner_with_outer,
-    (Masked, Masked): _masked.inner,
-}
 
 
 def on_chip(factor: Factor) -> bool:
@@ -145,7 +136,7 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
     merged = merge(factors)
     if len(merged) == 1:
         return MODULES[type(merged[0])].sqnorm(merged[0], workspace)
-    crosses = _crosses(merged)
+    crosses = crosses_of(merged)
     if crosses is None:
         return _dense.sqnorm_of_sum(merged, workspace)
     parts = [MODULES[type(factor)].sqnorm(factor, workspace) for factor in merged]
@@ -154,31 +145,4 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
 
 def adds_up(merged: Sequence[Factor]) -> bool:
     """Whether the norms of a sum of merged factors can be contracted without forming gradients."""
-    return _crosses(merged) is not None
-
-
-def _crosses(factors: Sequence[Factor]) -> list[Callable[[int], Tensor]] | None:
-    """Return a rule for each pair, to be called with the workspace; None if a pair has none."""
-    found = []
-    for pair in combinations(factors, 2):
-        rule = _rule_of(*pair)
-        if rule is None:
-            return None
-        found.append(rule)
-    return found
-
-
-def _rule_of(one: Factor, other: Factor) -> Callable[[int], Tensor] | None:
-    """Return the rule for two factors of one parameter, in either order; None if there is none."""
-    for first, second in ((one, other), (other, one)):
-        rule = CROSS.get((type(first), type(second)))
-        if rule is not None and _spans_rows(first) and _spans_rows(second):
-            return partial(rule, first, second)
-    return None
-
-
-def _spans_rows(factor: Factor) -> bool:
-    """Whether a factor has one group, whose rows are the parameter's."""
-    if isinstance(factor, Masked):
-        return factor.is_rank_one and factor.inner.spans_rows  # type: ignore[union-attr]
-    return isinstance(factor, Rows) or factor.spans_rows  # type: ignore[attr-defined]
+    return crosses_of(merged) is not None

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from gradstats._factors import (
     Experts,
     Factor,
+    Masked,
     Outer,
     Patches,
     Ragged,
@@ -31,9 +34,11 @@ from gradstats._factors import (
 )
 from gradstats.contractions import (
     _experts,
+    _masked,
     _outer_pairs,
     _patch_pairs,
     _row_pairs,
+    _tied,
     _tiles,
     _triton,
     _vector_pairs,
@@ -50,13 +55,13 @@ def _swapped_pairs(rows: Rows, outer: Outer, workspace: int, sizes: Sizes) -> Te
 
 
 def _swapped_diagonal(rows: Rows, outer: Outer, workspace: int, sizes: Sizes) -> Tensor:
-    return _outer_pairs.diagonal_with_rows(outer, rows, workspace, sizes)
+    return _tied.inner_with_rows(outer, rows, workspace)
 
 
 # For the types of two factors, the rules for all pairs of examples, and for equal indices.
 RULES: dict[tuple[type, type], tuple[Rule, Rule]] = {
     (Outer, Outer): (_outer_pairs.pairs, _outer_pairs.diagonal),
-    (Outer, Rows): (_outer_pairs.pairs_with_rows, _outer_pairs.diagonal_with_rows),
+    (Outer, Rows): (_outer_pairs.pairs_with_rows, _tied.inner_with_rows),
     (Rows, Outer): (_swapped_pairs, _swapped_diagonal),
     (Rows, Rows): (_row_pairs.pairs, _row_pairs.diagonal),
     (Patches, Patches): (_patch_pairs.pairs, _patch_pairs.diagonal),
@@ -68,6 +73,14 @@ RULES: dict[tuple[type, type], tuple[Rule, Rule]] = {
 # The same for whole sums without a rule, and the places of the two in these tuples.
 DEFINITIONS = _tiles.dense_pairs, _tiles.dense_diagonal
 PAIRS, DIAGONAL = range(2)
+
+# Where two uses meet in one norm no sizes are known, and rules are those that need none.
+CROSS: dict[tuple[type, type], Callable[[Any, Any, int], Tensor]] = {
+    (Outer, Rows): _tied.inner_with_rows,
+    (Ragged, Rows): _tied.inner_with_rows,
+    (Outer, Masked): _masked.inner_with_outer,
+    (Masked, Masked): _masked.inner,
+}
 
 # How much more memory gradients may take than the factors in whose place they are kept.
 FOLDED = 2
@@ -199,6 +212,33 @@ def _fit(one: Factor, two: Factor) -> bool:
     if isinstance(one, Vector):
         return isinstance(two, Vector) and one.axis == two.axis
     return type(one) is type(two) and (type(one), type(two)) in RULES
+
+
+def crosses_of(factors: Sequence[Factor]) -> list[Callable[[int], Tensor]] | None:
+    """Return a rule for each pair, to be called with the workspace; None if a pair has none."""
+    found = []
+    for pair in combinations(factors, 2):
+        rule = _cross_of(*pair)
+        if rule is None:
+            return None
+        found.append(rule)
+    return found
+
+
+def _cross_of(one: Factor, other: Factor) -> Callable[[int], Tensor] | None:
+    """Return the rule for two factors of one parameter, in either order; None if there is none."""
+    for first, second in ((one, other), (other, one)):
+        rule = CROSS.get((type(first), type(second)))
+        if rule is not None and _spans_rows(first) and _spans_rows(second):
+            return partial(rule, first, second)
+    return None
+
+
+def _spans_rows(factor: Factor) -> bool:
+    """Whether a factor has one group, whose rows are the parameter's."""
+    if isinstance(factor, Masked):
+        return factor.is_rank_one and factor.inner.spans_rows  # type: ignore[union-attr]
+    return isinstance(factor, Rows) or factor.spans_rows  # type: ignore[attr-defined]
 
 
 def by_path(factors: Sequence[Factor]) -> dict[Any, list[Factor]]:

@@ -30,7 +30,7 @@ from gradstats._factors import (
     compute_dtype,
     tensors_of,
 )
-from gradstats.contractions import _outer, _patches, _ragged, _tied, _tiles, _triton
+from gradstats.contractions import _outer, _patches, _ragged, _tiles, _triton
 from gradstats.contractions._multiply import multiply_groups
 from gradstats.contractions._result import product_roundoff
 
@@ -239,11 +239,6 @@ def pairs_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> T
             columns = products.sum(0, dtype=torch.float64)
             add_at(result[example], rows.example[piece], columns)
     return result
-
-
-def diagonal_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> Tensor:
-    """Return the same for each example with its partner, (B,) float64."""
-    return _tied.inner_with_rows(outer, rows, workspace)
 
 
 def _plain(first: Outer | Ragged, second: Outer | Ragged) -> tuple:

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Lookup, Outer, Ragged, Rows, compute_dtype, segment_sum
 from gradstats.contractions import _rows, _triton, _triton_layers
+from gradstats.contractions._outer_pairs import Sizes
 from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction, sum_of_parts
 
@@ -51,13 +52,16 @@ def gather(factor: Outer | Ragged, lookup: Lookup, workspace: int) -> Tensor:
     return gathered
 
 
-def inner_with_rows(factor: Outer | Ragged, rows: Rows, workspace: int) -> Tensor:
+def inner_with_rows(
+    factor: Outer | Ragged, rows: Rows, workspace: int, sizes: Sizes | None = None
+) -> Tensor:
     """Return ⟨P_i, R_i⟩ of a projection and a look-up, (B,) float64.
 
     Args:
         factor: one group whose ``left`` spans the parameter's rows.
         rows: factor over the same rows.
         workspace: bytes of scratch.
+        sizes: unused.
     """
     if isinstance(factor, Outer) and _triton.runs(factor.left, factor.right, rows.grad):
         return _triton_layers.inner_with_rows(factor, rows)
