@@ -170,10 +170,10 @@ def test_data_with_other_rows_are_told_what_is_expected():
 class Slices(nn.Module):
     """A function of packed rows and of a parameter, which has a slice for each of them."""
 
-    def __init__(self, function, shape):
+    def __init__(self, function, slices):
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.slices = nn.Parameter(torch.randn(shape))
+        self.slices = nn.Parameter(slices)
         self.function = function
 
     def forward(self, x):
@@ -214,9 +214,33 @@ OWN_SLICES = {
 @pytest.mark.parametrize("lengths", [[4, 2, 3], [3, 3, 3], [9], [2, 0, 7]], ids=str)
 def test_slices_of_a_parameter_for_packed_rows(function, shape, lengths):
     torch.manual_seed(0)
-    model = Slices(function, shape).double()
-    rows = torch.randn(1, 9, 4, dtype=torch.float64)
+    model = Slices(function, torch.randn(shape)).double()
+    check_slices(model, torch.randn(1, 9, 4, dtype=torch.float64), lengths)
 
+
+class Same(torch.autograd.Function):
+    """The mean of all slices in place of each, and each one's own gradient, as quantised."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.mean(0, keepdim=True).expand_as(w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("lengths", [[4, 2, 3], [3, 3, 3]], ids=str)
+def test_slices_that_are_one_in_memory_alone(lengths):
+    torch.manual_seed(0)
+    rows = torch.randn(1, 9, 4, dtype=torch.float64)
+    model = Slices(torch.mul, torch.zeros(0)).double()
+    model.slices = nn.Parameter(torch.randn(1, 4).double().expand(9, 4))
+    check_slices(model, rows, lengths)
+    check_slices(Slices(lambda x, w: x * Same.apply(w), torch.randn(9, 4)).double(), rows, lengths)
+
+
+def check_slices(model, rows, lengths):
     def losses(model, rows):
         found = model(rows)[0].flatten(1).square().sum(1)
         return torch.stack([part.sum() for part in found.split(lengths)])

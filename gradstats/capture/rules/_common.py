@@ -303,7 +303,7 @@ def _rows_of(tracker, func, node: Node, item: Tensor, examples: Examples) -> Ten
     Or the slice that they all have, still tracked.
     """
     axis = examples.axis
-    if node.value.stride(axis) == 0 and not tracker.settings.exact:
+    if _is_expanded(node, axis) and not tracker.settings.exact:
         return derive(tracker, Tensor.narrow, (item, axis, 0, 1), {})
     if examples.segments is None:
         # Along an axis of their own an example's rows are one slice.
@@ -316,6 +316,16 @@ def _rows_of(tracker, func, node: Node, item: Tensor, examples: Examples) -> Ten
         return run(tracker, Tensor.index_select, item, axis, ids)
     pairs = derive(tracker, torch.view_as_real, (item,), {})
     return torch.view_as_complex(run(tracker, Tensor.index_select, pairs, axis, ids))
+
+
+def _is_expanded(node: Node, axis: int) -> bool:
+    """Whether all slices along an axis are one, to autograd too and not in memory alone.
+
+    A parameter whose own memory was expanded has a gradient for each slice; so may a Function.
+    """
+    if node.value.stride(axis) or not isinstance(node, Derived) or node.has_function:
+        return False
+    return all(0 not in root.value.stride() for root in node.roots)
 
 
 def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
