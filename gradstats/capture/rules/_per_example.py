@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats._complex import as_real
+from gradstats._factors import Rows
 from gradstats.capture.operations._nested import flatten, rebuild
 from gradstats.capture.operations._operations import (
     ELEMENTWISE,
@@ -16,9 +18,11 @@ from gradstats.capture.operations._operations import (
     function_variants,
     in_place_variants,
 )
+from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._nodes import Node
-from gradstats.capture.parameters._tensors import node_of, value_of
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data
+from gradstats.capture.rules._embedding import leading_axes, table_rows
 from gradstats.capture.uses._uses import tap
 from gradstats.capture.uses._views import ExampleLayout, example_view
 
@@ -43,13 +47,15 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs):
         layout: where the examples lie in the operands, which line up from the right.
         args, kwargs: of the operation.
     """
+    if tracker.settings.exact:
+        return _tapped(tracker, func, layout, args, kwargs)
     operands = flatten((args, kwargs))
     if not all(node_of(item) is None or layout.serves(item.shape) for item in operands):
         args, kwargs = rebuild((args, kwargs), partial(own_rows, tracker, func, layout))
         if all(node_of(item) is None for item in flatten((args, kwargs))):
             return func(*args, **kwargs)
-    if tracker.settings.exact or changes_type((args, kwargs)):
-        return _tapped(func, layout, args, kwargs)
+    if changes_type((args, kwargs)):
+        return _tapped(tracker, func, layout, args, kwargs)
 
     def view(item):
         node = node_of(item)
@@ -79,7 +85,7 @@ def changes_type(items) -> bool:
     return bool(numbers) and bool(others - numbers)
 
 
-def _tapped(func, layout: ExampleLayout, args, kwargs):
+def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` as PyTorch does and find the factors by differentiating it again in backward."""
     nodes: list[Node] = []
     tensors: list[Tensor] = []
@@ -89,7 +95,8 @@ def _tapped(func, layout: ExampleLayout, args, kwargs):
             return item
         node = node_of(item)
         if node is not None:
-            nodes.append(node)
+            served = layout.serves(item.shape)
+            nodes.append(node if served else first_node(_as_table(tracker, layout, item)))
         tensors.append(value_of(item))
         return Slot(len(tensors) - 1, node is not None)
 
@@ -169,5 +176,25 @@ class RecomputedFactors:
             result = function(*args, **kwargs)
             slices = torch.autograd.grad(result, leaves, grad)
         return [
-            self.layout.factor(piece, shape) for piece, shape in zip(slices, shapes, strict=True)
+            self.layout.factor(piece, shape)
+            if self.layout.serves(shape)
+            else _looked_up(self.layout, piece, shape)
+            for piece, shape in zip(slices, shapes, strict=True)
         ]
+
+
+def _as_table(tracker, layout: ExampleLayout, item: Tensor) -> Tensor:
+    """Return a tracked tensor with its slices for the examples' rows along the first axis."""
+    axis = layout.examples.axis - (layout.dims - item.dim())
+    if item.is_complex():
+        item = derive(tracker, torch.view_as_real, (item,), {})
+    return leading_axes(tracker, item, [axis])
+
+
+def _looked_up(layout: ExampleLayout, grad: Tensor, shape: tuple[int, ...]) -> Rows:
+    """Return the factor of such slices: each row of the examples has its own."""
+    axis = layout.examples.axis - (layout.dims - len(shape))
+    grad = grad.reshape(shape)
+    grad = (as_real(grad) if grad.is_complex() else grad).movedim(axis, 0)
+    ids = torch.arange(len(grad), device=grad.device)
+    return table_rows(layout.examples.along(0), ids, grad, tuple(grad.shape), None)
