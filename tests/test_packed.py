@@ -220,6 +220,15 @@ def test_slices_of_a_parameter_for_packed_rows(function, shape, lengths):
     check_slices(model, torch.randn(1, 9, 4, dtype=torch.float64), lengths)
 
 
+def test_products_with_slices_for_packed_rows_of_one_row_each():
+    def scaled(x, w):
+        return torch.einsum("...nd,nd->...n", x, w.softmax(0)).unsqueeze(-1) * x
+
+    torch.manual_seed(0)
+    model = Slices(scaled, torch.randn(9, 4)).double()
+    check_slices(model, torch.randn(1, 9, 4, dtype=torch.float64), [1] * 9)
+
+
 class Same(torch.autograd.Function):
     """The mean of all slices in place of each, and each one's own gradient, as quantised."""
 

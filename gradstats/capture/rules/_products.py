@@ -188,7 +188,11 @@ def _own_rows(
     def unfold(item: Tensor, axis: int) -> Tensor:
         if order is None and node_of(item) is not None:
             return slices_of(tracker, item, axis, sizes)
-        return in_order(item, axis, order).unflatten(axis, sizes)
+        unfolded = in_order(item, axis, order).unflatten(axis, sizes)
+        if node_of(item) is None:
+            # Also where packed examples have one row each, which following leaves packed.
+            tracker.place(unfolded, Examples(layout.batch, axis))
+        return unfolded
 
     def multiply(*items) -> Tensor:
         unfolded = map(unfold, items[-2:], axes)
