@@ -260,6 +260,18 @@ def test_a_kept_apply_of_data():
     )
 
 
+def test_a_kept_apply_of_data_that_were_written():
+    """Their examples were noted, to lie as the contract says."""
+
+    def function(m, x):
+        padded = x.new_zeros(BATCH, WIDTH + 1)
+        padded[:, :WIDTH] = functional.linear(x, m.w)
+        return functional.linear(KEPT(padded), m.v)
+
+    shapes = {"w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH + 1)}
+    check_operation(function, shapes, normal(BATCH, WIDTH))
+
+
 def test_a_kept_apply_of_data_whose_examples_lie_elsewhere():
     """As many positions as examples: where its result has them, the shape does not say."""
     check_kept(

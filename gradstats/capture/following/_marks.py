@@ -103,8 +103,8 @@ class Marks(Meetings):
         self._written, self._rearranged = WrittenMemory(), RearrangedMemory()
         # Data tensors that carry a mark.
         self._marked: list[ref[Tensor]] = []
-        # The numbers in the autograd graph of those whose examples were noted, where an operation
-        # may not be seen.
+        # The numbers in the autograd graph of those whose examples do not lie as the contract says,
+        # where an operation may not be seen.
         self.noted_nodes: set[int] = set()
 
     def expected_along(self, axis: int) -> str:
@@ -416,7 +416,8 @@ class Marks(Meetings):
         self._marked.append(ref(tensor))
         self.follows_layouts = True
         if KEPT_APPLY_IS_UNSEEN and tensor.grad_fn is not None:
-            self.noted_nodes.add(tensor.grad_fn._sequence_nr())
+            if layout is None or layout != self.by_contract(tensor):
+                self.noted_nodes.add(tensor.grad_fn._sequence_nr())
 
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether anything was noted about a tensor of data."""
