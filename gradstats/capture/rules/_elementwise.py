@@ -49,7 +49,6 @@ from gradstats.capture.rules._in_place import write_data
 from gradstats.capture.rules._per_example import (
     ELEMENTWISE_IN_PLACE,
     changes_type,
-    own_rows,
     per_example,
 )
 from gradstats.capture.rules._summed import BroadcastFactors
@@ -326,17 +325,16 @@ def broadcast_tensors(tracker, func, *tensors):
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
 
     def expanded(item):
-        node = node_of(item)
-        if node is None:
+        if node_of(item) is None:
             return item.expand(shape)
-        if not layout.serves(item.shape):
-            return own_rows(tracker, func, layout, item).expand(shape)
-        if not tracker.settings.exact:
-            return example_view(node, layout).expand(shape)
-        factors = BroadcastFactors(layout, tuple(item.shape))
-        return tap([node], free_of_views(node.value.expand(shape)), factors, None)
+        return per_example(tracker, expand, layout, (item, shape), {})
 
     return tuple(map(expanded, tensors))
+
+
+def expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor in a larger shape."""
+    return free_of_views(tensor.expand(shape))
 
 
 def prelu(tracker, func, input, weight):

@@ -51,7 +51,7 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs):
         return _tapped(tracker, func, layout, args, kwargs)
     operands = flatten((args, kwargs))
     if not all(node_of(item) is None or layout.serves(item.shape) for item in operands):
-        args, kwargs = rebuild((args, kwargs), partial(own_rows, tracker, func, layout))
+        args, kwargs = rebuild((args, kwargs), partial(_own_rows, tracker, func, layout))
         if all(node_of(item) is None for item in flatten((args, kwargs))):
             return func(*args, **kwargs)
     if changes_type((args, kwargs)):
@@ -64,7 +64,7 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     return func(*rebuild(args, view), **rebuild(kwargs, view))
 
 
-def own_rows(tracker, func, layout: ExampleLayout, item):
+def _own_rows(tracker, func, layout: ExampleLayout, item):
     """Return an operand as data if it is tracked and has a slice for each of an example's rows."""
     node = node_of(item)
     if node is None or layout.serves(item.shape):
