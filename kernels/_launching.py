@@ -1,10 +1,10 @@
 """Launches with little host overhead, and a cache of what is prepared for them.
 
-At every launch Triton examines all arguments that a kernel may be specialized for: dtypes, which
-addresses and numbers are multiples of 16, and which numbers are one. Here the result is cached for
-launches that agree in all of that and in every number, and the compiled kernel is started as Triton
-would start it. Triton's own launch is used if anything observes launches or changes how kernels are
-compiled: hooks, the interpreter, a kernel's stand-in.
+At every launch Triton examines all arguments for what a kernel may be specialized for: dtypes,
+which addresses and numbers are multiples of 16, and which numbers are one. Here the result is
+cached for launches that agree in all of that and in every number, and the compiled kernel is
+started as Triton would start it. Triton's own launch is used if anything observes launches or
+changes how kernels are compiled: hooks, the interpreter, a kernel's stand-in.
 """
 
 from __future__ import annotations

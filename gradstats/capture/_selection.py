@@ -192,7 +192,7 @@ def quoted(names: Sequence[str]) -> str:
 def without_elements(parameters: Collection[nn.Parameter]) -> set[int]:
     """Return the ids of parameters that need not be tracked, because they have no elements.
 
-    None if there are no others: then these have to show that the losses come from the model.
+    Empty if there are no others: then these have to show that the losses come from the model.
     """
     found = {id(each) for each in parameters if type(each) is nn.Parameter and not each.numel()}
     return found if len(found) < len(parameters) else set()

@@ -23,7 +23,7 @@ def summed(factor: Elementwise) -> Vector:
 def lean(factor: Factor) -> Factor:
     """Return a factor in the form to hold until others arrive.
 
-    For a scale or a shift that is the gradient itself, (B, C).
+    A scale or a shift is held as its gradients themselves, (B, C).
     """
     return summed(factor) if isinstance(factor, Elementwise) else factor
 

@@ -1,8 +1,8 @@
 """Inner products of the gradients that two lists of factors of one parameter describe.
 
-Inner products are bilinear: ⟨Σ_u F_u, Σ_v F'_v⟩ = Σ_u Σ_v ⟨F_u, F'_v⟩. Tables say which module
-contracts which pair of factors. Where a pair has no rule, the per-example gradients of both whole
-sums are formed tile by tile (``_tiles``).
+Inner products are bilinear: ⟨Σ_u F_u, Σ_v F'_v⟩ = Σ_u Σ_v ⟨F_u, F'_v⟩. Two tables say which
+functions contract which pair of factors. Where a pair has no rule, the per-example gradients of
+both whole sums are formed tile by tile (``_tiles``).
 
 A factor of a tensor that only rearranges elements of the parameter (``path`` says how) is
 contracted directly with factors that were rearranged in the same way.

@@ -97,7 +97,7 @@ def has_faster_products() -> bool:
 
 
 def _is_served(matrix: Tensor) -> bool:
-    """Whether oneDNN takes a matrix: it passes no gradient on, and subclasses do not see it."""
+    """Whether oneDNN takes a matrix: it needs no gradient, and no subclass has to see the call."""
     return (
         matrix.is_cpu
         and matrix.dtype == torch.float32

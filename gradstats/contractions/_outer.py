@@ -39,7 +39,7 @@ from gradstats.contractions._result import (
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.contractions._tiles import chunks, zeros
 
-# Number of squares that may be summed in the accumulation dtype: the sum loses no more digits than
+# The most squares that may be summed in the accumulation dtype: the sum loses no more digits than
 # its terms have lost already.
 SMALL = 4096
 
@@ -362,8 +362,8 @@ def summed(factor: Outer) -> Tensor:
 def _is_of_images(factor: Outer) -> bool:
     """Whether a GPU sums the gradients fastest as those of a 1×1 convolution.
 
-    If positions are adjacent in both operands, a matrix product would copy them. Only in half
-    precision: cuDNN may round float32 where the user does not allow it for products.
+    It does if positions are adjacent in both operands, which a matrix product would copy. Only in
+    half precision: cuDNN may round float32 where the user does not allow it for products.
     """
     left, right = factor.left, factor.right
     if not left.is_cuda or left.shape[1] != 1 or left.dtype != right.dtype:

@@ -52,8 +52,8 @@ def sqnorm(factor: Ragged, workspace: int) -> Contraction:
 def formed_alone(factor: Ragged, workspace: int) -> list[int]:
     """Return the examples whose gradients are formed one by one, from rows where they lie.
 
-    The largest products are not among them: there the form matters more than the calls, so that
-    they are contracted like all others, in groups of one.
+    The largest products are not among them: there it matters more which library multiplies than how
+    many calls are made, so that they are contracted like all others, in groups of one.
     """
     p, q = factor.left.shape[1], factor.right.shape[1]
     sides = factor.left, factor.right

@@ -364,7 +364,7 @@ def row_sizes(left: Tensor, right: Tensor) -> Tensor:
 
 
 def relative_bound(dtype: torch.dtype) -> float:
-    """Return a bound on the relative rounding error of a sum of squares."""
+    """Return a bound on the relative error of a sum of squares accumulated in a dtype."""
     return 4 * unit_roundoff(dtype)
 
 

@@ -11,7 +11,8 @@ and, if there is something to gain,
     sqnorm_and_sum(factor, workspace)           both, from one pass over the operands
     merge(factors)                              the sum of several uses as one factor of this kind
 
-Other kinds are contracted by definition (``_dense``), or where they were derived from another.
+What pulls the factor of a derived tensor back to the parameter has no module: its norms are
+contracted by definition (``_dense``), all else through that factor where that can be.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from gradstats.contractions import (
     _vector,
 )
 
-# Modules, whose functions are looked up when they are called: factors that are made of others have
-# theirs contracted through this table, so that their modules import it.
+# Modules, whose functions are looked up only when they are called: modules of factors that are made
+# of others import this table, to contract these.
 MODULES: dict[type, ModuleType] = {
     Outer: _outer,
     Patches: _patches,

@@ -11,7 +11,7 @@ from gradstats.contractions._result import Contraction, recompute_suspects, rela
 
 
 def sqnorm(factor: Tangent, workspace: int) -> Contraction:
-    """Return ‖inner_i‖² - ‖along_i‖², by Pythagoras; for a share s, less s(2 - s)‖along_i‖²."""
+    """Return ‖inner_i‖² - ‖along_i‖², by Pythagoras; for a share s, minus s(2 - s)‖along_i‖²."""
     whole = _table.MODULES[type(factor.inner)].sqnorm(factor.inner, workspace)
     removed = factor.along.double().square() * (factor.share * (2 - factor.share))
     along = removed.reshape(factor.batch, -1).sum(1)

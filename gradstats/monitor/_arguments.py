@@ -86,7 +86,7 @@ def checked_weights(weights, batch_size: int) -> Tensor:
 
 
 def checked_ids(ids, batch_size: int) -> Tensor:
-    """Return (B,) integers, or raise; their size is checked later, on the host."""
+    """Return (B,) integers, or raise; whether they are too large is checked on the host."""
     expected = f"expected ({batch_size},) integers: one for each example"
     try:
         ids = torch.as_tensor(ids)

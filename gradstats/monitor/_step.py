@@ -267,7 +267,7 @@ class Collector:
             )
 
     def _warn_of_optimizer(self) -> None:
-        """Warn if none of its learning rates applies to a measured parameter."""
+        """Warn if the optimizer has none of the measured parameters."""
         moved = {id(each) for group in self._moved_groups() for each in group["params"]}
         if moved.isdisjoint(map(id, self._parameters)):
             warn(

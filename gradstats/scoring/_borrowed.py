@@ -140,7 +140,7 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the memory of a tensor; itself if it has none."""
+    """Return an identifier of a tensor's memory; of the tensor itself if it has none."""
     if tensor.layout != torch.strided:
         return id(tensor)
     return tensor.untyped_storage()._cdata

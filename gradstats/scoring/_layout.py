@@ -52,7 +52,7 @@ class BatchLayout:
         return infer_batch_size(batch, self.batch_dim) if bounds is None else len(bounds) - 1
 
     def options(self, batch: Any) -> Options:
-        """Return the options that say where a batch's examples lie, for the core's calls."""
+        """Return where a batch's examples lie, as options of the core's calls, which check them."""
         return {"batch_dim": self.batch_dim, "cu_seqlens": self._found(batch)}
 
     def part(self, batch: Any, start: int, stop: int, size: int) -> Any:

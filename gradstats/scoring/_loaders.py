@@ -255,7 +255,7 @@ def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
 
 @contextmanager
 def _undrawn(loader: DataLoader) -> Iterator[None]:
-    """Restore the generators that a sampler draws from after a block."""
+    """Restore, after a block, the generators that a sampler draws from."""
     batches = loader.batch_sampler
     holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
     found = {id(each): each for each in (getattr(h, "generator", None) for h in holders)}

@@ -43,7 +43,7 @@ class Renewal:
         self._surroundings = surroundings
 
     def begin_anew(self) -> None:
-        """Restore that: what forwards cached belongs to other weights."""
+        """Restore what was noted: what forwards cached since belongs to other weights."""
         assert self._surroundings is not None
         self._surroundings.restore()
         for each in self._given_back:

@@ -229,7 +229,7 @@ def _without_count(weights: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _storages(value: Any) -> set[int]:
-    """Return the memory of an entry of a state dict."""
+    """Return identifiers of the memory that an entry of a state dict lies in."""
     return {memory_of(part) for part in parts_of(value)} if isinstance(value, Tensor) else set()
 
 

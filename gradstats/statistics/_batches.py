@@ -227,7 +227,7 @@ class Division:
         return bool(self._parts(batch)[1])
 
     def _parts(self, batch: Any) -> tuple[list[Tensor], list[Any], list[Any]]:
-        """Return a batch's tensors, its lists of entries of examples, and everything else."""
+        """Return a batch's tensors, the lists and arrays of entries of examples, and all else."""
         tensors: list[Tensor] = []
         entries: list[Any] = []
         others: list[Any] = []

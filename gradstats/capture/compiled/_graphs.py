@@ -88,7 +88,7 @@ class Graph:
 
         Args:
             recorded: what the compiler recorded.
-            operands: example operands.
+            operands: the compiler's examples, whose kinds all later operands must have.
             backend: what the compiler calls with a graph and its operands.
             tracker: the context.
         """
@@ -280,7 +280,7 @@ def replace_call_of_backend() -> None:
             self.compiler_fn = backend
         reason = graphs[0].reason
         if reason is not None and is_hidden(recorded):
-            # Run operation by operation, it is harder to follow than as the user wrote it.
+            # Operation by operation, less of it can be followed than as the user wrote it.
             raise Unsupported(
                 f"a compiled graph cannot be followed: {reason}. Compile without fullgraph=True: "
                 "this part then runs eagerly inside a context."

@@ -57,7 +57,7 @@ class Data(Written):
         self.enclosed = EnclosedTensors(loss_fn, model, batch)
 
     def took_doubtful(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
-        """Whether tensors that are none may have been taken for data in the forward of a call."""
+        """Whether the forward of a call may have taken tensors for data that are none."""
         return self.taken is not None or bool(of_layers(model, loss_fn, batch))
 
     def kept(self) -> list[Tensor]:

@@ -301,7 +301,7 @@ class Following(Marks):
         return False
 
     def _mixes(self, data: list[Tensor], result: Tensor) -> bool:
-        """Whether a result depends on values over all examples; note if one's meet these."""
+        """Whether a result has trained values over all examples; note if one's meet these."""
         trained = [self.owned(tensor) for tensor in data if tensor.requires_grad]
         if not any(owned is MIXED for owned in trained) or not result.requires_grad:
             return False

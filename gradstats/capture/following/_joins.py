@@ -64,7 +64,7 @@ def _in_line(
     *,
     stacked: bool,
 ) -> Examples | None:
-    """Return the layout of joined tensors that each have rows of several examples."""
+    """Return the layout of joined tensors, none of which belongs to one example as a whole."""
     trained = [tensor for tensor in tensors if tensor.requires_grad and marks.is_of_data(tensor)]
     if any(map(marks.is_lost, trained)):
         return None
@@ -105,8 +105,8 @@ def _side_by_side(
             examples += own
             of_data.update(own)
         elif owned is None and not (tensor.numel() and marks.is_marked(tensor)):
-            # A constant, or padding, counts for the examples in whose places it is, if all others
-            # are in their places.
+            # A constant, or the padding of no rows at all, counts for the examples in whose places
+            # it is, if all others are in their places.
             examples += range(len(examples), len(examples) + rows)
         else:
             return None

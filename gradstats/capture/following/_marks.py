@@ -284,7 +284,7 @@ class Marks(Meetings):
         return self._held(tensor, writes).get("filling")
 
     def keep_marks(self, tensor: Tensor) -> None:
-        """Keep the properties of a tensor's values after an in-place change that keeps these."""
+        """Keep the properties of a tensor's values after a write that changed none of them."""
         self._stamp(tensor, **self._held(tensor, writes=1))
 
     def _stamp(self, tensor: Tensor, **found: Any) -> None:

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 ADDED = ("add", "sub", "subtract")
 ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
 
-# Operations that return one of several values, which depends on that one only.
+# Operations that return one of several values. A small change does not change which one that is, so
+# their results depend on no other.
 CHOOSES = frozenset(variants("max", "min", "amax", "amin", "median"))
 
 # Functions made of straight pieces: of what was summed over all examples they return such a sum, as

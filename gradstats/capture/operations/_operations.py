@@ -286,7 +286,7 @@ KEEPS = (
 )  # fmt: skip
 
 
-# Operations that make tensors from given values. PyTorch does not show modes others, such as
+# Operations that make tensors from given values. PyTorch shows no mode the others, such as
 # ``from_numpy`` and ``torch.Tensor([...])``.
 GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 

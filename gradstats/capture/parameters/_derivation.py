@@ -73,8 +73,8 @@ class Derived(Node):
         aliased: whether a tensor that is not tracked shares its memory.
         version: version counter of the shown tensor if that has its own memory: if it has moved on,
             the tensor was changed unseen.
-        widest: elements of the largest tensor between the roots and this, each of which has a
-            gradient when one is pulled back; or of what the backward of one needs.
+        widest: elements of the largest of this and the tensors between the roots and this, each of
+            which has a gradient when one is pulled back; or of what the backward of one needs.
         has_function: whether a custom autograd Function was involved in computing it.
         depth: the longest chain of operations from a parameter to this, including this one.
     """
@@ -299,7 +299,7 @@ class Derived(Node):
             raise self._differs()
 
     def _check_fixed(self) -> None:
-        """Raise unless the operation surely gives the same result again in a graph."""
+        """Raise unless the operation surely gives the same in a graph, which cannot compare."""
         own = function_class_of(self.function) is not None or self.function in UPDATES
         if own or isinstance(self.function, Draw) or self._is_written():
             raise UnsupportedOperationError(

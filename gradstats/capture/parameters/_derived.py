@@ -55,7 +55,7 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         tracker.mark_constant(value)
         return note_alias(value, args, kwargs)
 
-    # Scales are often overwritten, some by this operation itself: keep copies.
+    # Scales are often overwritten, some by this operation itself: keep copies, which stay.
     keeps = func in QUANTISES or function_class_of(func) is not None
     operands = operands_of(args, kwargs)
     if any([item.requires_grad and node_of(item) is None for item in operands]):

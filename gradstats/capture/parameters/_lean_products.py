@@ -219,7 +219,7 @@ def _multiplied_vector(factor: Vector, node: Derived, parent: Node) -> Factor | 
 
 
 def kronecker(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """X ⊗ Y of matrices: positions multiply by the smaller side of the other matrix.
+    """X ⊗ Y of matrices: the other matrix's smaller side multiplies the number of positions.
 
     With the sides l and r of each position as matrices L and R, whose rows are X's and whose
     columns are Y's, the gradient of X is the sum of L Y Rᵀ, and that of Y the sum of Lᵀ X R.

@@ -51,7 +51,8 @@ from gradstats.contractions import (
 # step takes two levels of Python's recursion limit.
 DEEPEST = 200
 
-# Number of examples pulled back through a custom Function before its linearity is checked.
+# Examples to pull back through a custom Function, if the workspace allows, for each check that its
+# backward is linear.
 FUNCTION_CHUNK = 8
 
 

@@ -113,7 +113,7 @@ def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction
 
 
 def _whole_of(node: Node) -> Node:
-    """Return the derived tensor of which a node is a part: itself if only a parameter is."""
+    """Return the largest derived tensor of which a node is a part; the node if there is none."""
     while isinstance(node, Derived) and is_isometric(node) and not is_cast(node):
         if not isinstance(node.parents[0], Derived):
             break

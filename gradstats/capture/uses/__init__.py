@@ -10,5 +10,5 @@ _normalization, _broadcast   normalisation layers, scales and shifts on chip
 _views, _product             everything that broadcasts; products index by index
 _recomputed  operations that backward takes apart: recurrent layers, whose gates have their
 _recurrence, _gates          gradients step by step, or on a GPU from one call
-_grafted     operations followed through a decomposition, which runs in their place or beside
+_grafted     operations followed through a decomposition, which runs instead or beside
 """

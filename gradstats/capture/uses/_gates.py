@@ -83,7 +83,7 @@ def _run(sweep: Sweep, steps: Steps, read: Tensor, states: States, weights: list
 
 @contextmanager
 def weights_apart() -> Iterator[None]:
-    """Suppress PyTorch's warning about weights that are not contiguous in memory."""
+    """Suppress PyTorch's warning about weights that do not lie in one block of memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "RNN module weights are not part of single")
         yield

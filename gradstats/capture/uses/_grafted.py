@@ -139,7 +139,7 @@ class Grafted:
 
 
 def _readable(tracker, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Return the operands whose values a decomposition may read, not uninitialised ones."""
+    """Return the operands whose values a decomposition may read, without blank ones."""
     plain = [item for item in operands if node_of(item) is None and not item.is_inference()]
     data = [item for item in plain if tracker.is_data(item) and not tracker.was_blank(item, 0)]
     return [node.value for node in nodes_of(operands)] + data

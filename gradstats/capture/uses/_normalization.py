@@ -41,8 +41,8 @@ class NormalisationUse(torch.autograd.Function):
     def backward(ctx, grad, x, weight, *statistics):
         use, layer = ctx.use, ctx.layer
         wanted = [need and use.settings.weight_gradients for need in ctx.needs_input_grad[4:6]]
-        # Under autocast, layers normalise in a wider dtype than the input's, as are their
-        # gradients.
+        # Under autocast, layers normalise in a wider dtype than the input's, and the
+        # gradient has that dtype.
         own = dtype = x.dtype
         if grad.dtype != own:
             dtype = torch.promote_types(own, grad.dtype)
