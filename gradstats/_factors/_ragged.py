@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradstats._factors._factor import selected
 from gradstats._factors._outer import Outer
-from gradstats._factors._segments import padded, padding
+from gradstats._factors._segments import padded, padding_index
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Ragged:
             start, end = self.offsets[examples[0] : examples[0] + 2]
             left, right = (side[None, None, start:end] for side in (self.left, self.right))
             return Outer(left, right, self.shape)
-        index, missing = padding(self.offsets, examples)
+        index, missing = padding_index(self.offsets, examples)
         left, right = (
             padded(side, index, missing).unsqueeze(1) for side in (self.left, self.right)
         )

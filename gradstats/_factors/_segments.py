@@ -70,7 +70,7 @@ class Segments:
 
     def padded(self, tensor: Tensor) -> Tensor:
         """Return (rows, *) as (B, most, *), padded by zeros."""
-        return padded(self.sorted(tensor), *padding(self.offsets))
+        return padded(self.sorted(tensor), *padding_index(self.offsets))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return Σ over each example's rows of (rows, *): (B, *); no rows give zero."""
@@ -79,7 +79,7 @@ class Segments:
         return segment_sum(self.sorted(tensor), self.counts)
 
 
-def padding(
+def padding_index(
     offsets: tuple[int, ...], examples: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the index that pads examples' rows to one length.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors._factor import Undivided, compute_dtype, selected
-from gradstats._factors._segments import padded, padding
+from gradstats._factors._segments import padded, padding_index
 
 
 @dataclass(eq=False)
@@ -97,7 +97,7 @@ class Elementwise(Undivided):
             chosen = None if self.input is None else self.input[rows]
             return replace(self, grad=self.grad[rows], input=chosen)
         # Padded to one length: rows past an example's end are zero.
-        index, missing = padding(self.offsets, selected(rows, self.batch).tolist())
+        index, missing = padding_index(self.offsets, selected(rows, self.batch).tolist())
         grad = padded(self.grad, index, missing)
         x = None if self.input is None else padded(self.input, index, missing)
         return Elementwise(grad, x, self.shape)

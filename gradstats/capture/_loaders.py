@@ -20,22 +20,22 @@ def replace_fetches() -> None:
     """Make fetches of loaders known to contexts, even of iterators made before any context."""
     # A data set may make its batches when iteration begins.
     DataLoader.__iter__ = _unseen(DataLoader.__iter__)  # type: ignore[method-assign]
-    _show_fetches(_BaseDataLoaderIter)
+    _replace_next(_BaseDataLoaderIter)
     _BaseDataLoaderIter.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[assignment]
 
 
 def _init_subclass(cls: type, **options) -> None:
     super(_BaseDataLoaderIter, cls).__init_subclass__(**options)  # type: ignore[misc]
-    _show_fetches(cls)
+    _replace_next(cls)
 
 
-def _show_fetches(kind: type) -> None:
-    """Do so for the iterators of a class and of its subclasses."""
+def _replace_next(kind: type) -> None:
+    """Replace ``__next__`` in a class of iterators and its subclasses."""
     if "__next__" in vars(kind):
         kind.__next__ = _unseen(vars(kind)["__next__"])  # type: ignore[attr-defined]
     own: type
     for own in kind.__subclasses__():
-        _show_fetches(own)
+        _replace_next(own)
 
 
 def _unseen(native):

@@ -41,7 +41,7 @@ from gradstats.capture.operations._opened import OPENED, OPENED_IF_TRACKED, open
 from gradstats.capture.operations._operations import OPAQUE, QUESTIONS
 from gradstats.capture.operations._operators import OPERATORS, as_function
 from gradstats.capture.parameters._derivation import Derived
-from gradstats.capture.parameters._functions import show_function
+from gradstats.capture.parameters._functions import apply_function
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._refusals import (
     BACKWARD_OF_ONES_OWN,
@@ -234,7 +234,7 @@ def prepare_for_compiler() -> None:
     the function that replaces ``apply``, and ``is_compiling`` itself.
     """
     handler = FollowingMode.__torch_function__
-    for function in (handler, outside_graphs.__wrapped__, show_function, is_compiling):
+    for function in (handler, outside_graphs.__wrapped__, apply_function, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
     # Otherwise the graph would be guarded on every entry of the table of rules.
     torch.compiler.assume_constant_result(is_registered)

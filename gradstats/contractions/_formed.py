@@ -89,12 +89,12 @@ def form_chunks(
             if with_sum:
                 sums.append(tile.sum(0))
         del a, b, part  # which may be copies
-        norms.append(_joined(lengths, 2))
+        norms.append(_concatenated(lengths, 2))
         if with_sum:
-            formed = _joined(sums, 1)
+            formed = _concatenated(sums, 1)
             total = formed if total is None else total.add_(formed)
-    return _joined(norms, 0), total
+    return _concatenated(norms, 0), total
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def _concatenated(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

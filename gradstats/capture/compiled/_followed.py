@@ -273,7 +273,7 @@ def _is_hidden(node: fx.Node) -> bool:
     return body or module.startswith(HIDDEN_IN)
 
 
-def show_getters(recorded: fx.GraphModule) -> None:
+def restore_getters(recorded: fx.GraphModule) -> None:
     """Replace what the compiler records for getters, which modes do not see, by the getters."""
     found = [node for node in recorded.graph.nodes if node.target in GETTERS]
     for node in found:

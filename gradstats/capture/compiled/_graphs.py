@@ -34,7 +34,7 @@ from gradstats.capture.compiled._followed import (
     NotTracedError,
     by_operation,
     is_hidden,
-    show_getters,
+    restore_getters,
 )
 from gradstats.capture.operations._modes import innermost_mode, is_of_context
 from gradstats.capture.parameters._nodes import Node, Root
@@ -94,7 +94,7 @@ class Graph:
         """
         self.reason: str | None = None
         self._form = tracker.form
-        show_getters(recorded)
+        restore_getters(recorded)
         self._recorded = recorded
         self._run = torch.compiler.disable(by_operation(recorded))
         self._kinds: list[Any] = []

@@ -57,10 +57,10 @@ COMPILED = "torch._functorch._aot_autograd.runtime_wrappers"
 @cache
 def replace_apply() -> None:
     """From now on, show custom Functions to contexts."""
-    HOST.apply = classmethod(show_function)  # type: ignore[attr-defined]
+    HOST.apply = classmethod(apply_function)  # type: ignore[attr-defined]
 
 
-def show_function(cls, *args, **kwargs):
+def apply_function(cls, *args, **kwargs):
     """Run a custom Function; if it takes no data, as an operation that modes see.
 
     Replaces ``Function.apply``.

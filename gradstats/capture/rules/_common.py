@@ -273,9 +273,9 @@ def _copies(tracker, node: Node | None, axis: int, sizes: tuple[int, int]) -> Te
     Of that the gradient of an example is one of what was repeated. None where it was not, or along
     another axis.
     """
-    turned: list[Derived] = []
-    while isinstance(node, Derived) and _is_turned_behind(node):
-        turned.append(node)
+    transposes: list[Derived] = []
+    while isinstance(node, Derived) and _transposes_later_axes(node):
+        transposes.append(node)
         node = node.parents[0]
     repeated = isinstance(node, Derived) and node.function is Tensor.repeat
     if not repeated or axis or tracker.settings.exact:
@@ -284,13 +284,13 @@ def _copies(tracker, node: Node | None, axis: int, sizes: tuple[int, int]) -> Te
     source: Node = node.parents[0]
     if tuple(source.shape) != (sizes[1], *node.shape[1:]):
         return None
-    for step in reversed(turned):
+    for step in reversed(transposes):
         source = derived(source, step.function, *step.args[1:])
     copies = derived(source, Tensor.unsqueeze, 0)
     return wrap(derived(copies, Tensor.expand, sizes[0], *source.shape))
 
 
-def _is_turned_behind(node: Derived) -> bool:
+def _transposes_later_axes(node: Derived) -> bool:
     """Whether a tensor is another with two axes exchanged, none of which is the first."""
     if node.function not in (Tensor.transpose, torch.transpose) or node.kwargs:
         return False

@@ -52,6 +52,7 @@ class ExampleLayout:
     examples: Examples
 
     def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return a shape with axes of size 1 in front, so that it has as many as the result."""
         return (1,) * (self.dims - len(shape)) + tuple(shape)
 
     def rows_of(self, shape: Sequence[int]) -> int:
