@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -91,6 +93,28 @@ def test_an_apply_that_was_kept_from_before(batch):
         check_model(model, batch, classify)
     with pytest.raises(gs.UnsupportedOperationError, match="ScaledSiLU"):
         gs.per_example_norms(model, batch, classify)
+
+
+BEFORE = """
+import torch, gradstats as gs
+from tests.test_register_rule import ScaledSiLU, scaled_silu
+
+gs.register_rule(ScaledSiLU, scaled_silu)
+model, x = torch.nn.Linear(4, 4).double(), torch.randn(3, 3, 4).double()
+model.scale = torch.nn.Parameter(torch.randn(4).double())
+
+def loss_fn(model, x):
+    return ScaledSiLU.apply(model(x).transpose(0, 1), model.scale).square().sum((0, 2))
+
+for i, norm in enumerate(gs.per_example_norms(model, x, loss_fn).sqnorm):
+    gradients = torch.autograd.grad(loss_fn(model, x)[i], list(model.parameters()))
+    torch.testing.assert_close(sum(each.square().sum() for each in gradients), norm)
+"""
+
+
+def test_a_function_with_a_rule_before_the_first_context():
+    """It runs as one that is seen, on data whose examples lie elsewhere."""
+    subprocess.run([sys.executable, "-c", BEFORE], check=True)
 
 
 def test_the_operation_itself_runs(batch):

@@ -89,8 +89,6 @@ def _walk(
                 edges = () if edge is None else (edges[edge],)  # the others lead to parameters
         elif isinstance(node, BackwardCFunction):
             use = getattr(node, "use", None)
-            if noted and not hasattr(node, "was_shown"):
-                _check_place(node, noted)
         tracked = use is not None and isinstance(use, Use)
         if tracked:
             uses.append(use)
@@ -102,6 +100,8 @@ def _walk(
             for child, _ in node.next_functions:
                 if child in added:  # a sum over several examples was used for more than sums
                     raise tracker.refusal_of_meeting(child)
+        if noted and use is None and isinstance(node, BackwardCFunction):
+            _check_place(node, noted)
         if renumbered:
             for edge in node.next_functions:
                 if node._sequence_nr() < renumbered.get(edge, 0):
@@ -159,11 +159,11 @@ def _check_place(node: BackwardCFunction, noted: set[int]) -> None:
     Its results were then taken to have their examples where the contract says.
 
     Args:
-        node: of a Function that no context was shown.
+        node: of a Function.
         noted: the numbers of what led to such data.
     """
     function: Any = node._forward_cls  # type: ignore[attr-defined]
-    if function.__module__.startswith(("torch.", "gradstats.")):
+    if hasattr(node, "was_shown") or function.__module__.startswith(("torch.", "gradstats.")):
         return
     edges: Any = node.next_functions
     if any(child is not None and child._sequence_nr() in noted for child, _ in edges):

@@ -10,6 +10,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gradstats.capture.operations._names import function_class_of, function_name
+from gradstats.capture.parameters._functions import note_shown
 from gradstats.capture.rules import RULES
 from gradstats.capture.uses._grafted import Grafted
 from gradstats.errors import TrackingError
@@ -144,7 +145,7 @@ def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None
     def apply(*args, **kwargs):
         if has_torch_function(args):
             return handle_torch_function(apply, args, *args, **kwargs)
-        return inner(*args, **kwargs)
+        return note_shown(inner(*args, **kwargs))  # the inner one may be hidden from contexts
 
     apply.__self__ = function_class  # type: ignore[attr-defined]
     before = function_class.__dict__.get("apply")

@@ -183,7 +183,6 @@ def registered(monkeypatch):
     module = ModuleType(_trl.MODULE)
     module.ChunkedLogProbFunction = ChunkedLogProbFunction
     monkeypatch.setitem(sys.modules, _trl.MODULE, module)
-    monkeypatch.setattr(ChunkedLogProbFunction, "apply", ChunkedLogProbFunction.apply)
     handle = _trl.register_rules()
     assert handle is not None and _trl.register_rules() is None
     with handle:

@@ -21,6 +21,7 @@ from torch.nn.modules._functions import SyncBatchNorm
 from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
 
+from gradstats._compiler import is_compiling
 from gradstats.capture.operations._graph import KEPT_APPLY_IS_UNSEEN
 from gradstats.capture.operations._modes import innermost_mode, run_shown, run_unseen
 from gradstats.capture.operations._names import function_name
@@ -78,8 +79,12 @@ def apply_function(cls, *args, **kwargs):
 def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     # Inside a rule no mode is on, and its own Functions take parameters directly.
     enabled = torch._C._is_torch_function_enabled()
-    result = _follow(cls, inner, args, kwargs) if enabled else inner(*args, **kwargs)
-    if KEPT_APPLY_IS_UNSEEN:
+    return note_shown(_follow(cls, inner, args, kwargs) if enabled else inner(*args, **kwargs))
+
+
+def note_shown(result: Any) -> Any:
+    """Note on what a custom Function returned that its call was seen."""
+    if KEPT_APPLY_IS_UNSEEN and not is_compiling():
         for tensor in tensors_in(result):
             if isinstance(tensor.grad_fn, BackwardCFunction):
                 tensor.grad_fn.was_shown = True  # type: ignore[attr-defined]
