@@ -494,6 +494,27 @@ def test_attention_among_the_nodes_of_each_graph(fill):
     assert_sqnorms(got, expected, 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("users", "items"),
+    [([0, 0, 1, 1, 1], [0, 1, 1, 1, 1]), ([0, 0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1])],
+)
+def test_items_that_no_user_chose_are_not_known_by_as_many_users(users, items):
+    """There are as many of both, but not in each of the graphs."""
+    model = nn.ModuleList([nn.Linear(3, 5), nn.Linear(3, 5), nn.Linear(5, 5)]).double()
+    given, chosen = (torch.randn(len(of), 3).double() for of in (users, items))
+    lone = items.index(1)
+    edges = torch.tensor([(a, b) for a, b in enumerate(range(len(items))) if b != lone])
+    edges = edges[[users[a] == items[b] for a, b in edges.tolist()]].repeat(2, 1)
+    with (
+        gs.track(model, batch_size=2, cu_seqlens=torch.tensor([0, 4, 20]), loss_reduction="sum"),
+        pytest.raises(gs.ExampleAxisError, match=r"not known"),
+    ):
+        given = model[0](gs.assign_rows(given, torch.tensor(users))).tanh()
+        chosen = model[1](gs.assign_rows(chosen, torch.tensor(items)))
+        received = torch.zeros(len(items), 5).double().index_add(0, edges[:, 1], given[edges[:, 0]])
+        (model[2](received).sin().sum() + chosen.sum()).backward()
+
+
 def test_graphs_without_bounds_are_refused():
     batch = Packed((torch.randn(3, 4), torch.randint(3, (2, 6))))
     with pytest.raises(gs.ExampleAxisError, match=r"Packed.*cu_seqlens="):

@@ -279,6 +279,7 @@ class Tracker(Threaded, Context):
     def note_losses(self, losses: Tensor) -> None:
         """Note the example of each loss, if the model reordered the examples."""
         order = self.reports.order = self.order_of(losses)
+        self.knows_losses = True
         met = [node for node in nodes_behind(losses) if node in self.added] if self.added else []
         if met:
             raise self.refusal_of_meeting(met[-1])  # the others were computed from it

@@ -317,6 +317,13 @@ class Data(Written):
                 "losses that depend on one example each: combine each example's own rows alone; if "
                 "you know whose values they are, say so with gs.assign_rows."
             )
+        if self.supposed and not self.knows_losses:
+            raise ExampleAxisError(
+                "nothing was written to some rows of a tensor, so that it is not known to which "
+                "packed example they belong, and a loss over all examples does not tell. Expected "
+                "one loss for each example, as tracker.backward(losses) takes; or say whose rows "
+                "these are with gs.assign_rows."
+            )
 
     def _refusal_of_lost(self, losses: Tensor) -> ExampleAxisError | CoupledExamplesError:
         """Return the error for losses whose examples are not known."""

@@ -20,6 +20,7 @@ from gradstats.capture.following._examples import (
     Mixed,
     Scores,
     Whole,
+    same_rows,
     sole_of,
 )
 from gradstats.capture.following._filled import Filling
@@ -106,6 +107,9 @@ class Marks(Meetings):
         # The numbers in the autograd graph of those whose examples do not lie as the contract says,
         # where an operation may not be seen.
         self.noted_nodes: set[int] = set()
+        # Whether rows that nothing was written to were supposed to belong to examples, and whether
+        # there are losses of one example each, which would contradict what is wrong.
+        self.supposed = self.knows_losses = False
 
     def expected_along(self, axis: int) -> str:
         """Describe the expected size along an axis, for a message."""
@@ -418,6 +422,19 @@ class Marks(Meetings):
         if KEPT_APPLY_IS_UNSEEN and tensor.grad_fn is not None:
             if layout is None or layout != self.by_contract(tensor):
                 self.noted_nodes.add(tensor.grad_fn._sequence_nr())
+
+    def known_of(self, rows: int) -> Iterator[Examples]:
+        """Yield where packed examples lie in living tensors of so many rows, each layout once."""
+        seen: list[Examples] = []
+        for reference in self._marked:
+            marked = reference()
+            mark = None if marked is None else self._mark_of(marked)
+            own = None if mark is None else mark[0]
+            if type(own) is not Examples or own.rows != rows:
+                continue
+            if not any(same_rows(own, other) for other in seen):
+                seen.append(own)
+                yield own
 
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether anything was noted about a tensor of data."""

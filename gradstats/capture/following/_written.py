@@ -110,6 +110,8 @@ class Written(Following):
             found = filling.layout(target, self._contract)
             for node in filling.meetings if found else ():
                 self.coupled.pop(node, None)
+        if self.packed and isinstance(found, Examples) and found is not known:
+            self._note_supposed(change, found, owned)
         self._place_after(change, found)
         trained = any(value.requires_grad for value, _ in owned)
         if self.packed and trained and found is None and not ambiguous:
@@ -120,6 +122,20 @@ class Written(Following):
             self.mark_filling(after, filling)
         if change.in_place and (found is None or fresh):
             self._note_base(target, found, first=fresh)
+
+    def _note_supposed(self, change: Change, found: Examples, owned: Owned) -> None:
+        """Note if rows that nothing was written to could be those of other examples.
+
+        They may lie as in any tensor with as many rows, unless these are all the packed rows.
+        """
+        target = change.target
+        if self.by_contract(target) is not None:
+            return
+        sizes = enumerate(target.shape)
+        alike = (own.along(axis) for axis, rows in sizes for own in self.known_of(rows))
+        others = [own for own in alike if not same_layout(own, found)]
+        if others and self.agreed(change.write, target, [found, *others], owned)[1]:
+            self.supposed = True
 
     def _written_by(self, change: Change) -> list[Tensor]:
         """Return the data that say to which examples what is written belongs."""
