@@ -749,6 +749,14 @@ def of_squares(model, x):
     return model(x).square().sum((1, 2))
 
 
+def check_renumbered(model, maker, fused):
+    """A model that gives a tensor other numbers early is served, and refused if it does so late."""
+    x = torch.randn(B, 4, 4, dtype=torch.float64)
+    check_model(model.double(), x, of_squares, fusing=(fused,))
+    model.early = False
+    assert_refused(model, x, of_squares, rf"a tensor that {maker}.*other numbers", fused)
+
+
 class Renumbered(nn.Module):
     """Gives an activation other numbers, before or after its first use."""
 
@@ -800,11 +808,7 @@ def test_derived_weights_that_are_given_other_numbers(way, fused):
         "scale": lambda h, w: h * w,
     }[way]
 
-    x = torch.randn(B, 4, 4, dtype=torch.float64)
-    model = RenumberedWeight(use, early=True).double()
-    check_model(model, x, of_squares, fusing=(fused,))
-    model.early = False
-    assert_refused(model, x, of_squares, r"a tensor that Mul.*other numbers", fused)
+    check_renumbered(RenumberedWeight(use, early=True), "Mul", fused)
 
 
 def test_a_part_that_is_given_other_numbers_after_another_was_used():
@@ -835,11 +839,7 @@ def test_activations_that_are_given_other_numbers(way, fused):
         "scale": lambda self, h: h * self.matrix[0],
     }[way]
 
-    x = torch.randn(B, 4, 4, dtype=torch.float64)
-    model = Renumbered(use, early=True).double()
-    check_model(model, x, of_squares, fusing=(fused,))
-    model.early = False
-    assert_refused(model, x, of_squares, r"a tensor that Tanh.*other numbers", fused)
+    check_renumbered(Renumbered(use, early=True), "Tanh", fused)
 
 
 def test_products_with_a_sum_that_is_kept_in_half_precision():

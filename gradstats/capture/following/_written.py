@@ -128,14 +128,16 @@ class Written(Following):
 
         They may lie as in any tensor with as many rows, unless these are all the packed rows.
         """
-        target = change.target
-        if self.by_contract(target) is not None:
+        write, target = change.write, change.target
+        if self.supposed or self.by_contract(target) is not None:
             return
         sizes = enumerate(target.shape)
         alike = (own.along(axis) for axis, rows in sizes for own in self.known_of(rows))
-        others = [own for own in alike if not same_layout(own, found)]
-        if others and self.agreed(change.write, target, [found, *others], owned)[1]:
-            self.supposed = True
+        self.supposed = any(
+            all(write.agrees(target, own, *value) for value in owned)
+            for own in alike
+            if not same_layout(own, found)
+        )
 
     def _written_by(self, change: Change) -> list[Tensor]:
         """Return the data that say to which examples what is written belongs."""

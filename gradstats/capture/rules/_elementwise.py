@@ -46,11 +46,7 @@ from gradstats.capture.rules._common import (
     run,
 )
 from gradstats.capture.rules._in_place import write_data
-from gradstats.capture.rules._per_example import (
-    ELEMENTWISE_IN_PLACE,
-    changes_type,
-    per_example,
-)
+from gradstats.capture.rules._per_example import ELEMENTWISE_IN_PLACE, changes_type, per_example
 from gradstats.capture.rules._summed import BroadcastFactors
 from gradstats.capture.uses._broadcast import BroadcastUse, on_chip
 from gradstats.capture.uses._hooked import ADDED, MULTIPLIED, hooked
@@ -327,12 +323,12 @@ def broadcast_tensors(tracker, func, *tensors):
     def expanded(item):
         if node_of(item) is None:
             return item.expand(shape)
-        return per_example(tracker, expand, layout, (item, shape), {})
+        return per_example(tracker, _expand, layout, (item, shape), {})
 
     return tuple(map(expanded, tensors))
 
 
-def expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def _expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """A tensor in a larger shape."""
     return free_of_views(tensor.expand(shape))
 

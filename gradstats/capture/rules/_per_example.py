@@ -20,7 +20,7 @@ from gradstats.capture.operations._operations import (
 )
 from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._nodes import Node
-from gradstats.capture.parameters._tensors import first_node, node_of, value_of
+from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import as_data
 from gradstats.capture.rules._embedding import leading_axes, table_rows
 from gradstats.capture.uses._uses import tap
@@ -52,7 +52,7 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     operands = flatten((args, kwargs))
     if not all(node_of(item) is None or layout.serves(item.shape) for item in operands):
         args, kwargs = rebuild((args, kwargs), partial(_own_rows, tracker, func, layout))
-        if all(node_of(item) is None for item in flatten((args, kwargs))):
+        if not nodes_of(flatten((args, kwargs))):
             return func(*args, **kwargs)
     if changes_type((args, kwargs)):
         return _tapped(tracker, func, layout, args, kwargs)
