@@ -119,7 +119,7 @@ def is_refused(tracker, out: Tensor, h: Tensor) -> bool:
     pending, seen = [out.grad_fn], {h.grad_fn, None}
     while pending:
         node = pending.pop()
-        if node in tracker.coupled:
+        if node in tracker.marks.meetings.coupled:
             return True
         if node not in seen:
             seen.add(node)
@@ -153,7 +153,7 @@ def problems(tracker, model, x: Tensor, function, layout: str):
     for number, call in enumerate(calls(dims)):
         if (function, number) in NO_CALLS:
             continue
-        tracker.follows_layouts = layout != "in order"  # as in most models
+        tracker.marks.follows_layouts = layout != "in order"  # as in most models
         if h is None or h._version:
             h = LAYOUTS[layout](torch.sigmoid(model(x)) + 0.1)
         try:
@@ -177,7 +177,7 @@ def wrong(tracker, results, h: Tensor, layout: str, seen: set, name: str):
         if value in seen:
             continue
         seen.add(value)
-        known = tracker.owned(out)
+        known = tracker.marks.owned(out)
         if isinstance(known, Examples) and known.axis >= out.dim():
             yield f"{name}: {known} of a result of shape {tuple(out.shape)}"
             continue

@@ -7,9 +7,8 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.capture import _mode
-from gradstats.capture._mode import FollowingMode
 from gradstats.capture.following import _repeated
-from gradstats.capture.following._repeated import NOTED
+from gradstats.capture.following._repeated import NOTED, likeness, noted, remember
 from gradstats.capture.parameters._tensors import DerivedTensor
 
 from .oracle import assert_sqnorms, oracle_sqnorms
@@ -38,27 +37,28 @@ class Followed:
     def __init__(self, monkeypatch, *, check: bool = False):
         self.times = self.again = 0
         self.wrong: list = []
-        follow, repeated = _mode.follow_results, FollowingMode._follow_repeated
+        follow, repeated = _repeated.follow_results, _repeated.follow_repeated
 
         def counted(tracker, *call):
             self.times += 1
             follow(tracker, *call)
 
-        def checked(mode, func, args, kwargs, result):
-            alike = mode.tracker.likeness(func, args, kwargs, result)
+        def checked(tracker, func, args, kwargs, result):
+            marks = tracker.marks
+            alike = likeness(marks, func, args, kwargs, result)
             if alike is None or alike[0] not in NOTED:
-                repeated(mode, func, args, kwargs, result)
+                repeated(tracker, func, args, kwargs, result)
                 return
             self.again += 1
-            found, before = NOTED.pop(alike[0]), mode.tracker.noted
-            follow(mode.tracker, func, args, kwargs, result)
-            mode.tracker.remember(*alike, before)
+            found, before = NOTED.pop(alike[0]), noted(marks)
+            follow(tracker, func, args, kwargs, result)
+            remember(marks, *alike, before)
             if NOTED.get(alike[0]) != found:
                 self.wrong.append(func)
 
-        monkeypatch.setattr(_mode, "follow_results", counted)
+        monkeypatch.setattr(_repeated, "follow_results", counted)
         if check:
-            monkeypatch.setattr(FollowingMode, "_follow_repeated", checked)
+            monkeypatch.setattr(_mode, "follow_repeated", checked)
 
 
 class Folded(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from gradstats.capture._mode import FollowingMode
+from gradstats.capture import _mode
 from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_gradients, oracle_sqnorms, sqnorms_of
 
@@ -94,11 +94,11 @@ def test_what_a_graph_consists_of_is_not_followed_again(kind, monkeypatch):
     assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
     followed = []
 
-    def note(mode, func, *rest, follow=FollowingMode._follow_repeated):
+    def note(tracker, func, *rest, follow=_mode.follow_repeated):
         followed.append(func)
-        follow(mode, func, *rest)
+        follow(tracker, func, *rest)
 
-    monkeypatch.setattr(FollowingMode, "_follow_repeated", note)
+    monkeypatch.setattr(_mode, "follow_repeated", note)
     with gs.track(model, batch_size=B) as tracker:
         tracker.backward(losses_of(model, batch))
     assert_sqnorms(tracker.stats, expected, 1e-5)

@@ -15,7 +15,7 @@ One context
     _sharded     parameters that fully_shard shards
     _registered  users' own operations
     _coverage    the walk over the losses' graph, which finds uses that were not seen
-    _threads     the thread that a context belongs to
+    _visibility  whether it sees everything: its thread, later contexts, loaders
     _loaders     batches that are fetched inside it
     _replaced    what of PyTorch is replaced so that contexts see it
     _survey      one forward that records what happens to every parameter

@@ -10,7 +10,9 @@ from torch.autograd.graph import Node as GraphNode
 
 from gradstats._factors import Segments
 from gradstats.capture._reports import Reports
-from gradstats.capture.following._repeated import Repeated
+from gradstats.capture._visibility import Visibility
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._returned import Functions
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.rules import RULES, is_registered
@@ -20,10 +22,13 @@ from gradstats.capture.uses._together import Together
 from gradstats.capture.uses._uses import Settings
 
 
-class Context(Repeated):
+class Context:
     """Follows the uses of some parameters: of a model's for one batch, or of a graph's once.
 
     Attributes:
+        batch_size, batch_dim: as the caller gave them.
+        marks: what it notes about tensors that are not tracked.
+        functions: the autograd Functions that run inside it.
         settings: what it asks of the uses.
         roots, reports: the parameters, and what they report.
         closed: whether it has ended.
@@ -36,19 +41,23 @@ class Context(Repeated):
         renumbered: (autograd node, index of the result) of tensors that were given other values
             through ``.data``, with the sequence number of the first node made afterwards.
         together: the small operations that wait for each other.
-        fetching: how many DataLoaders are fetching inside it.
+        visibility: whether it sees everything; None if nothing can hide from it.
+        fetching: how many DataLoaders are fetching inside it, one inside another.
         form: everything that a graph recorded in this context depends on; empty if none may be.
     """
 
     roots: list[Root]
     reports: Reports
+    visibility: Visibility | None = None
     fetching = 0
     form = ""
 
     def __init__(
         self, batch_size: int, batch_dim: int, segments: Segments | None, settings: Settings
     ):
-        super().__init__(batch_size, batch_dim, segments)
+        self.batch_size, self.batch_dim = batch_size, batch_dim
+        self.marks = Marks(batch_size, batch_dim, segments)
+        self.functions = Functions(self.marks)
         self.settings = settings
         self.closed = self.derived = self.derived_from_leaves = False
         self.shown: dict[GraphNode | None, Derived | Root] = {}
@@ -64,15 +73,13 @@ class Context(Repeated):
         self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
     ):
         """Run an operation on at least one tensor of this context; ``operands`` are all tensors."""
-        self.check_thread(func)
+        if self.visibility is not None:
+            self.visibility.check_operation(func, fetching=self.fetching > 0)
         return dispatch(self, RULES, func, args, kwargs, operands)
 
     def alias_nodes(self) -> list[GraphNode | None]:
         """Return the autograd nodes of the parameters' aliases."""
         return [node for root in self.roots for node in root.alias_nodes]
-
-    def check_thread(self, func) -> None:
-        """Refuse an operation on tracked parameters if others around it are not seen."""
 
     def take_back_count(self, running_mean: Tensor | None) -> None:
         """Take back a layer's count of the batch, made just before its statistics were refused."""

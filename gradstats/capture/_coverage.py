@@ -10,6 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture._reports import GraphReport, shared_in_graphs
+from gradstats.capture.following._losses import check_sum
 from gradstats.capture.operations._graph import (
     ACCUMULATE_GRAD,
     COPY_SLICES,
@@ -69,9 +70,9 @@ def _walk(
     uses, hidden = [], False
     reporting: list[GraphNode] = []
     others: list[Tensor] = []
-    coupled, added = tracker.coupled, tracker.added
+    coupled, added = tracker.marks.meetings.coupled, tracker.marks.meetings.added
     shown_nodes, roots = tracker.shown, {*tracker.roots}
-    noted = tracker.noted_nodes if tracker.batch_size > 1 else None
+    noted = tracker.marks.noted_nodes if tracker.batch_size > 1 else None
     of_graphs, renumbered = tracker.reports.of_graphs, tracker.renumbered
     reports: list[GraphReport] = []
     while stack:
@@ -95,11 +96,11 @@ def _walk(
         if tracked or partial:
             reporting.append(node)
         if coupled and node in coupled:
-            raise tracker.refusal_of_meeting(node)
+            raise tracker.marks.meetings.refusal(node)
         if added and node not in added:
             for child, _ in node.next_functions:
                 if child in added:  # a sum over several examples was used for more than sums
-                    raise tracker.refusal_of_meeting(child)
+                    raise tracker.marks.meetings.refusal(child)
         if noted and use is None and isinstance(node, BackwardCFunction):
             _check_place(node, noted)
         if renumbered:
@@ -134,7 +135,7 @@ def _walk(
             others.append(leaf)  # not tracked, or not by this context
     tracker.check_known(others)
     for loss in losses:
-        tracker.check_sum(loss)
+        check_sum(tracker.marks, loss)
     if any([root.places for root in tracker.roots]):
         for use in uses:
             use.check_numbers()

@@ -30,8 +30,7 @@ from gradstats.capture.following._derivatives import (
     refuse_forward_mode,
 )
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION, check_flex_attention
-from gradstats.capture.following._repeated import NOTED
-from gradstats.capture.following._results import follow_results
+from gradstats.capture.following._repeated import follow_repeated
 from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, attends_packed_rows
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
 from gradstats.capture.operations._modes import ContextMode, is_closed, remove_modes
@@ -54,6 +53,7 @@ from gradstats.capture.rules import is_registered
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
+    from gradstats.capture.following._marks import Marks
 
 # Operand types whose __torch_function__ is PyTorch's or our own.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
@@ -121,7 +121,7 @@ class FollowingMode(ContextMode):
                 return func(*args, **kwargs)
             if func in INSTEAD:
                 return INSTEAD[func](self, *args, **kwargs)
-            if func in OPENS and OPENS[func](self.tracker, *args, **kwargs):
+            if func in OPENS and OPENS[func](self.tracker.marks, *args, **kwargs):
                 if not self.tracker.registered(func):
                     with self:
                         return opened(func)(*args, **kwargs)
@@ -130,7 +130,8 @@ class FollowingMode(ContextMode):
         if tracked and ORDINARY_TYPES.issuperset(types):
             # The call would end here as well; this saves parsing its arguments once more.
             result = run(func, args, kwargs)
-            followed, self.tracker.followed = self.tracker.followed, None
+            marks = self.tracker.marks
+            followed, marks.followed = marks.followed, None
             if followed is not None and followed is result:
                 return result
         else:
@@ -140,12 +141,12 @@ class FollowingMode(ContextMode):
         if isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func):
             if func in FINDS:
                 return result
-            if self.tracker.seen is not None:
-                self.tracker.note_seen(result)
+            if self.tracker.functions.seen is not None:
+                self.tracker.functions.note_seen(result)
             if transform_level() is not None:
                 check_hidden(self.tracker, func, args, kwargs, result)
             else:
-                self._follow_repeated(func, args, kwargs, result)
+                follow_repeated(self.tracker, func, args, kwargs, result)
                 if func in NORMALISATIONS and node_of(result) is None:
                     settle_format(func, args, kwargs, result)
         return result
@@ -172,34 +173,19 @@ class FollowingMode(ContextMode):
     def _check_detached(self, tensor) -> None:
         refuse_on_derived(Tensor.detach_, tensor, "Write x = x.detach().")
 
-    def _follow_repeated(self, func, args, kwargs, result) -> None:
-        tracker = self.tracker
-        alike = tracker.likeness(func, args, kwargs, result)
-        if alike is None:
-            follow_results(tracker, func, args, kwargs, result)
-            return
-        key, results = alike
-        found = NOTED.get(key)
-        if found is None:
-            before = tracker.noted
-            follow_results(tracker, func, args, kwargs, result)
-            tracker.remember(key, results, before)
-        elif found:
-            tracker.note_again(results, found)
 
-
-def _always(tracker: Context, *args, **kwargs) -> bool:
+def _always(marks: Marks, *args, **kwargs) -> bool:
     return True
 
 
-def _takes_data_first(tracker: Context, *args, **kwargs) -> bool:
+def _takes_data_first(marks: Marks, *args, **kwargs) -> bool:
     """Whether an operand other than the first is tracked; a tracked first operand has a rule."""
     tracked = [node_of(item) is not None for item in operands_of(args, kwargs)]
     return any(tracked) and not tracked[0]
 
 
 # Functions that the mode takes apart to see the operations inside them, each with a predicate that
-# says whether it does; called with the context and the arguments.
+# says whether it does; called with what is noted about tensors and the arguments.
 OPENS: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(OPENED, _always),
     **dict.fromkeys(OPENED_IF_TRACKED, _takes_data_first),

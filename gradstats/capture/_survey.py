@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from gradstats._compiler import imported_compiler, running_eagerly
 from gradstats.capture._coverage import check_coverage
 from gradstats.capture._selection import check_trackable
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
-from gradstats.capture.following._marks import ABOUT_EXAMPLES
+from gradstats.capture.following._taken import ABOUT_EXAMPLES
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import rebuild, tensors_in
 from gradstats.capture.parameters._tensors import nodes_of, value_of
@@ -35,16 +35,6 @@ class Survey(Tracker):
         super().__init__(model, settings=settings, **options)
         self.operations: dict[str, list[str]] = {root.name: [] for root in self.roots}
         self.refused: dict[str, str] = {}
-        self._maps = False
-
-    @contextmanager
-    def mapping_examples(self, maps_examples: bool) -> Iterator[None]:
-        self._maps = True
-        try:
-            with super().mapping_examples(maps_examples):
-                yield
-        finally:
-            self._maps = False
 
     def open(self) -> None:
         for root in list(self.roots):
@@ -59,7 +49,7 @@ class Survey(Tracker):
         try:
             result = super().dispatch(func, args, kwargs, operands)
         except GradStatsError as error:
-            if self._maps and isinstance(error, HiddenError):
+            if self.marks.maps_examples is not None and isinstance(error, HiddenError):
                 raise  # torch.vmap goes on in another way
             self._note(error)
             with torch._C.DisableTorchFunctionSubclass():
@@ -109,10 +99,10 @@ def survey(
     try:
         _look(found, model, batch, loss_fn)
     except ABOUT_EXAMPLES:
-        if not found.took_doubtful(loss_fn, model, tensors_in(batch)):
+        if not found.marks.took_doubtful(loss_fn, model, tensors_in(batch)):
             raise
     else:
-        if not (found.refused and found.took_doubtful(loss_fn, model, tensors_in(batch))):
+        if not (found.refused and found.marks.took_doubtful(loss_fn, model, tensors_in(batch))):
             return found
     found = Survey(model, doubtful_are_data=False, **options)
     _look(found, model, batch, loss_fn)
@@ -123,7 +113,7 @@ def _look(
     found: Survey, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
 ) -> None:
     """Run a forward under a survey."""
-    found.take_call(loss_fn, model, tensors_in(batch))
+    found.marks.take_call(loss_fn, model, tensors_in(batch))
     # If the compiler has not been imported, nothing is compiled; importing it takes seconds.
     stance = nullcontext() if imported_compiler() is None else running_eagerly()
     with torch.enable_grad(), stance:

@@ -22,10 +22,11 @@ from gradstats.capture._replaced import replace_in_compiler, replace_in_pytorch
 from gradstats.capture._reports import ONE_OF_SEVERAL, Reports
 from gradstats.capture._selection import anatomy_of, check_trackable, without_elements
 from gradstats.capture._sharded import ShardedParameters
-from gradstats.capture._threads import Threaded
+from gradstats.capture._visibility import Visibility
 from gradstats.capture.compiled._graphs import admits
 from gradstats.capture.compiled._skipped import skipping
 from gradstats.capture.compiled._used import compiler_is_used, graphs_run_on
+from gradstats.capture.following._losses import order_of
 from gradstats.capture.operations._engine import (
     BackwardListener,
     gradients_aside,
@@ -51,8 +52,10 @@ from gradstats.errors import (
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 
-class Tracker(Threaded, Context):
+class Tracker(Context):
     """Follows the uses of a model's parameters for the duration of one batch."""
+
+    visibility: Visibility
 
     def __init__(
         self,
@@ -67,10 +70,11 @@ class Tracker(Threaded, Context):
         doubtful_are_data: bool = True,
     ):
         super().__init__(batch_size, batch_dim, segments, settings)
-        self.doubtful_are_data = doubtful_are_data
+        self.marks.doubtful_are_data = doubtful_are_data
         # Called before the backward, and after it while gradients are as the backward left them.
         self.listener: BackwardListener | None = None
         self.backward_ran = False
+        self.visibility = Visibility()
         self._undo = ExitStack()
         anatomy = anatomy_of(model)
         self._modules = [module for _, module in anatomy.modules]
@@ -92,10 +96,10 @@ class Tracker(Threaded, Context):
                 attributes += tensors_kept(vars(module)[name])
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
-        self.keep_constant((*kept, *attributes))
+        self.marks.keep_constant((*kept, *attributes))
         # An attribute may also keep a batch. If one has the size of a batch, the arguments of the
         # model's call tell whether it is this one.
-        self._model = model if any(map(self.has_example_axis, attributes)) else None
+        self._model = model if any(map(self.marks.has_example_axis, attributes)) else None
         self._compiler = anatomy.compiled or compiler_is_used()
         selection = (len(named), parameters, exclude, model.training)
         self.form = self._form_of_graphs(selection) if self._compiler else ""
@@ -121,12 +125,12 @@ class Tracker(Threaded, Context):
                 records new graphs by itself.
         """
         settings = self.settings
-        if settings.consumer is not None or self.packed or self._model is not None:
+        if settings.consumer is not None or self.marks.packed or self._model is not None:
             return ""
         if not graphs_run_on(self.roots[0].parameter):
             return ""
         asked = settings.weight_gradients, settings.fused, settings.workspace
-        doubtful = self.doubtful_are_data
+        doubtful = self.marks.doubtful_are_data
         form = repr((self.batch_size, self.batch_dim, doubtful, *asked, *selection))
         return form if admits(self._parameters[0], form) else ""
 
@@ -145,7 +149,7 @@ class Tracker(Threaded, Context):
             raise
 
     def _open(self) -> None:
-        self.belong_here()
+        self.visibility.begin()
         for root in self.sharded.others(self.roots):
             if id(root.parameter) not in self._empty:
                 self._track(root)
@@ -164,7 +168,7 @@ class Tracker(Threaded, Context):
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Treat the arguments of the model's call as data, even if the model keeps them as well."""
-        self.keep_data(tensors_in((args, kwargs)))
+        self.marks.keep_data(tensors_in((args, kwargs)))
 
     def _track(self, root: Root) -> None:
         parameter = root.parameter
@@ -181,7 +185,7 @@ class Tracker(Threaded, Context):
             parameter = self._tracked.pop(id(tensor))
             self._frozen[id(tensor)] = parameter._gradstats  # type: ignore[attr-defined]
             release(parameter)
-            self.keep_constant([parameter])
+            self.marks.keep_constant([parameter])
         elif trained and id(tensor) in self._untrained:
             self._unfrozen.append(tensor)
 
@@ -231,7 +235,7 @@ class Tracker(Threaded, Context):
         self._track(root)
 
     def _ignore_whole(self, parameter: nn.Parameter) -> None:
-        self.keep_constant([parameter])
+        self.marks.keep_constant([parameter])
 
     def close(self) -> None:
         """Restore the parameters, leaving no trace of the context."""
@@ -246,7 +250,7 @@ class Tracker(Threaded, Context):
     def _close(self) -> None:
         """Close; may be called again after an interrupt."""
         self._mode.remove()
-        self.uncover()
+        self.visibility.end()
         for parameter in self._tracked.values():
             release(parameter)
         self.sharded.close()
@@ -257,14 +261,10 @@ class Tracker(Threaded, Context):
         if self.derived:
             for module in self._modules:
                 restore_attributes(module)
-        self.coupled.clear()
-        self.added.clear()
         self.shown.clear()
         self.visible.clear()
         self.renumbered.clear()
-        self.forget_marks()
-        self.followed = None
-        self.enclosed = ()
+        self.marks.forget()
         self.together.close()
         for root in self.roots:
             root.release()
@@ -278,11 +278,12 @@ class Tracker(Threaded, Context):
 
     def note_losses(self, losses: Tensor) -> None:
         """Note the example of each loss, if the model reordered the examples."""
-        order = self.reports.order = self.order_of(losses)
-        self.knows_losses = True
-        met = [node for node in nodes_behind(losses) if node in self.added] if self.added else []
+        order = self.reports.order = order_of(self.marks, losses)
+        self.marks.knows_losses = True
+        added = self.marks.meetings.added
+        met = [node for node in nodes_behind(losses) if node in added] if added else []
         if met:
-            raise self.refusal_of_meeting(met[-1])  # the others were computed from it
+            raise self.marks.meetings.refusal(met[-1])  # the others were computed from it
         if self.settings.consumer is not None and order is not None:
             raise ExampleAxisError(
                 "the losses stand in another order than the batch, "
@@ -316,7 +317,7 @@ class Tracker(Threaded, Context):
         with torch._C.DisableTorchFunction():
             one = torch.ones_like(total)
             reporting = self.before_backward([total], [one], create_graph=False)
-        if not self.inside:
+        if not self.functions.inside:
             targets = self.targets(reporting)
             if targets:  # without any, the engine would compute all leaves' gradients
                 with without_autocast():
@@ -368,8 +369,10 @@ class Tracker(Threaded, Context):
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         for node in nodes:
             # Inside a backward, it starts from what a later part of the model computed from sums.
-            if node in self.roots_of_sums or (nested and node in self.added):
-                raise self.refusal_of_meeting(node)
+            if node in self.marks.meetings.roots_of_sums or (
+                nested and node in self.marks.meetings.added
+            ):
+                raise self.marks.meetings.refusal(node)
         reporting = check_coverage(self, nodes, () if nested else losses)
         self.backward_ran = True
         tasks = self._tasks

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradstats._warnings import warn
 from gradstats.capture._tracker import Tracker
+from gradstats.capture.following._taken import explain
 from gradstats.monitor._arguments import checked_ids, checked_weights
 from gradstats.statistics._arguments import check_recording
 from gradstats.statistics._loss import check_batch_size, packed_segments
@@ -68,7 +69,7 @@ class MonitorStep:
             self.close(self._last)
             return
         if self._context is not None:
-            self._context.explain(value)
+            explain(self._context.marks, value)
         self.abandon()
 
     def open(self) -> None:

@@ -159,7 +159,7 @@ class Fallback:
                 found = survey(self._model, self._batch, self._loss_fn, **self._options)
                 refused = {*self._unserved, *error.parameters, *found.refused}
                 self._unserved = {n: p for n, p in self._selected.items() if n in refused}
-                self._hidden |= bool(found.inside)
+                self._hidden |= bool(found.functions.inside)
                 self._before.restore()
         return stats
 

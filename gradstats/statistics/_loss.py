@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradstats._factors import Segments
 from gradstats.capture._coverage import check_data
 from gradstats.capture.following._examples import WHERE_THE_NUMBER_IS_FROM
+from gradstats.capture.following._losses import order_of
 from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._refusals import PACK
@@ -64,7 +65,7 @@ def order_here(rows: Tensor) -> Tensor | None:
     if rows.dim() == 0 or len(rows) != tracker.batch_size:
         return None
     with torch._C.DisableTorchFunction():
-        return tracker.order_of(rows)
+        return order_of(tracker.marks, rows)
 
 
 def check_batch_size(batch_size: int) -> int:

@@ -12,6 +12,7 @@ from gradstats._compiler import in_python
 from gradstats.capture._reports import SharedInGraphError
 from gradstats.capture._tracker import Tracker
 from gradstats.capture.compiled._used import runs_graphs
+from gradstats.capture.following._taken import explain
 from gradstats.capture.parameters._consumers import WithinBatch
 from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError, UnsupportedOperationError
@@ -293,7 +294,7 @@ class track:
 
     def __exit__(self, kind, value, traceback) -> None:
         try:
-            self._tracker.explain(value)
+            explain(self._tracker.marks, value)
         finally:
             self._tracker.close()
         listener, self._tracker.listener = self._tracker.listener, None
@@ -320,7 +321,7 @@ class track:
             raise TrackingError(
                 "tracker.backward was called outside its context. Call it inside the with block."
             )
-        self._tracker.check_backward()
+        self._tracker.visibility.check_backward()
         with torch._C.DisableTorchFunction():
             losses = check_losses(losses, self._batch_size)
             self._tracker.note_losses(losses)

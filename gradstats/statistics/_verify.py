@@ -168,7 +168,7 @@ class Verification:
             detail = f"plain autograd failed with {summary(error)}"
             self.checks += [self._coverage(stats), Check("exactness", False, detail)]
             return self._report(computed=False)
-        if found is not None and stats is not None and found.inside:
+        if found is not None and stats is not None and found.functions.inside:
             self.hidden = self._not_reached(stats, examples)
         self.checks += [self._coverage(stats), self._exactness(stats, examples, coupling), coupling]
         self.checks += [*padding, *self._runs(stats, random)]

@@ -119,7 +119,7 @@ class GraphContext(Context):
             leaves, probe: the parameters and the probe as the backend traces them.
         """
         super().__init__(tracker.batch_size, tracker.batch_dim, None, tracker.settings)
-        self.doubtful_are_data = tracker.doubtful_are_data
+        self.marks.doubtful_are_data = tracker.marks.doubtful_are_data
         self.roots = []
         rows = Rows.apply(probe) if names else ()
         places = zip(names, leaves, rows[::2], rows[1::2], strict=True)
@@ -152,7 +152,7 @@ class GraphContext(Context):
             raise NotTracedError(f"it returns {node.describe()}")
         if result.requires_grad and result._is_view() and not result._base.requires_grad:  # type: ignore[union-attr]
             raise NotTracedError("it returns a view that would be taken anew, without its gradient")
-        note = self.note_of(result)
+        note = self.marks.note_of(result)
         if note is None:
             raise NotTracedError("it returns a tensor of which only numbers tell whose rows it has")
         if isinstance(note.place, Examples) and not isinstance(note.place.fold, int):
@@ -219,12 +219,12 @@ class Followed:
         context = GraphContext(tracker, self._names, leaves, probe)
         for item, kind in pairs:
             if kind is CONSTANT:
-                context.mark_constant(item)
+                context.marks.mark_constant(item)
         with context.watching():
             results = self._run(*operands)
-        if any(context.is_data(item) for item, kind in pairs if kind is CONSTANT):
+        if any(context.marks.is_data(item) for item, kind in pairs if kind is CONSTANT):
             raise NotTracedError("it writes data into a constant")
-        if any(context.is_unusual(item) for item, kind in pairs if kind is DATA):
+        if any(context.marks.is_unusual(item) for item, kind in pairs if kind is DATA):
             raise NotTracedError("it moves the examples of its operands")
         # Values written into operands leave the graph as well.
         left = [item for item in (*results, *operands) if isinstance(item, Tensor)]
@@ -235,7 +235,7 @@ class Followed:
         self._notes = [
             context.note_on(item) if isinstance(item, Tensor) else None for item in results
         ]
-        self._taken = context.taken
+        self._taken = context.marks.taken
         self._traced.append(context)
         return results
 
@@ -254,9 +254,9 @@ class Followed:
         """Note on the results of one run what was known when the graph was traced."""
         for item, note in zip(results, self._notes, strict=True):
             if note is not None:
-                tracker.note_as(item, note)
+                tracker.marks.note_as(item, note)
         if self._taken is not None:
-            tracker.taken = self._taken
+            tracker.marks.taken = self._taken
 
 
 def is_hidden(recorded: fx.GraphModule) -> bool:
@@ -314,9 +314,9 @@ class _Showing(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         operands = operands_of(args, kwargs)
         tracked = any(node_of(item) is not None for item in operands)
-        if isinstance(target, HigherOrderOperator) or tracked or tracker.data_among(operands):
+        if isinstance(target, HigherOrderOperator) or tracked or tracker.marks.data_among(operands):
             name = target if isinstance(target, str) else function_name(target)
             raise NotTracedError(f"it contains {name}")
         for item in tensors_in(result):
-            tracker.mark_constant(item)
+            tracker.marks.mark_constant(item)
         return result

@@ -193,9 +193,9 @@ def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
                 raise NotTracedError(f"it takes {node.describe()} twice")
             roots.add(node)
             kinds.append(PARAMETER)
-        elif not tracker.is_data(item):
+        elif not tracker.marks.is_data(item):
             kinds.append(CONSTANT)
-        elif tracker.is_unusual(item):
+        elif tracker.marks.is_unusual(item):
             raise NotTracedError("its data are written to, or lie elsewhere than along batch_dim")
         else:
             kinds.append(DATA)

@@ -1,10 +1,12 @@
 """Untracked tensors: which are constant, and where the examples lie in the others, data.
 
 _examples    layouts: which example each row of a tensor belongs to
-_marks       what is noted on tensors
+_marks       what a context notes about tensors, which all functions below read and write;
+_values      properties of values until they change; _taken which tensors count as data by size;
 _meetings    operations in which trained values of different examples met
 _results     which results of an operation are constant, which are data
-_following   where the examples lie in data, by these rules:
+_following   where the examples lie in the result of an operation; _operands which of several
+             operands decide that; by these rules:
 _layout      operations on one operand, with
 _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences
 _families    operations on several operands; _grids data whose examples lie along two axes
@@ -13,7 +15,8 @@ _flex_attention  parameters in the functions that modify or mask its scores
 _writes      what an operation writes, and where; _written the layout afterwards;
 _filled      tensors that are written piece by piece
 _separable   which values of several examples are sums of terms of one example each
-_data        results of autograd Functions and ``grad``; the losses
+_returned    results of autograd Functions, wrappers and ``grad``
+_losses      which example each loss belongs to
 _derivatives backward and torch.autograd.grad inside a context
 _batch_norm  batch normalisation, refused where it mixes the examples
 _signatures  operands that are given by name

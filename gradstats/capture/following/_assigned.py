@@ -77,8 +77,8 @@ def _note(tracker: Context, tensor: Tensor, owner: Tensor, dim: int) -> None:
         rows = tensor.shape[axis] if 0 <= axis < tensor.dim() else None
         _check(owner, rows, tuple(tensor.shape), dim, tracker.batch_size)
         whose = owner.detach().to(tensor.device, torch.int64)
-        tracker.take_batch([tensor])
-        tracker.place(tensor, Examples(tracker.batch_size, axis).owned_by(whose, axis))
+        tracker.marks.take_batch([tensor])
+        tracker.marks.place(tensor, Examples(tracker.batch_size, axis).owned_by(whose, axis))
 
 
 def _check(owner: Tensor, rows: int | None, shape: tuple[int, ...], dim: int, batch: int) -> None:

@@ -10,7 +10,7 @@ def check_statistics(
     mode, input, running_mean, running_var, weight=None, bias=None, training=False, *_, **__
 ) -> None:
     """Check a batch normalisation of data before it runs."""
-    if not mode.tracker.is_of_data(input):
+    if not mode.tracker.marks.is_of_data(input):
         return
     try:
         check_batch_norm(running_mean, weight, bias, training)
@@ -23,7 +23,7 @@ def check_native_statistics(
     mode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
     """The same for ``torch.batch_norm``, which all others call."""
-    if mode.tracker.is_of_data(input):
+    if mode.tracker.marks.is_of_data(input):
         check_batch_norm(running_mean, weight, bias, training)
 
 

@@ -81,7 +81,7 @@ def gradients(
         )
         for item in found:
             if item is not None and node_of(item) is None:
-                mode.tracker.mark_constant(item)
+                mode.tracker.marks.mark_constant(item)
         return found
     tracked = any(node_of(item) is not None for item in inputs)
     _check_inputs(mode.tracker, inputs, create_graph)
@@ -127,7 +127,7 @@ def _is_of_no_example(
     """Whether derivatives are of tensors computed from parameters alone; raise for mixtures."""
 
     def is_data(item) -> bool:
-        return node_of(item) is None and tracker.is_data(item)
+        return node_of(item) is None and tracker.marks.is_data(item)
 
     free = [item for item in inputs if not is_data(item)]
     derived = nodes_of(outputs)

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from gradstats.capture.following._apart import attention_keeps_apart, scores, without_columns
 from gradstats.capture.following._examples import Scores, same_layout
 from gradstats.capture.following._layout import is_one
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._multiplied import (
     by_equation,
     contraction,
@@ -20,6 +21,7 @@ from gradstats.capture.following._multiplied import (
     convolved_over,
     in_front,
 )
+from gradstats.capture.following._operands import broadcast, by_first
 from gradstats.capture.following._reductions import ATTENTION
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._einsum import matrix_product, parse_equation, tensor_product
@@ -38,39 +40,39 @@ from gradstats.capture.operations._operations import (
 )
 
 if TYPE_CHECKING:
-    from gradstats.capture.following._following import Following, Layout, Unchanged
+    from gradstats.capture.following._following import Layout, Unchanged
 
 
-def _of_linear(marks: Following, call: Call) -> Layout | Unchanged:
+def _of_linear(marks: Marks, call: Call) -> Layout | Unchanged:
     """All examples share a layer's weight, unless it was computed from parameters and data."""
     first = call.args[0]
     layout = marks.layout_of(first) if marks.is_of_data(first) else None
     sums = layout is not None and layout.axis == first.dim() - 1
     if not sums and not any(map(marks.is_trained, call.args[1:])):
-        return marks.by_first(call)
+        return by_first(marks, call)
     after = _of_product(marks, call)
     bias = call.argument(2, "bias")
     biases = [tensor for tensor in call.data if tensor is bias]
-    if biases and marks.broadcast(biases, call.result) != after:
-        marks.note_meeting(call.result)
+    if biases and broadcast(marks, biases, call.result) != after:
+        marks.meetings.note(call.result)
         return None
     return after
 
 
-def _of_product(marks: Following, call: Call) -> Layout:
+def _of_product(marks: Marks, call: Call) -> Layout:
     operands = operands_of(call.args, call.kwargs)[:2]
     return _by_matrices(marks, operands, call.result, of_rows=call.func in ROW_PRODUCTS)
 
 
 def _by_matrices(
-    marks: Following, operands: Sequence[Tensor], result: Tensor, *, of_rows: bool = False
+    marks: Marks, operands: Sequence[Tensor], result: Tensor, *, of_rows: bool = False
 ) -> Layout:
     first, second = (operand.dim() for operand in operands)
     equation = matrix_product(first, second, of_rows=of_rows)
     return by_equation(marks, operands, equation, result)
 
 
-def _of_added_product(marks: Following, call: Call) -> Layout:
+def _of_added_product(marks: Marks, call: Call) -> Layout:
     func, args, kwargs, data, result = call
     named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
     # In PyTorch's older signatures alpha and beta are among these.
@@ -79,7 +81,7 @@ def _of_added_product(marks: Following, call: Call) -> Layout:
     of_data = any(item is tensor for item in factors for tensor in data)
     after = _by_matrices(marks, factors, result) if of_data else None
     if any(tensor is first for tensor in data):
-        added = marks.broadcast([first], result)
+        added = broadcast(marks, [first], result)
         if not of_data:
             return added
         if isinstance(after, Scores):
@@ -89,13 +91,13 @@ def _of_added_product(marks: Following, call: Call) -> Layout:
     return after
 
 
-def _of_solution(marks: Following, call: Call) -> Layout:
+def _of_solution(marks: Marks, call: Call) -> Layout:
     func, args, kwargs, data, result = call
     if solves_vector(func, args):
         if args[1].dim() == 1 and any(tensor is args[1] for tensor in data):
             return None  # one right-hand side, in which the examples are the unknowns
         return contraction(marks, args[:2], partial(in_front, result), result)
-    after = marks.broadcast(data, result)
+    after = broadcast(marks, data, result)
     if after is None or after.axis < result.dim() - 2:
         return after
     # Right-hand sides are solved independently, if all examples share the matrix.
@@ -105,23 +107,23 @@ def _of_solution(marks: Following, call: Call) -> Layout:
     return after if alone and after.axis == place else None
 
 
-def _of_einsum(marks: Following, call: Call) -> Layout:
+def _of_einsum(marks: Marks, call: Call) -> Layout:
     operands = operands_of(call.args[1:], {})
     equation = parse_equation(call.args[0], operands)
     return by_equation(marks, operands, equation, call.result)
 
 
-def _of_convolution(marks: Following, call: Call) -> Layout | Unchanged:
+def _of_convolution(marks: Marks, call: Call) -> Layout | Unchanged:
     func, args, kwargs, _, result = call
     if is_one(func, args[0]):
-        return marks.by_first(call)
+        return by_first(marks, call)
     named = [kwargs[name] for name in ("weight", "bias") if name in kwargs]
     lies = partial(convolved, call)
     operands = operands_of((*args, *named), {})
     return contraction(marks, operands, lies, result, partial(convolved_over, func))
 
 
-def _of_tensor_product(marks: Following, call: Call) -> Layout:
+def _of_tensor_product(marks: Marks, call: Call) -> Layout:
     operands = operands_of(call.args, call.kwargs)[:2]
     first, second = (operand.dim() for operand in operands)
     dims: Any = ([-1], [-1])
@@ -132,37 +134,37 @@ def _of_tensor_product(marks: Following, call: Call) -> Layout:
     return by_equation(marks, operands, tensor_product(dims, first, second), call.result)
 
 
-def _of_row_pairs(marks: Following, call: Call) -> Layout | Unchanged:
+def _of_row_pairs(marks: Marks, call: Call) -> Layout | Unchanged:
     rows = call.data[0]
     layout = marks.layout_of(rows) if rows.requires_grad and marks.batch_size > 1 else None
     if layout is not None and rows.dim() == 2:
         # The losses' graph will show whether one depends on the result.
-        marks.couple(call.result, "compares every example with every other")
-    return marks.by_first(call)
+        marks.meetings.couple(call.result, "compares every example with every other")
+    return by_first(marks, call)
 
 
-def _of_attention(marks: Following, call: Call) -> Layout | Unchanged:
+def _of_attention(marks: Marks, call: Call) -> Layout | Unchanged:
     if marks.packed and call.result.requires_grad:
         if not attention_keeps_apart(marks, call):
-            marks.note_meeting(call.result)
+            marks.meetings.note(call.result)
             return None
         query = call.argument(0, "query")
         rows = marks.layout_of(query) if marks.is_of_data(query) else None
         if rows is not None and rows.axis == query.dim() - 2:
             # The queries may differ from the keys, as when they are processed in pieces.
             return without_columns(rows).behind(call.result.dim() - query.dim())
-    return marks.by_first(call)
+    return by_first(marks, call)
 
 
-def _of_broadcast(marks: Following, call: Call) -> Layout | Unchanged:
+def _of_broadcast(marks: Marks, call: Call) -> Layout | Unchanged:
     first = call.data[0]
     if len(call.data) > 1 or marks.is_marked(first) or call.result.dim() > first.dim():
-        return marks.broadcast(call.data, call.result)
-    return marks.by_first(call)
+        return broadcast(marks, call.data, call.result)
+    return by_first(marks, call)
 
 
 # Rules for operations on several data operands, and others that need one.
-FAMILIES: dict[Any, Callable[[Following, Call], Layout | Unchanged]] = {
+FAMILIES: dict[Any, Callable[[Marks, Call], Layout | Unchanged]] = {
     **dict.fromkeys(PRODUCTS | ROW_PRODUCTS, _of_product),
     linear: _of_linear,
     **dict.fromkeys(ADDED_PRODUCTS, _of_added_product),

@@ -53,13 +53,13 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
         before = source.dim() - item.dim()  # axes it lacks, in broadcasting
         if own is None or not same_layout(own.behind(before), grid):
             if own is not None or marks.owned(item) is not None:
-                marks.note_meeting(result)
+                marks.meetings.note(result)
             return MIXED if marks.owned(item) is MIXED else None
     if func in OVER_AXES and any(runs_over(func, args, kwargs, axis) for axis in grid.axes):
         if not first or not result.requires_grad:
             return None
         if func not in REDUCES:
-            marks.couple(result, "runs over the examples")
+            marks.meetings.couple(result, "runs over the examples")
         return MIXED
     rows, columns = (follow(call, source, side) for side in grid.sides)
     if not isinstance(rows, Examples) or not isinstance(columns, Examples):

@@ -33,16 +33,15 @@ class Meetings:
             may be its square, but not the root itself.
     """
 
-    batch_size: int
-
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
         self.coupled: dict[Any, str] = {}
         self.added: dict[Any, str] = {}
         self.roots_of_sums: set[Any] = set()
 
-    def note_meeting(self, result: Tensor) -> None:
+    def note(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
-        if result.requires_grad and self.batch_size > 1:
+        if result.requires_grad and self._batch_size > 1:
             self.couple(result, MEETS)
 
     def couple(self, result: Tensor, how: str) -> None:
@@ -53,16 +52,21 @@ class Meetings:
         """Whether several examples are known to meet in the operation that made a tensor."""
         return result.grad_fn in self.coupled
 
+    def clear(self) -> None:
+        """Forget them."""
+        self.coupled.clear()
+        self.added.clear()
+
     def how_met(self, node: GraphNode) -> str | None:
         """Return how an autograd node combines several examples; None if it is not known to."""
         return self.coupled.get(node, self.added.get(node))
 
-    def met_behind(self, tensor: Tensor) -> GraphNode | None:
+    def behind(self, tensor: Tensor) -> GraphNode | None:
         """Return an autograd node behind a tensor that combines several examples, if any does."""
         found = (node for node in nodes_behind(tensor) if self.how_met(node) is not None)
         return next(found, None)
 
-    def refusal_of_meeting(self, node: GraphNode) -> CoupledExamplesError:
+    def refusal(self, node: GraphNode) -> CoupledExamplesError:
         """Return the error about losses that depend on a node in which examples met."""
         how = self.how_met(node)
         if how == NO_SUM:

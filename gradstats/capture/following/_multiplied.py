@@ -92,7 +92,7 @@ def contraction(
                 indices.add(over(place, layout))
         elif marks.is_marked(tensor):
             if isinstance(marks.owned(tensor), Whole):
-                marks.note_meeting(result)
+                marks.meetings.note(result)
             return None
     if len(indices) > 1 and marks.batch_size > 1:
         _couple_all(marks, result)
@@ -135,7 +135,7 @@ def _layout(marks: Marks, tensor: Tensor, result: Tensor) -> Examples | None:
     layout = marks.layout_of(tensor)
     if not isinstance(layout, Scores) or scores_keep_apart(tensor, layout):
         return layout and without_columns(layout)
-    marks.note_meeting(result)
+    marks.meetings.note(result)
     return None
 
 
@@ -158,7 +158,7 @@ def _sums_own_rows(
         return True
     apart = weights_keep_apart(weights, own, layout.along(axis))
     if not apart:
-        marks.note_meeting(result)
+        marks.meetings.note(result)
     return apart
 
 
@@ -188,12 +188,12 @@ def _product(
             return kept[0][1]
         found_scores = scores([layout for _, layout in kept], result)
         if found_scores is None:
-            marks.note_meeting(result)
+            marks.meetings.note(result)
         return found_scores
     if marks.batch_size > 1 and len(axes) > 1:
         _couple_all(marks, result)
     elif any(not same_layout(trained[0], other) for other in trained[1:]):
-        marks.note_meeting(result)
+        marks.meetings.note(result)
         return None
     return found[0]
 
@@ -217,14 +217,14 @@ def _summed(
     if meets:
         _couple_all(marks, result)
     elif not all(same_rows(trained[0], other) for other in trained[1:]):
-        marks.note_meeting(result)
+        marks.meetings.note(result)
     return MIXED
 
 
 def _couple_all(marks: Marks, result: Tensor) -> None:
     """Note that every example meets every other; the losses' graph shows if they depend on it."""
     size = marks.batch_size
-    marks.couple(
+    marks.meetings.couple(
         result,
         f"multiplies every example with every other ({size} × {size} products of trained values, "
         "as contrastive losses form them)",

@@ -8,18 +8,19 @@ them reads values, or notes more than that a result is constant or where its exa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture.following._data import Data
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._layout import FOLLOWED
-from gradstats.capture.following._marks import CONSTANTS, LAYOUT
+from gradstats.capture.following._marks import CONSTANTS, LAYOUT, Marks
 from gradstats.capture.following._reductions import QUANTILES
 from gradstats.capture.following._reindexed import REINDEXES
+from gradstats.capture.following._results import follow_results
 from gradstats.capture.following._sequences import PRESCRIBES
+from gradstats.capture.following._taken import is_given
 from gradstats.capture.following._writes import WRITES
 from gradstats.capture.operations._operations import (
     BLANKS,
@@ -30,6 +31,9 @@ from gradstats.capture.operations._operations import (
     variants,
 )
 from gradstats.capture.parameters._tensors import TRACKED_TYPES, node_of
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
 # Operations that pick rows by numbers among their arguments, not by values in tensors.
 REINDEXES_BY_NUMBERS = EXPANDS.union(
@@ -60,149 +64,169 @@ NOTED: dict[tuple[Any, ...], tuple[Examples | str, ...]] = {}
 MOST = 8192
 
 
-class Repeated(Data):
-    """Data of one batch, with only the first of several operations that are alike followed."""
+def follow_repeated(
+    tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
+) -> None:
+    """Do what ``follow_results`` does; for an operation that is like an earlier one, at once."""
+    marks = tracker.marks
+    alike = likeness(marks, func, args, kwargs, result)
+    if alike is None:
+        follow_results(tracker, func, args, kwargs, result)
+        return
+    key, results = alike
+    found = NOTED.get(key)
+    if found is None:
+        before = noted(marks)
+        follow_results(tracker, func, args, kwargs, result)
+        remember(marks, key, results, before)
+    elif found:
+        note_again(marks, results, found)
 
-    def likeness(
-        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
-    ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-        """Return a key of all that following an operation reads, and its new results.
 
-        None if it may read more than a key can hold.
-        """
-        if func not in REPEATABLE or self.packed:
-            return None
-        if self._written.storages or self._rearranged.storages:
-            return None
-        constants = self._constants
-        key: list[Any] = [func, self.batch_size, self.batch_dim, self.follows_layouts, len(args)]
-        if kwargs:
-            key.append((*kwargs,))
-        operands: list[Tensor] = []
-        try:
-            for item in (*args, *kwargs.values()) if kwargs else args:
-                kind = type(item)
-                # The most frequent types, inline: a call for each would take longer than the rest.
-                if kind is Tensor:
-                    known = id(item) in constants or id(item) in CONSTANTS
-                    note: Any = CONSTANT if known else NOTHING
-                    if item.__dict__:
-                        note = self._note_of(item)
-                        if note is None:
-                            return None
-                    key += (note, item.shape, item.stride(), item.requires_grad)
-                    operands.append(item)
-                elif kind in VALUES:
-                    key += (kind, item)
-                elif not self._add_argument(item, key, operands):
-                    return None
-            if not operands or (func is Tensor.__getitem__ and len(operands) > 1):
-                return None  # the numbers in an index tensor matter
-            results: list[Tensor] = []
-            for item in (result,) if isinstance(result, Tensor) else result:
-                if item is operands[0]:
-                    key.append(NOTHING)  # what is noted about it stays
-                elif type(item) is not Tensor or item.__dict__:
-                    return None
-                elif id(item) in constants or id(item) in CONSTANTS:
-                    return None
-                else:
-                    key += (item.shape, item.stride(), item.requires_grad)
-                    results.append(item)
-        except RuntimeError:
-            return None  # a sparse tensor, without strides
-        # If one tensor is given twice, following may depend on which operands are the same.
-        if len(operands) > 1:
-            every = operands + results
-            if len({*map(id, every)}) < len(every):
+def likeness(
+    marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
+) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+    """Return a key of all that following an operation reads, and its new results.
+
+    None if it may read more than a key can hold.
+    """
+    if func not in REPEATABLE or marks.packed:
+        return None
+    if marks.written.storages or marks.rearranged.storages:
+        return None
+    constants = marks.constants
+    key: list[Any] = [func, marks.batch_size, marks.batch_dim, marks.follows_layouts, len(args)]
+    if kwargs:
+        key.append((*kwargs,))
+    operands: list[Tensor] = []
+    try:
+        for item in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(item)
+            # The most frequent types, inline: a call for each would take longer than the rest.
+            if kind is Tensor:
+                known = id(item) in constants or id(item) in CONSTANTS
+                note: Any = CONSTANT if known else NOTHING
+                if item.__dict__:
+                    note = _note_of(marks, item)
+                    if note is None:
+                        return None
+                key += (note, item.shape, item.stride(), item.requires_grad)
+                operands.append(item)
+            elif kind in VALUES:
+                key += (kind, item)
+            elif not _add_argument(marks, item, key, operands):
                 return None
-        return tuple(key), results
-
-    def _add_argument(self, item: Any, key: list[Any], operands: list[Tensor]) -> bool:
-        """Add an argument to the key; return False if following may read more than that."""
-        kind = type(item)
-        if kind is Tensor:
-            note = self._note_of(item)
-            if note is None:
-                return False
-            key += (note, item.shape, item.stride(), item.requires_grad)
-            operands.append(item)
-        elif kind in VALUES:
-            key += (kind, item)
-        elif kind is tuple or kind is list:
-            key += (kind, len(item))
-            return all(self._add_argument(each, key, operands) for each in item)
-        elif kind is slice:
-            key.append(kind)
-            ends = item.start, item.stop, item.step
-            return all(self._add_argument(each, key, operands) for each in ends)
-        elif kind is nn.Parameter:
-            key += (kind, item.shape, item.stride(), item.requires_grad)
-            operands.append(item)
-        elif kind in TRACKED_TYPES:
-            if node_of(item) is None:
-                return False
-            with torch._C.DisableTorchFunctionSubclass():
-                key += (kind, item.shape)
-            operands.append(item)
-        else:
-            key.append(kind)
-            return kind is float  # whose value never decides where examples lie
-        return True
-
-    def _note_of(self, tensor: Tensor) -> tuple[int, ...] | str | None:
-        """Return what was noted on a tensor; None if a key cannot hold that."""
-        notes = tensor.__dict__
-        constant = id(tensor) in self._constants or id(tensor) in CONSTANTS
-        if not notes:
-            return CONSTANT if constant else NOTHING
-        if self.is_given(tensor):
-            return None  # beside data it says nothing about the examples
-        mark = notes.get(LAYOUT)
-        if mark is None or mark[0] != self.serial:
-            return CONSTANT if constant else NOTHING
-        owned = mark[1]
-        if constant or type(owned) is not Examples or owned.segments is not None:
-            return None
-        return owned.batch, owned.axis, owned.fold
-
-    @property
-    def noted(self) -> tuple[int, int]:
-        """The number of tensors marked, and of nodes in which examples met."""
-        return len(self._marked), len(self.coupled) + len(self.added)
-
-    def remember(
-        self, key: tuple[Any, ...], results: list[Tensor], before: tuple[int, int]
-    ) -> None:
-        """Remember what was noted on the results of an operation, if the cache can hold that.
-
-        Args:
-            key: the operation's, from ``likeness``.
-            results: the new ones among its results.
-            before: ``noted`` as it was before the operation was followed.
-        """
-        marked, coupled = before
-        found: list[Examples | str] = []
-        for tensor in results:
-            notes = tensor.__dict__
-            layout = notes[LAYOUT][1] if LAYOUT in notes else None
-            if layout is not None and len(notes) == 1 and self._note_of(tensor) is not None:
-                found.append(layout)
-                marked += 1
-            elif not notes:
-                found.append(CONSTANT if id(tensor) in CONSTANTS else NOTHING)
+        if not operands or (func is Tensor.__getitem__ and len(operands) > 1):
+            return None  # the numbers in an index tensor matter
+        results: list[Tensor] = []
+        for item in (result,) if isinstance(result, Tensor) else result:
+            if item is operands[0]:
+                key.append(NOTHING)  # what is noted about it stays
+            elif type(item) is not Tensor or item.__dict__:
+                return None
+            elif id(item) in constants or id(item) in CONSTANTS:
+                return None
             else:
-                return
-        if (marked, coupled) != self.noted:
-            return
-        if len(NOTED) >= MOST:
-            NOTED.clear()
-        NOTED[key] = () if found.count(NOTHING) == len(found) else tuple(found)
+                key += (item.shape, item.stride(), item.requires_grad)
+                results.append(item)
+    except RuntimeError:
+        return None  # a sparse tensor, without strides
+    # If one tensor is given twice, following may depend on which operands are the same.
+    if len(operands) > 1:
+        every = operands + results
+        if len({*map(id, every)}) < len(every):
+            return None
+    return tuple(key), results
 
-    def note_again(self, results: list[Tensor], found: tuple[Examples | str, ...]) -> None:
-        """Note on results what was noted on those of an operation that is alike."""
-        for tensor, note in zip(results, found, strict=True):
-            if note is CONSTANT:
-                self.mark_constant(tensor)
-            elif note is not NOTHING:
-                self._mark(tensor, note)
+
+def _add_argument(marks: Marks, item: Any, key: list[Any], operands: list[Tensor]) -> bool:
+    """Add an argument to the key; return False if following may read more than that."""
+    kind = type(item)
+    if kind is Tensor:
+        note = _note_of(marks, item)
+        if note is None:
+            return False
+        key += (note, item.shape, item.stride(), item.requires_grad)
+        operands.append(item)
+    elif kind in VALUES:
+        key += (kind, item)
+    elif kind is tuple or kind is list:
+        key += (kind, len(item))
+        return all(_add_argument(marks, each, key, operands) for each in item)
+    elif kind is slice:
+        key.append(kind)
+        ends = item.start, item.stop, item.step
+        return all(_add_argument(marks, each, key, operands) for each in ends)
+    elif kind is nn.Parameter:
+        key += (kind, item.shape, item.stride(), item.requires_grad)
+        operands.append(item)
+    elif kind in TRACKED_TYPES:
+        if node_of(item) is None:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            key += (kind, item.shape)
+        operands.append(item)
+    else:
+        key.append(kind)
+        return kind is float  # whose value never decides where examples lie
+    return True
+
+
+def _note_of(marks: Marks, tensor: Tensor) -> tuple[int, ...] | str | None:
+    """Return what was noted on a tensor; None if a key cannot hold that."""
+    notes = tensor.__dict__
+    constant = id(tensor) in marks.constants or id(tensor) in CONSTANTS
+    if not notes:
+        return CONSTANT if constant else NOTHING
+    if is_given(marks, tensor):
+        return None  # beside data it says nothing about the examples
+    mark = notes.get(LAYOUT)
+    if mark is None or mark[0] != marks.serial:
+        return CONSTANT if constant else NOTHING
+    owned = mark[1]
+    if constant or type(owned) is not Examples or owned.segments is not None:
+        return None
+    return owned.batch, owned.axis, owned.fold
+
+
+def noted(marks: Marks) -> tuple[int, int]:
+    """The number of tensors marked, and of nodes in which examples met."""
+    return len(marks.marked), len(marks.meetings.coupled) + len(marks.meetings.added)
+
+
+def remember(
+    marks: Marks, key: tuple[Any, ...], results: list[Tensor], before: tuple[int, int]
+) -> None:
+    """Remember what was noted on the results of an operation, if the cache can hold that.
+
+    Args:
+        key: the operation's, from ``likeness``.
+        results: the new ones among its results.
+        before: ``noted`` as it was before the operation was followed.
+    """
+    marked, coupled = before
+    found: list[Examples | str] = []
+    for tensor in results:
+        notes = tensor.__dict__
+        layout = notes[LAYOUT][1] if LAYOUT in notes else None
+        if layout is not None and len(notes) == 1 and _note_of(marks, tensor) is not None:
+            found.append(layout)
+            marked += 1
+        elif not notes:
+            found.append(CONSTANT if id(tensor) in CONSTANTS else NOTHING)
+        else:
+            return
+    if (marked, coupled) != noted(marks):
+        return
+    if len(NOTED) >= MOST:
+        NOTED.clear()
+    NOTED[key] = () if found.count(NOTHING) == len(found) else tuple(found)
+
+
+def note_again(marks: Marks, results: list[Tensor], found: tuple[Examples | str, ...]) -> None:
+    """Note on results what was noted on those of an operation that is alike."""
+    for tensor, note in zip(results, found, strict=True):
+        if note is CONSTANT:
+            marks.mark_constant(tensor)
+        elif note is not NOTHING:
+            marks.mark(tensor, note)

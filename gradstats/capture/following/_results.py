@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture.following._examples import MIXED
+from gradstats.capture.following._following import follow_layout
 from gradstats.capture.following._layout import (
     CHANGES,
     FOLLOWED,
@@ -23,11 +24,14 @@ from gradstats.capture.following._layout import (
     leaves,
     stays,
 )
+from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._reductions import OVER_AXES, runs_over
+from gradstats.capture.following._returned import follow_gradients
 from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._signatures import NUMPYS, by_place, in_pytorchs_names
+from gradstats.capture.following._taken import is_given, takes_for_data, took_given, without_given
 from gradstats.capture.following._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
-from gradstats.capture.following._written import Change
+from gradstats.capture.following._written import Change, follow_change, follow_move, follow_write
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import flatten, operands_of, tensors_in
@@ -50,6 +54,7 @@ from gradstats.capture.parameters._tensors import node_of
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
+    from gradstats.capture.following._marks import Marks
 
 # Operations that ``keeps_examples`` cannot judge.
 WATCHED = (
@@ -62,14 +67,15 @@ def follow_results(
     tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
 ) -> None:
     """Note which results of an operation are constant, and where the examples lie in the others."""
-    func, args, kwargs, named = _by_place(tracker, func, args, kwargs)
-    plain = not (tracker.follows_layouts or tracker.took_given or kwargs.get("out") is not None)
+    marks = tracker.marks
+    func, args, kwargs, named = _by_place(marks, func, args, kwargs)
+    plain = not (marks.follows_layouts or took_given(marks) or kwargs.get("out") is not None)
     if args and not named and plain:
-        if _lies_as_first(tracker, func, args, kwargs, result):
+        if _lies_as_first(marks, func, args, kwargs, result):
             return
     every = operands_of(args, kwargs)
     operands = [t for t in every if node_of(t) is None]
-    data = [t for t in operands if tracker.is_data(t)]
+    data = [t for t in operands if marks.is_data(t)]
     if len(every) > len(operands):
         if func in SCRAMBLES or type(func) in OPAQUE:
             func = None  # a tracked operand's rule has checked where the examples lie
@@ -79,27 +85,27 @@ def follow_results(
         data = [t for t in data if t is args[0]]
     results = flatten(result) if isinstance(result, (tuple, list)) else [result]
     if data:
-        given = tracker.took_given and all(map(tracker.is_given, data))
-        if tracker.took_given and len(data) > 1 and func not in WRITES:
-            data = tracker.without_given(data)
+        given = took_given(marks) and all(is_given(marks, item) for item in data)
+        if took_given(marks) and len(data) > 1 and func not in WRITES:
+            data = without_given(marks, data)
         _follow_data(tracker, func, args, kwargs, data, result, results)
         for tensor in results if given else ():
             # Not what parameters were computed with.
             if isinstance(tensor, Tensor) and not tensor.requires_grad:
-                tracker.mark_given(tensor)
+                marks.values.mark_given(tensor)
         return
     # What takes its form from the model's own tensors, as noise for weights does, is no data.
     values = func in CALLERS_VALUES and not (
-        len(every) > len(operands) or any(map(tracker.is_kept, operands))
+        len(every) > len(operands) or any(map(marks.is_kept, operands))
     )
     for tensor in results:
         if isinstance(tensor, Tensor) and node_of(tensor) is None:
-            if values and tracker.takes_for_data(func, tensor):
+            if values and takes_for_data(marks, func, tensor):
                 continue
-            tracker.mark_constant(tensor)
+            marks.mark_constant(tensor)
 
 
-def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+def _by_place(marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Return an operation in a canonical form, with arguments by position.
 
     Returns:
@@ -110,25 +116,25 @@ def _by_place(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, A
     named = False
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
         args, kwargs = by_place(func, args, kwargs)
-        named = any(map(tracker.is_of_data, kwargs.values()))
+        named = any(map(marks.is_of_data, kwargs.values()))
     if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
         func = torch.maximum  # of two operands, whichever it is
     return func, args, kwargs, named
 
 
-def _lies_as_first(tracker: Context, func, args, kwargs, result) -> bool:
+def _lies_as_first(marks: Marks, func, args, kwargs, result) -> bool:
     """Whether the first operand is data and the result obviously has its layout.
 
     As after almost every operation. False if that takes longer to find out.
     """
     first = args[0]
-    if not tracker.is_of_data(first):
+    if not marks.is_of_data(first):
         return False
     if func not in WATCHED and type(func) not in OPAQUE:
-        if keeps_examples(func, args, tracker.batch_dim, result):
+        if keeps_examples(func, args, marks.batch_dim, result):
             return True
-    elif func in OVER_AXES and not runs_over(func, args, kwargs, tracker.batch_dim):
-        if aligned(func, args) and leaves(func, first, tracker.batch_dim, result):
+    elif func in OVER_AXES and not runs_over(func, args, kwargs, marks.batch_dim):
+        if aligned(func, args) and leaves(func, first, marks.batch_dim, result):
             return True
     elif func in PRODUCTS:
         # A tracked operand's rule has checked where the examples lie; but a stack of matrices puts
@@ -136,12 +142,12 @@ def _lies_as_first(tracker: Context, func, args, kwargs, result) -> bool:
         if node_of(args[-1]) is not None:
             if result.dim() <= first.dim():
                 return True
-        elif keeps_rows(args, tracker.batch_dim):
+        elif keeps_rows(args, marks.batch_dim):
             return True
     if func not in PLAIN_VIEWS or kwargs:
         return False
     views = (result,) if isinstance(result, Tensor) else result
-    layout = tracker.by_contract(first)
+    layout = marks.by_contract(first)
     return layout is None or all(stays(func, first, layout, view) for view in views)
 
 
@@ -156,70 +162,71 @@ def _follow_data(
         data: its operands of data.
         results: the leaves of its result.
     """
+    marks = tracker.marks
     tensors = [item for item in results if isinstance(item, Tensor)]
     for tensor in tensors:
         if tensor.is_nested:
             check_has_sizes(func, tensor)
     if any(tensor.is_nested for tensor in data) and func not in ON_NESTED:
         for tensor in tensors:
-            tracker.place(tensor, None, function_name(func))
+            marks.place(tensor, None, function_name(func))
         return
     if type(func) in OPAQUE and not torch.is_grad_enabled():
         return  # inside a compiled graph, which was followed when it was traced
     for tensor in tensors_in(kwargs.get("out")):
-        tracker.mark_data(tensor)
+        marks.mark_data(tensor)
     if func in WRITES and node_of(args[0]) is None:
-        _follow_write(tracker, func, args, kwargs, data, result)
+        _follow_write(marks, func, args, kwargs, data, result)
         return
     if func is torch.autograd.grad:
-        tracker.follow_gradients(args, kwargs, results)
+        follow_gradients(marks, args, kwargs, results)
         return
     for target in changed_by(func, args, kwargs):
         if target.requires_grad and node_of(target) is None:
-            tracker.mark_data(target)
-            tracker.follow_change(Call(func, args, kwargs, data, target))
+            marks.mark_data(target)
+            follow_change(marks, Call(func, args, kwargs, data, target))
     own = None if func in FOLLOWED else tracker.registered(func)
     if own is not None and torch.is_grad_enabled():
         own.follow(tracker, args, kwargs, results)
         return
     prescribed = PRESCRIBES.get(func)
-    layouts = None if prescribed is None else prescribed(tracker, args, kwargs, results)
+    layouts = None if prescribed is None else prescribed(marks, args, kwargs, results)
     if layouts is not None:
-        one = tracker.sole_example(data)
+        one = sole_example(marks, data)
         for tensor, layout in zip(results, layouts, strict=False):
             if isinstance(tensor, Tensor):
                 placed = one or layout
-                tracker.place(tensor, placed, function_name(func) if placed is None else None)
+                marks.place(tensor, placed, function_name(func) if placed is None else None)
     else:
         for tensor in tensors:
             if not any(tensor is item for item in data):
-                tracker.follow_layout(Call(func, args, kwargs, data, tensor))
+                follow_layout(marks, Call(func, args, kwargs, data, tensor))
     if func in BLANKS:
-        tracker.mark_blank(result)
+        marks.values.mark_blank(result)
 
 
-def _follow_write(tracker: Context, func, args, kwargs, data: list[Tensor], result) -> None:
+def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) -> None:
     """Follow a write of data into a tensor, which stops being constant."""
     target = args[0]
     over_axes, moves = func in OVER_AXES, func in MOVES_IN_PLACE or func is Tensor.resize_
-    before = tracker.is_data(target)
+    before = marks.is_data(target)
     after = target if func in IN_PLACE else result
     write = WRITES[func](*args, **kwargs)
-    if tracker.packed and write.is_empty:
+    if marks.packed and write.is_empty:
         if after is target:
-            tracker.keep_marks(target)
+            marks.values.keep(target)
         else:
-            tracker.place_like(after, target)
+            marks.place_like(after, target)
         return
     if after is target:
-        tracker.mark_data(target)
+        marks.mark_data(target)
     if over_axes:
-        tracker.follow_layout(Call(func, args, kwargs, [target], target))
+        follow_layout(marks, Call(func, args, kwargs, [target], target))
     elif moves:
-        tracker.follow_move(target)
+        follow_move(marks, target)
     elif func in CHANGES_IN_PLACE:
-        tracker.follow_change(Call(CHANGES_IN_PLACE[func], args, kwargs, data, target))
-    elif func in OUT_OF_PLACE and before and tracker.owned(target) is MIXED:
-        tracker.follow_change(Call(OUT_OF_PLACE[func], args, kwargs, data, target))
+        follow_change(marks, Call(CHANGES_IN_PLACE[func], args, kwargs, data, target))
+    elif func in OUT_OF_PLACE and before and marks.owned(target) is MIXED:
+        follow_change(marks, Call(OUT_OF_PLACE[func], args, kwargs, data, target))
     else:
-        tracker.follow_write(Change(write, target, before, after))
+        follow_write(marks, Change(write, target, before, after))

@@ -39,7 +39,7 @@ from gradstats.capture.operations._operations import (
 )
 
 if TYPE_CHECKING:
-    from gradstats.capture.following._following import Following
+    from gradstats.capture.following._marks import Marks
 
 ADDED = ("add", "sub", "subtract")
 ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
@@ -143,11 +143,11 @@ DIVIDES = {
 }
 
 
-def is_sum(data: Following, call: Call) -> bool | None:
+def is_sum(marks: Marks, call: Call) -> bool | None:
     """Whether the result of an operation on several examples sums terms of one example each.
 
     Args:
-        data: the context's.
+        marks: what is noted about tensors.
         call: the operation, in whose result the examples are not apart.
 
     Returns:
@@ -155,13 +155,13 @@ def is_sum(data: Following, call: Call) -> bool | None:
     """
     func, _, _, operands, result = call
     trained = [tensor for tensor in operands if tensor.requires_grad]
-    placed = [data.placed(tensor) for tensor in trained]
+    placed = [marks.placed(tensor) for tensor in trained]
     apart = [isinstance(each, APART) for each in placed]
     of_scores = [each for each in placed if isinstance(each, Scores)]
     if of_scores:
         return len(trained) == 1 and sums_own(func, trained[0], of_scores[0])
     # What was changed in place is asked about as it was before.
-    additive = [data.is_additive(tensor, writes=int(tensor is result)) for tensor in trained]
+    additive = [marks.is_additive(tensor, writes=int(tensor is result)) for tensor in trained]
     if not trained or not all(additive):
         return None
     if func in KEEPS_SUMS:
@@ -182,8 +182,8 @@ def is_sum(data: Following, call: Call) -> bool | None:
         divided = func in DIVIDES and trained[0] is not call.argument(*DIVIDES[func])
         multiplied = func in MULTIPLIES or divided or exponent_of(call) == 1
         return multiplied or (func in JOINS_EXAMPLES and apart[0])
-    if all(apart) and func in MULTIPLIES and data.owned(result) is MIXED:
-        return not data.is_coupled(result)
+    if all(apart) and func in MULTIPLIES and marks.owned(result) is MIXED:
+        return not marks.meetings.is_coupled(result)
     # Values of one example with others of the same, not with those of another.
     known = [each for each in placed if isinstance(each, APART)]
     together = all(apart) and all(same_layout(known[0], each) for each in known)
@@ -191,13 +191,13 @@ def is_sum(data: Following, call: Call) -> bool | None:
     return aligned and func in JOINS_EXAMPLES
 
 
-def is_root(data: Following, call: Call) -> bool:
+def is_root(marks: Marks, call: Call) -> bool:
     """Whether an operation gives what is the root of a sum over examples, as of their squares."""
     operand = call.data[0]
     if call.func in ROOTS:
-        return data.is_sum(operand)
+        return marks.values.is_sum(operand)
     of_squares = call.func in NORMS and call.argument(1, NORMS[call.func]) in (None, 2, "fro")
-    return of_squares and isinstance(data.owned(operand), Examples)
+    return of_squares and isinstance(marks.owned(operand), Examples)
 
 
 def is_square(call: Call) -> bool:
@@ -211,10 +211,12 @@ def exponent_of(call: Call) -> float | None:
     return exponent if isinstance(exponent, (int, float)) else None
 
 
-def joins_examples(data: Following, output: Any) -> bool:
+def joins_examples(marks: Marks, output: Any) -> bool:
     """Whether derivatives of a tensor may depend on values of several examples."""
-    if data.batch_size == 1 or not data.is_trained(output):
+    if marks.batch_size == 1 or not marks.is_trained(output):
         return False
-    if data.coupled and any(node in data.coupled for node in nodes_behind(output)):
+    if marks.meetings.coupled and any(
+        node in marks.meetings.coupled for node in nodes_behind(output)
+    ):
         return True
-    return not data.is_additive(output)
+    return not marks.is_additive(output)

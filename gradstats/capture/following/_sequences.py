@@ -33,7 +33,7 @@ from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import variants
 
 if TYPE_CHECKING:
-    from gradstats.capture._context import Context
+    from gradstats.capture.following._marks import Marks
 
 MULTI_HEAD_ATTENTION = torch.nn.functional.multi_head_attention_forward
 
@@ -50,82 +50,82 @@ RECURRENT_CELLS = torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rn
 Layouts = Sequence[Examples | Whole | Grid | None] | None
 
 
-def _of_bags(tracker: Context, args, kwargs, results) -> Layouts:
+def _of_bags(marks: Marks, args, kwargs, results) -> Layouts:
     argument = partial(argument_of, args, kwargs)
     offsets, shares = argument(2, "offsets"), argument(8, "per_sample_weights")
     others = [item for item in (*args, *kwargs.values()) if item is not shares]
-    if offsets is None or any(map(tracker.is_trained, others)):
+    if offsets is None or any(map(marks.is_trained, others)):
         return None
     last = bool(argument(9, "include_last_offset"))
-    return [layout_of_bags(tracker, argument(0, "input"), shares, offsets, last)]
+    return [layout_of_bags(marks, argument(0, "input"), shares, offsets, last)]
 
 
-def _of_alignments(tracker: Context, args, kwargs, results) -> Layouts:
+def _of_alignments(marks: Marks, args, kwargs, results) -> Layouts:
     """Losses of (steps, B, classes), unless they are reduced or those of one example."""
-    own = _common_along(tracker, args[:1], 1) if args[0].dim() == 3 else None
+    own = _common_along(marks, args[:1], 1) if args[0].dim() == 3 else None
     return [own.along(0)] if own is not None and results[0].dim() == 1 else None
 
 
-def _of_attention(tracker: Context, args, kwargs, results) -> Layouts:
+def _of_attention(marks: Marks, args, kwargs, results) -> Layouts:
     # Without an axis for examples there are only positions, and features.
-    own = _common_along(tracker, args[:3], 1) if args[0].dim() == 3 else None
-    if not _lie_beside(tracker, own, args, kwargs):
+    own = _common_along(marks, args[:3], 1) if args[0].dim() == 3 else None
+    if not _lie_beside(marks, own, args, kwargs):
         return [None] * len(results)
     return [own, _along(own, 0)][: len(results)]
 
 
-def attends_packed_rows(tracker: Context, *args, **kwargs) -> bool:
+def attends_packed_rows(marks: Marks, *args, **kwargs) -> bool:
     """Whether attention is among rows of several packed examples, which a mask keeps apart.
 
     Whether it does shows inside of PyTorch's function, where the mask meets the scores.
     """
-    if not tracker.packed:
+    if not marks.packed:
         return False
-    owners = [sole_of(tracker.owned(item)) for item in tracker.data_among(args[:3])]
+    owners = [sole_of(marks.owned(item)) for item in marks.data_among(args[:3])]
     return any(isinstance(own, Examples) and own.axis == 0 for own in owners)
 
 
-def _of_flex_attention(tracker: Context, args, kwargs, results) -> Layouts:
+def _of_flex_attention(marks: Marks, args, kwargs, results) -> Layouts:
     """Each score is of one query and one key, whatever is made of it without trained values."""
     lost: list[Examples | None] = [None] * len(results)
-    if any(map(tracker.is_trained, taken_beside(*args, **kwargs))):
+    if any(map(marks.is_trained, taken_beside(*args, **kwargs))):
         return lost
-    own = _common_along(tracker, args[:3], 2 if tracker.packed else 0)
-    if tracker.packed and (own is None or not mask_keeps_apart(args[4][-1], args[0].shape, own)):
-        tracker.note_meeting(results[0])
+    own = _common_along(marks, args[:3], 2 if marks.packed else 0)
+    if marks.packed and (own is None or not mask_keeps_apart(args[4][-1], args[0].shape, own)):
+        marks.meetings.note(results[0])
         return lost
     return [own] * len(results)
 
 
-def _of_packing(tracker: Context, args, kwargs, results) -> Layouts:
+def _of_packing(marks: Marks, args, kwargs, results) -> Layouts:
     source, _, batch_first = args
-    places = _common_along(tracker, (source,), 0 if batch_first else 1)
+    places = _common_along(marks, (source,), 0 if batch_first else 1)
     return [places and packed_layout(places, results[1].tolist(), source.device), None]
 
 
-def _of_padding(tracker: Context, args, kwargs, results) -> Layouts:
-    return [_along(packed_places(tracker, *args[:2]), 0 if args[2] else 1), None]
+def _of_padding(marks: Marks, args, kwargs, results) -> Layouts:
+    return [_along(packed_places(marks, *args[:2]), 0 if args[2] else 1), None]
 
 
-def _of_cell(tracker: Context, args, kwargs, results) -> Layouts:
-    if any(map(tracker.is_trained, args[2:])):
+def _of_cell(marks: Marks, args, kwargs, results) -> Layouts:
+    if any(map(marks.is_trained, args[2:])):
         return [None] * len(results)
-    return [_common_along(tracker, (args[0], *states_of(args[1])), 0)] * len(results)
+    return [_common_along(marks, (args[0], *states_of(args[1])), 0)] * len(results)
 
 
-def _of_recurrent_layer(tracker: Context, args, kwargs, results) -> Layouts:
+def _of_recurrent_layer(marks: Marks, args, kwargs, results) -> Layouts:
     lost: list[Examples | None] = [None] * len(results)
     packed = isinstance(args[3], (list, tuple))
-    if any(map(tracker.is_trained, args[3 if packed else 2])):
+    if any(map(marks.is_trained, args[3 if packed else 2])):
         return lost
     if packed:
-        states = _along(packed_places(tracker, *args[:2]), 1)
-        return [_layout(tracker, args[0]), *[states] * (len(results) - 1)]
+        states = _along(packed_places(marks, *args[:2]), 1)
+        return [_layout(marks, args[0]), *[states] * (len(results) - 1)]
     axis = 0 if args[8] else 1
-    own = _common_along(tracker, (args[0],), axis)
-    given = [state for state in states_of(args[1]) if _layout(tracker, state) is not None]
+    own = _common_along(marks, (args[0],), axis)
+    given = [state for state in states_of(args[1]) if _layout(marks, state) is not None]
     if given:
-        places = _common_along(tracker, given, 1)
+        places = _common_along(marks, given, 1)
         trained = any(state.requires_grad for state in given)
         if own is not None and trained and not (places and same_rows(own, places)):
             return lost
@@ -136,10 +136,10 @@ def _of_recurrent_layer(tracker: Context, args, kwargs, results) -> Layouts:
 def _of_sort(position: int) -> Callable[..., Layouts]:
     """Return the rule of an operation that sorts elements along a ``dim``, its argument there."""
 
-    def rule(tracker: Context, args, kwargs, results) -> Layouts:
+    def rule(marks: Marks, args, kwargs, results) -> Layouts:
         """To which examples the places belong, if elements of several were sorted."""
         source = args[0]
-        layout = _layout(tracker, source)
+        layout = _layout(marks, source)
         if layout is None or is_compiling() or not source.numel():
             return None
         axis = argument_of(args, kwargs, position, "dim", -1) % source.dim()
@@ -158,12 +158,12 @@ def starts_of_bags(offsets: Tensor, include_last_offset: bool) -> Tensor:
 
 
 def layout_of_bags(
-    tracker: Context, ids: Tensor, shares: Tensor | None, offsets: Tensor, last: bool
+    marks: Marks, ids: Tensor, shares: Tensor | None, offsets: Tensor, last: bool
 ) -> Examples | None:
     """Return to which examples the bags of ids belong; None if that is not known.
 
     Args:
-        tracker: the context.
+        marks: what is noted about tensors.
         ids: (N,), the bags one after the other.
         shares: (N,) what the rows of a table are multiplied by; None for ones.
         offsets: where the bags begin.
@@ -173,12 +173,12 @@ def layout_of_bags(
     # Of rows about which nothing was noted there may be as many as examples by accident.
     tell = [
         rows for rows in (ids, shares)
-        if rows is not None and tracker.is_of_data(rows)
-        and (rows.requires_grad or tracker.packed or tracker.is_marked(rows))
+        if rows is not None and marks.is_of_data(rows)
+        and (rows.requires_grad or marks.packed or marks.is_marked(rows))
     ]  # fmt: skip
-    found = [layout and layout.in_pieces(starts) for layout in map(partial(_layout, tracker), tell)]
+    found = [layout and layout.in_pieces(starts) for layout in map(partial(_layout, marks), tell)]
     if not found:
-        return tracker.layout_of(starts)
+        return marks.layout_of(starts)
     first = found[0]
     known = first is not None and all(each and same_rows(first, each) for each in found)
     return first if known else None
@@ -190,10 +190,10 @@ def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> E
     return places.owned_by(torch.cat([owner[:size] for size in sizes]), 0)
 
 
-def packed_places(tracker: Context, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
+def packed_places(marks: Marks, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
     """Return the layout of the places of a step of packed rows, along axis 0; None if not known."""
     sizes = batch_sizes.tolist()
-    layout = _layout(tracker, rows) or tracker.rows_of_one(rows, 0)
+    layout = _layout(marks, rows) or marks.rows_of_one(rows, 0)
     if layout is None or layout.axis != 0 or layout.rows != sum(sizes):
         return None
     owner = layout.owner(rows.device)
@@ -204,18 +204,18 @@ def packed_places(tracker: Context, rows: Tensor, batch_sizes: Tensor) -> Exampl
 
 
 def _lie_beside(
-    tracker: Context, own: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Marks, own: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """Whether trained operands of attention beside query, key and value lie as their examples do.
 
     Only those with a row for each example, or for each head of each example, can.
     """
     given: list[tuple[int | str, Any]] = [*enumerate(args[3:], 3), *kwargs.items()]
-    trained = [(name, item) for name, item in given if tracker.is_trained(item)]
-    if not trained or tracker.batch_size == 1:
+    trained = [(name, item) for name, item in given if marks.is_trained(item)]
+    if not trained or marks.batch_size == 1:
         return True
     for name, item in trained:
-        layout = _layout(tracker, item)
+        layout = _layout(marks, item)
         rows_first = PADDING_MASK if item.dim() == 2 else FOR_EACH_HEAD
         if own is None or layout is None or layout.axis != 0 or name not in rows_first:
             return False
@@ -235,26 +235,26 @@ def _along(layout: Examples | None, axis: int) -> Examples | None:
     return None if layout is None else layout.along(axis)
 
 
-def _layout(tracker: Context, tensor: Tensor) -> Examples | None:
-    layout = tracker.layout_of(tensor) if tracker.is_of_data(tensor) else None
+def _layout(marks: Marks, tensor: Tensor) -> Examples | None:
+    layout = marks.layout_of(tensor) if marks.is_of_data(tensor) else None
     return None if isinstance(layout, Scores) else layout  # which rest on other examples too
 
 
-def _common_along(tracker: Context, tensors: Sequence[Tensor], axis: int) -> Examples | None:
+def _common_along(marks: Marks, tensors: Sequence[Tensor], axis: int) -> Examples | None:
     """Return the layout of the data among tensors, if it is the same in all, along ``axis``."""
-    data = tracker.data_among(tensors)
+    data = marks.data_among(tensors)
     if not data:
         return None
-    first = _layout(tracker, data[0])
+    first = _layout(marks, data[0])
     # Data without a gradient may be of other examples: only trained values are attributed.
     for tensor in (data[0], *(tensor for tensor in data[1:] if tensor.requires_grad)):
-        layout = _layout(tracker, tensor)
+        layout = _layout(marks, tensor)
         if first is None or layout is None or layout.axis != axis or not same_rows(first, layout):
             return None
     return first
 
 
-# Called with the context, the operation's arguments, and its results; returns where the examples
+# Called with the marks, the operation's arguments, and its results; returns where the examples
 # lie in these, or None where the operation says nothing of them.
 PRESCRIBES: dict[Any, Callable[..., Layouts]] = {
     MULTI_HEAD_ATTENTION: _of_attention,

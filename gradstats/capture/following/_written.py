@@ -19,9 +19,11 @@ from gradstats.capture.following._examples import (
     same_layout,
 )
 from gradstats.capture.following._filled import Filling, Piece
-from gradstats.capture.following._following import Following
+from gradstats.capture.following._following import follow_layout
 from gradstats.capture.following._layout import FOLLOWED
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import BROUGHT_BACK
+from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._writes import Write
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
@@ -54,326 +56,336 @@ class Change(NamedTuple):
 Owned = list[tuple[Tensor, Examples | Whole]]
 
 
-class Written(Following):
-    """Data of one batch, followed through what is written into them as well."""
+def follow_write(marks: Marks, change: Change) -> None:
+    """Note where the examples lie in a tensor that data were written into."""
+    write, target, before, after = change
+    sums = write.keeps_sums and after.requires_grad and _stays_sum(marks, change)
+    brings_back = before and _is_brought_back(marks, write, target)
+    _place_written(marks, change)
+    if isinstance(own := marks.owned(after), Scores):
+        marks.place(after, replace(own, fixed=are_fixed_after(write, own)))
+    if brings_back:
+        marks.meetings.couple(after, BROUGHT_BACK)
+    if sums and marks.is_marked(after) and not isinstance(marks.owned(after), Examples):
+        marks.values.mark_sum(after)
 
-    def follow_write(self, change: Change) -> None:
-        """Note where the examples lie in a tensor that data were written into."""
-        write, target, before, after = change
-        sums = write.keeps_sums and after.requires_grad and self._stays_sum(change)
-        brings_back = before and self._is_brought_back(write, target)
-        self._place_written(change)
-        if isinstance(own := self.owned(after), Scores):
-            self.place(after, replace(own, fixed=are_fixed_after(write, own)))
-        if brings_back:
-            self.couple(after, BROUGHT_BACK)
-        if sums and self.is_marked(after) and not isinstance(self.owned(after), Examples):
-            self.mark_sum(after)
 
-    def _stays_sum(self, change: Change) -> bool:
-        """Whether a tensor that sums were written into holds nothing else."""
-        write, target, before, _ = change
-        writes = int(change.in_place)
-        blank = not before or self.was_blank(target, writes)
-        kept = blank or self.is_sum(target, writes) or isinstance(self.owned(target), Whole)
-        given = [item for item in write.values if self.is_trained(item)]
-        return kept and all(map(self.is_additive, given))
+def _stays_sum(marks: Marks, change: Change) -> bool:
+    """Whether a tensor that sums were written into holds nothing else."""
+    write, target, before, _ = change
+    writes = int(change.in_place)
+    blank = not before or marks.values.was_blank(target, writes)
+    kept = blank or marks.values.is_sum(target, writes) or isinstance(marks.owned(target), Whole)
+    given = [item for item in write.values if marks.is_trained(item)]
+    return kept and all(map(marks.is_additive, given))
 
-    def _is_brought_back(self, write: Write, target: Tensor) -> bool:
-        """Whether what was computed over all examples is written to each of them."""
-        if not isinstance(self.owned(target), Examples) or self.was_blank(target, writes=1):
-            return False
-        trained = [value for value in write.values if self.is_trained(value)]
-        return any(self.owned(value) is MIXED for value in trained)
 
-    def _place_written(self, change: Change) -> None:
-        write, target, before, after = change
-        values = self._written_by(change)
-        if before and (one := self.sole_example([target, *values])):
-            self.place(after, one)
+def _is_brought_back(marks: Marks, write: Write, target: Tensor) -> bool:
+    """Whether what was computed over all examples is written to each of them."""
+    if not isinstance(marks.owned(target), Examples) or marks.values.was_blank(target, writes=1):
+        return False
+    trained = [value for value in write.values if marks.is_trained(value)]
+    return any(marks.owned(value) is MIXED for value in trained)
+
+
+def _place_written(marks: Marks, change: Change) -> None:
+    write, target, before, after = change
+    values = _written_by(marks, change)
+    if before and (one := sole_example(marks, [target, *values])):
+        marks.place(after, one)
+        return
+    fresh = not before or _shows_unknown(marks, target)
+    if not fresh and write.read is None and not marks.follows_layouts:
+        if all(value.shape == target.shape for value in values):
             return
-        fresh = not before or self._shows_unknown(target)
-        if not fresh and write.read is None and not self.follows_layouts:
-            if all(value.shape == target.shape for value in values):
-                return
-        owned = self._owned_of(change, values)
-        if owned is None:
-            return
-        known = self.layout_of(target) if before else None
-        lost = before and known is None and self.is_marked(target)
-        filling = self._continued(change, values, owned)
-        if not owned or (lost and filling is None):
-            self._place_unowned(change, owned, known, fresh)
-            return
-        found, ambiguous = self._lies_now(change, owned, known, lost)
-        if found is None and filling is not None:
-            found = filling.layout(target, self._contract)
-            for node in filling.meetings if found else ():
-                self.coupled.pop(node, None)
-        if self.packed and isinstance(found, Examples) and found is not known:
-            self._note_supposed(change, found, owned)
-        self._place_after(change, found)
-        trained = any(value.requires_grad for value, _ in owned)
-        if self.packed and trained and found is None and not ambiguous:
-            self.note_meeting(after)
-            if filling is not None:
-                filling.meetings.append(after.grad_fn)
+    owned = _owned_of(marks, change, values)
+    if owned is None:
+        return
+    known = marks.layout_of(target) if before else None
+    lost = before and known is None and marks.is_marked(target)
+    filling = _continued(marks, change, values, owned)
+    if not owned or (lost and filling is None):
+        _place_unowned(marks, change, owned, known, fresh)
+        return
+    found, ambiguous = _lies_now(marks, change, owned, known, lost)
+    if found is None and filling is not None:
+        found = filling.layout(target, marks.contract)
+        for node in filling.meetings if found else ():
+            marks.meetings.coupled.pop(node, None)
+    if marks.packed and isinstance(found, Examples) and found is not known:
+        _note_supposed(marks, change, found, owned)
+    _place_after(marks, change, found)
+    trained = any(value.requires_grad for value, _ in owned)
+    if marks.packed and trained and found is None and not ambiguous:
+        marks.meetings.note(after)
         if filling is not None:
-            self.mark_filling(after, filling)
-        if change.in_place and (found is None or fresh):
-            self._note_base(target, found, first=fresh)
+            filling.meetings.append(after.grad_fn)
+    if filling is not None:
+        marks.values.mark_filling(after, filling)
+    if change.in_place and (found is None or fresh):
+        _note_base(marks, target, found, first=fresh)
 
-    def _note_supposed(self, change: Change, found: Examples, owned: Owned) -> None:
-        """Note if rows that nothing was written to could be those of other examples.
 
-        They may lie as in any tensor with as many rows, unless these are all the packed rows.
-        """
-        write, target = change.write, change.target
-        if self.supposed or self.by_contract(target) is not None:
-            return
-        sizes = enumerate(target.shape)
-        alike = (own.along(axis) for axis, rows in sizes for own in self.known_of(rows))
-        self.supposed = any(
-            all(write.agrees(target, own, *value) for value in owned)
-            for own in alike
-            if not same_layout(own, found)
-        )
+def _note_supposed(marks: Marks, change: Change, found: Examples, owned: Owned) -> None:
+    """Note if rows that nothing was written to could be those of other examples.
 
-    def _written_by(self, change: Change) -> list[Tensor]:
-        """Return the data that say to which examples what is written belongs."""
-        write, _, before, after = change
-        given = write.values
-        if write.index is not None and not (before or self.is_distinct(after)):
-            # Only the place where a number is put says whose it is; a mask by its rows.
-            rows = write.index.dtype != torch.bool or isinstance(self.owned(write.index), Examples)
-            given = (write.index,) if rows else ()
-        return self.data_among(given) or self.data_among([write.places])
+    They may lie as in any tensor with as many rows, unless these are all the packed rows.
+    """
+    write, target = change.write, change.target
+    if marks.supposed or marks.by_contract(target) is not None:
+        return
+    sizes = enumerate(target.shape)
+    alike = (own.along(axis) for axis, rows in sizes for own in marks.known_of(rows))
+    marks.supposed = any(
+        all(write.agrees(target, own, *value) for value in owned)
+        for own in alike
+        if not same_layout(own, found)
+    )
 
-    def _owned_of(self, change: Change, values: list[Tensor]) -> Owned | None:
-        """Return those of several values of which the examples are known.
 
-        None, and the result has no known examples either, where those of one were lost.
-        """
-        owned: Owned = []
-        for value in values:
-            layout = self.owned(value)
-            if isinstance(layout, Scores):
-                self.note_meeting(change.after)  # which count for other examples is not followed
-                layout = None
-            if isinstance(layout, (Examples, Whole)):
-                owned.append((value, layout))
-            elif self.is_marked(value):
-                self._place_after(change, layout)
-                if change.in_place:
-                    self._note_base(change.target, None, first=False)
-                return None
-        return owned
+def _written_by(marks: Marks, change: Change) -> list[Tensor]:
+    """Return the data that say to which examples what is written belongs."""
+    write, _, before, after = change
+    given = write.values
+    if write.index is not None and not (before or marks.is_distinct(after)):
+        # Only the place where a number is put says whose it is; a mask by its rows.
+        rows = write.index.dtype != torch.bool or isinstance(marks.owned(write.index), Examples)
+        given = (write.index,) if rows else ()
+    return marks.data_among(given) or marks.data_among([write.places])
 
-    def _place_unowned(
-        self, change: Change, owned: Owned, known: Examples | None, fresh: bool
-    ) -> None:
-        """Note where the examples lie where what was written does not say it.
 
-        Args:
-            change: the write.
-            owned: the values, into a tensor whose examples were lost; or none.
-            known: where the examples lay before.
-            fresh: whether nothing was known of the tensor that the operand shows.
-        """
-        write, target, before, after = change
-        if not before and not self.is_distinct(after):
-            self.place(after, None)
-        elif self.is_marked(target):
-            self.place(after, known)
-        if not change.in_place:
-            return
-        if owned:
-            # Nothing is known of the view itself, but perhaps of the tensor that it shows.
-            one = _one_of(owned) if write.read is None else None
-            self._note_base(target, one, first=False)
-        elif before and fresh and target.requires_grad:
-            self._note_base(target, known, first=True)
+def _owned_of(marks: Marks, change: Change, values: list[Tensor]) -> Owned | None:
+    """Return those of several values of which the examples are known.
 
-    def _lies_now(
-        self, change: Change, owned: Owned, known: Examples | None, lost: bool
-    ) -> tuple[Examples | Whole | None, bool]:
-        """Return where the examples lie after a write, as what was written says.
-
-        Args:
-            change: the write.
-            owned: the values.
-            known: where the examples lay before.
-            lost: whether that had been lost.
-
-        Returns:
-            The layout, or None; and whether there are several, as ``agreed`` says.
-        """
-        write, target, before, _ = change
-        layouts = [known] if known else []
-        if not (known or lost) or self.was_blank(target, writes=int(change.in_place)):
-            layouts = [*layouts, *self.candidates(target, owned[0][1])]
-        agreed, ambiguous = self.agreed(write, target, layouts, owned, known)
-        found: Examples | Whole | None = agreed
-        if found is None and not ambiguous:
-            # A tensor that held nothing of any example may now belong to one example as a whole.
-            empty = not known if write.read is None else not before
-            found = _one_of(owned) if empty else None
-        if found is None and known and not (target.requires_grad or self.packed):
-            # Inputs of different examples meet, as in CutMix: those written into decide.
-            if all(write.mixes(target, known, *value) for value in owned):
-                found = known
-        return found, ambiguous
-
-    def agreed(
-        self,
-        write: Write,
-        target: Tensor,
-        layouts: Iterable[Examples],
-        owned: Owned,
-        known: Examples | None = None,
-    ) -> tuple[Examples | None, bool]:
-        """Return the layout under which values are written to places of their own examples.
-
-        Args:
-            write, target: what was written, and into what.
-            layouts: those that the target may have, the likeliest first.
-            owned: the values, and where their examples lie.
-            known: the layout that the target had before, which decides if it is among these.
-
-        Returns:
-            The layout, or None; and whether there are several, of packed examples: then places
-            where nothing was written may be one example's or another's.
-        """
-        fitting = (
-            layout
-            for layout in layouts
-            if all(write.agrees(target, layout, *value) for value in owned)
-        )
-        found = next(fitting, None)
-        if not self.packed or found is None or found is known:
-            return found, False
-        ambiguous = not all(same_layout(found, other) for other in fitting)
-        return (None, True) if ambiguous else (found, False)
-
-    def _place_after(self, change: Change, layout: Examples | Whole | Mixed | None) -> None:
-        """Note where the examples lie after a write; None where that is not known."""
-        if change.in_place:
-            self._note_moved(change.target, change.before, layout)
-        self.place(change.after, layout)
-
-    def _note_moved(
-        self, target: Tensor, before: bool, layout: Examples | Whole | Mixed | None
-    ) -> None:
-        """Note that no other view of a tensor shows its examples, if a change in place moved them.
-
-        Args:
-            target: the tensor.
-            before: whether it held data already.
-            layout: where the examples lie now; None where that is not known.
-        """
-        if self.batch_size == 1:
-            return
-        assumed = self.owned(target) if before else self.by_contract(target)
-        if layout is None or assumed is None or not same_layout(layout, assumed):
-            self.note_rearranged(target)
-
-    def _continued(self, change: Change, values: list[Tensor], owned: Owned) -> Filling | None:
-        """Return all that was written into a tensor, if it was blank at first; None otherwise.
-
-        Args:
-            change: the last write.
-            values: the data that were written.
-            owned: those of them of which the examples are known.
-        """
-        write, target, before, _ = change
-        if write.read is None or target._base is not None or not len(values) == len(owned) == 1:
+    None, and the result has no known examples either, where those of one were lost.
+    """
+    owned: Owned = []
+    for value in values:
+        layout = marks.owned(value)
+        if isinstance(layout, Scores):
+            marks.meetings.note(change.after)  # which count for other examples is not followed
+            layout = None
+        if isinstance(layout, (Examples, Whole)):
+            owned.append((value, layout))
+        elif marks.is_marked(value):
+            _place_after(marks, change, layout)
+            if change.in_place:
+                _note_base(marks, change.target, None, first=False)
             return None
-        writes = int(change.in_place)
-        blank = not before or self.was_blank(target, writes)
-        filling = Filling() if blank else self.filling_of(target, writes)
-        if filling is None:
-            return None
-        ((value, layout),) = owned
-        filling = filling if change.in_place else filling.copy()
-        filling.pieces.append(Piece(write.read, write.dims - value.dim(), layout))
-        filling.size += value.numel()
-        return filling
+    return owned
 
-    def _shows_unknown(self, view: Tensor) -> bool:
-        """Whether a tensor is a view of data of which nothing was noted and shape says nothing.
 
-        Such data are inputs that have no example axis by contract.
-        """
-        base = view._base
-        if base is None or node_of(base) is not None or not self.is_data(base):
-            return False
-        return not self.is_marked(base) and self.layout_of(base) is None
+def _place_unowned(
+    marks: Marks, change: Change, owned: Owned, known: Examples | None, fresh: bool
+) -> None:
+    """Note where the examples lie where what was written does not say it.
 
-    def candidates(self, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
-        """Yield the possible layouts of a tensor that held nothing of any example before a write.
+    Args:
+        change: the write.
+        owned: the values, into a tensor whose examples were lost; or none.
+        known: where the examples lay before.
+        fresh: whether nothing was known of the tensor that the operand shows.
+    """
+    write, target, before, after = change
+    if not before and not marks.is_distinct(after):
+        marks.place(after, None)
+    elif marks.is_marked(target):
+        marks.place(after, known)
+    if not change.in_place:
+        return
+    if owned:
+        # Nothing is known of the view itself, but perhaps of the tensor that it shows.
+        one = _one_of(owned) if write.read is None else None
+        _note_base(marks, target, one, first=False)
+    elif before and fresh and target.requires_grad:
+        _note_base(marks, target, known, first=True)
 
-        Args:
-            target: the tensor.
-            owned: whose the value is that is written into it.
-        """
-        contract, axes = self._contract, range(target.dim())
-        for layout in (contract, owned):
-            if isinstance(layout, Examples):
-                yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
-        if contract.batch:
-            # Packed examples may get one row each, as pooled graphs do.
-            fewest = 2 if contract.segments is None else 1
-            yield from _several(target, Examples(contract.batch, 0), fewest)
-        if contract.segments is not None and contract.rows:
-            # Or several for each of their rows, as the nodes of graphs have for their neighbours.
-            yield from _several(target, contract, 2)
 
-    def _note_base(self, view: Tensor, owned: Examples | Whole | None, *, first: bool) -> None:
-        """Note where the examples lie in the base of a view that was written into.
+def _lies_now(
+    marks: Marks, change: Change, owned: Owned, known: Examples | None, lost: bool
+) -> tuple[Examples | Whole | None, bool]:
+    """Return where the examples lie after a write, as what was written says.
 
-        Args:
-            view: the view.
-            owned: whose it is now.
-            first: before the write, the base held nothing of any example, or nothing known.
-        """
-        base = view._base
-        if base is None or node_of(base) is not None:
-            return
-        known: Iterable[Examples] = ()
-        if owned is not None and base.is_contiguous():
-            own = None if first else self.layout_of(base)
-            known = self.candidates(base, owned) if first else [own] if own else ()
-        found: Examples | Whole | None = None
-        found = next((own for own in known if _lies(view, owned, base, own)), None)
-        if found is None and isinstance(owned, Whole) and (first or self.owned(base) == owned):
-            found = owned  # such as a batch of one example
-        self.place(base, found)
+    Args:
+        change: the write.
+        owned: the values.
+        known: where the examples lay before.
+        lost: whether that had been lost.
 
-    def follow_change(self, call: Call) -> None:
-        """Note where the examples lie in a tensor that an operation changed in place.
+    Returns:
+        The layout, or None; and whether there are several, as ``agreed`` says.
+    """
+    write, target, before, _ = change
+    layouts = [known] if known else []
+    if not (known or lost) or marks.values.was_blank(target, writes=int(change.in_place)):
+        layouts = [*layouts, *candidates(marks, target, owned[0][1])]
+    found: Examples | Whole | None
+    found, ambiguous = agreed(marks, write, target, layouts, owned, known)
+    if found is None and not ambiguous:
+        # A tensor that held nothing of any example may now belong to one example as a whole.
+        empty = not known if write.read is None else not before
+        found = _one_of(owned) if empty else None
+    if found is None and known and not (target.requires_grad or marks.packed):
+        # Inputs of different examples meet, as in CutMix: those written into decide.
+        if all(write.mixes(target, known, *value) for value in owned):
+            found = known
+    return found, ambiguous
 
-        Args:
-            call: the operation, in the form that returns a new tensor; its result is the operand
-                that was changed.
-        """
-        func, target = call.func, call.result
-        if not target.requires_grad:
-            return
-        if func in FOLLOWED or type(func) in OPAQUE:
-            self.follow_layout(call)
-        else:
-            name = None if func is None else function_name(func)
-            self._note_moved(target, True, None)
-            self.place(target, None, name)
-        self._note_base(target, None, first=False)
 
-    def follow_move(self, tensor: Tensor) -> None:
-        """Note where the examples lie in a tensor whose axes were moved in place."""
-        plain = not self.is_marked(tensor) and self.is_distinct(tensor)
-        sizes = list(tensor.shape)
-        self.place(
-            tensor, self._contract.along(sizes.index(self._contract.rows)) if plain else None
-        )
+def agreed(
+    marks: Marks,
+    write: Write,
+    target: Tensor,
+    layouts: Iterable[Examples],
+    owned: Owned,
+    known: Examples | None = None,
+) -> tuple[Examples | None, bool]:
+    """Return the layout under which values are written to places of their own examples.
+
+    Args:
+        write, target: what was written, and into what.
+        layouts: those that the target may have, the likeliest first.
+        owned: the values, and where their examples lie.
+        known: the layout that the target had before, which decides if it is among these.
+
+    Returns:
+        The layout, or None; and whether there are several, of packed examples: then places
+        where nothing was written may be one example's or another's.
+    """
+    fitting = (
+        layout for layout in layouts if all(write.agrees(target, layout, *value) for value in owned)
+    )
+    found = next(fitting, None)
+    if not marks.packed or found is None or found is known:
+        return found, False
+    ambiguous = not all(same_layout(found, other) for other in fitting)
+    return (None, True) if ambiguous else (found, False)
+
+
+def _place_after(marks: Marks, change: Change, layout: Examples | Whole | Mixed | None) -> None:
+    """Note where the examples lie after a write; None where that is not known."""
+    if change.in_place:
+        _note_moved(marks, change.target, change.before, layout)
+    marks.place(change.after, layout)
+
+
+def _note_moved(
+    marks: Marks, target: Tensor, before: bool, layout: Examples | Whole | Mixed | None
+) -> None:
+    """Note that no other view of a tensor shows its examples, if a change in place moved them.
+
+    Args:
+        target: the tensor.
+        before: whether it held data already.
+        layout: where the examples lie now; None where that is not known.
+    """
+    if marks.batch_size == 1:
+        return
+    assumed = marks.owned(target) if before else marks.by_contract(target)
+    if layout is None or assumed is None or not same_layout(layout, assumed):
+        marks.note_rearranged(target)
+
+
+def _continued(marks: Marks, change: Change, values: list[Tensor], owned: Owned) -> Filling | None:
+    """Return all that was written into a tensor, if it was blank at first; None otherwise.
+
+    Args:
+        change: the last write.
+        values: the data that were written.
+        owned: those of them of which the examples are known.
+    """
+    write, target, before, _ = change
+    if write.read is None or target._base is not None or not len(values) == len(owned) == 1:
+        return None
+    writes = int(change.in_place)
+    blank = not before or marks.values.was_blank(target, writes)
+    filling = Filling() if blank else marks.values.filling_of(target, writes)
+    if filling is None:
+        return None
+    ((value, layout),) = owned
+    filling = filling if change.in_place else filling.copy()
+    filling.pieces.append(Piece(write.read, write.dims - value.dim(), layout))
+    filling.size += value.numel()
+    return filling
+
+
+def _shows_unknown(marks: Marks, view: Tensor) -> bool:
+    """Whether a tensor is a view of data of which nothing was noted and shape says nothing.
+
+    Such data are inputs that have no example axis by contract.
+    """
+    base = view._base
+    if base is None or node_of(base) is not None or not marks.is_data(base):
+        return False
+    return not marks.is_marked(base) and marks.layout_of(base) is None
+
+
+def candidates(marks: Marks, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
+    """Yield the possible layouts of a tensor that held nothing of any example before a write.
+
+    Args:
+        target: the tensor.
+        owned: whose the value is that is written into it.
+    """
+    contract, axes = marks.contract, range(target.dim())
+    for layout in (contract, owned):
+        if isinstance(layout, Examples):
+            yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
+    if contract.batch:
+        # Packed examples may get one row each, as pooled graphs do.
+        fewest = 2 if contract.segments is None else 1
+        yield from _several(target, Examples(contract.batch, 0), fewest)
+    if contract.segments is not None and contract.rows:
+        # Or several for each of their rows, as the nodes of graphs have for their neighbours.
+        yield from _several(target, contract, 2)
+
+
+def _note_base(marks: Marks, view: Tensor, owned: Examples | Whole | None, *, first: bool) -> None:
+    """Note where the examples lie in the base of a view that was written into.
+
+    Args:
+        view: the view.
+        owned: whose it is now.
+        first: before the write, the base held nothing of any example, or nothing known.
+    """
+    base = view._base
+    if base is None or node_of(base) is not None:
+        return
+    known: Iterable[Examples] = ()
+    if owned is not None and base.is_contiguous():
+        own = None if first else marks.layout_of(base)
+        known = candidates(marks, base, owned) if first else [own] if own else ()
+    found: Examples | Whole | None = None
+    found = next((own for own in known if _lies(view, owned, base, own)), None)
+    if found is None and isinstance(owned, Whole) and (first or marks.owned(base) == owned):
+        found = owned  # such as a batch of one example
+    marks.place(base, found)
+
+
+def follow_change(marks: Marks, call: Call) -> None:
+    """Note where the examples lie in a tensor that an operation changed in place.
+
+    Args:
+        call: the operation, in the form that returns a new tensor; its result is the operand
+            that was changed.
+    """
+    func, target = call.func, call.result
+    if not target.requires_grad:
+        return
+    if func in FOLLOWED or type(func) in OPAQUE:
+        follow_layout(marks, call)
+    else:
+        name = None if func is None else function_name(func)
+        _note_moved(marks, target, True, None)
+        marks.place(target, None, name)
+    _note_base(marks, target, None, first=False)
+
+
+def follow_move(marks: Marks, tensor: Tensor) -> None:
+    """Note where the examples lie in a tensor whose axes were moved in place."""
+    plain = not marks.is_marked(tensor) and marks.is_distinct(tensor)
+    sizes = list(tensor.shape)
+    marks.place(tensor, marks.contract.along(sizes.index(marks.contract.rows)) if plain else None)
 
 
 def _several(target: Tensor, each: Examples, fewest: int) -> Iterator[Examples]:

@@ -65,15 +65,15 @@ def _noting(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[...
         place: note
         for place, item in enumerate(args)
         if isinstance(item, Tensor) and node_of(item) is None
-        if tracker.is_unusual(item) or not tracker.is_data(item)
-        if (note := tracker.note_of(item)) is not None
+        if tracker.marks.is_unusual(item) or not tracker.marks.is_data(item)
+        if (note := tracker.marks.note_of(item)) is not None
     }
 
     def noted(*others, **kwargs):
         if tracker.closed:
             return function(*others, **kwargs)
         for place, note in notes.items():
-            tracker.note_as(others[place], note)
+            tracker.marks.note_as(others[place], note)
         with nullcontext() if mode in modes_here() else mode:
             return function(*others, **kwargs)
 

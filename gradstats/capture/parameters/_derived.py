@@ -52,7 +52,7 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         if node.parents:
             return wrap(node)
         # It depends only on excluded parameters: others give its shape, or other results.
-        tracker.mark_constant(value)
+        tracker.marks.mark_constant(value)
         return note_alias(value, args, kwargs)
 
     # Scales are often overwritten, some by this operation itself: keep copies, which stay.
@@ -198,7 +198,12 @@ def _free_base(tracker, constant: Tensor) -> Tensor | None:
     """
     base = constant if constant._base is None else constant._base
     plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
-    if not plain or base.requires_grad or tracker.is_data(base) or tracker.is_kept(base):
+    if (
+        not plain
+        or base.requires_grad
+        or tracker.marks.is_data(base)
+        or tracker.marks.is_kept(base)
+    ):
         return None
     dense = base.storage_offset() == 0 and same_form(torch.empty_like(base), base)
     return base if dense else None

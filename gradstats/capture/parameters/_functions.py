@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradstats._compiler import is_compiling
+from gradstats.capture.following._returned import follow_unchanged, note_exchanged
 from gradstats.capture.operations._graph import KEPT_APPLY_IS_UNSEEN
 from gradstats.capture.operations._modes import innermost_mode, run_shown, run_unseen
 from gradstats.capture.operations._names import function_name
@@ -106,13 +107,13 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return run_checkpoint(inner, *args, **kwargs)
     if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
         result = inner(*args, **kwargs)
-        tracker.follow_unchanged(operands, result)
+        follow_unchanged(tracker.marks, operands, result)
         if cls.__module__ == COLLECTIVES or cls is SyncBatchNorm:
-            tracker.note_exchanged(operands, result)
+            note_exchanged(tracker.marks, operands, result)
         return result
-    data = tracker.data_among(operands)
+    data = tracker.marks.data_among(operands)
     if data:
-        return tracker.run_function(inner, args, kwargs, data)
+        return tracker.functions.run(inner, args, kwargs, data)
     if not tracked:
         return inner(*args, **kwargs)
     before = [node.value._version for node in nodes]

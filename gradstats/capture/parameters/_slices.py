@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from gradstats._compiler import is_compiling
 from gradstats._factors import Factor, Vector
+from gradstats.capture.following._losses import order_of
 from gradstats.capture.operations._modes import without_contexts
 from gradstats.capture.operations._nested import flatten
 from gradstats.capture.operations._operations import EXPANDS, variants
@@ -66,7 +69,7 @@ def as_slices(factor: Factor, node: Derived) -> dict[Root, list[Factor]] | None:
         The factors; None if the tensor is not known to have a slice for each example.
     """
     tracker, factor = node.tracker, lean(factor)
-    if is_compiling() or tracker.packed or tracker.settings.consumer is not None:
+    if is_compiling() or tracker.marks.packed or tracker.settings.consumer is not None:
         return None
     if not isinstance(factor, Vector) or factor.axis != 0:
         return None
@@ -136,9 +139,11 @@ def factors_of_slices(
     constants = _constants_behind(pulled)
     # Constants with a row for each example, such as initial states, count as data here, which is
     # refused if rows of different examples meet.
-    rows = [each for each in constants if each.shape[:1] == (batch,) and not tracker.is_data(each)]
-    tracker.keep_constant(each for each in constants if each.shape[:1] != (batch,))
-    tracker.take_batch(rows)
+    rows = [
+        each for each in constants if each.shape[:1] == (batch,) and not tracker.marks.is_data(each)
+    ]
+    tracker.marks.keep_constant(each for each in constants if each.shape[:1] != (batch,))
+    tracker.marks.take_batch(rows)
     try:
         with without_contexts(), torch.enable_grad():
             tracker.open()
@@ -146,10 +151,10 @@ def factors_of_slices(
             for copies, zero in zip(repeated, zeros, strict=True):
                 # Data from here on: by contract, tensors from outside a context are.
                 known[copies] = copies.replay(known) + zero
-            losses = sum(_losses(each, known) for each in pulled)
-            if tracker.order_of(losses) is not None:
+            losses = reduce(add, (_losses(each, known) for each in pulled))
+            if order_of(tracker.marks, losses) is not None:
                 return None
-            tracker.backward_without_gradients(losses.sum())  # type: ignore[union-attr]
+            tracker.backward_without_gradients(losses.sum())
     except torch.OutOfMemoryError:
         raise
     except (GradStatsError, RuntimeError):  # the latter if a backward cannot run again
@@ -157,7 +162,7 @@ def factors_of_slices(
     finally:
         tracker.close()
         for each in rows:
-            tracker.mark_constant(each)
+            tracker.marks.mark_constant(each)
         # The factors' graphs lead back to the context, which refers to their collector.
         factors, collected.factors = collected.factors, {}
     return {root: factors.get(str(number), ()) for number, root in enumerate(roots)}

@@ -46,16 +46,17 @@ def check_hidden(tracker, func, args, kwargs, result) -> None:
 
     Note whether it uses data that it was not given.
     """
-    tracker.maps_data = tracker.maps_data or any(
-        unwrapped(item) is item and tracker.is_data(item) for item in operands_of(args, kwargs)
+    tracker.marks.maps_data = tracker.marks.maps_data or any(
+        unwrapped(item) is item and tracker.marks.is_data(item)
+        for item in operands_of(args, kwargs)
     )
     if not any(unwrapped(item).requires_grad for item in tensors_in(result)):
         return
     for item in operands_of(args, kwargs):
         inner = unwrapped(item)
-        if tracker.maps_examples and inner is not item:
+        if tracker.marks.maps_examples and inner is not item:
             continue  # torch.vmap shows one example at a time
-        if tracker.is_trained(inner):
+        if tracker.marks.is_trained(inner):
             raise _hidden(f"{function_name(func)} inside a torch.func transform (grad, jacrev, …)")
 
 
@@ -100,7 +101,7 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
         return call.at_once()
     if transform_level() is not None:
         whole = [item for item in operands_of(args, kwargs) if unwrapped(item) is item]
-        if mode.tracker.maps_examples and any(map(mode.tracker.is_trained, whole)):
+        if mode.tracker.marks.maps_examples and any(map(mode.tracker.marks.is_trained, whole)):
             raise _hidden("torch.vmap inside torch.vmap, of what the outer one does not map,")
         return call.at_once()
     # Between graphs the compiler would trace every call; there is nothing to trace here.
@@ -117,12 +118,14 @@ def _run(tracker, call: Vmap):
     layouts = _mapped_along(tracker, mapped)
     if layouts is not None:
         try:
-            with tracker.mapping_examples(bool(layouts)):
+            with tracker.marks.mapping_examples(bool(layouts)):
                 result = call.at_once()
         except HiddenError:
             pass  # the function uses tracked values that are not arguments
         else:
-            _place(tracker, bool(tracker.data_among(operands)), layouts, result, call.out_dims)
+            _place(
+                tracker, bool(tracker.marks.data_among(operands)), layouts, result, call.out_dims
+            )
             return result
     others = any(dim is not None and not isinstance(item, Tensor) for item, dim in mapped)
     if call.randomness == "same" or count == 0 or others:
@@ -157,9 +160,9 @@ def _noted(tracker, function: Callable[..., Any]) -> Callable[..., Any]:
     def noted(*args, **kwargs):
         result = function(*args, **kwargs)
         whole = [item for item in tensors_in(result) if unwrapped(item) is item]
-        if any(node_of(item) is not None or tracker.is_trained(item) for item in whole):
+        if any(node_of(item) is not None or tracker.marks.is_trained(item) for item in whole):
             raise _hidden("a function under torch.vmap that returns what it was not given")
-        tracker.maps_data = tracker.maps_data or any(map(tracker.is_data, whole))
+        tracker.marks.maps_data = tracker.marks.maps_data or any(map(tracker.marks.is_data, whole))
         return result
 
     return noted
@@ -178,9 +181,9 @@ def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Example
     """
     if any(node_of(item) is not None for item, _ in mapped):
         return None
-    data = [(item, dim) for item, dim in mapped if tracker.is_of_data(item)]
-    layouts = [tracker.layout_of(item) for item, _ in data]
-    if not any(layouts) and not any(i.requires_grad or tracker.is_marked(i) for i, _ in data):
+    data = [(item, dim) for item, dim in mapped if tracker.marks.is_of_data(item)]
+    layouts = [tracker.marks.layout_of(item) for item, _ in data]
+    if not any(layouts) and not any(i.requires_grad or tracker.marks.is_marked(i) for i, _ in data):
         return []
     for layout, (_, dim) in zip(layouts, data, strict=True):
         if layout is None or not layout.plain or layout.axis != dim:
@@ -196,11 +199,11 @@ def _place(tracker, data: bool, layouts: list[Examples], result, out_dims) -> No
     leaves = pytree.tree_leaves(result)
     for leaf, dim in zip(leaves, _dims_of(out_dims, result), strict=True):
         if layouts and dim is not None:
-            tracker.place(leaf, layouts[0].along(dim % leaf.dim()))
+            tracker.marks.place(leaf, layouts[0].along(dim % leaf.dim()))
         elif data and not layouts:
-            tracker.place(leaf, None)
-        elif not (data or tracker.maps_data or leaf.requires_grad):
-            tracker.mark_constant(leaf)
+            tracker.marks.place(leaf, None)
+        elif not (data or tracker.marks.maps_data or leaf.requires_grad):
+            tracker.marks.mark_constant(leaf)
 
 
 def _dims_of(out_dims, result) -> list[int | None]:

@@ -30,9 +30,9 @@ def added_product(tracker, func, *args, **kwargs):
 def _addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
     """β·input + α·mat1 mat2; with β = α = 1 and a vector of full width it is a linear layer."""
     layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
-    layer = layer and tracker.is_of_data(mat1)
+    layer = layer and tracker.marks.is_of_data(mat1)
     # A matrix that was computed from other examples is no layer's weight.
-    if layer and (not tracker.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
+    if layer and (not tracker.marks.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
         return linear_layer(tracker, func, mat1, mat2, input, inputs_first=True)
     return _scaled_sum(tracker, func, torch.mm, input, mat1, mat2, beta, alpha)
 
@@ -47,7 +47,7 @@ def _baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
 
 def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
     tracked = [node_of(item) is not None for item in (first, second)]
-    constant = [not tracker.is_data(item) for item in (first, second)]
+    constant = [not tracker.marks.is_data(item) for item in (first, second)]
     x = None
     parts: list[Part] = []
     terms: list[tuple[Tensor, float | None]] = [(input, beta)]
@@ -64,7 +64,7 @@ def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
     else:
         for item, axis in ((first, -1), (second, -2)):
             terms.append((item, None))
-            if not tracker.is_data(item):
+            if not tracker.marks.is_data(item):
                 continue
             node = first_node(input)
             if locate(tracker, func, node, item, folds=True).axis == item.dim() + axis:

@@ -129,7 +129,7 @@ def multi_head_attention(
     else:
         heads = [x.view(rows, num_heads, x.shape[1], -1) for x in (q, k, v)]
         for item in heads:
-            tracker.place(item, examples.along(0))
+            tracker.marks.place(item, examples.along(0))
         mixed = run(
             tracker, functional.scaled_dot_product_attention, *heads, mask, dropout_p, is_causal
         )
@@ -138,7 +138,7 @@ def multi_head_attention(
     # Rows adjacent in memory, as PyTorch has them: the order in which their gradients are summed
     # depends on it.
     mixed = mixed.view(length, rows, width)
-    tracker.place(mixed, examples)
+    tracker.marks.place(mixed, examples)
     return run(tracker, functional.linear, mixed, out_proj_weight, out_proj_bias), weights
 
 
@@ -196,12 +196,12 @@ def _merged_mask(tracker, func, node: Node, mask, padding, extra, examples: Exam
         return mask
     if node_of(padding) is not None:
         refuse(func, node, "with a tracked key_padding_mask has no rule")
-    if tracker.is_data(padding):
+    if tracker.marks.is_data(padding):
         rows_along(tracker, func, node, (padding,), 0)
     padding = functional.pad(_added(tracker, padding, dtype), (0, extra))
     # For each head, as PyTorch adds them, so that a trained mask's gradient is summed in its order.
     padding = padding.view(examples.rows, 1, 1, -1).expand(-1, heads, -1, -1)
-    tracker.place(padding, examples)
+    tracker.marks.place(padding, examples)
     return padding if mask is None else run(tracker, torch.add, mask, padding)
 
 
@@ -210,8 +210,8 @@ def _added(tracker, mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     added = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
-    if not tracker.is_data(mask):
-        tracker.mark_constant(added)
+    if not tracker.marks.is_data(mask):
+        tracker.marks.mark_constant(added)
     return added
 
 
@@ -264,7 +264,7 @@ def scaled_dot_product(tracker, func, query, key, value, *args, **kwargs):
 
 def _for_each(tracker, func, node: Node, item: Tensor, dims: int, examples: Examples) -> Tensor:
     """Return an operand of attention with a slice for each example: also of one that all share."""
-    own, data = node_of(item), tracker.is_data(item)
+    own, data = node_of(item), tracker.marks.is_data(item)
     if dims < 3 or (own is None and data and item.dim() < dims):
         refuse(func, node, "whose examples do not lie along the first axis has no rule")
     shape = (1,) * (dims - item.dim()) + tuple(item.shape)
@@ -272,7 +272,7 @@ def _for_each(tracker, func, node: Node, item: Tensor, dims: int, examples: Exam
         sizes = (examples.rows, *shape[1:])
         if own is None:
             item = item.expand(sizes)
-            tracker.mark_constant(item)
+            tracker.marks.mark_constant(item)
         elif tracker.settings.exact:
             # Which kernel PyTorch takes for what is broadcast gives other bits.
             refuse(func, node, "with an operand that all examples share has no rule under "

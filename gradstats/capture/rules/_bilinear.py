@@ -23,11 +23,11 @@ def bilinear(tracker, func, input1, input2, weight, bias=None):
     nodes = nodes_of((weight, bias))
     if node_of(input1) is not None or node_of(input2) is not None:
         refuse(func, first_node(input1, input2), "with a tracked input has no rule")
-    if tracker.is_trained(weight):
+    if tracker.marks.is_trained(weight):
         refuse(func, nodes[0], "with a weight that was computed from data has no rule")
     if bias is not None and bias.dim() > 1:
         return Composed(_bias_apart)(tracker, func, input1, input2, weight, bias)
-    data = tracker.data_among((input1, input2))
+    data = tracker.marks.data_among((input1, input2))
     layouts = [locate(tracker, func, nodes[0], x, folds=True, trailing=1) for x in data]
     examples = common_rows(func, nodes[0], layouts)
     result = func(input1, input2, value_of(weight), value_of(bias))

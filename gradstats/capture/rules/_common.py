@@ -13,6 +13,7 @@ from gradstats.capture.following._examples import (
     Examples,
     same_rows,
 )
+from gradstats.capture.following._operands import sole_example
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.parameters._derivation import Derived
@@ -39,7 +40,7 @@ def bare(item, autocast: bool):
 
 def are_of_one(tracker, data: Sequence[Tensor]) -> bool:
     """Whether all of several tensors of data belong to one and the same example."""
-    return tracker.batch_size == 1 or tracker.sole_example(list(data)) is not None
+    return tracker.batch_size == 1 or sole_example(tracker.marks, list(data)) is not None
 
 
 def locate(
@@ -63,13 +64,13 @@ def locate(
         folds: the rule can serve data in which an example has several rows.
         trailing: number of last axes that the operation sums or normalises over.
     """
-    layout = tracker.layout_of(data)
+    layout = tracker.marks.layout_of(data)
     if layout is not None and tracker.batch_size == 1:
         layout = _of_the_only(layout, data, axis, trailing)
     misplaced = layout is None or axis not in (None, layout.axis)
     if misplaced and folds and (axis or 0) < data.dim() - trailing:
         # All of it may be one example's, along every axis.
-        layout = tracker.rows_of_one(data, axis or 0) or layout
+        layout = tracker.marks.rows_of_one(data, axis or 0) or layout
     if layout is not None and axis not in (None, layout.axis):
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} takes axis {axis} of its data, of shape "
@@ -103,11 +104,11 @@ def locate(
 
 def _refusal(tracker, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
     """Return the error about data whose rows cannot be told apart by example."""
-    got, expected = f"data of shape {tuple(data.shape)}", tracker.expected_along(axis)
-    lost, met = tracker.lost_at(data), tracker.met_behind(data)
+    got, expected = f"data of shape {tuple(data.shape)}", tracker.marks.expected_along(axis)
+    lost, met = tracker.marks.lost_at(data), tracker.marks.meetings.behind(data)
     why = []
     if met is not None:
-        why.append(f"Before it {met.name()} {tracker.how_met(met)}.")
+        why.append(f"Before it {met.name()} {tracker.marks.meetings.how_met(met)}.")
     if lost is not None:
         why.append(f"Which row is whose was lost at {lost}, or rows of several meet there.")
     if why:
@@ -172,7 +173,7 @@ def lined_up(
     whole = operands if result is None else [result]
     dims = max([operand.dim() for operand in whole])
     layouts = []
-    for operand in tracker.data_among(operands):
+    for operand in tracker.marks.data_among(operands):
         examples = locate(tracker, func, node, operand, folds=True)
         layouts.append(examples.along(dims - operand.dim() + examples.axis))
     layout = ExampleLayout(dims, common_rows(func, node, layouts))
@@ -213,7 +214,7 @@ def cast_for_autocast(tracker, data: Tensor) -> Tensor:
     if data.dtype == dtype:
         return data
     cast = data.to(dtype)
-    tracker.place_like(cast, data)
+    tracker.marks.place_like(cast, data)
     return cast
 
 
@@ -232,9 +233,13 @@ def run(tracker, func, *args, **kwargs):
 
 def packed_positions(tracker, data: Tensor) -> int | None:
     """Return the axis that several packed examples lie along as positions of a batch of one."""
-    if not tracker.packed or not tracker.is_of_data(data) or are_of_one(tracker, [data]):
+    if (
+        not tracker.marks.packed
+        or not tracker.marks.is_of_data(data)
+        or are_of_one(tracker, [data])
+    ):
         return None
-    layout = tracker.layout_of(data)
+    layout = tracker.marks.layout_of(data)
     return layout.axis if layout is not None and layout.axis > 1 and len(data) == 1 else None
 
 
@@ -254,7 +259,7 @@ def rows_along(tracker, func, node: Node, operands: Sequence[Tensor], axis: int)
     """
     layouts = [
         locate(tracker, func, node, item, axis=axis, folds=True)
-        for item in tracker.data_among(operands)
+        for item in tracker.marks.data_among(operands)
     ]
     if any(not same_rows(layouts[0], other) for other in layouts[1:]):
         refuse(func, node, "of operands whose rows belong to different examples has no rule")
@@ -311,7 +316,7 @@ def _rows_of(tracker, func, node: Node, item: Tensor, examples: Examples) -> Ten
         slices = as_data(tracker, func, node, apart, Examples(examples.batch, axis))
         return slices.flatten(axis, axis + 1)
     ids = torch.arange(examples.rows, device=item.device)
-    tracker.place(ids, examples.along(0))
+    tracker.marks.place(ids, examples.along(0))
     if not item.is_complex():
         return run(tracker, Tensor.index_select, item, axis, ids)
     pairs = derive(tracker, torch.view_as_real, (item,), {})
@@ -338,7 +343,7 @@ def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tens
             queries and initial states do that were expanded to the batch.
         examples: where the examples lie in it.
     """
-    if tracker.is_of_data(item):
+    if tracker.marks.is_of_data(item):
         return item
     own = node_of(item)
     layout = ExampleLayout(item.dim(), examples)
@@ -347,7 +352,7 @@ def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tens
         item = _rows_of(tracker, func, own, item, examples)
         own = node_of(item)
         if own is None:
-            tracker.place(item, examples)
+            tracker.marks.place(item, examples)
             return item
     elif not fits:
         refuse(
@@ -358,5 +363,5 @@ def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tens
         )
     # A view also where nothing is tracked, so that no mark is left on a tensor of the user's.
     item = item.view_as(item) if own is None else example_view(own, layout)
-    tracker.place(item, examples)
+    tracker.marks.place(item, examples)
     return item

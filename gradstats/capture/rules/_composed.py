@@ -85,8 +85,8 @@ def _euclidean(tracker, func, x1, x2, data: int, examples: Examples, kwargs) -> 
     # PyTorch's backward needs its result as it is, and what is tapped counts as changed.
     result = torch.ops.aten._unsafe_view(distances, distances.shape)
     result = tap([first_node(points)], result, DistanceFactors(examples, data), *saved)
-    tracker.place(result, examples.along(data))
-    tracker.followed = result
+    tracker.marks.place(result, examples.along(data))
+    tracker.marks.followed = result
     return result
 
 

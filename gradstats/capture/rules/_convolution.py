@@ -43,7 +43,7 @@ def convolution(
         if any(t % 2 for t in total):
             extra = [amount for t in reversed(total) for amount in (0, t % 2)]
             padded = functional.pad(input, extra)
-            tracker.place_like(padded, input)
+            tracker.marks.place_like(padded, input)
             input = padded
         padding = tuple(t // 2 for t in total)
     elif padding == "valid":
@@ -79,9 +79,9 @@ def transposed_convolution(
 
 def _convolution(tracker, func, dims, input, weight, bias, call):
     nodes = nodes_of((weight, bias))
-    if not tracker.is_of_data(input):
+    if not tracker.marks.is_of_data(input):
         kernels = input.dim() == dims + 2 and len(input) == 1 and node_of(weight) is None
-        if kernels and tracker.is_data(weight) and call[-1] % tracker.batch_size == 0:
+        if kernels and tracker.marks.is_data(weight) and call[-1] % tracker.batch_size == 0:
             return _in_groups(tracker, func, input, weight, bias, call)
     if node_of(input) is not None:
         refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
@@ -94,11 +94,11 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
             composed = Composed(partial(as_batch, func, axis))
             return composed(tracker, func, input, weight, bias, **_options(call))
     if len(input) == 1 < tracker.batch_size:
-        layout = tracker.layout_of(input)
+        layout = tracker.marks.layout_of(input)
         if layout == Examples(tracker.batch_size, 1, input.shape[1] // tracker.batch_size):
             if call[-1] % tracker.batch_size == 0:
                 return _in_groups(tracker, func, input, weight, bias, call)
-    if tracker.is_trained(weight) and not are_of_one(tracker, (input, weight)):
+    if tracker.marks.is_trained(weight) and not are_of_one(tracker, (input, weight)):
         apart = Composed(partial(_bias_apart, func))
         return apart(tracker, func, input, weight, bias, **_options(call))
     examples = locate(tracker, func, nodes[0], input, axis=0, folds=True)
@@ -107,7 +107,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
             if input.shape[2:] == weight.shape[2:]:
                 return Composed(as_product)(tracker, func, input, weight, bias)
     settings, of_weight, of_bias = tracker.settings, node_of(weight), node_of(bias)
-    data = tracker.is_trained(weight), tracker.is_trained(bias)
+    data = tracker.marks.is_trained(weight), tracker.marks.is_trained(bias)
     layer = ConvolutionFactors(
         of_weight is not None, of_bias is not None, examples, tuple(weight.shape), call, data
     )
@@ -126,7 +126,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
     result = attach(LayerUse, use, layer, *operands)
     if len(nodes) == (1 if bias is None else 2):
-        tracker.note_followed(result, examples)
+        tracker.marks.note_followed(result, examples)
     return result
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from gradstats._factors import cast, compute_dtype
 from gradstats.capture.following._examples import Examples, Whole
 from gradstats.capture.following._indexing import items_of
+from gradstats.capture.following._operands import sole_example
 from gradstats.capture.operations._nested import (
     argument_of,
     flatten,
@@ -60,7 +61,7 @@ def broadcast(tracker, func, *args, **kwargs):
     nodes = nodes_of(operands)
     if func in ELEMENTWISE_IN_PLACE and node_of(args[0]) is not None:
         return write_data(tracker, func, args, kwargs)
-    data = tracker.data_among(operands)
+    data = tracker.marks.data_among(operands)
     if func not in ELEMENTWISE_IN_PLACE and _are_enclosed(tracker, nodes, data):
         args, kwargs = _with_constants(tracker, data, (args, kwargs))
         return run(tracker, func, *args, **kwargs)
@@ -86,7 +87,7 @@ def _are_enclosed(tracker, nodes: Sequence[Node], data: Sequence[Tensor]) -> boo
     """
     largest = max(node.value.numel() for node in nodes)
     if not all(
-        not item.requires_grad and item.numel() <= largest and item in tracker.enclosed
+        not item.requires_grad and item.numel() <= largest and item in tracker.marks.enclosed
         for item in data
     ):
         return False
@@ -105,7 +106,7 @@ def _with_constants(tracker, data: Sequence[Tensor], items):
         if not any(item is other for other in data):
             return item
         view = item.view_as(item)
-        tracker.mark_constant(view)
+        tracker.marks.mark_constant(view)
         return view
 
     return rebuild(items, constant)
@@ -161,11 +162,11 @@ class MultipliedFactors(BroadcastFactors):
 def _whole(tracker, data: Sequence[Tensor]) -> Whole | None:
     """Return the example whose data have no axis of examples; None where they have one."""
     if tracker.batch_size > 1:
-        whole = tracker.sole_example(data)
-        known = (own for own in map(tracker.owned, data) if own is not None)
+        whole = sole_example(tracker.marks, data)
+        known = (own for own in map(tracker.marks.owned, data) if own is not None)
         return None if whole is None or isinstance(next(known), Examples) else whole
     # Without an axis for examples, tensors are the only example's beside others that have one.
-    return next((own for own in map(tracker.owned, data) if isinstance(own, Whole)), None)
+    return next((own for own in map(tracker.marks.owned, data) if isinstance(own, Whole)), None)
 
 
 def _has_rows(owned: Examples | Whole | None) -> bool:
@@ -183,10 +184,10 @@ def _widen(tracker, items, whole: Whole, dims: int):
         if node_of(item) is not None:
             return derive(tracker, Tensor.view, (item, shape), {})
         wide = item.view(shape)
-        if tracker.is_data(item):
-            tracker.place(wide, whole.row(tracker.batch_size, item.device))
+        if tracker.marks.is_data(item):
+            tracker.marks.place(wide, whole.row(tracker.batch_size, item.device))
         else:
-            tracker.mark_constant(wide)
+            tracker.marks.mark_constant(wide)
         return wide
 
     return rebuild(items, widen)
@@ -228,9 +229,9 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     """cat and stack: tracked tensors that hold one slice for each example, beside data."""
     tensors = list(tensors)
     nodes = nodes_of(tensors)
-    data = tracker.data_among(tensors)
-    whole = tracker.sole_example(data) if tracker.batch_size > 1 else _whole(tracker, data)
-    if whole is not None and any(_has_rows(tracker.owned(item)) for item in data):
+    data = tracker.marks.data_among(tensors)
+    whole = sole_example(tracker.marks, data) if tracker.batch_size > 1 else _whole(tracker, data)
+    if whole is not None and any(_has_rows(tracker.marks.owned(item)) for item in data):
         tensors = _widen(tracker, tensors, whole, max(tensor.dim() for tensor in tensors))
         return join(tracker, func, tensors, dim + (dim >= 0), **kwargs).squeeze(0)
     dims = max(tensor.dim() for tensor in tensors)
@@ -262,7 +263,7 @@ def assign(tracker, func, input, index, value):
     items = index if isinstance(index, tuple) else (index,)
     if node_of(input) is not None:
         return write_data(tracker, func, (input, index, value), {})
-    if not tracker.is_data(input):
+    if not tracker.marks.is_data(input):
         refuse(func, node, "to a tensor that holds nothing of any example has no rule")
     if len(items) == 1 and isinstance(items[0], Tensor) and items[0].dtype == torch.bool:
         return _assign_where(tracker, func, node, input, items[0], value)
@@ -273,7 +274,7 @@ def assign(tracker, func, input, index, value):
     if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):
         refuse(func, node, "to some of the examples has no rule")
     part = input[index]
-    tracker.place_like(part, input)
+    tracker.marks.place_like(part, input)
     if value.dim() > part.dim() and all(size == 1 for size in value.shape[: -part.dim() or None]):
         # PyTorch leaves out axes of size 1 in front.
         value = run(tracker, Tensor.view, value, value.shape[value.dim() - part.dim() :])
@@ -287,10 +288,10 @@ def _assign_where(tracker, func, node: Node, input, mask, value) -> None:
     if node_of(mask) is not None or node_of(value) is None or not one:
         refuse(func, node, "of a slice for each place that a mask selects has no rule")
     shown = mask.reshape(*mask.shape, *(1 for _ in range(rest)))
-    if tracker.is_data(mask):
-        tracker.place(shown, tracker.layout_of(mask))
+    if tracker.marks.is_data(mask):
+        tracker.marks.place(shown, tracker.marks.layout_of(mask))
     else:
-        tracker.mark_constant(shown)
+        tracker.marks.mark_constant(shown)
     layout = lined_up(tracker, func, node, (input, shown))
     func(input, mask, node.value)
     factors = MaskedFactors(BroadcastFactors(layout, tuple(value.shape)))

@@ -129,7 +129,9 @@ def embedding_bag(
     if offsets is None:
         examples = locate(tracker, func, node, input, axis=0, folds=True)
     else:
-        found = layout_of_bags(tracker, input, per_sample_weights, offsets, include_last_offset)
+        found = layout_of_bags(
+            tracker.marks, input, per_sample_weights, offsets, include_last_offset
+        )
         if found is None:
             refuse(
                 func, node, "of bags whose ids are of several examples, or of unknown ones,",
@@ -180,7 +182,7 @@ def largest_of_bags(
         weight.detach(), input.flatten(), offsets, False, 2, False, None, include_last_offset,
         padding_idx,
     )  # fmt: skip
-    tracker.place(chosen, examples)
+    tracker.marks.place(chosen, examples)
     columns = torch.arange(weight.shape[1], device=input.device)
     return weight[chosen, columns].masked_fill(sizes[: len(chosen), None] == 0, 0)
 
@@ -207,12 +209,12 @@ def index(tracker, func, input, indices):
     given = operands_of((indices,), {})
     node = first_node(input, *given)
     tracked = node_of(input) is not None and all(node_of(index) is None for index in given)
-    if tracked and not any(index.dim() and tracker.is_data(index) for index in given):
+    if tracked and not any(index.dim() and tracker.marks.is_data(index) for index in given):
         # A number picks the slice, wherever the number comes from.
         return derive(tracker, func, (input, indices), {})
     items = [_as_index(tracker, item, given) for item in items_of(input, indices)]
     mask = next((index for index in given if index.dtype == torch.bool and index.dim()), None)
-    if tracked and mask is not None and tracker.is_data(mask):
+    if tracked and mask is not None and tracker.marks.is_data(mask):
         return _masked(tracker, func, node, input, indices, axis_of(items, mask), mask)
     places = [place for place, item in enumerate(items) if isinstance(item, Tensor)]
     chosen = [items[place] for place in places]
@@ -253,7 +255,7 @@ def _as_index(tracker, item, given: Sequence[Tensor]):
         item = torch.tensor(item)
     if isinstance(item, Tensor) and not any(item is index for index in given):
         item = item.to(given[0].device)
-        tracker.mark_constant(item)
+        tracker.marks.mark_constant(item)
     return item
 
 
@@ -317,7 +319,7 @@ def index_select(tracker, func, input, dim, index):
 def gather(tracker, func, input, dim, index, **kwargs):
     """Elements of a tracked tensor that was repeated for the batch, of each example's own."""
     node = first_node(input, index)
-    if node_of(input) is None or not tracker.is_of_data(index):
+    if node_of(input) is None or not tracker.marks.is_of_data(index):
         refuse(func, node, "of data by tracked indices has no rule")
     if input.dim() == 1 and not any(kwargs.values()):
         return index_select(tracker, func, input, dim, index)  # which is the same

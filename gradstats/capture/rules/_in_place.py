@@ -10,6 +10,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._examples import Examples, Whole
 from gradstats.capture.following._writes import WRITES, Write
+from gradstats.capture.following._written import agreed, candidates
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node, same_storage
@@ -37,7 +38,7 @@ def write_data(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         node.shown = lambda: None  # type: ignore[attr-defined]
         layout = _become_data(tracker, func, whole, write)
         _swap(func, node, target, whole[index])
-        tracker.place(target, write.read(whole, layout) if write.read else layout)
+        tracker.marks.place(target, write.read(whole, layout) if write.read else layout)
     if any(node_of(item) is not None for item in operands_of(args, kwargs)):
         return run(tracker, func, *args, **kwargs)
     return func(*args, **kwargs)
@@ -65,7 +66,7 @@ def _become_data(tracker, func, target: Tensor, write: Write) -> Examples:
         seen.data = target.detach().copy_(seen.detach())
     node.shown = lambda: None
     _swap(func, node, target, seen)
-    tracker.place(target, layout)
+    tracker.marks.place(target, layout)
     return layout
 
 
@@ -80,13 +81,13 @@ def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
 
 def _layout_after(tracker, target: Tensor, write: Write) -> Examples | None:
     """Return where examples lie in a tensor that holds nothing of any, once data are written."""
-    values = tracker.data_among(write.values if write.index is None else [write.index])
-    owned = [(item, tracker.owned(item)) for item in values]
+    values = tracker.marks.data_among(write.values if write.index is None else [write.index])
+    owned = [(item, tracker.marks.owned(item)) for item in values]
     if not owned or any(not isinstance(layout, (Examples, Whole)) for _, layout in owned):
         return None
     layouts = [
         layout
-        for layout in tracker.candidates(target, owned[0][1])
+        for layout in candidates(tracker.marks, target, owned[0][1])
         if ExampleLayout(target.dim(), layout).serves(target.shape)
     ]
-    return tracker.agreed(write, target, layouts, owned)[0]
+    return agreed(tracker.marks, write, target, layouts, owned)[0]

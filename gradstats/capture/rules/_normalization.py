@@ -38,7 +38,9 @@ def _attach(
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
     shape = tuple((weight if scale else bias).shape)
     factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
-    own = (not scale and tracker.is_trained(weight)) or (not shift and tracker.is_trained(bias))
+    own = (not scale and tracker.marks.is_trained(weight)) or (
+        not shift and tracker.marks.is_trained(bias)
+    )
     if own and scale and not tracker.settings.exact:
         # Derivatives of the network reach what is added outside.
         result = _attach(tracker, run, weight, None, examples, normalise, channel_axis, input,
@@ -50,7 +52,7 @@ def _attach(
         operands = input, value_of(weight), value_of(bias), *statistics
         result = attach(NormalisationUse, use, factors, run, *operands)
         if place is not None:
-            tracker.note_followed(result, examples)
+            tracker.marks.note_followed(result, examples)
         return result
     if place is not None and not own:
         found = hooked(tracker, place, (weight, bias), factors, examples, partial(run, input))

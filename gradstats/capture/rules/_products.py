@@ -48,8 +48,8 @@ def linear(tracker, func, input, weight, bias=None):
         return matmul(tracker, torch.matmul, input, weight)
     if weight.is_complex():
         return Composed(_complex_linear)(tracker, func, input, weight, bias)
-    apart = tracker.is_trained(weight) and not are_of_one(tracker, (input, weight))
-    if apart or not tracker.is_of_data(input):
+    apart = tracker.marks.is_trained(weight) and not are_of_one(tracker, (input, weight))
+    if apart or not tracker.marks.is_of_data(input):
         return Composed(_bias_apart)(tracker, func, input, weight, bias)
     if bias is None or bias.shape == weight.shape[:1]:
         return linear_layer(tracker, func, input, weight, bias)
@@ -80,8 +80,8 @@ def linear_layer(tracker, func, x, weight, bias, *, inputs_first=False):
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
     of_weight, of_bias = weight_node is not None, bias_node is not None
     data = (
-        not of_weight and tracker.is_trained(weight),
-        not of_bias and tracker.is_trained(bias),
+        not of_weight and tracker.marks.is_trained(weight),
+        not of_bias and tracker.marks.is_trained(bias),
     )
     rest = tuple(weight.shape), inputs_first, data
     if is_pytorchs_own(settings, x, weight, examples, inputs_first):
@@ -103,7 +103,7 @@ def linear_layer(tracker, func, x, weight, bias, *, inputs_first=False):
     operands = bare(weight, autocast), bare(bias, autocast)
     result = attach(LayerUse, use, layer, x, *operands)
     if len(nodes) == (1 if bias is None else 2):
-        tracker.note_followed(result, examples)
+        tracker.marks.note_followed(result, examples)
     return result
 
 
@@ -138,9 +138,9 @@ def own_slices(tracker, *operands: Tensor) -> list[Tensor]:
     for position, operand in enumerate(operands):
         data = operands[1 - position]
         node = node_of(operand)
-        if not isinstance(node, Derived) or not tracker.is_of_data(data):
+        if not isinstance(node, Derived) or not tracker.marks.is_of_data(data):
             continue
-        layout = tracker.layout_of(data)
+        layout = tracker.marks.layout_of(data)
         if layout is None or not layout.plain:
             continue
         # Batch axes line up from the right.
@@ -168,7 +168,9 @@ def _own_rows(
     if tracked not in ([True, False], [False, True]):
         return None
     param, data = tracked.index(True), tracked.index(False)
-    layout = tracker.layout_of(operands[data]) if tracker.is_data(operands[data]) else None
+    layout = (
+        tracker.marks.layout_of(operands[data]) if tracker.marks.is_data(operands[data]) else None
+    )
     if layout is None or layout.plain or not layout.even:
         return None
     letter = specs[data][layout.axis]
@@ -183,7 +185,7 @@ def _own_rows(
     sizes = (layout.batch, layout.rows // layout.batch)
     order = layout.order
     if order is not None:
-        tracker.mark_constant(order)
+        tracker.marks.mark_constant(order)
 
     def unfold(item: Tensor, axis: int) -> Tensor:
         if order is None and node_of(item) is not None:
@@ -191,7 +193,7 @@ def _own_rows(
         unfolded = in_order(item, axis, order).unflatten(axis, sizes)
         if node_of(item) is None:
             # Also where packed examples have one row each, which following leaves packed.
-            tracker.place(unfolded, Examples(layout.batch, axis))
+            tracker.marks.place(unfolded, Examples(layout.batch, axis))
         return unfolded
 
     def multiply(*items) -> Tensor:
@@ -222,9 +224,9 @@ def _factors_between(
     param, data = (0, 1) if node_of(operands[0]) is not None else (1, 0)
     node = first_node(operands[param])
     x = operands[data]
-    whole = tracker.owned(x) if tracker.is_data(x) else None
+    whole = tracker.marks.owned(x) if tracker.marks.is_data(x) else None
     if isinstance(whole, Examples) and tracker.batch_size == 1:
-        whole = tracker.layout_of(x)  # which ``locate`` goes by
+        whole = tracker.marks.layout_of(x)  # which ``locate`` goes by
         assert whole is not None
         # Rows of the only example may have parts of their own, and may be summed.
         letter = specs[data][whole.axis]
@@ -284,7 +286,9 @@ def einsum(tracker, func, equation, *operands):
     rows = _own_rows(tracker, list(operands), inputs, out)
     if rows is not None:
         return Composed(rows)(tracker, func, equation, *operands)
-    layout = tracker.layout_of(operands[data]) if tracker.is_data(operands[data]) else None
+    layout = (
+        tracker.marks.layout_of(operands[data]) if tracker.marks.is_data(operands[data]) else None
+    )
     repeats = isinstance(node, Derived) and layout is not None and layout.plain
     if layout is not None and repeats and inputs[data][layout.axis] in {*out} & {*inputs[param]}:
         # Each example has its own slice of the parameter.

@@ -227,7 +227,7 @@ def _padded(tracker, func, input, hx, weights, *options):
 def _packed(tracker, func, data, batch_sizes, hx, weights, *options):
     states = states_of(hx)
     node = first_node(data, *states, *weights)
-    examples = packed_places(tracker, data, batch_sizes) if node_of(data) is None else None
+    examples = packed_places(tracker.marks, data, batch_sizes) if node_of(data) is None else None
     if examples is None:
         tracked = nodes_of((data, *states, *weights))
         raise ExampleAxisError(
@@ -248,7 +248,7 @@ def _stack(tracker, func, data, rows, states, weights, options, form, sizes, exa
     _check_weights(tracker, func, node, data, weights)
     # What is not trained brings nothing of an example along to another, as states of the batch
     # before do not, which lie along another axis than batch_dim.
-    trained = list(filter(tracker.is_trained, states))
+    trained = list(filter(tracker.marks.is_trained, states))
     if trained and not same_rows(rows_along(tracker, func, node, trained, 1), examples):
         refuse(func, node, "with initial states in another order than the data has no rule")
     states = [as_data(tracker, func, node, state, examples.along(1)) for state in states]
@@ -319,7 +319,7 @@ def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
 
 def _check_weights(tracker, func, node, data: Tensor, weights: Sequence[Tensor]) -> None:
     """Raise where weights were computed from other examples than the data's one."""
-    own = [item for item in weights if tracker.is_trained(item)]
+    own = [item for item in weights if tracker.marks.is_trained(item)]
     if own and not are_of_one(tracker, [*own, *([] if node_of(data) is not None else [data])]):
         refuse(func, node, "with weights that were computed from other examples has no rule")
 
@@ -330,7 +330,7 @@ def _attach(tracker, operation, data, states, weights):
     slots = dict(enumerate(weights, 1 + len(states)))
     nodes = {slot: node_of(item) for slot, item in slots.items()}
     tracked = {slot: node for slot, node in nodes.items() if node is not None}
-    own = tuple(slot for slot, item in slots.items() if tracker.is_trained(item))
+    own = tuple(slot for slot, item in slots.items() if tracker.marks.is_trained(item))
     if not tracked:
         return operation.native(*tensors)
     return recomputed(list(tracked.values()), tuple(tracked), own, operation, *tensors)

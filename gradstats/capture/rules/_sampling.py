@@ -25,7 +25,7 @@ def grid_sample(
     One for all is a table, of which a sample looks up the points around it.
     """
     node, options = first_node(input, grid), (mode, padding_mode, align_corners)
-    if node_of(input) is not None and tracker.is_of_data(grid):
+    if node_of(input) is not None and tracker.marks.is_of_data(grid):
         examples = locate(tracker, func, node, grid, folds=True, trailing=1)
         if examples.axis != 0:
             return _of_one_image(tracker, func, input, grid, examples, *options)
@@ -42,8 +42,8 @@ def _of_one_image(tracker, func, input, grid, examples, mode, padding_mode, alig
     factors = SampleFactors(examples, sizes, shape, mode, padding_mode, bool(align_corners))
     result = tap([first_node(table)], free_of_views(result), factors, grid)
     # Channels stand in the result where they stand in the image, in front of what grid has.
-    tracker.place(result, examples.along(examples.axis + 1))
-    tracker.followed = result
+    tracker.marks.place(result, examples.along(examples.axis + 1))
+    tracker.marks.followed = result
     return result
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture.following._examples import Whole
+from gradstats.capture.following._operands import sole_example
 from gradstats.capture.operations._operations import CONVOLUTIONS, PRODUCTS
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.uses._grafted import Composed
@@ -57,8 +58,8 @@ SINGLE: dict[Any, tuple[int, Callable[..., Any]]] = {
 
 def _example_of(tracker, x: Tensor) -> Whole | None:
     """Return the example to which all of a tensor belongs; None where it is not one."""
-    owned = tracker.owned(x) if tracker.batch_size > 1 else Whole(0)
-    return owned if isinstance(owned, Whole) else tracker.sole_example([x])
+    owned = tracker.marks.owned(x) if tracker.batch_size > 1 else Whole(0)
+    return owned if isinstance(owned, Whole) else sole_example(tracker.marks, [x])
 
 
 def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +75,7 @@ def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
                 result = composed(tracker, called, *args, **kwargs)
                 for item in (result,) if isinstance(result, Tensor) else result:
                     if item is not None:
-                        tracker.place(item, whole)
+                        tracker.marks.place(item, whole)
                 return result
         return rule(tracker, called, *args, **kwargs)
 

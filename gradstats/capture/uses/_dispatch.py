@@ -53,8 +53,8 @@ def dispatch(
     """Run an operation that has a tracked tensor among its operands."""
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
-            if tracker.seen is not None and not reads_property(func):
-                tracker.note_inside(operands)
+            if tracker.functions.seen is not None and not reads_property(func):
+                tracker.functions.note_inside(operands)
             return note_alias(func(*args, **kwargs), args, kwargs)
         nodes, data, is_complex, is_sparse = _found_among(tracker, func, operands)
         if func in READS_ONLY_FIRST:
@@ -86,7 +86,7 @@ def dispatch(
             # A size that stands in the batch, as that of an image, belongs to no example.
             sized = rebuild(args, _number), rebuild(kwargs, _number)
             left = [item for item in operands_of(*sized) if node_of(item) is None]
-            if not any(map(tracker.is_data, left)):
+            if not any(map(tracker.marks.is_data, left)):
                 with suppress(TypeError):  # where it takes tensors alone
                     return _without_data(tracker, func, *sized, nodes[0])
         return _without_rule(func, nodes, args, kwargs)
@@ -105,7 +105,7 @@ def _found_among(tracker, func, operands: Sequence[Tensor]) -> tuple[list[Node],
         is_sparse = is_sparse or item.layout is not torch.strided or item.is_nested
         node = node_of(item)
         if node is None:
-            data = data or tracker.is_data(item)
+            data = data or tracker.marks.is_data(item)
             continue
         nodes.append(node)
         if node.tracker is not tracker:

@@ -76,14 +76,14 @@ class Grafted:
             if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
                 results[number] = _graft(node, value_of(second), first)
                 if node_of(second) is None:
-                    tracker.place_like(results[number], second)
+                    tracker.marks.place_like(results[number], second)
         if single:
             returned = results[0]
         elif hasattr(result, "_fields"):
             returned = type(result)(*results)
         else:
             returned = type(result)(results)
-        tracker.followed = returned
+        tracker.marks.followed = returned
         return returned
 
     def follow(self, tracker, args, kwargs, results: list) -> None:
@@ -96,7 +96,7 @@ class Grafted:
             shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
         for first, second in zip(results, flatten((shadow,)), strict=True):
             if isinstance(first, Tensor) and isinstance(second, Tensor):
-                tracker.place_like(first, second)
+                tracker.marks.place_like(first, second)
 
     def _check(self, func, node: Node, results: list, shadows: list) -> None:
         """Raise unless the decomposition computes what the operation computes."""
@@ -141,7 +141,11 @@ class Grafted:
 def _readable(tracker, operands: Sequence[Tensor]) -> list[Tensor]:
     """Return the operands whose values a decomposition may read, without blank ones."""
     plain = [item for item in operands if node_of(item) is None and not item.is_inference()]
-    data = [item for item in plain if tracker.is_data(item) and not tracker.was_blank(item, 0)]
+    data = [
+        item
+        for item in plain
+        if tracker.marks.is_data(item) and not tracker.marks.values.was_blank(item, 0)
+    ]
     return [node.value for node in nodes_of(operands)] + data
 
 
@@ -205,7 +209,7 @@ def _beside(tracker, item):
         return item
     # It still has to require grad: examples of trained operands must not meet in the decomposition.
     shown = Blocked.apply(item) if item.requires_grad else item.detach()
-    tracker.place_like(shown, item)
+    tracker.marks.place_like(shown, item)
     return shown
 
 
@@ -252,5 +256,5 @@ def watched(tracker, function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     Modes and subclasses are off in the rule that calls this, and have to be turned on again.
     """
     with torch._C._EnableTorchFunction(), tracker.watching():
-        tracker.followed = function(*args, **kwargs)
-    return tracker.followed
+        tracker.marks.followed = function(*args, **kwargs)
+    return tracker.marks.followed

@@ -34,42 +34,39 @@ FETCHING = (
 )
 
 
-class Threaded:
-    """A context that belongs to the thread that opened it.
+class Visibility:
+    """Whether a context sees everything: in the thread that opened it, while no other covers it.
 
     Autograd's own threads, and code that records no gradient, may use its parameters too.
-
-    Attributes:
-        fetching: how many DataLoaders are fetching, one inside another.
     """
 
-    _earlier: Sequence[Threaded] = ()  # before a context is open
+    def __init__(self) -> None:
+        self._earlier: Sequence[Visibility] = ()
+        self._later: set[Visibility] = set()
 
-    def belong_here(self) -> None:
-        """Note which thread opens it, and that it covers the contexts open there already."""
+    def begin(self) -> None:
+        """Note which thread opens the context, and cover the contexts open there already."""
         self._thread = get_ident()
-        self.fetching = 0
-        self._later: set[Threaded] = set()
-        trackers = [mode.tracker for mode in modes_here()]
-        self._earlier = [each for each in trackers if isinstance(each, Threaded)]
+        found = [mode.tracker.visibility for mode in modes_here()]
+        self._earlier = [each for each in found if each is not None]
         for earlier in self._earlier:
             earlier._later.add(self)
 
-    def uncover(self) -> None:
+    def end(self) -> None:
         """Uncover the contexts that were opened before."""
         for earlier in self._earlier:
             earlier._later.discard(self)
         self._earlier = ()
 
-    def check_thread(self, func) -> None:
+    def check_operation(self, func, *, fetching: bool) -> None:
         """Refuse an operation on tracked parameters if others around it are not seen."""
         here = get_ident() == self._thread
-        if here and not self.fetching and not self._later:
+        if here and not fetching and not self._later:
             return
         if func in QUESTIONS or is_about_object(func):
             return
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            where = ELSEWHERE if not here else FETCHING if self.fetching else COVERED
+            where = ELSEWHERE if not here else FETCHING if fetching else COVERED
             raise TrackingError(f"{function_name(func)} uses tracked parameters {where}")
 
     def check_backward(self) -> None:

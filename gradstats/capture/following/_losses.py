@@ -1,0 +1,83 @@
+"""Which example each loss belongs to."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradstats.capture.following._examples import (
+    IF_A_CONSTANT,
+    MIXED,
+    Examples,
+    Whole,
+)
+from gradstats.capture.following._marks import Marks
+from gradstats.errors import CoupledExamplesError, ExampleAxisError
+
+
+def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
+    """Return the example of each loss, (B,); None if they are in the batch's order."""
+    if marks.batch_size == 1:
+        return None
+    owned = marks.owned(losses)
+    if owned is MIXED:
+        raise CoupledExamplesError(
+            "each loss depends on several examples: trained values were summed, averaged, "
+            "normalised or multiplied by a matrix along the example axis on the way. Such a "
+            "loss, a contrastive one for instance, has no gradient of one example. Expected "
+            "losses that depend on one example each: reduce over other axes, or detach what "
+            f"comes from other examples. {IF_A_CONSTANT}"
+        )
+    plain = isinstance(owned, Examples) and owned.plain
+    if plain or not marks.is_marked(losses):
+        return None
+    if isinstance(owned, Whole):
+        owned = marks.rows_of_one(losses, 0)
+    if not isinstance(owned, Examples):
+        raise _refusal_of_lost(marks, losses)
+    owner = owned.owner(losses.device)
+    if owner.numel() != marks.batch_size or owner.unique().numel() != marks.batch_size:
+        raise ExampleAxisError(
+            f"the losses belong to the examples {owner.tolist()}, as followed through the "
+            f"model, expected one loss for each of {marks.batch_size} examples. Sum the losses "
+            "of each example."
+        )
+    return owner
+
+
+def check_sum(marks: Marks, loss: Tensor) -> None:
+    """Raise unless a loss is known to be a sum over the examples."""
+    if not marks.is_additive(loss):
+        raise ExampleAxisError(
+            f"which values belong to which example was lost {_where_lost(marks, loss)}: they "
+            "were moved or combined along the example axis in a way that cannot be followed, "
+            "and the loss may be more than a sum over the examples, so that it has no gradient "
+            f"of one example. {IF_A_CONSTANT} Expected a sum, a mean or a weighted sum of "
+            "losses that depend on one example each: combine each example's own rows alone; if "
+            "you know whose values they are, say so with gs.assign_rows."
+        )
+    if marks.supposed and not marks.knows_losses:
+        raise ExampleAxisError(
+            "nothing was written to some rows of a tensor, so that it is not known to which "
+            "packed example they belong, and a loss over all examples does not tell. Expected "
+            "one loss for each example, as tracker.backward(losses) takes; or say whose rows "
+            "these are with gs.assign_rows."
+        )
+
+
+def _refusal_of_lost(marks: Marks, losses: Tensor) -> ExampleAxisError | CoupledExamplesError:
+    """Return the error for losses whose examples are not known."""
+    met = marks.meetings.behind(losses)
+    if met is not None:
+        return marks.meetings.refusal(met)
+    return ExampleAxisError(
+        f"which loss belongs to which example was lost {_where_lost(marks, losses)}: the losses, "
+        "or what was combined with them, were moved or reduced along the example axis in a way "
+        f"that cannot be followed. {IF_A_CONSTANT} Expected losses in the order of the batch, "
+        "each of one example: reduce each example's own rows, or put rows back by indexing; if "
+        "you know whose loss each is, say so with gs.assign_rows."
+    )
+
+
+def _where_lost(marks: Marks, losses: Tensor) -> str:
+    operation = marks.lost_at(losses)
+    return f"at {operation}" if operation else "on the way"

@@ -1,0 +1,228 @@
+"""Which operands decide where the examples lie in the result of an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradstats.capture.following._apart import scores, without_columns
+from gradstats.capture.following._examples import (
+    Examples,
+    Grid,
+    Mixed,
+    Whole,
+    same_layout,
+    sole_of,
+)
+from gradstats.capture.following._indexing import looked_up
+from gradstats.capture.following._layout import (
+    FOLLOWED,
+    SHARED,
+    follow,
+    is_shared,
+)
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._reindexed import REINDEXES
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.operations._operations import (
+    LOOKS_AT_FIRST,
+    MOVES,
+    OPAQUE,
+    READS_ONLY_FIRST,
+    RESHAPES,
+    SUM_LAST,
+    UNFOLLOWED,
+    is_trusted,
+)
+from gradstats.capture.parameters._tensors import node_of
+
+Layout = Examples | Whole | Mixed | Grid | None
+
+
+class Unchanged:
+    """Says that nothing need be noted on a result: its shape tells where the examples lie."""
+
+
+UNCHANGED = Unchanged()
+
+
+# Operations that do not broadcast all operands: some are weights, indices, or only give a shape.
+ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
+
+
+def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
+    """Return the one example to which data operands belong; None if there is none.
+
+    Beside trained operands, others about which nothing is known do not matter (targets,
+    positions within an image): only trained operands receive gradients.
+    """
+    if marks.batch_size == 1 or not marks.follows_layouts:
+        return None
+    known = [item for item in data if item.requires_grad or marks.owned(item) is not None]
+    if len(known) < len(data) and not any(item.requires_grad for item in known):
+        return None
+    owners = [sole_of(marks.owned(item)) if marks.is_marked(item) else None for item in known]
+    first = owners[0]
+    if not isinstance(first, Whole):
+        return None
+    return first if all(other == first for other in owners) else None
+
+
+def whole_of(marks: Marks, data: list[Tensor]) -> Whole | None:
+    """Return the one example to which several tensors belong as a whole; None if there is none.
+
+    A single number without a gradient belongs to no example, wherever it comes from.
+    """
+    noted = [
+        mark
+        for tensor, mark in zip(data, map(marks.mark_of, data), strict=True)
+        if mark is not None or tensor.requires_grad or tensor.numel() != 1
+    ]
+    first = noted[0] if noted else None
+    if first is None or not isinstance(first[0], Whole):
+        return None
+    return first[0] if all(mark == first for mark in noted[1:]) else None
+
+
+def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
+    """Return the layout of a result whose examples follow those of one operand."""
+    func, args, kwargs, data, result = call
+    constant = not args or not any(tensor is args[0] for tensor in data)
+    lost = _loses(marks, call, constant)
+    if func in REINDEXES and not constant:
+        data = [args[0]]  # the indexed operand decides
+    elif len(data) > 1 and not agree(marks, call):
+        lost = True
+    source, layout = _deciding(marks, data)
+    beside = data if func in ROLES else operands_of(args, kwargs)
+    beside = [item for item in beside if not is_shared(call, item)]
+    dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
+    if any(item.dim() < dims for item in data if item is source or item.requires_grad):
+        lost = True  # it may be broadcast, which counts axes from the right
+    if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
+        lost = True  # the examples' axis is summed
+    noted = marks.is_marked(source)
+    if layout is None and not (noted or marks.is_lost(source)):
+        return UNCHANGED
+    after: Examples | Whole | Grid | None
+    if lost or layout is None:
+        after = None
+    elif func in REINDEXES and constant:
+        after = looked_up(call, source, layout)
+    else:
+        after = follow(call, source, layout)
+    if after is not None and after is layout and not noted:
+        return UNCHANGED
+    decides = func in MOVES or is_trusted(func)
+    if after is None and layout is not None and decides:
+        # The shape still decides if no other axis has the batch's size.
+        alone = marks.is_distinct(source) and marks.is_distinct(result)
+        if alone and layout == marks.by_contract(source) and marks.has_example_axis(result):
+            return UNCHANGED
+    return after
+
+
+def _loses(marks: Marks, call: Call, constant: bool) -> bool:
+    """Whether it is not known where an operation puts the examples of its first operand.
+
+    Args:
+        call: the operation.
+        constant: whether its first operand is not data.
+    """
+    func, _, _, data, result = call
+    return (
+        func in UNFOLLOWED
+        or type(func) in OPAQUE
+        or (func not in FOLLOWED and func is not None and result.requires_grad)
+        or (func in LOOKS_AT_FIRST and constant)
+        or any(tensor.requires_grad and is_shared(call, tensor) for tensor in data)
+    )
+
+
+def agree(marks: Marks, call: Call) -> bool:
+    """Whether trained operands have the same examples in the same places; note if not."""
+    func, args, _, data, result = call
+    trained = [tensor for tensor in data if tensor.requires_grad]
+    if any(marks.is_lost(tensor) for tensor in trained):
+        return False
+    if marks.batch_size > 1 and any(isinstance(marks.owned(tensor), Whole) for tensor in trained):
+        return False  # other operands do not belong to this example
+    if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
+        marks.meetings.note(result)
+        return False
+    if any(is_shared(call, tensor) for tensor in trained):
+        marks.meetings.note(result)
+        return False
+    # Count axes from the right, as in broadcasting.
+    places = [
+        owned.behind(-tensor.dim()) if isinstance(owned, Examples) else owned
+        for tensor, owned in zip(trained, map(marks.owned, trained), strict=True)
+        if owned is not None
+    ]
+    if all(same_layout(places[0], other) for other in places[1:]):
+        return True
+    marks.meetings.note(result)
+    return False
+
+
+def _meets_others(marks: Marks, tensor: Tensor, data: list[Tensor]) -> bool:
+    """Whether one example's values are combined with trained values of others."""
+    owned = marks.owned(tensor)
+    if not isinstance(owned, Whole):
+        return False
+    others = [marks.owned(other) for other in data if other.requires_grad]
+    known = [other for other in others if isinstance(other, (Examples, Whole))]
+    return any(sole_of(other) != owned for other in known)
+
+
+def _deciding(marks: Marks, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
+    """Return the operand that determines the result's layout, and its layout."""
+    if len(data) == 1 or not (marks.follows_layouts or marks.layout_of(data[0]) is None):
+        return data[0], marks.layout_of(data[0])
+    layouts = [(tensor, marks.layout_of(tensor)) for tensor in data]
+    known = [(tensor, layout) for tensor, layout in layouts if layout is not None]
+    trained = [(tensor, layout) for tensor, layout in known if tensor.requires_grad]
+    deciding = trained or known
+    # If in doubt, the first operand about which something was noted.
+    first = next((item for item in layouts if marks.is_marked(item[0])), layouts[0])
+    if not deciding or any(first[0] is tensor for tensor, _ in deciding):
+        return first
+    return deciding[0]
+
+
+def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | None:
+    """Return the layout of operands that are broadcast against each other."""
+    if any(tensor.dim() > result.dim() for tensor in data):
+        return None  # a loss function that reduced its result
+    aligned = []
+    for tensor in data:
+        layout = marks.layout_of(tensor)
+        if layout is not None:
+            layout = layout.behind(result.dim() - tensor.dim())
+            aligned.append((tensor, layout))
+        elif tensor.requires_grad and (marks.is_marked(tensor) or marks.is_lost(tensor)):
+            if _meets_others(marks, tensor, data):
+                marks.meetings.note(result)
+            return None
+    if not aligned:
+        lost = marks.packed and any(map(marks.is_marked, data))
+        return None if lost else marks.by_contract(result)
+    trained = [layout for tensor, layout in aligned if tensor.requires_grad]
+    deciding = trained or [layout for _, layout in aligned]
+    if any(result.shape[layout.axis] != layout.rows for layout in deciding):
+        return None  # the only example, broadcast
+    if marks.packed and (pairs := scores(deciding, result)) is not None:
+        # Pairs without a gradient count as values of their rows.
+        return pairs if trained else without_columns(pairs)
+    first = deciding[0]
+    if all(same_layout(first, layout) for layout in deciding[1:]):
+        return first
+    if trained:
+        marks.meetings.note(result)
+        return None
+    # Untrained inputs of different examples meet: the one in the batch's order decides.
+    if any(layout.axis != first.axis for layout in deciding):
+        return None
+    return next((layout for layout in deciding if layout.plain), None)

@@ -1,0 +1,239 @@
+"""Where the examples lie in what autograd Functions, wrappers, exchanges and ``grad`` return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from gradstats.capture.following._examples import (
+    APART,
+    MIXED,
+    Examples,
+    Whole,
+    same_layout,
+)
+from gradstats.capture.following._following import lose, mixes
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._meetings import EXCHANGED
+from gradstats.capture.following._separable import joins_examples
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import argument_of, flatten, operands_of, tensors_in
+from gradstats.capture.parameters._nodes import same_form
+from gradstats.capture.parameters._tensors import node_of
+from gradstats.errors import UnsupportedOperationError
+
+
+class Functions:
+    """The autograd Functions that run inside a context.
+
+    Attributes:
+        seen: while one runs, the results of its operations, by id.
+        inside: names of the parameters used in the forward of such Functions, whose backward may
+            run a backward of its own.
+    """
+
+    def __init__(self, marks: Marks):
+        self._marks = marks
+        self.seen: dict[int, ref[Tensor]] | None = None
+        self.inside: set[str] = set()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        data: list[Tensor],
+    ) -> Any:
+        """Run an autograd Function, and note where the examples lie in what it returns.
+
+        For results of operations that were seen in its forward, that is known. Results filled by a
+        kernel unseen are assumed to have the examples where the operands have them.
+
+        Args:
+            function: its ``apply``.
+            args, kwargs: what it is called with.
+            data: its operands of data.
+        """
+        outer, self.seen = (self.seen, self.inside), {}
+        self.inside = set()
+        try:
+            returned = function(*args, **kwargs)
+            seen, inside = self.seen, self.inside
+        finally:
+            self.seen, self.inside = outer
+        with torch._C.DisableTorchFunction():
+            operands = operands_of(args, kwargs)
+            given = [item for item in operands if node_of(item) is None]
+            results = [*tensors_in(returned)]
+            trained = any(item.requires_grad for item in results)
+            if trained or self.seen is not None:
+                self.inside |= inside
+            # Parameters among its operands are refused elsewhere (see _coverage).
+            if inside and trained and len(given) == len(operands):
+                _check_inside(self._marks, function, (*operands, *results), inside)
+            for tensor in results:
+                if not any(tensor is item for item in given):
+                    # The id alone may be that of a tensor that has been freed since.
+                    found = seen.get(id(tensor))
+                    was_seen = found is not None and found() is tensor
+                    _note_returned(self._marks, function, tensor, given, data, seen=was_seen)
+        self.note_seen(returned)
+        return returned
+
+    def note_seen(self, result: Any) -> None:
+        """Note that an operation inside an autograd Function was seen, with its result."""
+        if self.seen is not None:
+            self.seen.update((id(item), ref(item)) for item in tensors_in(result))
+
+    def note_inside(self, operands: Sequence[Tensor]) -> None:
+        """Note the parameters that an operation uses while gradients are not recorded."""
+        nodes = filter(None, map(node_of, operands))
+        self.inside.update(root.name for node in nodes for root in node.roots)
+
+
+def _check_inside(
+    marks: Marks, function: Callable[..., Any], tensors: Sequence[Tensor], inside: set[str]
+) -> None:
+    """Raise if an autograd Function runs a part of the model that cannot be followed.
+
+    Its backward runs that part again on new tensors, whose layout only the contract tells.
+
+    Args:
+        function: its ``apply``.
+        tensors: what it takes and returns.
+        inside: names of the parameters that it uses.
+    """
+    for item in tensors:
+        ordinary = marks.by_contract(item) is not None
+        if marks.is_data(item):
+            plain = not marks.is_marked(item) and (ordinary or not item.requires_grad)
+        else:
+            plain = not ordinary
+        if not plain:
+            names = sorted(inside)
+            raise UnsupportedOperationError(
+                f"{function_name(function)} runs a part of the model, with {names[:4]}, where "
+                "gradients are not recorded, as checkpoints of other libraries do, and takes "
+                f"or returns a tensor of shape {tuple(item.shape)} whose examples do not lie "
+                f"along batch_dim={marks.batch_dim}, or that belongs to none. In its backward "
+                "it is then not known which example each row belongs to. Use "
+                "torch.utils.checkpoint.checkpoint, or leave the parameters out by name with "
+                f"exclude={names!r}.",
+                names,
+            )
+
+
+def _note_returned(
+    marks: Marks,
+    function: Callable[..., Any],
+    tensor: Tensor,
+    given: list[Tensor],
+    data: list[Tensor],
+    *,
+    seen: bool,
+) -> None:
+    """Note where the examples lie in a result of an autograd Function.
+
+    Args:
+        function: its ``apply``.
+        tensor: the result.
+        given, data: the Function's operands that are not tracked, and those of data.
+        seen: whether the result was computed by operations that were seen.
+    """
+    base = tensor._base
+    trained = [item for item in data if item.requires_grad]
+    first, *others = map(marks.owned, trained or data)
+    same = first is not None and all(
+        other is not None and same_layout(first, other) for other in others
+    )
+    if mixes(marks, trained, tensor):
+        marks.place(tensor, MIXED)
+        # A loss is trusted to be passed through, as wrappers of models do.
+        if not tensor.dim() and all(map(marks.is_additive, trained)):
+            marks.values.mark_sum(tensor)
+        return
+    if tensor.requires_grad and not same and _has_others(marks, trained):
+        lose(marks, tensor, trained, function_name(function))
+        return
+    if base is not None and any(item is base for item in given) and same_form(tensor, base):
+        marks.place_like(tensor, base)  # an operand that is returned as it is
+        return
+    lost = tensor.requires_grad and marks.placed(tensor) is None
+    if not marks.is_data(tensor):
+        marks.take_batch([tensor])  # made without data, and filled with them
+    elif seen and not lost:
+        return
+    if lost or any(map(marks.is_marked, trained or data)):
+        fits = same and not (isinstance(first, Examples) and not first.fits(tensor))
+        marks.place(tensor, first if fits else None, function_name(function))
+        if not fits and all(map(marks.is_additive, trained)):
+            marks.values.mark_sum(tensor)
+
+
+def follow_unchanged(marks: Marks, operands: Sequence[Tensor], returned: Any) -> None:
+    """Note on results with the operands' shapes what is known about these.
+
+    A wrapper around a model, such as DistributedDataParallel, returns what the model returned.
+    """
+    results = [*tensors_in(returned)]
+    if [item.shape for item in results] == [item.shape for item in operands]:
+        with torch._C.DisableTorchFunction():
+            for result, operand in zip(results, operands, strict=True):
+                if result is not operand and node_of(operand) is None:
+                    marks.place_like(result, operand)
+
+
+def note_exchanged(marks: Marks, operands: Sequence[Tensor], returned: Any) -> None:
+    """Note on exchanged results that they contain examples of other processes.
+
+    A sum over the examples is trusted to become a sum over those of all processes.
+    """
+    with torch._C.DisableTorchFunction():
+        trained = filter(marks.is_trained, operands)
+        apart = any(isinstance(marks.placed(item), APART) for item in trained)
+        if not apart or torch.distributed.get_world_size() == 1:
+            return
+        for result in tensors_in(returned):
+            if result.requires_grad:
+                marks.meetings.couple(result, EXCHANGED)
+
+
+def _has_others(marks: Marks, trained: list[Tensor]) -> bool:
+    """Whether some operands belong to one example as a whole, or their examples are unknown.
+
+    The gradients that they pass back may depend on all examples, whatever the forward does.
+    """
+    return any(marks.is_lost(item) or isinstance(marks.owned(item), Whole) for item in trained)
+
+
+def follow_gradients(
+    marks: Marks, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]
+) -> None:
+    """Note where the examples lie in gradients that ``grad`` returned: as in its inputs."""
+    inputs = argument_of(args, kwargs, 1, "inputs", ())
+    sources = [inputs] if isinstance(inputs, Tensor) else inputs
+    outputs = flatten((args[0],))
+    joint = any(joins_examples(marks, output) for output in outputs)
+    for source, result in zip(sources, results, strict=True):
+        if not isinstance(result, Tensor):
+            continue
+        if node_of(source) is None:
+            owned = marks.owned(source)
+            if kwargs.get("is_grads_batched") and isinstance(owned, Examples):
+                owned = owned.along(owned.axis + 1)  # gradients along several vectors
+            shared = owned is None and not marks.is_marked(source) and result.requires_grad
+            marks.place(result, MIXED if shared else owned)
+            if shared and not joint:
+                marks.values.mark_sum(result)  # by what belongs to no example, over all of them
+            if joint and result.requires_grad and result.grad_fn is not None:
+                marks.meetings.couple(
+                    result,
+                    "is part of a derivative of values in which several examples met, other "
+                    "than by a sum over them",
+                )
+        else:
+            marks.mark_constant(result)  # a parameter's gradient, summed over the examples

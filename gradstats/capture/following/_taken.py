@@ -1,0 +1,73 @@
+"""Tensors of given or drawn values that count as data because of their size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._operations import GIVEN_VALUES
+from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture.following._marks import Marks
+
+# Errors raised if values may belong to several examples, or it is not known to which.
+ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
+
+
+def takes_for_data(marks: Marks, function: Callable[..., Any], tensor: Tensor) -> bool:
+    """Return whether a tensor of given or drawn values counts as data because of its size.
+
+    If so, note it for ``explain``.
+    """
+    given = function in GIVEN_VALUES
+    # With packed examples a mistake would go unnoticed: rows may meet there.
+    if marks.packed or not marks.doubtful_are_data:
+        return False
+    if not marks.has_example_axis(tensor):
+        return False
+    if given or marks.taken is None:
+        marks.taken = function, tuple(tensor.shape)
+    if given:
+        marks.values.mark_given(tensor)
+    return True
+
+
+def took_given(marks: Marks) -> bool:
+    """Whether tensors made from given values were taken for data because of their size."""
+    return marks.taken is not None and marks.taken[0] in GIVEN_VALUES
+
+
+def explain(marks: Marks, error: BaseException | None) -> None:
+    """Add to an error about examples which tensor was taken for data because of its size."""
+    if marks.taken is not None and isinstance(error, ABOUT_EXAMPLES):
+        function, shape = marks.taken
+        instead = "keep it in the model (register_buffer)"
+        if function not in GIVEN_VALUES:
+            instead = "draw it like a parameter (torch.randn_like(weight)) or into a buffer"
+            instead += " (buffer.normal_())"
+        error.args = (
+            f"{error} In this forward {function_name(function)} made a tensor of shape "
+            f"{shape}. Since it has as many rows as there are examples, it was taken to hold "
+            f"one row of each. If it belongs to no example, {instead}, or use another batch "
+            "size.",
+        )
+
+
+def is_given(marks: Marks, tensor: Tensor) -> bool:
+    """Whether a tensor of given values counts as data only because of its size."""
+    given = took_given(marks) and marks.values.is_given(tensor)
+    return given and not tensor.requires_grad
+
+
+def without_given(marks: Marks, data: list[Tensor]) -> list[Tensor]:
+    """Return the data operands that determine where the examples lie.
+
+    Next to data of the batch, given values do not, whatever their size.
+    """
+    others = [item for item in data if not is_given(marks, item)]
+    known = any(marks.layout_of(item) is not None for item in others)
+    return others if known else data

@@ -1,0 +1,87 @@
+"""What a context notes about the values of data tensors, which holds until these change."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from gradstats.capture.following._filled import Filling
+
+# The attribute of marks on tensors: the context's serial number, the tensor's version, properties.
+VALUES = "_gradstats_values"
+NOTHING: dict[str, Any] = {}
+
+
+class Values:
+    """Properties of the values of data tensors, noted on these.
+
+    Where a method takes ``writes``, it tells what held before a tensor's last ``writes`` changes.
+    """
+
+    def __init__(self, serial: int):
+        self._serial = serial
+        self._marked: list[ref[Tensor]] = []
+
+    def mark_blank(self, tensor: Tensor) -> None:
+        """Note that a tensor with the shape of data holds no example's values yet."""
+        self.note(tensor, blank=True)
+
+    def was_blank(self, tensor: Tensor, writes: int) -> bool:
+        """Whether a tensor held no example's values."""
+        return "blank" in self.of(tensor, writes)
+
+    def mark_sum(self, tensor: Tensor) -> None:
+        """Note that a marked tensor is a sum of terms that depend on one example each."""
+        self.note(tensor, sum=True)
+
+    def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
+        """Whether a tensor of several examples was such a sum."""
+        return "sum" in self.of(tensor, writes)
+
+    def mark_given(self, tensor: Tensor) -> None:
+        """Note that a tensor of given values counts as data because of its size."""
+        self.note(tensor, given=True)
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one, or computed from such alone."""
+        return "given" in self.of(tensor)
+
+    def mark_filling(self, tensor: Tensor, filling: Filling) -> None:
+        """Note what has been written into a tensor that was blank."""
+        self.note(tensor, filling=filling)
+
+    def filling_of(self, tensor: Tensor, writes: int = 0) -> Filling | None:
+        """Return what had been written into a blank tensor."""
+        return self.of(tensor, writes).get("filling")
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the properties after a write that changed none of them."""
+        self.note(tensor, **self.of(tensor, writes=1))
+
+    def note(self, tensor: Tensor, **found: Any) -> None:
+        """Add properties to those that hold."""
+        if found and not tensor.is_inference():
+            found = {**self.of(tensor), **found}
+            setattr(tensor, VALUES, (self._serial, tensor._version, found))
+            self._marked.append(ref(tensor))
+
+    def of(self, tensor: Tensor, writes: int = 0) -> dict[str, Any]:
+        """Return the properties."""
+        mark: Any = getattr(tensor, VALUES, None)
+        # Check for marks first: inference tensors have no version.
+        held = mark is not None and mark[:2] == (self._serial, tensor._version - writes)
+        return mark[2] if held else NOTHING
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether anything was ever noted."""
+        return hasattr(tensor, VALUES)
+
+    def forget(self) -> None:
+        """Remove the marks from tensors."""
+        for reference in self._marked:
+            marked = reference()
+            if marked is not None and getattr(marked, VALUES, (None,))[0] == self._serial:
+                delattr(marked, VALUES)
+        self._marked.clear()
