@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,14 +159,25 @@ class Kept(Masked):
         self.by_function = lambda weight: weight * hidden
 
 
+class Held(Masked):
+    """A layer that keeps an object that is no module, which holds its constants."""
+
+    def __init__(self):
+        super().__init__("an_object")
+        self.held = SimpleNamespace(matrices=[SQUARE.flip(0)])
+
+    def by_an_object(self, weight):
+        return self.held.matrices[0] @ weight
+
+
 @pytest.mark.parametrize("size", [6, WIDTH, HIDDEN, CLASSES])
 @pytest.mark.parametrize(
     "layer",
-    ["product", "difference", "function", "kept", "a_matrix", "order", "comparison", "joining",
-     "kernel"],
+    ["product", "difference", "function", "kept", "held", "a_matrix", "order", "comparison",
+     "joining", "kernel"],
 )  # fmt: skip
 def test_so_are_those_of_layers(layer, size):
-    first = Kept() if layer == "kept" else Masked(layer)
+    first = {"kept": Kept, "held": Held}.get(layer, partial(Masked, layer))()
     model = nn.Sequential(first, nn.ReLU(), nn.Linear(HIDDEN, CLASSES)).double()
     batch = torch.randn(size, WIDTH).double(), torch.randint(CLASSES, (size,))
     expected = oracle_sqnorms(model, batch, classify)

@@ -1,4 +1,4 @@
-"""Tensors that functions use from their closures, defaults and globals."""
+"""Tensors that functions use from their closures, defaults and globals, and objects of modules."""
 
 from __future__ import annotations
 
@@ -34,27 +34,31 @@ class EnclosedTensors:
 
     def __contains__(self, tensor: object) -> bool:
         if self._found is None:
-            self._found = enclosed_tensors(*functions_of(self._model), self._loss_fn)
+            self._found = enclosed_tensors(*sources_of(self._model), self._loss_fn)
         return id(tensor) in self._found and id(tensor) not in self._batch
 
 
 def of_layers(model: nn.Module, loss_fn: Any, batch: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that only a model's code uses from its closures and globals."""
-    found = enclosed_tensors(*functions_of(model))
+    """Return the tensors that only a model's code uses from closures, globals and objects."""
+    found = enclosed_tensors(*sources_of(model))
     for tensor in (*enclosed_tensors(loss_fn).values(), *batch):
         found.pop(id(tensor), None)
     return [tensor for tensor in found.values() if not tensor.requires_grad]
 
 
-def functions_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the methods of the user's own modules, and functions that modules keep."""
+def sources_of(model: nn.Module) -> Iterator[Any]:
+    """Yield the methods of the user's own modules, and functions and objects that modules keep."""
     seen: set[type] = {object}
     for module in model.modules():
         for own in type(module).__mro__:
             if own not in seen and own.__module__.partition(".")[0] != "torch":
                 yield from filter(_is_function, vars(own).values())
             seen.add(own)
-        yield from filter(_is_function, vars(module).values())
+        for kept in vars(module).values():
+            if _is_function(kept):
+                yield kept
+            elif not isinstance(kept, (type, nn.Module, Tensor)):
+                yield getattr(kept, "__dict__", None)  # of an object that is no module
 
 
 def _is_function(item: Any) -> bool:
