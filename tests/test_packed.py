@@ -203,6 +203,10 @@ OWN_SLICES = {
     "added": (lambda x, w: x + w, (9, 4)),
     "multiplied": (lambda x, w: w.softmax(0) * x, (9, 4)),
     "complex": (lambda x, w: torch.view_as_real(torch.view_as_complex(w) * x), (9, 4, 2)),
+    "complex, conjugated": (
+        lambda x, w: torch.view_as_real(torch.view_as_complex(w).conj() * (x + 1j)),
+        (9, 4, 2),
+    ),
     "joined": (lambda x, w: torch.cat([w[None], x], 2), (9, 4)),
     "positions": (lambda x, w: x + w[torch.arange(9)], (12, 4)),
     "embedded": (lambda x, w: x + functional.embedding(torch.arange(9), w), (12, 4)),

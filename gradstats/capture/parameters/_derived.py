@@ -78,6 +78,13 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     return func(*args, **kwargs)
 
 
+def real_numbers(tracker, item: Tensor) -> Tensor:
+    """Return a tracked complex tensor (*) as its real numbers (*, 2), tracked too."""
+    if item.is_conj():
+        item = derive(tracker, torch.resolve_conj, (item,), {})
+    return derive(tracker, torch.view_as_real, (item,), {})
+
+
 def note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Return an untracked result; note which derived operands share its memory."""
     if not isinstance(result, Tensor) and type(result) not in (tuple, list):

@@ -17,7 +17,7 @@ from gradstats.capture.following._operands import sole_example
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.parameters._derivation import Derived
-from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._derived import derive, real_numbers
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import node_of, value_of, wrap
@@ -319,7 +319,7 @@ def _rows_of(tracker, func, node: Node, item: Tensor, examples: Examples) -> Ten
     tracker.marks.place(ids, examples.along(0))
     if not item.is_complex():
         return run(tracker, Tensor.index_select, item, axis, ids)
-    pairs = derive(tracker, torch.view_as_real, (item,), {})
+    pairs = real_numbers(tracker, item)
     return torch.view_as_complex(run(tracker, Tensor.index_select, pairs, axis, ids))
 
 

@@ -18,7 +18,7 @@ from gradstats.capture.operations._operations import (
     function_variants,
     in_place_variants,
 )
-from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._derived import real_numbers
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import as_data
@@ -187,7 +187,7 @@ def _as_table(tracker, layout: ExampleLayout, item: Tensor) -> Tensor:
     """Return a tracked tensor with its slices for the examples' rows along the first axis."""
     axis = layout.examples.axis - (layout.dims - item.dim())
     if item.is_complex():
-        item = derive(tracker, torch.view_as_real, (item,), {})
+        item = real_numbers(tracker, item)
     return leading_axes(tracker, item, [axis])
 
 
