@@ -465,6 +465,40 @@ def test_scalars_that_are_no_sums_over_the_examples(scalar):
     assert model.weight.grad is None
 
 
+# What combines inputs x (B, T, d) and a row for each example e (B, d) as if that were a position's.
+CROSSED = {
+    "added": lambda x, e: x + e,
+    "einsum": lambda x, e: torch.einsum("btd,td->bt", x, e),
+    "kernel": lambda x, e: functional.conv1d(x.mT, e[:, :, None]),
+}
+
+
+@pytest.mark.parametrize("cross", CROSSED.values(), ids=CROSSED)
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_row_for_each_example_along_positions(cross, runs):
+    """As many positions as examples. What is remembered of the first step holds for the second."""
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(BATCH, BATCH, WIDTH).double()
+    for _ in range(runs):
+        with pytest.raises(gs.ExampleAxisError, match="another axis"):
+            with gs.track(model, batch_size=BATCH):
+                cross(x, model(x[:, 0])).sin().mean().backward()
+        assert model.weight.grad is None
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+        gs.per_example_norms(model, x, lambda m, x: cross(x, m(x[:, 0])).sin().flatten(1).sum(1))
+
+
+def test_inputs_of_others_along_another_axis():
+    """Each example beside the inputs of all, which have no gradient: it keeps the batch's axis."""
+    model, x = nn.Linear(WIDTH, WIDTH).double(), batch()
+
+    def losses(model, x):
+        return (model(x)[:, None] - x).square().sum(2).logsumexp(1)
+
+    with gs.track(model, batch_size=BATCH) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, x, losses), 1e-9)
+
+
 def pooled(h):
     """Return what the examples of each of two groups add up to."""
     return torch.zeros(2, WIDTH).double().index_add(0, torch.tensor([0, 1, 1]), h)

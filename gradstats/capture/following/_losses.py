@@ -55,6 +55,15 @@ def check_sum(marks: Marks, loss: Tensor) -> None:
             "losses that depend on one example each: combine each example's own rows alone; if "
             "you know whose values they are, say so with gs.assign_rows."
         )
+    if marks.meetings.crossed and not marks.knows_losses:
+        raise ExampleAxisError(
+            "values with one row for each example were combined with inputs that have their "
+            f"examples along another axis ({marks.batch_dim}), as where a row for each example is "
+            "broadcast along as many positions. Whose the result is cannot be told from a loss "
+            "over all examples. Expected one loss for each example, as tracker.backward(losses) "
+            "takes; or, if the values belong to no example, such as positions, keep them in the "
+            f"model (register_buffer). {IF_A_CONSTANT}"
+        )
     if marks.supposed and not marks.knows_losses:
         raise ExampleAxisError(
             "nothing was written to some rows of a tensor, so that it is not known to which "

@@ -195,6 +195,8 @@ def _product(
     elif any(not same_layout(trained[0], other) for other in trained[1:]):
         marks.meetings.note(result)
         return None
+    beside = [own for item, own in kept if not item.requires_grad]
+    marks.meetings.note_crossed(result, found[0], beside)
     return found[0]
 
 

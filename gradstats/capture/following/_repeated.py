@@ -190,8 +190,9 @@ def _note_of(marks: Marks, tensor: Tensor) -> tuple[int, ...] | str | None:
 
 
 def noted(marks: Marks) -> tuple[int, int]:
-    """The number of tensors marked, and of nodes in which examples met."""
-    return len(marks.marked), len(marks.meetings.coupled) + len(marks.meetings.added)
+    """The number of tensors marked, and of operations in which examples met."""
+    meetings = marks.meetings
+    return len(marks.marked), len(meetings.coupled) + len(meetings.added) + meetings.crossed
 
 
 def remember(
