@@ -7,7 +7,7 @@ while it handles the call.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from gradstats.capture.parameters._nodes import Root, unique_roots
 from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of
 from gradstats.capture.parameters._transforms import transform_level
 from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
 
 def backward_of_one(
@@ -122,7 +125,7 @@ def refuse_forward_mode(mode, *args, **kwargs) -> None:
 
 
 def _is_of_no_example(
-    tracker, outputs: tuple, inputs: tuple, vectors: tuple, create_graph: bool
+    tracker: Context, outputs: tuple, inputs: tuple, vectors: tuple, create_graph: bool
 ) -> bool:
     """Whether derivatives are of tensors computed from parameters alone; raise for mixtures."""
 
@@ -187,7 +190,7 @@ def _along_each(find, stacks: tuple[Tensor, ...], retain_graph: bool) -> list[Te
     return [None if column[0] is None else torch.stack(column) for column in columns]
 
 
-def _check_inputs(tracker, inputs: tuple, create_graph: bool) -> None:
+def _check_inputs(tracker: Context, inputs: tuple, create_graph: bool) -> None:
     """Refuse gradients of tracked parameters that become part of the loss, or of its gradient."""
     in_backward = torch._C._current_graph_task_id() != -1
     for item in inputs:

@@ -7,7 +7,7 @@ tensor from then on.
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,11 @@ from gradstats.capture.parameters._tensors import (
     wrap,
 )
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
-def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+
+def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation on parameters and constants; its differentiable results become derived."""
     if is_about_object(func):
         return note_alias(func(*args, **kwargs), args, kwargs)
@@ -78,7 +81,7 @@ def derive(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     return func(*args, **kwargs)
 
 
-def real_numbers(tracker, item: Tensor) -> Tensor:
+def real_numbers(tracker: Context, item: Tensor) -> Tensor:
     """Return a tracked complex tensor (*) as its real numbers (*, 2), tracked too."""
     if item.is_conj():
         item = derive(tracker, torch.resolve_conj, (item,), {})
@@ -111,7 +114,7 @@ class Changed:
         return result
 
 
-def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node):
+def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node):
     """Run an in-place operation on a tensor that belongs to no example.
 
     From now on that tensor represents a new derived node.
@@ -175,7 +178,12 @@ def change(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: N
 
 
 def change_any(
-    tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node, changed: list[Tensor]
+    tracker: Context,
+    func,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    node: Node,
+    changed: list[Tensor],
 ):
     """Run an operation that changes some operands in place, none of which belongs to an example.
 
@@ -197,7 +205,7 @@ def _is_part(value: Node | None, whole: Node | None, index) -> bool:
     return same and bool(part.storage_offset() == again.storage_offset())
 
 
-def _free_base(tracker, constant: Tensor) -> Tensor | None:
+def _free_base(tracker: Context, constant: Tensor) -> Tensor | None:
     """Return the base of a constant, or itself, if that may represent a derived node.
 
     It may if it was made in this forward. Tensors that the model keeps may not: they outlive the

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from gradstats.capture.operations._nested import operands_of, tensors_in
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
 AT_ONCE = apis.vmap_impl
 
 # Returns the number of transforms around the running code; None outside of all.
@@ -41,7 +44,7 @@ class HiddenError(UnsupportedOperationError):
     """A parameter, or what was computed from one, is used with data inside a transform."""
 
 
-def check_hidden(tracker, func, args, kwargs, result) -> None:
+def check_hidden(tracker: Context, func, args, kwargs, result) -> None:
     """Refuse what a transform computes from trained data, whose axes are hidden there.
 
     Note whether it uses data that it was not given.
@@ -109,7 +112,7 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
     return run(mode.tracker, call)
 
 
-def _run(tracker, call: Vmap):
+def _run(tracker: Context, call: Vmap):
     count, dims, operands, structure = functorch._process_batched_inputs(
         call.in_dims, call.args, call.function
     )
@@ -150,7 +153,7 @@ def _run(tracker, call: Vmap):
     return pytree.tree_unflatten(joined, pytree.tree_structure(results[0]))
 
 
-def _noted(tracker, function: Callable[..., Any]) -> Callable[..., Any]:
+def _noted(tracker: Context, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function under vmap that notes results which vmap has not mapped.
 
     Such results are repeated, and have the examples along other axes than mapped ones.
@@ -168,7 +171,7 @@ def _noted(tracker, function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Examples] | None:
+def _mapped_along(tracker: Context, mapped: list[tuple[Any, int | None]]) -> list[Examples] | None:
     """Return the layouts of the data among operands that are mapped over nothing but examples.
 
     Args:
@@ -185,13 +188,15 @@ def _mapped_along(tracker, mapped: list[tuple[Any, int | None]]) -> list[Example
     layouts = [tracker.marks.layout_of(item) for item, _ in data]
     if not any(layouts) and not any(i.requires_grad or tracker.marks.is_marked(i) for i, _ in data):
         return []
+    found: list[Examples] = []
     for layout, (_, dim) in zip(layouts, data, strict=True):
         if layout is None or not layout.plain or layout.axis != dim:
             return None
-    return layouts
+        found.append(layout)
+    return found
 
 
-def _place(tracker, data: bool, layouts: list[Examples], result, out_dims) -> None:
+def _place(tracker: Context, data: bool, layouts: list[Examples], result, out_dims) -> None:
     """Note where the examples lie in results of a function that was mapped over them.
 
     Results are constant if it was given no data and used none otherwise.

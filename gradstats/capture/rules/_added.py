@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,11 @@ from gradstats.capture.rules._common import are_of_one, locate
 from gradstats.capture.rules._products import cast_data, linear_layer, own_slices, product_factors
 from gradstats.capture.rules._summed import Part, summed
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
-def added_product(tracker, func, *args, **kwargs):
+
+def added_product(tracker: Context, func, *args, **kwargs):
     """β·input + α·first second, perhaps in place, its numbers by name or, as it once was, first."""
     if func in IN_PLACE and node_of(args[0]) is not None:
         refuse(
@@ -27,7 +32,7 @@ def added_product(tracker, func, *args, **kwargs):
     return args[0].copy_(result) if func in IN_PLACE else result
 
 
-def _addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
+def _addmm(tracker: Context, func, input, mat1, mat2, *, beta=1, alpha=1):
     """β·input + α·mat1 mat2; with β = α = 1 and a vector of full width it is a linear layer."""
     layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
     layer = layer and tracker.marks.is_of_data(mat1)
@@ -37,7 +42,7 @@ def _addmm(tracker, func, input, mat1, mat2, *, beta=1, alpha=1):
     return _scaled_sum(tracker, func, torch.mm, input, mat1, mat2, beta, alpha)
 
 
-def _baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
+def _baddbmm(tracker: Context, func, input, batch1, batch2, *, beta=1, alpha=1):
     """β·input + α·batch1 batch2."""
     batch1, batch2 = own_slices(tracker, batch1, batch2)
     if all(node_of(item) is None for item in (input, batch1, batch2)):
@@ -45,7 +50,7 @@ def _baddbmm(tracker, func, input, batch1, batch2, *, beta=1, alpha=1):
     return _scaled_sum(tracker, func, torch.bmm, input, batch1, batch2, beta, alpha)
 
 
-def _scaled_sum(tracker, func, multiply, input, first, second, beta, alpha):
+def _scaled_sum(tracker: Context, func, multiply, input, first, second, beta, alpha):
     tracked = [node_of(item) is not None for item in (first, second)]
     constant = [not tracker.marks.is_data(item) for item in (first, second)]
     x = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +25,12 @@ from gradstats.capture.rules._summed import BroadcastFactors
 from gradstats.capture.uses._uses import tap
 from gradstats.capture.uses._views import ExampleLayout, example_view
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
 
 def multi_head_attention(
-    tracker,
+    tracker: Context,
     func,
     query,
     key,
@@ -142,7 +146,7 @@ def multi_head_attention(
     return run(tracker, functional.linear, mixed, out_proj_weight, out_proj_bias), weights
 
 
-def _project(tracker, inputs, weight, bias):
+def _project(tracker: Context, inputs, weight, bias):
     """Return q, k and v from a packed weight, in one product for each distinct input."""
     query, key, value = inputs
     width = query.shape[-1]
@@ -162,7 +166,7 @@ def _project(tracker, inputs, weight, bias):
     return projected
 
 
-def _split(tracker, packed, sizes: list[int]):
+def _split(tracker: Context, packed, sizes: list[int]):
     """Return consecutive parts of a packed parameter, itself where there is only one."""
     if packed is None or len(sizes) == 1:
         return [packed] * len(sizes)
@@ -177,7 +181,9 @@ def _repeated(bias: Tensor, examples: Examples) -> Tensor:
     return example_view(node, ExampleLayout(3, examples))
 
 
-def _merged_mask(tracker, func, node: Node, mask, padding, extra, examples: Examples, heads, dtype):
+def _merged_mask(
+    tracker: Context, func, node: Node, mask, padding, extra, examples: Examples, heads, dtype
+):
     """Return what is added to the logits, (1 or N, 1 or H, L, S); None for nothing.
 
     Args:
@@ -205,7 +211,7 @@ def _merged_mask(tracker, func, node: Node, mask, padding, extra, examples: Exam
     return padding if mask is None else run(tracker, torch.add, mask, padding)
 
 
-def _added(tracker, mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _added(tracker: Context, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a boolean mask, true where nothing may attend, as numbers to add to the logits."""
     if mask.dtype != torch.bool:
         return mask
@@ -245,7 +251,7 @@ class HeadsFactors:
         return self.factors(grad.unflatten(0, (-1, self.heads)), None)
 
 
-def scaled_dot_product(tracker, func, query, key, value, *args, **kwargs):
+def scaled_dot_product(tracker: Context, func, query, key, value, *args, **kwargs):
     """Attention with tracked queries, keys, values or mask: latents, relative position biases."""
     operands = (query, key, value)
     node = first_node(*operands, *args, *kwargs.values())
@@ -262,7 +268,9 @@ def scaled_dot_product(tracker, func, query, key, value, *args, **kwargs):
     return per_example(tracker, func, layout, (query, key, value, *args), kwargs)
 
 
-def _for_each(tracker, func, node: Node, item: Tensor, dims: int, examples: Examples) -> Tensor:
+def _for_each(
+    tracker: Context, func, node: Node, item: Tensor, dims: int, examples: Examples
+) -> Tensor:
     """Return an operand of attention with a slice for each example: also of one that all share."""
     own, data = node_of(item), tracker.marks.is_data(item)
     if dims < 3 or (own is None and data and item.dim() < dims):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +18,11 @@ from gradstats.capture.uses._layer import bias_factor
 from gradstats.capture.uses._linear import outer_factor
 from gradstats.capture.uses._uses import tap
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
-def bilinear(tracker, func, input1, input2, weight, bias=None):
+
+def bilinear(tracker: Context, func, input1, input2, weight, bias=None):
     """Outer(g, x₁⊗x₂) for the weight, with the smaller pair written out; Vector(Σ_t g) for b."""
     nodes = nodes_of((weight, bias))
     if node_of(input1) is not None or node_of(input2) is not None:

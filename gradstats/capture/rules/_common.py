@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from gradstats.capture.uses._uses import derived
 from gradstats.capture.uses._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
 
 def bare(item, autocast: bool):
     """Return what a Function that keeps its ``Use`` takes in place of a tracked tensor.
@@ -38,13 +42,13 @@ def bare(item, autocast: bool):
     return value_of(item)
 
 
-def are_of_one(tracker, data: Sequence[Tensor]) -> bool:
+def are_of_one(tracker: Context, data: Sequence[Tensor]) -> bool:
     """Whether all of several tensors of data belong to one and the same example."""
     return tracker.batch_size == 1 or sole_example(tracker.marks, list(data)) is not None
 
 
 def locate(
-    tracker,
+    tracker: Context,
     func,
     node: Node,
     data: Tensor,
@@ -102,7 +106,7 @@ def locate(
     return layout
 
 
-def _refusal(tracker, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
+def _refusal(tracker: Context, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
     """Return the error about data whose rows cannot be told apart by example."""
     got, expected = f"data of shape {tuple(data.shape)}", tracker.marks.expected_along(axis)
     lost, met = tracker.marks.lost_at(data), tracker.marks.meetings.behind(data)
@@ -164,7 +168,7 @@ def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tenso
 
 
 def lined_up(
-    tracker, func, node: Node, operands: Sequence[Tensor], result: Tensor | None = None
+    tracker: Context, func, node: Node, operands: Sequence[Tensor], result: Tensor | None = None
 ) -> ExampleLayout:
     """Return where the examples lie in operands that are broadcast against each other.
 
@@ -204,7 +208,7 @@ def product_dtype(data: Tensor) -> torch.dtype:
     return dtype if dtype is not None and eligible else data.dtype
 
 
-def cast_for_autocast(tracker, data: Tensor) -> Tensor:
+def cast_for_autocast(tracker: Context, data: Tensor) -> Tensor:
     """Return data in the dtype in which autocast computes matrix products on its device.
 
     Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
@@ -223,7 +227,7 @@ def in_order(tensor: Tensor, axis: int, order: Tensor | None) -> Tensor:
     return tensor if order is None else tensor.index_select(axis, order)
 
 
-def run(tracker, func, *args, **kwargs):
+def run(tracker: Context, func, *args, **kwargs):
     """Run an operation from within a rule: through its own rule where an operand is tracked."""
     operands = operands_of(args, kwargs)
     if any(node_of(item) is not None for item in operands):
@@ -231,7 +235,7 @@ def run(tracker, func, *args, **kwargs):
     return func(*args, **kwargs)
 
 
-def packed_positions(tracker, data: Tensor) -> int | None:
+def packed_positions(tracker: Context, data: Tensor) -> int | None:
     """Return the axis that several packed examples lie along as positions of a batch of one."""
     if (
         not tracker.marks.packed
@@ -248,7 +252,9 @@ def as_batch(func, axis: int, data: Tensor, *args, **kwargs) -> Tensor:
     return func(data.transpose(0, axis), *args, **kwargs).transpose(0, axis)
 
 
-def rows_along(tracker, func, node: Node, operands: Sequence[Tensor], axis: int) -> Examples:
+def rows_along(
+    tracker: Context, func, node: Node, operands: Sequence[Tensor], axis: int
+) -> Examples:
     """Return where the examples lie along an axis that an operation prescribes for its operands.
 
     Args:
@@ -266,13 +272,15 @@ def rows_along(tracker, func, node: Node, operands: Sequence[Tensor], axis: int)
     return layouts[0] if layouts else Examples(tracker.batch_size, axis)
 
 
-def slices_of(tracker, item: Tensor, axis: int, sizes: tuple[int, int]) -> Tensor:
+def slices_of(tracker: Context, item: Tensor, axis: int, sizes: tuple[int, int]) -> Tensor:
     """Return a tracked tensor with an axis divided into that of the examples and of their rows."""
     copies = _copies(tracker, node_of(item), axis, sizes)
     return derive(tracker, Tensor.unflatten, (item, axis, sizes), {}) if copies is None else copies
 
 
-def _copies(tracker, node: Node | None, axis: int, sizes: tuple[int, int]) -> Tensor | None:
+def _copies(
+    tracker: Context, node: Node | None, axis: int, sizes: tuple[int, int]
+) -> Tensor | None:
     """Return the same of a tensor that was repeated for the batch, as an expansion.
 
     Of that the gradient of an example is one of what was repeated. None where it was not, or along
@@ -302,7 +310,7 @@ def _transposes_later_axes(node: Derived) -> bool:
     return 0 not in (axis % len(node.shape) for axis in node.args[1:])
 
 
-def _rows_of(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
+def _rows_of(tracker: Context, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
     """Return a tracked tensor with a slice for each of an example's rows as data.
 
     Or the slice that they all have, still tracked.
@@ -333,7 +341,7 @@ def _is_expanded(node: Node, axis: int) -> bool:
     return all(0 not in root.value.stride() for root in node.roots)
 
 
-def as_data(tracker, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
+def as_data(tracker: Context, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
     """Return an operand that has a slice for each row of the examples along their axis.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from gradstats.capture.rules._common import lined_up, locate
 from gradstats.capture.rules._per_example import per_example
 from gradstats.capture.uses._grafted import Composed, Grafted
 from gradstats.capture.uses._uses import tap
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
@@ -61,7 +65,9 @@ def rows_apart(x1: Tensor, x2: Tensor, data: int, fold: int, **kwargs) -> Tensor
     return distances if data == 0 else distances.mT
 
 
-def cdist(tracker, func, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"):
+def cdist(
+    tracker: Context, func, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"
+):
     """Distances between rows of data and of a tracked tensor, as prototypes and codebooks are."""
     node = first_node(x1, x2)
     data = 0 if node_of(x1) is None else 1
@@ -77,7 +83,7 @@ def cdist(tracker, func, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_
     return Composed(partial(rows_apart, data=data, fold=fold))(tracker, func, x1, x2, **kwargs)
 
 
-def _euclidean(tracker, func, x1, x2, data: int, examples: Examples, kwargs) -> Tensor:
+def _euclidean(tracker: Context, func, x1, x2, data: int, examples: Examples, kwargs) -> Tensor:
     """Distances of two matrices, each row of data from all rows of the tracked one."""
     x, points = (x1, x2) if data == 0 else (x2, x1)
     distances = func(value_of(x1), value_of(x2), **kwargs)
@@ -116,7 +122,7 @@ class DistanceFactors:
 NO_INDICES = str.maketrans("", "", " .")
 
 
-def einsum(tracker, func, equation, *operands):
+def einsum(tracker: Context, func, equation, *operands):
     """A contraction of any number of operands: of two at a time.
 
     PyTorch has written lists of indices as an equation before it shows the call.
@@ -199,7 +205,7 @@ def dot(input: Tensor, tensor: Tensor) -> Tensor:
     return (input * tensor).sum(0)
 
 
-def vecdot(tracker, func, *args, **kwargs):
+def vecdot(tracker: Context, func, *args, **kwargs):
     """The operation itself where autocast runs it in lower precision, as it does no product."""
     rule = Grafted if torch._C._is_any_autocast_enabled() else Composed
     return rule(_vecdot)(tracker, func, *args, **kwargs)

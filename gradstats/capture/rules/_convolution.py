@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,21 @@ from gradstats.capture.uses._layer import LayerUse
 from gradstats.capture.uses._together import is_small
 from gradstats.capture.uses._uses import Use, attach, tap
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
 
 def convolution(
-    dims, tracker, func, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1
+    dims,
+    tracker: Context,
+    func,
+    input,
+    weight,
+    bias=None,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups=1,
 ):
     """Patches(x, g) for the weight, Vector(Σ_t g) for the bias."""
     stride, dilation = _per_axis(stride, dims), _per_axis(dilation, dims)
@@ -54,7 +66,7 @@ def convolution(
 
 def transposed_convolution(
     dims,
-    tracker,
+    tracker: Context,
     func,
     input,
     weight,
@@ -77,7 +89,7 @@ def transposed_convolution(
     return _convolution(tracker, func, dims, input, weight, bias, call)
 
 
-def _convolution(tracker, func, dims, input, weight, bias, call):
+def _convolution(tracker: Context, func, dims, input, weight, bias, call):
     nodes = nodes_of((weight, bias))
     if not tracker.marks.is_of_data(input):
         kernels = input.dim() == dims + 2 and len(input) == 1 and node_of(weight) is None
@@ -130,7 +142,7 @@ def _convolution(tracker, func, dims, input, weight, bias, call):
     return result
 
 
-def _in_groups(tracker, func, input, weight, bias, call):
+def _in_groups(tracker: Context, func, input, weight, bias, call):
     """A convolution of examples folded into channels, with groups of channels for each of them.
 
     A kernel that was repeated for the batch has a slice for each example, and so has an input that

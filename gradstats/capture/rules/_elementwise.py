@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import cast, compute_dtype
-from gradstats.capture.following._examples import Examples, Whole
+from gradstats.capture.following._examples import Examples, Mixed, Whole
 from gradstats.capture.following._indexing import items_of
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.operations._nested import (
@@ -54,8 +55,11 @@ from gradstats.capture.uses._hooked import ADDED, MULTIPLIED, hooked
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
 from gradstats.capture.uses._views import ExampleLayout, example_view
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
-def broadcast(tracker, func, *args, **kwargs):
+
+def broadcast(tracker: Context, func, *args, **kwargs):
     """Elementwise operations of data and tracked tensors."""
     operands = operands_of(args, kwargs)
     nodes = nodes_of(operands)
@@ -79,7 +83,7 @@ def broadcast(tracker, func, *args, **kwargs):
     return per_example(tracker, func, layout, args, kwargs)
 
 
-def _are_enclosed(tracker, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:
+def _are_enclosed(tracker: Context, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:
     """Whether data are tensors from closures or globals of the code: earlier weights, or masks.
 
     Asked only of what is no larger than the parameters it meets: as constants all tensors give
@@ -99,7 +103,7 @@ def _are_enclosed(tracker, nodes: Sequence[Node], data: Sequence[Tensor]) -> boo
         return False
 
 
-def _with_constants(tracker, data: Sequence[Tensor], items):
+def _with_constants(tracker: Context, data: Sequence[Tensor], items):
     """Return operands with what was taken for data as constants, which leaves no mark on it."""
 
     def constant(item):
@@ -113,7 +117,7 @@ def _with_constants(tracker, data: Sequence[Tensor], items):
 
 
 def _product_or_sum(
-    tracker, func, node: Node, layout: ExampleLayout, first: Tensor, second: Tensor
+    tracker: Context, func, node: Node, layout: ExampleLayout, first: Tensor, second: Tensor
 ):
     """Return x ∘ w or x + b with its factors attached; None if there is no short cut."""
     settings, multiply = tracker.settings, func in PRODUCTS
@@ -159,7 +163,7 @@ class MultipliedFactors(BroadcastFactors):
         return (gradient.sum_to_size(x.shape).to(x.dtype),)
 
 
-def _whole(tracker, data: Sequence[Tensor]) -> Whole | None:
+def _whole(tracker: Context, data: Sequence[Tensor]) -> Whole | None:
     """Return the example whose data have no axis of examples; None where they have one."""
     if tracker.batch_size > 1:
         whole = sole_example(tracker.marks, data)
@@ -169,12 +173,12 @@ def _whole(tracker, data: Sequence[Tensor]) -> Whole | None:
     return next((own for own in map(tracker.marks.owned, data) if isinstance(own, Whole)), None)
 
 
-def _has_rows(owned: Examples | Whole | None) -> bool:
+def _has_rows(owned: Examples | Whole | Mixed | None) -> bool:
     """Whether a tensor beside one example's may have another number of rows than one."""
     return not isinstance(owned, Examples) or owned.rows != 1
 
 
-def _widen(tracker, items, whole: Whole, dims: int):
+def _widen(tracker: Context, items, whole: Whole, dims: int):
     """Return operands with an axis in front on which the data of one example stand alone."""
 
     def widen(item):
@@ -193,7 +197,7 @@ def _widen(tracker, items, whole: Whole, dims: int):
     return rebuild(items, widen)
 
 
-def element_loss(tracker, func, *args, **kwargs):
+def element_loss(tracker: Context, func, *args, **kwargs):
     """Losses of each element against tracked targets, variances or weights."""
     _check_reduction(func, args, kwargs)
     if func is functional.gaussian_nll_loss:
@@ -201,7 +205,7 @@ def element_loss(tracker, func, *args, **kwargs):
     return broadcast(tracker, func, *args, **kwargs)
 
 
-def _with_whole_variance(tracker, args, kwargs):
+def _with_whole_variance(tracker: Context, args, kwargs):
     """Give the variance the last axis, which it may lack, so that operands are broadcast."""
     input, var = (argument_of(args, kwargs, n, name) for n, name in ((0, "input"), (2, "var")))
     if not isinstance(var, Tensor) or var.shape == input.shape or var.shape != input.shape[:-1]:
@@ -210,7 +214,7 @@ def _with_whole_variance(tracker, args, kwargs):
     return rebuild((args, kwargs), lambda item: wide if item is var else item)
 
 
-def class_loss(tracker, func, input, target, *args, **kwargs):
+def class_loss(tracker: Context, func, input, target, *args, **kwargs):
     """Losses of classes, with tracked scores for each example: of a start that all have alike."""
     _check_reduction(func, (input, target, *args), kwargs)
     node = first_node(input, target)
@@ -225,7 +229,7 @@ def _check_reduction(func, args, kwargs) -> None:
         refuse(func, node, "sums over the examples", 'Pass reduction="none".')
 
 
-def join(tracker, func, tensors, dim=0, **kwargs):
+def join(tracker: Context, func, tensors, dim=0, **kwargs):
     """cat and stack: tracked tensors that hold one slice for each example, beside data."""
     tensors = list(tensors)
     nodes = nodes_of(tensors)
@@ -246,7 +250,7 @@ def join(tracker, func, tensors, dim=0, **kwargs):
     return per_example(tracker, func, layout, (tensors, dim), kwargs)
 
 
-def stack_along(tracker, func, tensors):
+def stack_along(tracker: Context, func, tensors):
     """hstack and its like, which are cat along one axis where operands have it."""
     dim, tensors = JOINS[func], list(tensors)
     assert dim is not None
@@ -257,7 +261,7 @@ def stack_along(tracker, func, tensors):
     return join(tracker, torch.cat, tensors, dim)
 
 
-def assign(tracker, func, input, index, value):
+def assign(tracker: Context, func, input, index, value):
     """x[:, ...] = w and x[mask] = w: a part of the data is overwritten."""
     node = first_node(*tensors_in((input, index, value)))
     items = index if isinstance(index, tuple) else (index,)
@@ -281,7 +285,7 @@ def assign(tracker, func, input, index, value):
     return broadcast(tracker, Tensor.copy_, part, value)
 
 
-def _assign_where(tracker, func, node: Node, input, mask, value) -> None:
+def _assign_where(tracker: Context, func, node: Node, input, mask, value) -> None:
     """Put the same slice of a tracked tensor wherever a mask says, as mask tokens are."""
     rest = input.dim() - mask.dim()
     one = value.dim() <= rest or (value.dim() == rest + 1 and value.shape[0] == 1)
@@ -308,7 +312,7 @@ class MaskedFactors:
         return self.factors(grad.masked_fill(~mask, 0), None)
 
 
-def masked_fill_in_place(tracker, func, input, *args, **kwargs):
+def masked_fill_in_place(tracker: Context, func, input, *args, **kwargs):
     """A tracked tensor, filled where a mask of data is true."""
     if node_of(input) is None:
         node = first_node(*args, *kwargs.values())
@@ -316,7 +320,7 @@ def masked_fill_in_place(tracker, func, input, *args, **kwargs):
     return write_data(tracker, func, (input, *args), kwargs)
 
 
-def broadcast_tensors(tracker, func, *tensors):
+def broadcast_tensors(tracker: Context, func, *tensors):
     """Every operand in the shape of all, and tracked ones as each example sees them."""
     layout = lined_up(tracker, func, first_node(*tensors), list(tensors))
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
@@ -334,7 +338,7 @@ def _expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return free_of_views(tensor.expand(shape))
 
 
-def prelu(tracker, func, input, weight):
+def prelu(tracker: Context, func, input, weight):
     """max(0, x) + w·min(0, x), with w of shape (1,) or (channels,)."""
     if node_of(weight) is None:
         refuse(func, first_node(input), "of a derived input has no rule")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,9 +29,12 @@ from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import tap
 from gradstats.contractions import FEW, Contraction, _triton, sqnorm_of_few
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
 
 def embedding(
-    tracker,
+    tracker: Context,
     func,
     input,
     weight,
@@ -107,7 +111,7 @@ class TableFactors(Joinable):
 
 
 def embedding_bag(
-    tracker,
+    tracker: Context,
     func,
     input,
     weight,
@@ -172,7 +176,7 @@ def embedding_bag(
 
 
 def largest_of_bags(
-    tracker, examples, input, weight, *, mode, padding_idx, offsets, include_last_offset
+    tracker: Context, examples, input, weight, *, mode, padding_idx, offsets, include_last_offset
 ) -> Tensor:
     """The largest numbers of each bag's rows: of equal ones that which PyTorch chooses."""
     if offsets is None:
@@ -201,7 +205,7 @@ class BagFactors:
         return [factor if self.examples.order is None else factor.in_order()]
 
 
-def index(tracker, func, input, indices):
+def index(tracker: Context, func, input, indices):
     """A parameter indexed by integer data: an embedding without a module.
 
     Several index tensors, as a table of transitions takes, are one number into their axes.
@@ -235,7 +239,7 @@ def index(tracker, func, input, indices):
     return tap([first_node(table)], result, factors, ids)
 
 
-def _masked(tracker, func, node: Node, input, indices, axis: int, mask: Tensor) -> Tensor:
+def _masked(tracker: Context, func, node: Node, input, indices, axis: int, mask: Tensor) -> Tensor:
     """Elements that a mask of data picks of a tensor with a slice for each example.
 
     Args:
@@ -249,7 +253,7 @@ def _masked(tracker, func, node: Node, input, indices, axis: int, mask: Tensor) 
     return watched(tracker, func, own, indices)
 
 
-def _as_index(tracker, item, given: Sequence[Tensor]):
+def _as_index(tracker: Context, item, given: Sequence[Tensor]):
     """Return what stands in an index as a tensor, if it picks numbers: they are constant."""
     if type(item) is int:
         item = torch.tensor(item)
@@ -259,7 +263,7 @@ def _as_index(tracker, item, given: Sequence[Tensor]):
     return item
 
 
-def leading_axes(tracker, table: Tensor, axes: Sequence[int]) -> Tensor:
+def leading_axes(tracker: Context, table: Tensor, axes: Sequence[int]) -> Tensor:
     """Return a tracked tensor with some of its axes in front, as one."""
     places = list(range(len(axes)))
     if list(axes) != places:
@@ -303,7 +307,7 @@ def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
     return flat, segments.sorted(segments.owner)[row]
 
 
-def index_select(tracker, func, input, dim, index):
+def index_select(tracker: Context, func, input, dim, index):
     """The same look-up with the axis given by number."""
     node = first_node(input, index)
     if node_of(input) is None or node_of(index) is not None:
@@ -316,7 +320,7 @@ def index_select(tracker, func, input, dim, index):
     return tap([first_node(table)], result, factors, index)
 
 
-def gather(tracker, func, input, dim, index, **kwargs):
+def gather(tracker: Context, func, input, dim, index, **kwargs):
     """Elements of a tracked tensor that was repeated for the batch, of each example's own."""
     node = first_node(input, index)
     if node_of(input) is None or not tracker.marks.is_of_data(index):

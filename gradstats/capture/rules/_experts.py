@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import locate
 from gradstats.capture.uses._uses import tap
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
-def grouped_mm(tracker, func, mat_a, mat_b, *, offs=None, bias=None, out_dtype=None):
+
+def grouped_mm(tracker: Context, func, mat_a, mat_b, *, offs=None, bias=None, out_dtype=None):
     """x_r W_e for the rows offs[e - 1] ≤ r < offs[e] of each expert e.
 
     Rows behind the last expert's belong to none, as PyTorch leaves them.

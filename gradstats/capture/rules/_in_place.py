@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ from gradstats.capture.parameters._tensors import first_node, node_of
 from gradstats.capture.rules._common import run
 from gradstats.capture.uses._views import ExampleLayout, example_view
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
-def write_data(tracker, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+
+def write_data(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation that changes a tracked tensor in place with data among its operands.
 
     The tensor becomes what each example sees of it, and is changed as any data are.
@@ -53,7 +56,7 @@ def _whole_of(node: Node) -> Tensor | None:
     return whole if whole is not None and same_storage(node.value, base.value) else None
 
 
-def _become_data(tracker, func, target: Tensor, write: Write) -> Examples:
+def _become_data(tracker: Context, func, target: Tensor, write: Write) -> Examples:
     """Have a derived tensor hold what each example sees of it; return where the examples lie."""
     node = first_node(target)
     layout = _layout_after(tracker, target, write)
@@ -79,15 +82,17 @@ def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
         raise refusal(func, node, reason, "Write it out of place.") from error
 
 
-def _layout_after(tracker, target: Tensor, write: Write) -> Examples | None:
+def _layout_after(tracker: Context, target: Tensor, write: Write) -> Examples | None:
     """Return where examples lie in a tensor that holds nothing of any, once data are written."""
     values = tracker.marks.data_among(write.values if write.index is None else [write.index])
-    owned = [(item, tracker.marks.owned(item)) for item in values]
-    if not owned or any(not isinstance(layout, (Examples, Whole)) for _, layout in owned):
+    layouts = [tracker.marks.owned(item) for item in values]
+    known = [each for each in layouts if isinstance(each, (Examples, Whole))]
+    if not known or len(known) < len(values):
         return None
-    layouts = [
+    possible = [
         layout
-        for layout in candidates(tracker.marks, target, owned[0][1])
+        for layout in candidates(tracker.marks, target, known[0])
         if ExampleLayout(target.dim(), layout).serves(target.shape)
     ]
-    return agreed(tracker.marks, write, target, layouts, owned)[0]
+    owned = list(zip(values, known, strict=True))
+    return agreed(tracker.marks, write, target, possible, owned)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +25,21 @@ from gradstats.contractions import _triton_layers
 from gradstats.contractions._result import ones
 from gradstats.contractions._triton_layers import NormGradients
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
 
 def _attach(
-    tracker, run, weight, bias, examples, normalise, channel_axis, input, *statistics, place=None
+    tracker: Context,
+    run,
+    weight,
+    bias,
+    examples,
+    normalise,
+    channel_axis,
+    input,
+    *statistics,
+    place=None,
 ):
     """Run the layer with the factors of its parameters attached.
 
@@ -76,7 +89,14 @@ def _node_of(func, input, *parameters: Tensor | None) -> Node:
 
 
 def layer_norm(
-    tracker, func, input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
+    tracker: Context,
+    func,
+    input,
+    normalized_shape,
+    weight=None,
+    bias=None,
+    eps=1e-5,
+    cudnn_enable=True,
 ):
     """Normalisation over the last axes."""
     shape = tuple(normalized_shape)
@@ -109,7 +129,7 @@ class RowNormalise:
         return _triton_layers.layer_norm_backward(x, g, weight, self.eps, self.rms, offsets, wanted)
 
 
-def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
+def rms_norm(tracker: Context, func, input, normalized_shape, weight=None, eps=None):
     """Division by the root mean square over the last axes."""
     shape = tuple(normalized_shape)
     examples = locate(
@@ -127,7 +147,7 @@ def rms_norm(tracker, func, input, normalized_shape, weight=None, eps=None):
 
 
 def group_norm(
-    tracker, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True
+    tracker: Context, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True
 ):
     """Normalisation over groups of channels and all positions."""
     examples = locate(tracker, func, _node_of(func, input, weight, bias), input, axis=0, folds=True)
@@ -155,7 +175,7 @@ class GroupNormalise:
 
 
 def instance_norm(
-    tracker,
+    tracker: Context,
     func,
     input,
     running_mean=None,
@@ -181,7 +201,7 @@ def instance_norm(
 
 
 def batch_norm(
-    tracker,
+    tracker: Context,
     func,
     input,
     running_mean,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from gradstats.capture.rules._embedding import leading_axes, table_rows
 from gradstats.capture.uses._uses import tap
 from gradstats.capture.uses._views import ExampleLayout, example_view
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
 ELEMENTWISE_IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 
 # Operations whose derivatives depend on no number of their operands, save where a condition holds.
@@ -40,7 +43,7 @@ AFFINE = frozenset(
 )
 
 
-def per_example(tracker, func, layout: ExampleLayout, args, kwargs):
+def per_example(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` with every tracked operand replaced by what each example sees of it.
 
     Args:
@@ -64,7 +67,7 @@ def per_example(tracker, func, layout: ExampleLayout, args, kwargs):
     return func(*rebuild(args, view), **rebuild(kwargs, view))
 
 
-def _own_rows(tracker, func, layout: ExampleLayout, item):
+def _own_rows(tracker: Context, func, layout: ExampleLayout, item):
     """Return an operand as data if it is tracked and has a slice for each of an example's rows."""
     node = node_of(item)
     if node is None or layout.serves(item.shape):
@@ -85,7 +88,7 @@ def changes_type(items) -> bool:
     return bool(numbers) and bool(others - numbers)
 
 
-def _tapped(tracker, func, layout: ExampleLayout, args, kwargs):
+def _tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` as PyTorch does and find the factors by differentiating it again in backward."""
     nodes: list[Node] = []
     tensors: list[Tensor] = []
@@ -183,7 +186,7 @@ class RecomputedFactors:
         ]
 
 
-def _as_table(tracker, layout: ExampleLayout, item: Tensor) -> Tensor:
+def _as_table(tracker: Context, layout: ExampleLayout, item: Tensor) -> Tensor:
     """Return a tracked tensor with its slices for the examples' rows along the first axis."""
     axis = layout.examples.axis - (layout.dims - item.dim())
     if item.is_complex():

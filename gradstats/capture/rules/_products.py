@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,8 +38,11 @@ from gradstats.capture.uses._product import ProductFactor
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
 from gradstats.capture.uses._views import ExampleLayout, example_view
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
-def linear(tracker, func, input, weight, bias=None):
+
+def linear(tracker: Context, func, input, weight, bias=None):
     """y = x Wᵀ + b: Outer(g, x) for the weight, Vector(Σ_t g) for the bias."""
     if node_of(input) is not None:
         refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
@@ -73,7 +77,7 @@ def _complex_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return input @ weight.mT if bias is None else input @ weight.mT + bias
 
 
-def linear_layer(tracker, func, x, weight, bias, *, inputs_first=False):
+def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False):
     """Run a linear layer with its factors attached."""
     settings, weight_node, bias_node = tracker.settings, node_of(weight), node_of(bias)
     nodes = [node for node in (weight_node, bias_node) if node is not None]
@@ -107,7 +111,7 @@ def linear_layer(tracker, func, x, weight, bias, *, inputs_first=False):
     return result
 
 
-def matmul(tracker, func, input, other=None, **kwargs):
+def matmul(tracker: Context, func, input, other=None, **kwargs):
     """x W, W x and their batched forms."""
     if kwargs:
         other = next((kwargs.pop(name) for name in SECOND if name in kwargs), other)
@@ -127,7 +131,7 @@ def matmul(tracker, func, input, other=None, **kwargs):
     return tap([node], free_of_views(result), factors, x)
 
 
-def own_slices(tracker, *operands: Tensor) -> list[Tensor]:
+def own_slices(tracker: Context, *operands: Tensor) -> list[Tensor]:
     """Show each example its own slice of a tracked operand that has one for every example.
 
     What was made of parameters after they were repeated for the batch is such an operand: latent
@@ -151,12 +155,12 @@ def own_slices(tracker, *operands: Tensor) -> list[Tensor]:
     return shown
 
 
-def cast_data(tracker, item: Tensor) -> Tensor:
+def cast_data(tracker: Context, item: Tensor) -> Tensor:
     return cast_for_autocast(tracker, item) if node_of(item) is None else item
 
 
 def _own_rows(
-    tracker, operands: list[Tensor], specs: list[list[str]], out: list[str]
+    tracker: Context, operands: list[Tensor], specs: list[list[str]], out: list[str]
 ) -> Callable[..., Tensor] | None:
     """Return what computes a product in which every row of folded examples has a part of its own.
 
@@ -204,7 +208,7 @@ def _own_rows(
     return multiply
 
 
-def product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
+def product_factors(tracker: Context, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
     """Return the tracked operand's node and the factors of a product, with the data they need."""
     operands = [_repeated_source(input, other), _repeated_source(other, input)]
     specs, out = matrix_product(*(operand.dim() for operand in operands))
@@ -212,7 +216,7 @@ def product_factors(tracker, func, input, other) -> tuple[Node, Tensor, ProductF
 
 
 def _factors_between(
-    tracker, func, operands: Sequence[Tensor], specs: Sequence[list[str]], out: list[str]
+    tracker: Context, func, operands: Sequence[Tensor], specs: Sequence[list[str]], out: list[str]
 ) -> tuple[Node, Tensor, ProductFactor]:
     """Return the tracked operand's node and the factors of a contraction, with the data they need.
 
@@ -278,7 +282,7 @@ def _beside(index: str, new: str, spec: list[str]) -> list[str]:
     return [item for old in spec for item in ([old, new] if old == index else [old])]
 
 
-def einsum(tracker, func, equation, *operands):
+def einsum(tracker: Context, func, equation, *operands):
     """Two-operand contractions in Einstein's notation, one operand tracked."""
     node = first_node(*operands)
     inputs, out = parse_equation(equation, operands)

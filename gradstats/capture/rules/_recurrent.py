@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ from gradstats.capture.uses._recurrence import (
     Sweep,
 )
 from gradstats.errors import ExampleAxisError
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
 CELLS: dict[Callable, Any] = {
     torch.lstm: Lstm,
@@ -203,14 +206,14 @@ class Recurrence:
         return gathered.masked_fill_((place >= sizes).unsqueeze(-1), 0)
 
 
-def layers(tracker, func, *args):
+def layers(tracker: Context, func, *args):
     """A stack of layers, on data of shape (T, B, d) or (B, T, d), or on packed rows."""
     if isinstance(args[3], (list, tuple)):
         return _packed(tracker, func, *args)
     return _padded(tracker, func, *args)
 
 
-def _padded(tracker, func, input, hx, weights, *options):
+def _padded(tracker: Context, func, input, hx, weights, *options):
     *shared, batch_first = options
     states = states_of(hx)
     node = first_node(input, *states, *weights)
@@ -224,7 +227,7 @@ def _padded(tracker, func, input, hx, weights, *options):
     return _stack(tracker, func, data, (), states, weights, shared, form, sizes, examples)
 
 
-def _packed(tracker, func, data, batch_sizes, hx, weights, *options):
+def _packed(tracker: Context, func, data, batch_sizes, hx, weights, *options):
     states = states_of(hx)
     node = first_node(data, *states, *weights)
     examples = packed_places(tracker.marks, data, batch_sizes) if node_of(data) is None else None
@@ -241,7 +244,7 @@ def _packed(tracker, func, data, batch_sizes, hx, weights, *options):
     return _stack(tracker, func, data, rows, states, weights, options, "rows", sizes, examples)
 
 
-def _stack(tracker, func, data, rows, states, weights, options, form, sizes, examples):
+def _stack(tracker: Context, func, data, rows, states, weights, options, form, sizes, examples):
     """Run one layer after the other, so that what each of them returns is known."""
     bias, count, dropout, training, bidirectional = options
     node = first_node(data, *states, *weights)
@@ -288,7 +291,7 @@ def _stack(tracker, func, data, rows, states, weights, options, form, sizes, exa
     return (data, *(torch.cat(column) for column in zip(*finals, strict=True)))
 
 
-def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
+def cell(tracker: Context, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
     """One step on data of shape (B, d)."""
     states = states_of(hx)
     weights = [item for item in (w_ih, w_hh, b_ih, b_hh) if item is not None]
@@ -317,14 +320,14 @@ def cell(tracker, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
     return results if len(states) > 1 else results[0]
 
 
-def _check_weights(tracker, func, node, data: Tensor, weights: Sequence[Tensor]) -> None:
+def _check_weights(tracker: Context, func, node, data: Tensor, weights: Sequence[Tensor]) -> None:
     """Raise where weights were computed from other examples than the data's one."""
     own = [item for item in weights if tracker.marks.is_trained(item)]
     if own and not are_of_one(tracker, [*own, *([] if node_of(data) is not None else [data])]):
         refuse(func, node, "with weights that were computed from other examples has no rule")
 
 
-def _attach(tracker, operation, data, states, weights):
+def _attach(tracker: Context, operation, data, states, weights):
     """Run the operation with the factors of its tracked weights attached."""
     tensors = [data, *states, *map(value_of, weights)]
     slots = dict(enumerate(weights, 1 + len(states)))

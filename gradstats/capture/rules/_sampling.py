@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +17,12 @@ from gradstats.capture.rules._common import as_data, locate, rows_along, run
 from gradstats.capture.rules._embedding import table_rows
 from gradstats.capture.uses._uses import free_of_views, tap
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
 
 def grid_sample(
-    tracker, func, input, grid, mode="bilinear", padding_mode="zeros", align_corners=None
+    tracker: Context, func, input, grid, mode="bilinear", padding_mode="zeros", align_corners=None
 ):
     """Samples at tracked places, or of a tracked image: one for each example, or one for all.
 
@@ -34,7 +38,7 @@ def grid_sample(
     return func(*operands, *options)
 
 
-def _of_one_image(tracker, func, input, grid, examples, mode, padding_mode, align_corners):
+def _of_one_image(tracker: Context, func, input, grid, examples, mode, padding_mode, align_corners):
     result = func(value_of(input), grid, mode, padding_mode, align_corners)
     table = run(tracker, Tensor.flatten, run(tracker, Tensor.movedim, input, 1, -1), 0, -2)
     sizes = (input.shape[0], *input.shape[2:])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -17,6 +17,9 @@ from gradstats.capture.following._operands import sole_example
 from gradstats.capture.operations._operations import CONVOLUTIONS, PRODUCTS
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.uses._grafted import Composed
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
 
 def widened(func, x: Tensor, *args, **kwargs) -> Tensor:
@@ -56,7 +59,7 @@ SINGLE: dict[Any, tuple[int, Callable[..., Any]]] = {
 }
 
 
-def _example_of(tracker, x: Tensor) -> Whole | None:
+def _example_of(tracker: Context, x: Tensor) -> Whole | None:
     """Return the example to which all of a tensor belongs; None where it is not one."""
     owned = tracker.marks.owned(x) if tracker.batch_size > 1 else Whole(0)
     return owned if isinstance(owned, Whole) else sole_example(tracker.marks, [x])
@@ -66,7 +69,7 @@ def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule of an operation that serves data of a single example as well."""
     axes, composition = SINGLE[func]
 
-    def run(tracker, called, *args, **kwargs):
+    def run(tracker: Context, called, *args, **kwargs):
         first = args[0] if args else None
         if isinstance(first, Tensor) and node_of(first) is None and first.dim() == axes:
             whole = _example_of(tracker, first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from gradstats.capture.rules._common import lined_up
 from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import free_of_views, tap
 from gradstats.capture.uses._views import ExampleLayout
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class BroadcastFactors(Joinable):
         return [self.layout.factor(grad, self.shape)]
 
 
-def summed(tracker, func, result, x, parts, *terms):
+def summed(tracker: Context, func, result, x, parts, *terms):
     """Attach the factors of ``parts`` and of the tracked terms that are added to them.
 
     Args:

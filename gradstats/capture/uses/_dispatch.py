@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from gradstats.capture.parameters._transforms import HiddenError, transform_leve
 from gradstats.capture.uses._grafted import Grafted
 from gradstats.errors import TrackingError
 
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 # Operations of sparse data and a parameter whose results are dense.
@@ -43,7 +46,7 @@ OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS.keys() | {torch.nn.functional.linear}
 
 
 def dispatch(
-    tracker,
+    tracker: Context,
     rules: Mapping,
     func,
     args: tuple[Any, ...],
@@ -92,7 +95,9 @@ def dispatch(
         return _without_rule(func, nodes, args, kwargs)
 
 
-def _found_among(tracker, func, operands: Sequence[Tensor]) -> tuple[list[Node], bool, bool, bool]:
+def _found_among(
+    tracker: Context, func, operands: Sequence[Tensor]
+) -> tuple[list[Node], bool, bool, bool]:
     """Inspect an operation's operands; raise if contexts of two models meet.
 
     Returns:
@@ -128,7 +133,7 @@ def _hidden(nodes: Sequence[Node]) -> HiddenError:
     )
 
 
-def _without_data(tracker, func, args, kwargs, node: Node):
+def _without_data(tracker: Context, func, args, kwargs, node: Node):
     """Run an operation on tracked tensors and constants, whose result belongs to no example."""
     if func in IN_PLACE or kwargs.get("inplace"):
         return change(tracker, func, args, kwargs, node)

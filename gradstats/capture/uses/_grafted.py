@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from gradstats.capture.parameters._derivation import Derived, reached
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
 # How much a decomposition's result may differ from the operation's, relative to its norm. The
 # operation may compute in lower precision than its result's dtype; gs.verify is the strict check.
@@ -35,7 +38,7 @@ class Grafted:
         self.decomposition = decomposition
         self.uses_all = uses_all
 
-    def __call__(self, tracker, func, *args, **kwargs):
+    def __call__(self, tracker: Context, func, *args, **kwargs):
         trains = tracker.settings.weight_gradients
 
         def own(item):
@@ -86,7 +89,7 @@ class Grafted:
         tracker.marks.followed = returned
         return returned
 
-    def follow(self, tracker, args, kwargs, results: list) -> None:
+    def follow(self, tracker: Context, args, kwargs, results: list) -> None:
         """Note where the examples lie in the operation's results, where it takes data alone."""
 
         def seen(item):
@@ -138,7 +141,7 @@ class Grafted:
         )
 
 
-def _readable(tracker, operands: Sequence[Tensor]) -> list[Tensor]:
+def _readable(tracker: Context, operands: Sequence[Tensor]) -> list[Tensor]:
     """Return the operands whose values a decomposition may read, without blank ones."""
     plain = [item for item in operands if node_of(item) is None and not item.is_inference()]
     data = [
@@ -203,7 +206,7 @@ class Blocked(torch.autograd.Function):
         return None
 
 
-def _beside(tracker, item):
+def _beside(tracker: Context, item):
     """Return an operand for the decomposition, with its layout, that passes no gradient back."""
     if not isinstance(item, Tensor):
         return item
@@ -244,13 +247,13 @@ class Composed:
     def __init__(self, composition: Callable[..., Tensor]):
         self.composition = composition
 
-    def __call__(self, tracker, func, *args, **kwargs):
+    def __call__(self, tracker: Context, func, *args, **kwargs):
         if tracker.settings.exact:
             return Grafted(self.composition)(tracker, func, *args, **kwargs)
         return watched(tracker, self.composition, *args, **kwargs)
 
 
-def watched(tracker, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def watched(tracker: Context, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Run a function, handling each of its operations as if the user had called it.
 
     Modes and subclasses are off in the rule that calls this, and have to be turned on again.

@@ -8,7 +8,7 @@ Function, which would take longer than a small operation itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.uses._together import Group, norms_of
 from gradstats.capture.uses._uses import Use, check_derivatives
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -138,7 +141,7 @@ class Hooked(Use):
 
 
 def hooked(
-    tracker,
+    tracker: Context,
     place: Place,
     parameters: Sequence[Tensor | None],
     factors_of,
