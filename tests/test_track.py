@@ -864,3 +864,19 @@ def test_a_batch_size_that_does_not_fit_is_said_line_by_line():
     assert lines[1:3] == ["  got:      data of shape (5, 4)", "  expected: 6 examples along axis 0"]
     assert lines[3].startswith("  - If the number of examples is wrong: it is batch_size=")
     assert all(line.startswith("  - ") for line in lines[3:]) and len(lines) == 9
+
+
+def test_loops_of_torchs_where_no_gradients_are_recorded():
+    """They are compiled elsewhere; in a context the parameter would count as unused."""
+    while_loop = pytest.importorskip("torch._higher_order_ops.while_loop").while_loop
+    model, x = nn.Linear(3, 3).double(), torch.randn(2, 3).double()
+
+    def losses(model, x):
+        def step(i, h):
+            return i + 1, model(h).tanh()
+
+        return (while_loop(lambda i, h: i < 2, step, (torch.tensor(0), x))[1] + model(x)).sum(1)
+
+    losses(model, x)  # outside of contexts the compiler runs it
+    with pytest.raises(gs.UnsupportedOperationError, match="no gradients are recorded"):
+        gs.per_example_norms(model, x, losses)

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
+AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
 # Operations of sparse data and a parameter whose results are dense.
 OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS.keys() | {torch.nn.functional.linear}
 
@@ -60,6 +62,15 @@ def dispatch(
                 tracker.functions.note_inside(operands)
             return note_alias(func(*args, **kwargs), args, kwargs)
         nodes, data, is_complex, is_sparse = _found_among(tracker, func, operands)
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD):
+            # A loop of torch's runs in this way where it is not compiled.
+            refuse(
+                func,
+                nodes[0],
+                "inside an operator such as torch's scan or while_loop, where no gradients are "
+                "recorded, has no rule",
+                "Write the loop in Python.",
+            )
         if func in READS_ONLY_FIRST:
             if node_of(args[0]) is None:
                 return func(*args, **kwargs)
