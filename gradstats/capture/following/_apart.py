@@ -6,6 +6,7 @@ Values are read to find out: weights between rows of different examples are zero
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._compiler import is_compiling
-from gradstats.capture.following._examples import Examples, Scores, same_rows
+from gradstats.capture.following._examples import Examples, Scores, Widened, same_rows
 from gradstats.capture.following._flex_attention import operands_inside
 from gradstats.capture.following._layout import follow
 from gradstats.capture.following._marks import Marks
@@ -173,8 +174,7 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     if func in POINTWISE or func in BROADCASTS:
         if not isinstance(after, Scores):
             return None
-        rows, columns = after.sides
-        return _paired(rows, columns, _are_fixed(marks, call, rows, columns))
+        return replace(after, fixed=are_fixed(marks, call, after))
     trained = [item for item in call.data if item.requires_grad]
     of_scores = [item for item in trained if isinstance(marks.owned(item), Scores)]
     if not of_scores:
@@ -196,21 +196,35 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     if over not in axes:
         return _followed(call, item, own) if func in ADDS_UP else None
     kept = follow(call, item, own.sides[1 - axes.index(over)])
-    if not isinstance(kept, Examples):
+    weights = counting(call, item, own, over)
+    if weights is None or not weights_keep_apart(weights, *own.sides):
         return None
+    if func in EXPONENTIATED and func not in REDUCES:
+        return own  # log-probabilities of masked scores may be used
+    return kept if isinstance(kept, Examples) else None
+
+
+def counting(call: Call, item: Tensor, own: Scores | Widened, over: int) -> Tensor | None:
+    """Return values that are zero where scores do not count in a result over one of their axes.
+
+    Args:
+        call: the operation.
+        item: its operand.
+        own: the layout of that.
+        over: the axis.
+
+    Returns:
+        The values, in the operand's shape; None if it is not known which scores count.
+    """
+    func, values = call.func, item.detach()
     if func in SOFTMAX:
-        apart = weights_keep_apart(result, *own.sides)
-    elif func in EXPONENTIATED:
-        apart = weights_keep_apart(item.detach().softmax(over), *own.sides)
-        if func not in REDUCES:
-            return own if apart else None  # log-probabilities of masked scores may be used
-    elif func in PICKED:
-        values = result.detach()
-        values = values if values.dim() == item.dim() else values.unsqueeze(over)
-        apart = own.fixed and weights_keep_apart(item.detach() == values, *own.sides)
-    else:
-        apart = func in SUMS and scores_keep_apart(item, own)
-    return kept if apart else None
+        return call.result.detach()
+    if func in EXPONENTIATED:
+        return values.softmax(over)
+    if func in PICKED and own.fixed:
+        picked = call.result.detach()
+        return values == (picked if picked.dim() == item.dim() else picked.unsqueeze(over))
+    return values if func in SUMS and own.fixed else None
 
 
 def _followed(call: Call, item: Tensor, own: Scores) -> Examples | None:
@@ -231,7 +245,7 @@ def scores_keep_apart(item: Tensor, own: Scores) -> bool:
     return own.fixed and weights_keep_apart(item, *own.sides)
 
 
-def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> bool:
+def are_fixed(marks: Marks, call: Call, after: Scores | Widened) -> bool:
     """Whether scores between different examples are independent of trained values, as if masked.
 
     The operation is repeated with other trained values. That scores are zero says less: a layer may
@@ -240,12 +254,12 @@ def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> b
     Args:
         marks: the context's.
         call: an operation on them, element by element.
-        rows, columns: where the examples lie in its result.
+        after: the layout of its result.
     """
     moved = {}
     for item in operands_of(call.args, call.kwargs):
-        own = marks.owned(item) if marks.is_of_data(item) else None
-        if item.requires_grad and not (isinstance(own, Scores) and own.fixed):
+        own = marks.placed(item) if marks.is_of_data(item) else None
+        if item.requires_grad and not (isinstance(own, (Scores, Widened)) and own.fixed):
             moved[id(item)] = item.detach() + MOVED_BY
     if not moved:
         return True
@@ -256,8 +270,7 @@ def _are_fixed(marks: Marks, call: Call, rows: Examples, columns: Examples) -> b
             *(moved.get(id(item), item) for item in call.args),
             **{name: moved.get(id(item), item) for name, item in call.kwargs.items()},
         )
-    counts = _as_pairs(again.ne(call.result.detach()), rows, columns)
-    return not bool((counts & _others(rows, columns, counts.device)).any())
+    return weights_keep_apart(after.of(again.ne(call.result.detach())), *after.sides)
 
 
 def are_fixed_after(write: Write, own: Scores) -> bool:

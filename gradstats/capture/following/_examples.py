@@ -199,8 +199,40 @@ class Scores(Examples):
         """The layouts of the rows and of the columns."""
         return Examples(self.batch, self.axis, self.fold, self.segments), self.columns
 
+    def of(self, values: Tensor) -> Tensor:
+        """Return what belongs to the scores: all."""
+        return values
+
     def behind(self, axes: int) -> Scores:
         return replace(self, axis=self.axis + axes, columns=self.columns.behind(axes))
+
+
+@dataclass(frozen=True)
+class Widened:
+    """The layout of scores with further columns, each of which belongs to the example of its row.
+
+    Attributes:
+        scores: the layout of the scores alone.
+        start: the number of columns in front of them.
+    """
+
+    scores: Scores
+    start: int
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return a view of what belongs to the scores alone."""
+        columns = self.scores.columns
+        return values.narrow(columns.axis, self.start, columns.rows)
+
+    @property
+    def sides(self) -> tuple[Examples, Examples]:
+        """The layouts of the rows, and of the columns of the scores."""
+        return self.scores.sides
+
+    @property
+    def fixed(self) -> bool:
+        """Whether scores between different examples do not depend on trained values."""
+        return self.scores.fixed
 
 
 @dataclass(frozen=True)
@@ -251,6 +283,9 @@ class Mixed:
 
 MIXED = Mixed()
 
+# All layouts of tensors; None where it is not known.
+Layout = Examples | Whole | Mixed | Grid | Widened | None
+
 # Layouts in which each value belongs to one example; scores to that of their row.
 APART = (Examples, Whole, Grid)
 
@@ -294,9 +329,7 @@ def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed 
     return owned
 
 
-def same_layout(
-    first: Examples | Whole | Mixed | Grid, second: Examples | Whole | Mixed | Grid
-) -> bool:
+def same_layout(first: Layout, second: Layout) -> bool:
     """Whether two layouts have the same examples in the same places."""
     if isinstance(first, Grid) and isinstance(second, Grid):
         return first.axes == second.axes and torch.equal(first.owner, second.owner)

@@ -40,7 +40,8 @@ from gradstats.capture.operations._operations import (
 )
 
 if TYPE_CHECKING:
-    from gradstats.capture.following._following import Layout, Unchanged
+    from gradstats.capture.following._examples import Layout
+    from gradstats.capture.following._operands import Unchanged
 
 
 def _of_linear(marks: Marks, call: Call) -> Layout | Unchanged:

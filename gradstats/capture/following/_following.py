@@ -14,6 +14,7 @@ from gradstats.capture.following._examples import (
     Mixed,
     Scores,
     Whole,
+    Widened,
 )
 from gradstats.capture.following._families import FAMILIES
 from gradstats.capture.following._grids import after_grid, meets_grid
@@ -30,6 +31,7 @@ from gradstats.capture.following._operands import (
 )
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
 from gradstats.capture.following._separable import LOSSES, is_root, is_square, is_sum
+from gradstats.capture.following._sinks import after_sinks, meets_sinks
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import (
@@ -58,7 +60,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
         # All that is computed from one example's values alone belongs to that example.
         marks.meetings.coupled.pop(result.grad_fn, None)
         after = one
-    blamed = func is not None and (after is None or isinstance(after, Grid))
+    blamed = func is not None and (after is None or isinstance(after, (Grid, Widened)))
     at = function_name(func) if blamed else None
     if isinstance(after, Examples) and len(data) > 1:
         known = [(item, marks.layout_of(item)) for item in data if not item.requires_grad]
@@ -111,6 +113,8 @@ def _note_added(marks: Marks, data: list[Tensor], result: Tensor) -> None:
 
 def _kept_apart(marks: Marks, call: Call, after: Layout | Unchanged) -> Layout | Unchanged:
     """Return the layout of a result; None if scores of different packed examples met in it."""
+    if isinstance(after, Widened):
+        return after  # which has been checked
     known = marks.by_contract(call.result) if isinstance(after, Unchanged) else after
     trained = filter(marks.is_trained, call.data)
     of_scores = any(isinstance(marks.owned(item), Scores) for item in trained)
@@ -137,6 +141,8 @@ def lose(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) -> No
 
 def _layout_after(marks: Marks, call: Call) -> Layout | Unchanged:
     func, _, _, data, result = call
+    if meets_sinks(marks, call):
+        return after_sinks(marks, call)
     if meets_grid(marks, call):
         return after_grid(marks, call)
     if marks.follows_layouts and mixes(marks, data, result):

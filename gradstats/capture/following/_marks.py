@@ -18,9 +18,11 @@ from gradstats.capture.following._examples import (
     APART,
     Examples,
     Grid,
+    Layout,
     Mixed,
     Scores,
     Whole,
+    Widened,
     same_rows,
     sole_of,
 )
@@ -264,7 +266,7 @@ class Marks:
         owner = torch.full((tensor.shape[axis],), owned.example, device=tensor.device)
         return Examples(self.batch_size, axis).owned_by(owner, axis)
 
-    def mark_of(self, tensor: Tensor) -> tuple[Examples | Whole | Mixed | Grid | None] | None:
+    def mark_of(self, tensor: Tensor) -> tuple[Layout] | None:
         """Return the noted layout in a tuple of one; None if nothing was noted."""
         mark = getattr(tensor, LAYOUT, None)
         if mark is not None and mark[0] != self.serial:
@@ -286,9 +288,10 @@ class Marks:
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return to which examples a tensor of data belongs; None where that is not known."""
         found = self.placed(tensor)
-        return None if isinstance(found, Grid) else found  # which few operations can follow
+        # Only few operations can follow the others.
+        return None if isinstance(found, (Grid, Widened)) else found
 
-    def placed(self, tensor: Tensor) -> Examples | Whole | Mixed | Grid | None:
+    def placed(self, tensor: Tensor) -> Layout:
         """Return to which examples a tensor belongs, even along two axes."""
         mark = self.mark_of(tensor)
         found = self.layout_of(tensor) if mark is None else mark[0]
@@ -325,7 +328,7 @@ class Marks:
     def place(
         self,
         tensor: Tensor,
-        layout: Examples | Whole | Mixed | Grid | None,
+        layout: Layout,
         at: str | None = None,
     ) -> None:
         """Note where the examples lie in a tensor of data.
@@ -407,7 +410,9 @@ class Marks:
         place = None if mark is None else mark[0]
         if mark is not None and place is None:
             return None
-        if isinstance(place, Grid) or (isinstance(place, Examples) and place.segments is not None):
+        if isinstance(place, (Grid, Widened)) or (
+            isinstance(place, Examples) and place.segments is not None
+        ):
             return None  # it depends on this tensor's values
         return Note(False, place, self.values.of(tensor))
 

@@ -10,7 +10,7 @@ from gradstats.capture.following._apart import scores, without_columns
 from gradstats.capture.following._examples import (
     Examples,
     Grid,
-    Mixed,
+    Layout,
     Whole,
     same_layout,
     sole_of,
@@ -37,8 +37,6 @@ from gradstats.capture.operations._operations import (
     is_trusted,
 )
 from gradstats.capture.parameters._tensors import node_of
-
-Layout = Examples | Whole | Mixed | Grid | None
 
 
 class Unchanged:
