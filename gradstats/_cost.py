@@ -38,6 +38,11 @@ LONG_SEQUENCE = 1024
 # Fixed cost of the Gram form's additional operations: about 15 µs.
 GRAM_OPERATIONS = 1_400_000
 
+# Time of a Gram form for norms alone relative to its cost: its products are smaller than those that
+# form gradients (two cores of an AMD EPYC, benchmarks/crossover.py; beside training, and where
+# gradients are formed one at a time, costs without it choose as well).
+GRAM_RATE = 1.2
+
 # Cost of forming gradients one at a time in oneDNN, where that multiplies faster than PyTorch
 # (contractions/_multiply.py): a factor on the multiply-adds, and a constant for each call in
 # multiply-adds (two cores of an AMD EPYC, T from 64 to 1024, widths 128 to 3072).
@@ -202,6 +207,8 @@ def choose_outer_form(
     gram = gram_cost(positions, d_left, d_right)
     if with_sum:
         gram += (SUM_ALONE if alone else 1) * positions * d_left * d_right
+    elif not alone:
+        gram *= GRAM_RATE
     if examples is not None:
         gram += GRAM_OPERATIONS / max(1, examples)
     direct = direct_cost(positions, d_left, d_right, with_sum=with_sum, alone=alone)

@@ -52,6 +52,15 @@ def test_forms_beside_training_as_measured():
         assert _cost.choose_outer_form(positions, p, q, with_sum=True) == form
 
 
+def test_forms_of_norms_alone_as_measured():
+    """The same; widths of 128 and 1152 are those of a 3×3 convolution of 128 channels."""
+    for positions, p, q, form in (
+        (64, 128, 1152, "gram"), (196, 128, 1152, "direct"), (256, 128, 1152, "direct"),
+        (49, 512, 4608, "gram"),
+    ):  # fmt: skip
+        assert _cost.choose_outer_form(positions, p, q) == form
+
+
 def test_a_few_small_examples_are_formed():
     """There the number of operations decides, of which the Gram form takes more."""
     for examples, positions, width, form in (
