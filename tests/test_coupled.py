@@ -287,6 +287,16 @@ def test_a_layer_behind_attention_between_examples():
         gs.per_example_norms(model, batch(), loss_fn)
 
 
+def test_a_layer_on_a_mean_over_all_examples():
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)).double()
+
+    def losses(model, x):
+        return (x * model[1](model[0](x).mean(0))).sum(1)
+
+    with pytest.raises(gs.ExampleAxisError, match="computed from all examples together"):
+        gs.per_example_norms(model, batch(), losses)
+
+
 def test_rows_summed_by_a_constant_matrix():
     """What it does with the examples is not looked at: it might move them, or mix them."""
     model, matrix = nn.Linear(WIDTH, WIDTH).double(), torch.eye(BATCH).double().roll(1, 0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradstats.capture.following._examples import (
     IF_A_CONSTANT,
+    MIXED,
     WHERE_THE_NUMBER_IS_FROM,
     Examples,
     same_rows,
@@ -115,6 +116,8 @@ def _refusal(tracker: Context, func, node: Node, data: Tensor, axis: int) -> Exa
         why.append(f"Before it {met.name()} {tracker.marks.meetings.how_met(met)}.")
     if lost is not None:
         why.append(f"Which row is whose was lost at {lost}, or rows of several meet there.")
+    if not why and tracker.marks.owned(data) is MIXED:
+        why.append("It was computed from all examples together, by a sum or a mean for instance.")
     if why:
         got, expected = f"{got}. {' '.join(why)}", f"rows of one example each, {expected}"
         remedies = [
