@@ -509,6 +509,33 @@ def test_inputs_of_others_along_another_axis():
     assert_sqnorms(tracker.stats, oracle_sqnorms(model, x, losses), 1e-9)
 
 
+# Each example beside its own inputs: the results have the examples along their second axis, and the
+# inputs have them along their first.
+MOVED = {
+    "einsum": lambda h, x: torch.einsum("bij,bjd->ibd", x @ x.mT, h),
+    "cosine": lambda h, x: functional.cosine_similarity(
+        h.transpose(0, 1), x.transpose(0, 1), dim=-1
+    ),
+    "kernels": lambda h, x: functional.conv1d(
+        h.mT.reshape(1, -1, h.shape[1]), x.mT.reshape(-1, 1, x.shape[1]), groups=x[:, 0].numel()
+    ),
+}
+
+
+@pytest.mark.parametrize("positions", [BATCH, BATCH + 2])
+@pytest.mark.parametrize("name", MOVED)
+def test_inputs_of_their_own_along_another_axis(name, positions):
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(BATCH, positions, WIDTH).double()
+
+    def losses(model, x):
+        result = MOVED[name](model(x), x)
+        return result.transpose(0, 1).reshape(len(x), -1).sin().sum(1)
+
+    with gs.track(model, batch_size=BATCH) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, x, losses), 1e-9)
+
+
 def pooled(h):
     """Return what the examples of each of two groups add up to."""
     return torch.zeros(2, WIDTH).double().index_add(0, torch.tensor([0, 1, 1]), h)

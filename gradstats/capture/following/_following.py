@@ -62,10 +62,6 @@ def follow_layout(marks: Marks, call: Call) -> None:
         after = one
     blamed = func is not None and (after is None or isinstance(after, (Grid, Widened)))
     at = function_name(func) if blamed else None
-    if isinstance(after, Examples) and len(data) > 1:
-        known = [(item, marks.layout_of(item)) for item in data if not item.requires_grad]
-        beside = [own.behind(result.dim() - item.dim()) for item, own in known if own is not None]
-        marks.meetings.note_crossed(result, after, beside)
     if after is None:
         lose(marks, result, data, at)
     else:

@@ -216,6 +216,8 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
         return pairs if trained else without_columns(pairs)
     first = deciding[0]
     if all(same_layout(first, layout) for layout in deciding[1:]):
+        beside = [layout for tensor, layout in aligned if not tensor.requires_grad]
+        marks.meetings.note_crossed(result, first, beside)
         return first
     if trained:
         marks.meetings.note(result)
