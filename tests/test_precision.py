@@ -164,6 +164,25 @@ def test_rows_whose_squares_vanish_beside_large_ones(dtype, positions):
         assert guarded.value[1] == guarded.bound[1] == 0
 
 
+@pytest.mark.parametrize("small, large", [(1e-21, 1e3), (1e-22, 1e6)])
+def test_the_bound_of_groups_of_one_position_each(small, large):
+    """A matrix for each position: squares of small rows have lost digits, and norms have not."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(3, 6, 6))
+    model = nn.ParameterDict({"weight": weight})
+    x, z = large * torch.randn(4, 3, 6), small * torch.randn(4, 3, 6)
+
+    def losses(model, batch):
+        x, z = batch
+        return (torch.einsum("btd,tde->bte", x, model["weight"]) * z).sum((1, 2))
+
+    gradients = torch.einsum("btd,bte->btde", x.double(), z.double())
+    expected = gradients.square().sum((1, 2, 3))
+    stats = gs.per_example_norms(model, (x, z), losses)
+    error = (stats.norm.double().square() / expected - 1).abs()
+    assert bool((error <= stats.error_bound + 2e-6).all())
+
+
 def tiny_losses(model, batch):
     """Losses whose gradients are sigmoid(−z): the smaller, the more certain the model is."""
     x, z = batch

@@ -29,10 +29,12 @@ from gradstats.contractions import _triton
 from gradstats.contractions._formed import form_at_once, form_chunks, form_each
 from gradstats.contractions._multiply import SCRATCH, multiply_groups, pays
 from gradstats.contractions._result import (
+    SMALLEST,
     Contraction,
     WellConditioned,
     product_roundoff,
     recompute_suspects,
+    relative_bound,
     row_sizes,
     well_conditioned,
 )
@@ -116,9 +118,13 @@ def rank_one(factor: Outer) -> Contraction:
     if groups == 1:
         return one_position(factor.left[:, 0, 0], factor.right[:, 0, 0])
     dtype = compute_dtype(factor.left, factor.right)
-    left = torch.linalg.vector_norm(factor.left, dim=-1, dtype=dtype)
-    right = torch.linalg.vector_norm(factor.right, dim=-1, dtype=dtype)
-    return well_conditioned((left.double() * right).square().sum((1, 2)), dtype)
+    sides = (factor.left, factor.right)
+    left, right = (torch.linalg.vector_norm(side, dim=-1, dtype=dtype).double() for side in sides)
+    value = (left * right).square().sum((1, 2))
+    # What one norm loses of its square counts as often as the other's square says.
+    others = (left.square() + right.square()).sum((1, 2))
+    lost = max(side.shape[-1] for side in sides) * SMALLEST[dtype] * others
+    return Contraction(value, relative_bound(dtype) * value + lost)
 
 
 def one_position(left: Tensor, right: Tensor) -> WellConditioned:
