@@ -497,6 +497,16 @@ def test_a_row_for_each_example_along_positions(cross, runs):
         gs.per_example_norms(model, x, lambda m, x: cross(x, m(x[:, 0])).sin().flatten(1).sum(1))
 
 
+@pytest.mark.parametrize("error", [functional.mse_loss, functional.smooth_l1_loss])
+def test_a_mean_error_of_a_row_for_each_example_along_positions(error):
+    """The loss function reduces what it broadcasts."""
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(BATCH, BATCH, WIDTH).double()
+    with pytest.raises(gs.ExampleAxisError, match="another axis"):
+        with gs.track(model, batch_size=BATCH):
+            error(model(x[:, 0]).expand_as(x), x).backward()
+    assert model.weight.grad is None
+
+
 def test_inputs_of_others_along_another_axis():
     """Each example beside the inputs of all, which have no gradient: it keeps the batch's axis."""
     model, x = nn.Linear(WIDTH, WIDTH).double(), batch()

@@ -26,6 +26,7 @@ from gradstats.capture.following._operands import (
     Unchanged,
     agree,
     by_first,
+    note_crossed,
     sole_example,
     whole_of,
 )
@@ -35,6 +36,7 @@ from gradstats.capture.following._sinks import after_sinks, meets_sinks
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import (
+    ELEMENT_LOSSES,
     JOINS,
     PAD_SEQUENCE,
     PRODUCTS,
@@ -166,6 +168,8 @@ def _is_joined(marks: Marks, call: Call) -> bool:
     trained = [tensor for tensor in call.data if tensor.requires_grad]
     if not all(isinstance(marks.owned(tensor), Examples) for tensor in trained):
         return False
+    if call.func in ELEMENT_LOSSES:
+        note_crossed(marks, call.data, max(map(Tensor.dim, call.data)), call.result)
     return agree(marks, call) or marks.meetings.is_coupled(call.result)
 
 
