@@ -61,8 +61,9 @@ def check_sum(marks: Marks, loss: Tensor) -> None:
             f"examples along another axis ({marks.batch_dim}), as where a row for each example is "
             "broadcast along as many positions. Whose the result is cannot be told from a loss "
             "over all examples. Expected one loss for each example, as tracker.backward(losses) "
-            "takes; or, if the values belong to no example, such as positions, keep them in the "
-            f"model (register_buffer). {IF_A_CONSTANT}"
+            "takes; or inputs with their examples along that axis, masks and labels too. What "
+            "belongs to no example, such as positions, keep in the model (register_buffer). "
+            f"{IF_A_CONSTANT}"
         )
     if marks.supposed and not marks.knows_losses:
         raise ExampleAxisError(
