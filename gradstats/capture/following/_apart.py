@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reductions import OVER_AXES, REDUCES
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._nested import operands_of, tensors_in
+from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
     BROADCASTS,
     MOVES,
@@ -29,9 +28,6 @@ from gradstats.capture.operations._operations import (
     RESHAPES,
     variants,
 )
-
-if TYPE_CHECKING:
-    from gradstats.capture.following._writes import Write
 
 # Operations over scores, where zeros before or after show that no other example counted.
 SOFTMAX = frozenset([*variants("softmax"), functional.softmax, torch.special.softmax])
@@ -271,20 +267,6 @@ def are_fixed(marks: Marks, call: Call, after: Scores | Widened) -> bool:
             **{name: moved.get(id(item), item) for name, item in call.kwargs.items()},
         )
     return weights_keep_apart(after.of(again.ne(call.result.detach())), *after.sides)
-
-
-def are_fixed_after(write: Write, own: Scores) -> bool:
-    """Whether scores between different examples are still fixed after a write.
-
-    Args:
-        write: the write.
-        own: the layout of the scores before it.
-    """
-    if any(item.requires_grad for item in tensors_in(write.values)):
-        return False
-    if own.fixed or write.replaced is None:
-        return own.fixed
-    return weights_keep_apart(~write.replaced(), *own.sides)
 
 
 def sums_own(func, item: Tensor, own: Scores) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradstats.capture.following._apart import are_fixed_after
+from gradstats.capture.following._apart import weights_keep_apart
 from gradstats.capture.following._examples import (
     MIXED,
     Examples,
@@ -27,6 +27,7 @@ from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._writes import Write
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.operations._operations import OPAQUE
 from gradstats.capture.parameters._tensors import node_of
 
@@ -63,11 +64,25 @@ def follow_write(marks: Marks, change: Change) -> None:
     brings_back = before and _is_brought_back(marks, write, target)
     _place_written(marks, change)
     if isinstance(own := marks.owned(after), Scores):
-        marks.place(after, replace(own, fixed=are_fixed_after(write, own)))
+        marks.place(after, replace(own, fixed=_are_fixed_after(write, own)))
     if brings_back:
         marks.meetings.couple(after, BROUGHT_BACK)
     if sums and marks.is_marked(after) and not isinstance(marks.owned(after), Examples):
         marks.values.mark_sum(after)
+
+
+def _are_fixed_after(write: Write, own: Scores) -> bool:
+    """Whether scores between different examples are still fixed after a write.
+
+    Args:
+        write: the write.
+        own: the layout of the scores before it.
+    """
+    if any(item.requires_grad for item in tensors_in(write.values)):
+        return False
+    if own.fixed or write.replaced is None:
+        return own.fixed
+    return weights_keep_apart(~write.replaced(), *own.sides)
 
 
 def _stays_sum(marks: Marks, change: Change) -> bool:
