@@ -30,6 +30,7 @@ from gradstats.capture.following._derivatives import (
     refuse_forward_mode,
 )
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION, check_flex_attention
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._repeated import follow_repeated
 from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, attends_packed_rows
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
@@ -53,7 +54,6 @@ from gradstats.capture.rules import is_registered
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
-    from gradstats.capture.following._marks import Marks
 
 # Operand types whose __torch_function__ is PyTorch's or our own.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from gradstats.capture.following._apart import attention_keeps_apart, scores, without_columns
-from gradstats.capture.following._examples import Scores, same_layout
+from gradstats.capture.following._examples import Layout, Scores, same_layout
 from gradstats.capture.following._layout import is_one
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._multiplied import (
@@ -21,7 +21,7 @@ from gradstats.capture.following._multiplied import (
     convolved_over,
     in_front,
 )
-from gradstats.capture.following._operands import broadcast, by_first
+from gradstats.capture.following._operands import Unchanged, broadcast, by_first
 from gradstats.capture.following._reductions import ATTENTION
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._einsum import matrix_product, parse_equation, tensor_product
@@ -38,10 +38,6 @@ from gradstats.capture.operations._operations import (
     TENSOR_PRODUCTS,
     solves_vector,
 )
-
-if TYPE_CHECKING:
-    from gradstats.capture.following._examples import Layout
-    from gradstats.capture.following._operands import Unchanged
 
 
 def _of_linear(marks: Marks, call: Call) -> Layout | Unchanged:

@@ -11,6 +11,7 @@ from gradstats.capture.following._examples import (
     MIXED,
     Examples,
     Grid,
+    Layout,
     Mixed,
     Scores,
     Whole,
@@ -22,7 +23,6 @@ from gradstats.capture.following._joins import joined_layout
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import BROUGHT_BACK, MEETS, NO_SUM
 from gradstats.capture.following._operands import (
-    Layout,
     Unchanged,
     agree,
     by_first,

@@ -32,7 +32,6 @@ from gradstats.capture.following._values import NOTHING, Values
 from gradstats.capture.operations._graph import KEPT_APPLY_IS_UNSEEN
 from gradstats.capture.operations._memory import RearrangedMemory, WrittenMemory
 from gradstats.capture.parameters._tensors import node_of
-from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 
 SERIALS = itertools.count()
 
@@ -58,10 +57,6 @@ class Note(NamedTuple):
     constant: bool
     place: Examples | Whole | Mixed | None
     held: dict[str, Any]
-
-
-# Errors raised if values may belong to several examples, or it is not known to which.
-ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
 
 
 class Marks:

@@ -24,6 +24,7 @@ from gradstats.capture.following._layout import (
     leaves,
     stays,
 )
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._reductions import OVER_AXES, runs_over
 from gradstats.capture.following._returned import follow_gradients
@@ -54,7 +55,6 @@ from gradstats.capture.parameters._tensors import node_of
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
-    from gradstats.capture.following._marks import Marks
 
 # Operations that ``keeps_examples`` cannot judge.
 WATCHED = (

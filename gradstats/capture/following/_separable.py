@@ -8,7 +8,7 @@ the root of a mean, does.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from gradstats.capture.following._apart import sums_own
 from gradstats.capture.following._examples import APART, MIXED, Examples, Scores, same_layout
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._operations import (
@@ -37,9 +38,6 @@ from gradstats.capture.operations._operations import (
     is_trusted,
     variants,
 )
-
-if TYPE_CHECKING:
-    from gradstats.capture.following._marks import Marks
 
 ADDED = ("add", "sub", "subtract")
 ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))

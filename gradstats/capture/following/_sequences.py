@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,9 @@ from gradstats.capture.following._examples import (
     spread,
 )
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION, taken_beside
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import variants
-
-if TYPE_CHECKING:
-    from gradstats.capture.following._marks import Marks
 
 MULTI_HEAD_ATTENTION = torch.nn.functional.multi_head_attention_forward
 
