@@ -11,6 +11,7 @@ from torch.autograd.graph import Node as GraphNode
 from gradstats._factors import Segments
 from gradstats.capture._reports import Reports
 from gradstats.capture._visibility import Visibility
+from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._returned import Functions
 from gradstats.capture.parameters._derivation import Derived
@@ -42,6 +43,11 @@ class Context:
             through ``.data``, with the sequence number of the first node made afterwards.
         together: the small operations that wait for each other.
         visibility: whether it sees everything; None if nothing can hide from it.
+        followed: the last result of a rule that has already noted where its examples lie, so that
+            the mode need not follow it.
+        maps_examples: whether the running torch.vmap maps everything it was given over examples;
+            None if none runs.
+        maps_data: whether its function has met data that it was not given.
         fetching: how many DataLoaders are fetching inside it, one inside another.
         form: everything that a graph recorded in this context depends on; empty if none may be.
     """
@@ -49,6 +55,9 @@ class Context:
     roots: list[Root]
     reports: Reports
     visibility: Visibility | None = None
+    followed: Any = None
+    maps_examples: bool | None = None
+    maps_data = False
     fetching = 0
     form = ""
 
@@ -76,6 +85,14 @@ class Context:
         if self.visibility is not None:
             self.visibility.check_operation(func, fetching=self.fetching > 0)
         return dispatch(self, RULES, func, args, kwargs, operands)
+
+    def note_followed(self, result: Tensor, examples: Examples) -> None:
+        """Note where the examples lie in a rule's result, so that it need not be followed."""
+        if examples.segments is not None:
+            return
+        if examples is not self.marks.contract:
+            self.marks.place(result, examples)
+        self.followed = result
 
     def alias_nodes(self) -> list[GraphNode | None]:
         """Return the autograd nodes of the parameters' aliases."""

@@ -130,8 +130,7 @@ class FollowingMode(ContextMode):
         if tracked and ORDINARY_TYPES.issuperset(types):
             # The call would end here as well; this saves parsing its arguments once more.
             result = run(func, args, kwargs)
-            marks = self.tracker.marks
-            followed, marks.followed = marks.followed, None
+            followed, self.tracker.followed = self.tracker.followed, None
             if followed is not None and followed is result:
                 return result
         else:

@@ -49,7 +49,7 @@ class Survey(Tracker):
         try:
             result = super().dispatch(func, args, kwargs, operands)
         except GradStatsError as error:
-            if self.marks.maps_examples is not None and isinstance(error, HiddenError):
+            if self.maps_examples is not None and isinstance(error, HiddenError):
                 raise  # torch.vmap goes on in another way
             self._note(error)
             with torch._C.DisableTorchFunctionSubclass():

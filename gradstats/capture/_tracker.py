@@ -265,6 +265,7 @@ class Tracker(Context):
         self.visible.clear()
         self.renumbered.clear()
         self.marks.forget()
+        self.followed = None
         self.together.close()
         for root in self.roots:
             root.release()

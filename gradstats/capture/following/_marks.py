@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -77,9 +76,6 @@ class Marks:
             drawn values, if they have the size of data, and tensors from closures and globals of
             the model's code. If not, results are exact too, but take longer to compute.
         has_grids: whether the examples of some tensor lie along two axes.
-        maps_examples: whether the running torch.vmap maps everything it was given over examples;
-            None if none runs.
-        maps_data: whether its function has met data that it was not given.
         meetings: the operations in which trained values of different examples met.
         values: properties of the values of data tensors.
         contract: where the examples lie in data of which nothing was noted.
@@ -93,8 +89,6 @@ class Marks:
         supposed: whether rows that nothing was written to were supposed to belong to examples.
         knows_losses: whether there are losses of one example each, which would contradict what is
             wrong.
-        followed: the last result of a rule that has already noted where its examples lie, so that
-            the mode need not follow it.
         enclosed: tensors in the closures and globals of the loss function and the model's code.
     """
 
@@ -107,8 +101,6 @@ class Marks:
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.doubtful_are_data = True
-        self.maps_examples: bool | None = None
-        self.maps_data = False
         self.has_grids = False
         self.contract = Examples(batch_size, batch_dim, 1, segments)
         self._behind_one = self.contract.along(batch_dim + 1)
@@ -117,7 +109,6 @@ class Marks:
         self.marked: list[ref[Tensor]] = []
         self.noted_nodes: set[int] = set()
         self.supposed = self.knows_losses = False
-        self.followed: Any = None
         self.enclosed: Container[Tensor] = ()
 
     def expected_along(self, axis: int) -> str:
@@ -172,7 +163,6 @@ class Marks:
         self.written.clear()
         self.rearranged.clear()
         self.meetings.clear()
-        self.followed = None
         self.enclosed = ()
 
     def is_data(self, tensor: Tensor) -> bool:
@@ -231,15 +221,6 @@ class Marks:
         found = self.placed(tensor)
         apart = isinstance(found, APART) and not isinstance(found, Scores)
         return apart or not self.is_marked(tensor) or self.values.is_sum(tensor, writes)
-
-    @contextmanager
-    def mapping_examples(self, maps_examples: bool) -> Iterator[None]:
-        """Note for a block whether the torch.vmap that runs there maps over examples."""
-        self.maps_examples, self.maps_data = maps_examples, False
-        try:
-            yield
-        finally:
-            self.maps_examples = None
 
     def layout_of(self, tensor: Tensor) -> Examples | None:
         """Return where the examples lie in a tensor of data; None where that is not known."""
@@ -350,19 +331,6 @@ class Marks:
         if KEPT_APPLY_IS_UNSEEN and tensor.grad_fn is not None:
             if layout is None or layout != self.by_contract(tensor):
                 self.noted_nodes.add(tensor.grad_fn._sequence_nr())
-
-    def note_followed(self, result: Tensor, examples: Examples) -> None:
-        """Note where the examples lie in a rule's result, so that it need not be followed.
-
-        Args:
-            result: what the rule returns.
-            examples: where the examples lie in it.
-        """
-        if examples.segments is not None:
-            return
-        if examples is not self.contract:
-            self.place(result, examples)
-        self.followed = result
 
     def place_like(self, tensor: Tensor, source: Tensor) -> None:
         """Note on a tensor that was computed row by row from another what is known about that."""

@@ -49,7 +49,7 @@ def check_hidden(tracker: Context, func, args, kwargs, result) -> None:
 
     Note whether it uses data that it was not given.
     """
-    tracker.marks.maps_data = tracker.marks.maps_data or any(
+    tracker.maps_data = tracker.maps_data or any(
         unwrapped(item) is item and tracker.marks.is_data(item)
         for item in operands_of(args, kwargs)
     )
@@ -57,7 +57,7 @@ def check_hidden(tracker: Context, func, args, kwargs, result) -> None:
         return
     for item in operands_of(args, kwargs):
         inner = unwrapped(item)
-        if tracker.marks.maps_examples and inner is not item:
+        if tracker.maps_examples and inner is not item:
             continue  # torch.vmap shows one example at a time
         if tracker.marks.is_trained(inner):
             raise _hidden(f"{function_name(func)} inside a torch.func transform (grad, jacrev, …)")
@@ -104,7 +104,7 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
         return call.at_once()
     if transform_level() is not None:
         whole = [item for item in operands_of(args, kwargs) if unwrapped(item) is item]
-        if mode.tracker.marks.maps_examples and any(map(mode.tracker.marks.is_trained, whole)):
+        if mode.tracker.maps_examples and any(map(mode.tracker.marks.is_trained, whole)):
             raise _hidden("torch.vmap inside torch.vmap, of what the outer one does not map,")
         return call.at_once()
     # Between graphs the compiler would trace every call; there is nothing to trace here.
@@ -120,16 +120,17 @@ def _run(tracker: Context, call: Vmap):
     slicewise, call = call.function, call._replace(function=_noted(tracker, call.function))
     layouts = _mapped_along(tracker, mapped)
     if layouts is not None:
+        tracker.maps_examples, tracker.maps_data = bool(layouts), False
         try:
-            with tracker.marks.mapping_examples(bool(layouts)):
-                result = call.at_once()
+            result = call.at_once()
         except HiddenError:
             pass  # the function uses tracked values that are not arguments
         else:
-            _place(
-                tracker, bool(tracker.marks.data_among(operands)), layouts, result, call.out_dims
-            )
+            data = bool(tracker.marks.data_among(operands))
+            _place(tracker, data, layouts, result, call.out_dims)
             return result
+        finally:
+            tracker.maps_examples = None
     others = any(dim is not None and not isinstance(item, Tensor) for item, dim in mapped)
     if call.randomness == "same" or count == 0 or others:
         return call.at_once()
@@ -165,7 +166,7 @@ def _noted(tracker: Context, function: Callable[..., Any]) -> Callable[..., Any]
         whole = [item for item in tensors_in(result) if unwrapped(item) is item]
         if any(node_of(item) is not None or tracker.marks.is_trained(item) for item in whole):
             raise _hidden("a function under torch.vmap that returns what it was not given")
-        tracker.marks.maps_data = tracker.marks.maps_data or any(map(tracker.marks.is_data, whole))
+        tracker.maps_data = tracker.maps_data or any(map(tracker.marks.is_data, whole))
         return result
 
     return noted
@@ -207,7 +208,7 @@ def _place(tracker: Context, data: bool, layouts: list[Examples], result, out_di
             tracker.marks.place(leaf, layouts[0].along(dim % leaf.dim()))
         elif data and not layouts:
             tracker.marks.place(leaf, None)
-        elif not (data or tracker.marks.maps_data or leaf.requires_grad):
+        elif not (data or tracker.maps_data or leaf.requires_grad):
             tracker.marks.mark_constant(leaf)
 
 

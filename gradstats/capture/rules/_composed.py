@@ -92,7 +92,7 @@ def _euclidean(tracker: Context, func, x1, x2, data: int, examples: Examples, kw
     result = torch.ops.aten._unsafe_view(distances, distances.shape)
     result = tap([first_node(points)], result, DistanceFactors(examples, data), *saved)
     tracker.marks.place(result, examples.along(data))
-    tracker.marks.followed = result
+    tracker.followed = result
     return result
 
 

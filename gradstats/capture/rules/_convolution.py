@@ -138,7 +138,7 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
     operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
     result = attach(LayerUse, use, layer, *operands)
     if len(nodes) == (1 if bias is None else 2):
-        tracker.marks.note_followed(result, examples)
+        tracker.note_followed(result, examples)
     return result
 
 

@@ -65,7 +65,7 @@ def _attach(
         operands = input, value_of(weight), value_of(bias), *statistics
         result = attach(NormalisationUse, use, factors, run, *operands)
         if place is not None:
-            tracker.marks.note_followed(result, examples)
+            tracker.note_followed(result, examples)
         return result
     if place is not None and not own:
         found = hooked(tracker, place, (weight, bias), factors, examples, partial(run, input))

@@ -107,7 +107,7 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
     operands = bare(weight, autocast), bare(bias, autocast)
     result = attach(LayerUse, use, layer, x, *operands)
     if len(nodes) == (1 if bias is None else 2):
-        tracker.marks.note_followed(result, examples)
+        tracker.note_followed(result, examples)
     return result
 
 

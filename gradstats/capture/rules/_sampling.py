@@ -47,7 +47,7 @@ def _of_one_image(tracker: Context, func, input, grid, examples, mode, padding_m
     result = tap([first_node(table)], free_of_views(result), factors, grid)
     # Channels stand in the result where they stand in the image, in front of what grid has.
     tracker.marks.place(result, examples.along(examples.axis + 1))
-    tracker.marks.followed = result
+    tracker.followed = result
     return result
 
 

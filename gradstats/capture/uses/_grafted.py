@@ -86,7 +86,7 @@ class Grafted:
             returned = type(result)(*results)
         else:
             returned = type(result)(results)
-        tracker.marks.followed = returned
+        tracker.followed = returned
         return returned
 
     def follow(self, tracker: Context, args, kwargs, results: list) -> None:
@@ -259,5 +259,5 @@ def watched(tracker: Context, function: Callable[..., Tensor], *args: Any, **kwa
     Modes and subclasses are off in the rule that calls this, and have to be turned on again.
     """
     with torch._C._EnableTorchFunction(), tracker.watching():
-        tracker.marks.followed = function(*args, **kwargs)
-    return tracker.marks.followed
+        tracker.followed = function(*args, **kwargs)
+    return tracker.followed

@@ -189,7 +189,7 @@ def hooked(
     use = Hooked(roots, place, factors_of, lookup, group)
     node.metadata[KEY] = use
     node.register_hook(use.after_backward)
-    tracker.marks.note_followed(result, examples)
+    tracker.note_followed(result, examples)
     return result
 
 
