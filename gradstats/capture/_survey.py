@@ -13,7 +13,7 @@ from gradstats._compiler import imported_compiler, running_eagerly
 from gradstats.capture._coverage import check_coverage
 from gradstats.capture._selection import check_trackable
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
-from gradstats.capture.following._taken import ABOUT_EXAMPLES
+from gradstats.capture.following._taken import ABOUT_EXAMPLES, take_call, took_doubtful
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import rebuild, tensors_in
 from gradstats.capture.parameters._tensors import nodes_of, value_of
@@ -99,10 +99,10 @@ def survey(
     try:
         _look(found, model, batch, loss_fn)
     except ABOUT_EXAMPLES:
-        if not found.marks.took_doubtful(loss_fn, model, tensors_in(batch)):
+        if not took_doubtful(found.marks, loss_fn, model, tensors_in(batch)):
             raise
     else:
-        if not (found.refused and found.marks.took_doubtful(loss_fn, model, tensors_in(batch))):
+        if not (found.refused and took_doubtful(found.marks, loss_fn, model, tensors_in(batch))):
             return found
     found = Survey(model, doubtful_are_data=False, **options)
     _look(found, model, batch, loss_fn)
@@ -113,7 +113,7 @@ def _look(
     found: Survey, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
 ) -> None:
     """Run a forward under a survey."""
-    found.marks.take_call(loss_fn, model, tensors_in(batch))
+    take_call(found.marks, loss_fn, model, tensors_in(batch))
     # If the compiler has not been imported, nothing is compiled; importing it takes seconds.
     stance = nullcontext() if imported_compiler() is None else running_eagerly()
     with torch.enable_grad(), stance:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture._tracker import Tracker
-from gradstats.capture.following._taken import ABOUT_EXAMPLES, explain
+from gradstats.capture.following._taken import ABOUT_EXAMPLES, explain, take_call, took_doubtful
 from gradstats.capture.operations._graph import let_go
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._consumers import Consumer
@@ -76,7 +76,7 @@ def run_examples(
     except ABOUT_EXAMPLES as error:
         explain(tracker.marks, error)
         again = given.again()
-        doubtful = tracker.marks.took_doubtful(loss_fn, model, tensors_in(batch))
+        doubtful = took_doubtful(tracker.marks, loss_fn, model, tensors_in(batch))
         if not doubtful or tracker.backward_ran or again is None or not start.restore():
             raise
         # The forward made or drew as many values as there are examples, which may not belong to
@@ -99,7 +99,7 @@ def run_examples(
 
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
     """Run the forward and the backward inside a context; return the losses' values."""
-    tracker.marks.take_call(loss_fn, model, tensors_in(batch))
+    take_call(tracker.marks, loss_fn, model, tensors_in(batch))
     with torch.enable_grad(), apart_from_training(model):
         try:
             tracker.open()

@@ -16,7 +16,7 @@ from gradstats.capture._mode import FollowingMode
 from gradstats.capture._reports import Reports
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION
-from gradstats.capture.following._marks import Note
+from gradstats.capture.following._notes import Note, is_unusual, note_as, note_of
 from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of, tensors_in
@@ -152,7 +152,7 @@ class GraphContext(Context):
             raise NotTracedError(f"it returns {node.describe()}")
         if result.requires_grad and result._is_view() and not result._base.requires_grad:  # type: ignore[union-attr]
             raise NotTracedError("it returns a view that would be taken anew, without its gradient")
-        note = self.marks.note_of(result)
+        note = note_of(self.marks, result)
         if note is None:
             raise NotTracedError("it returns a tensor of which only numbers tell whose rows it has")
         if isinstance(note.place, Examples) and not isinstance(note.place.fold, int):
@@ -224,7 +224,7 @@ class Followed:
             results = self._run(*operands)
         if any(context.marks.is_data(item) for item, kind in pairs if kind is CONSTANT):
             raise NotTracedError("it writes data into a constant")
-        if any(context.marks.is_unusual(item) for item, kind in pairs if kind is DATA):
+        if any(is_unusual(context.marks, item) for item, kind in pairs if kind is DATA):
             raise NotTracedError("it moves the examples of its operands")
         # Values written into operands leave the graph as well.
         left = [item for item in (*results, *operands) if isinstance(item, Tensor)]
@@ -254,7 +254,7 @@ class Followed:
         """Note on the results of one run what was known when the graph was traced."""
         for item, note in zip(results, self._notes, strict=True):
             if note is not None:
-                tracker.marks.note_as(item, note)
+                note_as(tracker.marks, item, note)
         if self._taken is not None:
             tracker.marks.taken = self._taken
 

@@ -36,6 +36,7 @@ from gradstats.capture.compiled._followed import (
     is_hidden,
     restore_getters,
 )
+from gradstats.capture.following._notes import is_unusual
 from gradstats.capture.operations._modes import innermost_mode, is_of_context
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._tensors import node_of
@@ -195,7 +196,7 @@ def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
             kinds.append(PARAMETER)
         elif not tracker.marks.is_data(item):
             kinds.append(CONSTANT)
-        elif tracker.marks.is_unusual(item):
+        elif is_unusual(tracker.marks, item):
             raise NotTracedError("its data are written to, or lie elsewhere than along batch_dim")
         else:
             kinds.append(DATA)

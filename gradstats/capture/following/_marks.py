@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
-from gradstats.capture.following._enclosed import EnclosedTensors, of_layers
 from gradstats.capture.following._examples import (
     APART,
     Examples,
@@ -26,8 +25,7 @@ from gradstats.capture.following._examples import (
     sole_of,
 )
 from gradstats.capture.following._meetings import Meetings
-from gradstats.capture.following._taken import is_given
-from gradstats.capture.following._values import NOTHING, Values
+from gradstats.capture.following._values import Values
 from gradstats.capture.operations._graph import KEPT_APPLY_IS_UNSEEN
 from gradstats.capture.operations._memory import RearrangedMemory, WrittenMemory
 from gradstats.capture.parameters._tensors import node_of
@@ -42,20 +40,6 @@ CONSTANTS: dict[int, ref[Tensor]] = {}
 
 # The attribute of marks on data tensors, tuples that begin with the context's serial number.
 LAYOUT = "_gradstats_layout"
-
-
-class Note(NamedTuple):
-    """What is known about a tensor, to be noted on another that was computed in the same way.
-
-    Attributes:
-        constant: whether it belongs to no example.
-        place: where its examples lie; None if they lie as the contract says.
-        held: properties of its values: see ``Values``.
-    """
-
-    constant: bool
-    place: Examples | Whole | Mixed | None
-    held: dict[str, Any]
 
 
 class Marks:
@@ -132,18 +116,6 @@ class Marks:
         for tensor in tensors:
             self.constants.pop(id(tensor), None)
             CONSTANTS.pop(id(tensor), None)
-
-    def take_call(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> None:
-        """Prepare for a call of a loss function with the tensors of a batch."""
-        batch = list(batch)
-        self.take_batch(batch)
-        if not self.doubtful_are_data:
-            self.keep_constant(of_layers(model, loss_fn, batch))
-        self.enclosed = EnclosedTensors(loss_fn, model, batch)
-
-    def took_doubtful(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
-        """Whether the forward of a call may have taken tensors for data that are none."""
-        return self.taken is not None or bool(of_layers(model, loss_fn, batch))
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether the model keeps a tensor, so that it outlives the context."""
@@ -357,32 +329,3 @@ class Marks:
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether anything was noted about a tensor of data."""
         return self.mark_of(tensor) is not None
-
-    def is_unusual(self, tensor: Tensor) -> bool:
-        """Whether anything beyond the contract is known about a data tensor."""
-        written = bool(self.written.storages) and tensor in self.written
-        return written or self.is_marked(tensor) or self.values.has(tensor)
-
-    def note_of(self, tensor: Tensor) -> Note | None:
-        """Return what is known about a tensor; None if it holds for this tensor only."""
-        if not self.is_data(tensor):
-            return Note(True, None, NOTHING)
-        if self.values.filling_of(tensor) is not None or is_given(self, tensor):
-            return None
-        mark = self.mark_of(tensor)
-        place = None if mark is None else mark[0]
-        if mark is not None and place is None:
-            return None
-        if isinstance(place, (Grid, Widened)) or (
-            isinstance(place, Examples) and place.segments is not None
-        ):
-            return None  # it depends on this tensor's values
-        return Note(False, place, self.values.of(tensor))
-
-    def note_as(self, tensor: Tensor, note: Note) -> None:
-        """Note on a tensor what is known about one that was computed in the same way."""
-        if note.constant:
-            self.mark_constant(tensor)
-        if note.place is not None:
-            self.mark(tensor, note.place)
-        self.values.note(tensor, **note.held)

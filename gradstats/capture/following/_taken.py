@@ -1,21 +1,34 @@
-"""Tensors of given or drawn values that count as data because of their size."""
+"""Tensors that count as data but may be constants: of given or drawn values, or enclosed ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from gradstats.capture.following._enclosed import EnclosedTensors, of_layers
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import GIVEN_VALUES
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 
-if TYPE_CHECKING:
-    from gradstats.capture.following._marks import Marks
-
 # Errors raised if values may belong to several examples, or it is not known to which.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
+
+
+def take_call(marks: Marks, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> None:
+    """Prepare for a call of a loss function with the tensors of a batch."""
+    batch = list(batch)
+    marks.take_batch(batch)
+    if not marks.doubtful_are_data:
+        marks.keep_constant(of_layers(model, loss_fn, batch))
+    marks.enclosed = EnclosedTensors(loss_fn, model, batch)
+
+
+def took_doubtful(marks: Marks, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
+    """Whether the forward of a call may have taken tensors for data that are none."""
+    return marks.taken is not None or bool(of_layers(model, loss_fn, batch))
 
 
 def takes_for_data(marks: Marks, function: Callable[..., Any], tensor: Tensor) -> bool:

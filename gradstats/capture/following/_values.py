@@ -28,9 +28,9 @@ class Values:
         """Note that a tensor with the shape of data holds no example's values yet."""
         self.note(tensor, blank=True)
 
-    def was_blank(self, tensor: Tensor, writes: int) -> bool:
+    def was_blank(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor held no example's values."""
-        return "blank" in self.of(tensor, writes)
+        return "blank" in self.held_by(tensor, writes)
 
     def mark_sum(self, tensor: Tensor) -> None:
         """Note that a marked tensor is a sum of terms that depend on one example each."""
@@ -38,7 +38,7 @@ class Values:
 
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor of several examples was such a sum."""
-        return "sum" in self.of(tensor, writes)
+        return "sum" in self.held_by(tensor, writes)
 
     def mark_given(self, tensor: Tensor) -> None:
         """Note that a tensor of given values counts as data because of its size."""
@@ -46,7 +46,7 @@ class Values:
 
     def is_given(self, tensor: Tensor) -> bool:
         """Whether a tensor is one, or computed from such alone."""
-        return "given" in self.of(tensor)
+        return "given" in self.held_by(tensor)
 
     def mark_filling(self, tensor: Tensor, filling: Filling) -> None:
         """Note what has been written into a tensor that was blank."""
@@ -54,20 +54,20 @@ class Values:
 
     def filling_of(self, tensor: Tensor, writes: int = 0) -> Filling | None:
         """Return what had been written into a blank tensor."""
-        return self.of(tensor, writes).get("filling")
+        return self.held_by(tensor, writes).get("filling")
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the properties after a write that changed none of them."""
-        self.note(tensor, **self.of(tensor, writes=1))
+        self.note(tensor, **self.held_by(tensor, writes=1))
 
     def note(self, tensor: Tensor, **found: Any) -> None:
         """Add properties to those that hold."""
         if found and not tensor.is_inference():
-            found = {**self.of(tensor), **found}
+            found = {**self.held_by(tensor), **found}
             setattr(tensor, VALUES, (self._serial, tensor._version, found))
             self._marked.append(ref(tensor))
 
-    def of(self, tensor: Tensor, writes: int = 0) -> dict[str, Any]:
+    def held_by(self, tensor: Tensor, writes: int = 0) -> dict[str, Any]:
         """Return the properties."""
         mark: Any = getattr(tensor, VALUES, None)
         # Check for marks first: inference tensors have no version.

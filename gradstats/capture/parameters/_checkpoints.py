@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from gradstats.capture.following._notes import is_unusual, note_as, note_of
 from gradstats.capture.operations._modes import innermost_mode, modes_here
 from gradstats.capture.parameters._tensors import node_of
 
@@ -65,15 +66,15 @@ def _noting(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[...
         place: note
         for place, item in enumerate(args)
         if isinstance(item, Tensor) and node_of(item) is None
-        if tracker.marks.is_unusual(item) or not tracker.marks.is_data(item)
-        if (note := tracker.marks.note_of(item)) is not None
+        if is_unusual(tracker.marks, item) or not tracker.marks.is_data(item)
+        if (note := note_of(tracker.marks, item)) is not None
     }
 
     def noted(*others, **kwargs):
         if tracker.closed:
             return function(*others, **kwargs)
         for place, note in notes.items():
-            tracker.marks.note_as(others[place], note)
+            note_as(tracker.marks, others[place], note)
         with nullcontext() if mode in modes_here() else mode:
             return function(*others, **kwargs)
 

@@ -147,7 +147,7 @@ def _readable(tracker: Context, operands: Sequence[Tensor]) -> list[Tensor]:
     data = [
         item
         for item in plain
-        if tracker.marks.is_data(item) and not tracker.marks.values.was_blank(item, 0)
+        if tracker.marks.is_data(item) and not tracker.marks.values.was_blank(item)
     ]
     return [node.value for node in nodes_of(operands)] + data
 

@@ -1,0 +1,58 @@
+"""What is known about a tensor, noted on another that was computed in the same way."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gradstats.capture.following._examples import Examples, Grid, Mixed, Whole, Widened
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._taken import is_given
+from gradstats.capture.following._values import NOTHING
+
+
+class Note(NamedTuple):
+    """What is known about a tensor.
+
+    Attributes:
+        constant: whether it belongs to no example.
+        place: where its examples lie; None if they lie as the contract says.
+        held: properties of its values: see ``Values``.
+    """
+
+    constant: bool
+    place: Examples | Whole | Mixed | None
+    held: dict[str, Any]
+
+
+def is_unusual(marks: Marks, tensor: Tensor) -> bool:
+    """Whether anything beyond the contract is known about a data tensor."""
+    written = bool(marks.written.storages) and tensor in marks.written
+    return written or marks.is_marked(tensor) or marks.values.has(tensor)
+
+
+def note_of(marks: Marks, tensor: Tensor) -> Note | None:
+    """Return what is known about a tensor; None if it holds for this tensor only."""
+    if not marks.is_data(tensor):
+        return Note(True, None, NOTHING)
+    if marks.values.filling_of(tensor) is not None or is_given(marks, tensor):
+        return None
+    mark = marks.mark_of(tensor)
+    place = None if mark is None else mark[0]
+    if mark is not None and place is None:
+        return None
+    if isinstance(place, (Grid, Widened)) or (
+        isinstance(place, Examples) and place.segments is not None
+    ):
+        return None  # it depends on this tensor's values
+    return Note(False, place, marks.values.held_by(tensor))
+
+
+def note_as(marks: Marks, tensor: Tensor, note: Note) -> None:
+    """Note on a tensor what is known about one that was computed in the same way."""
+    if note.constant:
+        marks.mark_constant(tensor)
+    if note.place is not None:
+        marks.mark(tensor, note.place)
+    marks.values.note(tensor, **note.held)
