@@ -162,7 +162,7 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     """Return the layout of an operation's result; None if scores of different examples meet in it.
 
     Args:
-        marks: the context's.
+        marks: what is noted about tensors.
         call: the operation; an operand or the result has scores.
         after: the layout of the result if only its rows' examples count.
     """
@@ -248,7 +248,7 @@ def are_fixed(marks: Marks, call: Call, after: Scores | Widened) -> bool:
     start with zero weights.
 
     Args:
-        marks: the context's.
+        marks: what is noted about tensors.
         call: an operation on them, element by element.
         after: the layout of its result.
     """
@@ -266,7 +266,7 @@ def are_fixed(marks: Marks, call: Call, after: Scores | Widened) -> bool:
             *(moved.get(id(item), item) for item in call.args),
             **{name: moved.get(id(item), item) for name, item in call.kwargs.items()},
         )
-    return weights_keep_apart(after.of(again.ne(call.result.detach())), *after.sides)
+    return weights_keep_apart(after.scores_in(again.ne(call.result.detach())), *after.sides)
 
 
 def sums_own(func, item: Tensor, own: Scores) -> bool:

@@ -199,7 +199,7 @@ class Scores(Examples):
         """The layouts of the rows and of the columns."""
         return Examples(self.batch, self.axis, self.fold, self.segments), self.columns
 
-    def of(self, values: Tensor) -> Tensor:
+    def scores_in(self, values: Tensor) -> Tensor:
         """Return what belongs to the scores: all."""
         return values
 
@@ -219,7 +219,7 @@ class Widened:
     scores: Scores
     start: int
 
-    def of(self, values: Tensor) -> Tensor:
+    def scores_in(self, values: Tensor) -> Tensor:
         """Return a view of what belongs to the scores alone."""
         columns = self.scores.columns
         return values.narrow(columns.axis, self.start, columns.rows)

@@ -65,7 +65,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
     blamed = func is not None and (after is None or isinstance(after, (Grid, Widened)))
     at = function_name(func) if blamed else None
     if after is None:
-        lose(marks, result, data, at)
+        note_lost(marks, result, data, at)
     else:
         marks.place(result, after, at)
     if marks.is_marked(result) and result.requires_grad and not isinstance(after, APART):
@@ -127,7 +127,7 @@ def _kept_apart(marks: Marks, call: Call, after: Layout | Unchanged) -> Layout |
     return after if apart is known else apart
 
 
-def lose(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) -> None:
+def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) -> None:
     """Note that the examples of a result were lost at the operation named ``at``."""
     lost = next(filter(marks.is_lost, data), None)
     if lost is None:
@@ -143,7 +143,7 @@ def _layout_after(marks: Marks, call: Call) -> Layout | Unchanged:
         return after_sinks(marks, call)
     if meets_grid(marks, call):
         return after_grid(marks, call)
-    if marks.follows_layouts and mixes(marks, data, result):
+    if marks.follows_layouts and spans_examples(marks, data, result):
         return MIXED
     if func in JOINS or func is PAD_SEQUENCE:
         return joined_layout(marks, call)
@@ -195,7 +195,7 @@ def _runs_over_examples(marks: Marks, call: Call) -> bool:
     return False
 
 
-def mixes(marks: Marks, data: list[Tensor], result: Tensor) -> bool:
+def spans_examples(marks: Marks, data: list[Tensor], result: Tensor) -> bool:
     """Whether a result has trained values over all examples; note if one's meet these."""
     trained = [marks.owned(tensor) for tensor in data if tensor.requires_grad]
     if not any(owned is MIXED for owned in trained) or not result.requires_grad:

@@ -273,12 +273,7 @@ class Marks:
             return "a write into another tensor that shows its memory"
         return mark[2]
 
-    def place(
-        self,
-        tensor: Tensor,
-        layout: Layout,
-        at: str | None = None,
-    ) -> None:
+    def place(self, tensor: Tensor, layout: Layout, at: str | None = None) -> None:
         """Note where the examples lie in a tensor of data.
 
         Args:
@@ -293,7 +288,8 @@ class Marks:
         if not known or lost or (self.written.storages and tensor in self.written):
             self.mark(tensor, layout, at)
 
-    def mark(self, tensor: Tensor, layout: Any, at: str | None = None) -> None:
+    def mark(self, tensor: Tensor, layout: Layout, at: str | None = None) -> None:
+        """Do the same, even if it is what is assumed of a tensor of which nothing is noted."""
         if isinstance(layout, Examples):
             layout = layout.on(tensor.device)  # it may be a copy from another device
         self.has_grids |= isinstance(layout, Grid)

@@ -59,7 +59,7 @@ def contraction(
     """Return the layout of a contraction.
 
     Args:
-        marks: the context's.
+        marks: what is noted about tensors.
         operands: what is contracted.
         lies: called with the position and the layout of an operand, returns where its examples lie
             in the result; None where they are summed.
@@ -145,7 +145,7 @@ def _sums_own_rows(
     """Whether weights of packed rows are zero for those of other examples; note where not.
 
     Args:
-        marks: the context's.
+        marks: what is noted about tensors.
         weights: what the rows are multiplied with.
         axis: of the weights, along which they meet the rows.
         layout: that of the rows.
@@ -171,7 +171,7 @@ def _product(
     """Return the layout of a product.
 
     Args:
-        marks: the context's.
+        marks: what is noted about tensors.
         kept: operands of data, with where their examples lie in the product.
         gone: those whose examples are summed, with where they lie in the operand.
         result: the product.
@@ -206,7 +206,7 @@ def _summed(
     """Return the layout of a product that sums over the examples of some operands.
 
     Args:
-        marks: the context's.
+        marks: what is noted about tensors.
         meets: whether trained values stand beside them whose examples are not summed.
         gone: these operands, with where their examples lie.
         result: the product.

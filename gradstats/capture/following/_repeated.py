@@ -229,5 +229,5 @@ def note_again(marks: Marks, results: list[Tensor], found: tuple[Examples | str,
     for tensor, note in zip(results, found, strict=True):
         if note is CONSTANT:
             marks.mark_constant(tensor)
-        elif note is not NOTHING:
+        elif isinstance(note, Examples):
             marks.mark(tensor, note)

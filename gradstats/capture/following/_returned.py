@@ -16,7 +16,7 @@ from gradstats.capture.following._examples import (
     Whole,
     same_layout,
 )
-from gradstats.capture.following._following import lose, mixes
+from gradstats.capture.following._following import note_lost, spans_examples
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import EXCHANGED
 from gradstats.capture.following._separable import joins_examples
@@ -150,14 +150,14 @@ def _note_returned(
     same = first is not None and all(
         other is not None and same_layout(first, other) for other in others
     )
-    if mixes(marks, trained, tensor):
+    if spans_examples(marks, trained, tensor):
         marks.place(tensor, MIXED)
         # A loss is trusted to be passed through, as wrappers of models do.
         if not tensor.dim() and all(map(marks.is_additive, trained)):
             marks.values.mark_sum(tensor)
         return
     if tensor.requires_grad and not same and _has_others(marks, trained):
-        lose(marks, tensor, trained, function_name(function))
+        note_lost(marks, tensor, trained, function_name(function))
         return
     if base is not None and any(item is base for item in given) and same_form(tensor, base):
         marks.place_like(tensor, base)  # an operand that is returned as it is

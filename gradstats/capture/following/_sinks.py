@@ -56,7 +56,7 @@ def after_sinks(marks: Marks, call: Call) -> Examples | Widened | None:
     if over % item.dim() != own.sides[1].axis:
         return None
     weights = counting(call, item, own, over)
-    if weights is None or not weights_keep_apart(own.of(weights), *own.sides):
+    if weights is None or not weights_keep_apart(own.scores_in(weights), *own.sides):
         return None
     if func in EXPONENTIATED and func not in REDUCES:
         return own
