@@ -73,6 +73,7 @@ class Meetings:
         """Forget them."""
         self.coupled.clear()
         self.added.clear()
+        self.roots_of_sums.clear()
 
     def how_met(self, node: GraphNode) -> str | None:
         """Return how an autograd node combines several examples; None if it is not known to."""
