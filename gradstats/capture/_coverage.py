@@ -70,9 +70,10 @@ def _walk(
     uses, hidden = [], False
     reporting: list[GraphNode] = []
     others: list[Tensor] = []
-    coupled, added = tracker.marks.meetings.coupled, tracker.marks.meetings.added
+    marks, meetings = tracker.marks, tracker.marks.meetings
+    coupled, added = meetings.coupled, meetings.added
     shown_nodes, roots = tracker.shown, {*tracker.roots}
-    noted = tracker.marks.noted_nodes if tracker.batch_size > 1 else None
+    noted = marks.noted_nodes if tracker.batch_size > 1 else None
     of_graphs, renumbered = tracker.reports.of_graphs, tracker.renumbered
     reports: list[GraphReport] = []
     while stack:
@@ -96,11 +97,11 @@ def _walk(
         if tracked or partial:
             reporting.append(node)
         if coupled and node in coupled:
-            raise tracker.marks.meetings.refusal(node)
+            raise meetings.refusal(node)
         if added and node not in added:
             for child, _ in node.next_functions:
                 if child in added:  # a sum over several examples was used for more than sums
-                    raise tracker.marks.meetings.refusal(child)
+                    raise meetings.refusal(child)
         if noted and use is None and isinstance(node, BackwardCFunction):
             _check_place(node, noted)
         if renumbered:
@@ -135,23 +136,34 @@ def _walk(
             others.append(leaf)  # not tracked, or not by this context
     tracker.check_known(others)
     for loss in losses:
-        check_sum(tracker.marks, loss)
+        check_sum(marks, loss)
+    _expect(tracker, uses, reports)
+    if hidden:
+        for root in tracker.roots:
+            root.postponed |= root.registered > root.counted
+    return reporting
+
+
+def _expect(tracker: Context, uses: Sequence[Use], reports: Sequence[GraphReport]) -> None:
+    """Say that the backward will reach uses, and graphs that report some; raise where it cannot.
+
+    Args:
+        tracker: the context.
+        uses: those in the losses' graph.
+        reports: of the compiled graphs there.
+    """
     if any([root.places for root in tracker.roots]):
         for use in uses:
             use.check_numbers()
     shared = [root for report in reports for root in report.expect()]
     for use in uses:
         use.expect()
-    if of_graphs:
+    if tracker.reports.of_graphs:
         shared += [root for root in tracker.roots if root.graph is not None and root.counted]
     if shared:
         for root in tracker.roots:
             root.graph = None  # nothing has run: the same context may try again eagerly
         raise shared_in_graphs(shared)
-    if hidden:
-        for root in tracker.roots:
-            root.postponed |= root.registered > root.counted
-    return reporting
 
 
 def _check_place(node: BackwardCFunction, noted: set[int]) -> None:

@@ -281,10 +281,11 @@ class Tracker(Context):
         """Note the example of each loss, if the model reordered the examples."""
         order = self.reports.order = order_of(self.marks, losses)
         self.marks.knows_losses = True
-        added = self.marks.meetings.added
-        met = [node for node in nodes_behind(losses) if node in added] if added else []
-        if met:
-            raise self.marks.meetings.refusal(met[-1])  # the others were computed from it
+        meetings = self.marks.meetings
+        if meetings.added:
+            met = [node for node in nodes_behind(losses) if node in meetings.added]
+            if met:
+                raise meetings.refusal(met[-1])  # the others were computed from it
         if self.settings.consumer is not None and order is not None:
             raise ExampleAxisError(
                 "the losses stand in another order than the batch, "
@@ -368,12 +369,11 @@ class Tracker(Context):
         if not nested:
             check_data(losses)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+        meetings = self.marks.meetings
         for node in nodes:
             # Inside a backward, it starts from what a later part of the model computed from sums.
-            if node in self.marks.meetings.roots_of_sums or (
-                nested and node in self.marks.meetings.added
-            ):
-                raise self.marks.meetings.refusal(node)
+            if node in meetings.roots_of_sums or (nested and node in meetings.added):
+                raise meetings.refusal(node)
         reporting = check_coverage(self, nodes, () if nested else losses)
         self.backward_ran = True
         tasks = self._tasks

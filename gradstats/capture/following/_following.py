@@ -46,6 +46,7 @@ from gradstats.capture.operations._operations import (
 def follow_layout(marks: Marks, call: Call) -> None:
     """Note where the examples lie in the result of an operation on data."""
     func, _, _, data, result = call
+    meetings = marks.meetings
     if marks.packed and result.numel() and not any(item.numel() for item in data):
         marks.mark_constant(result)  # such as the sum over an example that has no rows
         return
@@ -57,10 +58,10 @@ def follow_layout(marks: Marks, call: Call) -> None:
         return
     if isinstance(after, Examples) and not after.fits(result):
         after = None  # for instance where an index takes only some of the rows
-    unclear = not isinstance(after, (Examples, Whole)) or marks.meetings.is_coupled(result)
+    unclear = not isinstance(after, (Examples, Whole)) or meetings.is_coupled(result)
     if unclear and (one := sole_example(marks, data)) is not None:
         # All that is computed from one example's values alone belongs to that example.
-        marks.meetings.coupled.pop(result.grad_fn, None)
+        meetings.coupled.pop(result.grad_fn, None)
         after = one
     blamed = func is not None and (after is None or isinstance(after, (Grid, Widened)))
     at = function_name(func) if blamed else None
@@ -70,7 +71,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
         marks.place(result, after, at)
     if marks.is_marked(result) and result.requires_grad and not isinstance(after, APART):
         _note_sum(marks, call, after)
-    if result.requires_grad and (marks.meetings.coupled or marks.meetings.added):
+    if result.requires_grad and (meetings.coupled or meetings.added):
         _note_added(marks, data, result)
 
 

@@ -213,8 +213,7 @@ def joins_examples(marks: Marks, output: Any) -> bool:
     """Whether derivatives of a tensor may depend on values of several examples."""
     if marks.batch_size == 1 or not marks.is_trained(output):
         return False
-    if marks.meetings.coupled and any(
-        node in marks.meetings.coupled for node in nodes_behind(output)
-    ):
+    coupled = marks.meetings.coupled
+    if coupled and any(node in coupled for node in nodes_behind(output)):
         return True
     return not marks.is_additive(output)
