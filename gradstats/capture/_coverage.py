@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
 
+from gradstats.capture._context import Context
 from gradstats.capture._reports import GraphReport, shared_in_graphs
 from gradstats.capture.following._losses import check_sum
 from gradstats.capture.operations._graph import (
@@ -23,9 +24,6 @@ from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.uses._hooked import KINDS, hooked_on
 from gradstats.capture.uses._uses import Use, given_others
 from gradstats.errors import ExampleAxisError, UnsupportedOperationError
-
-if TYPE_CHECKING:
-    from gradstats.capture._context import Context
 
 
 def check_data(losses: Iterable[Tensor]) -> None:

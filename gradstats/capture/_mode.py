@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from gradstats._compiler import imported_compiler, is_compiling, leave_graph
+from gradstats.capture._context import Context
 from gradstats.capture.following._batch_norm import check_native_statistics, check_statistics
 from gradstats.capture.following._derivatives import (
     backward,
@@ -51,9 +52,6 @@ from gradstats.capture.parameters._refusals import (
 from gradstats.capture.parameters._tensors import TRACKED_TYPES, node_of, run
 from gradstats.capture.parameters._transforms import check_hidden, transform_level
 from gradstats.capture.rules import is_registered
-
-if TYPE_CHECKING:
-    from gradstats.capture._context import Context
 
 # Operand types whose __torch_function__ is PyTorch's or our own.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}

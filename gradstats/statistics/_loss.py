@@ -61,7 +61,9 @@ def order_here(rows: Tensor) -> Tensor | None:
         ExampleAxisError, CoupledExamplesError: where they are not one of each example, or not known
             to be.
     """
-    tracker = innermost_mode().tracker
+    mode = innermost_mode()
+    assert mode is not None
+    tracker = mode.tracker
     if rows.dim() == 0 or len(rows) != tracker.batch_size:
         return None
     with torch._C.DisableTorchFunction():

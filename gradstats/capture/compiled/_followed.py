@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,9 +23,6 @@ from gradstats.capture.operations._nested import operands_of, tensors_in
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._tensors import DerivedTensor, node_of
 from gradstats.capture.parameters._transforms import transform_level
-
-if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
 
 # Kinds of operands of a graph.
 PARAMETER, DATA, CONSTANT = "parameter", "data", "constant"
@@ -110,7 +107,7 @@ class Operand(Root):
 class GraphContext(Context):
     """The context of a graph: the parameters are operands of the graph, and all uses are inside."""
 
-    def __init__(self, tracker: Tracker, names: Sequence[str], leaves, probe):
+    def __init__(self, tracker: Context, names: Sequence[str], leaves, probe):
         """Start following the parameters.
 
         Args:
@@ -183,7 +180,7 @@ class Followed:
         kinds: list[Any],
         places: list[int],
         names: list[str],
-        tracker: Tracker,
+        tracker: Context,
     ):
         """Describe the graph.
 
@@ -197,7 +194,7 @@ class Followed:
             raise NotTracedError("it holds tensors of its own")
         self._run = by_operation(recorded)
         self._kinds, self._places, self._names = kinds, places, names
-        self._tracker: Tracker | None = tracker
+        self._tracker: Context | None = tracker
         self._notes: list[Note | None] = []
         self._taken: Any = None
         self._traced: list[GraphContext] = []
@@ -250,7 +247,7 @@ class Followed:
         self._tracker = None
         self._traced.clear()
 
-    def note(self, tracker: Tracker, results: Sequence[Any]) -> None:
+    def note(self, tracker: Context, results: Sequence[Any]) -> None:
         """Note on the results of one run what was known when the graph was traced."""
         for item, note in zip(results, self._notes, strict=True):
             if note is not None:
@@ -307,8 +304,9 @@ class _Showing(fx.Interpreter):
         result = super().run_node(node)
         mode = innermost_mode()
         # Without a mode where a loader fetches inside the context.
-        followed = mode is not None and node.op not in ("placeholder", "output")
-        if not followed or not (mapped or _is_hidden(node)):
+        if mode is None or node.op in ("placeholder", "output"):
+            return result
+        if not (mapped or _is_hidden(node)):
             return result
         tracker, target = mode.tracker, node.target
         args, kwargs = self.fetch_args_kwargs_from_env(node)

@@ -18,13 +18,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradstats.capture._context import Context
 from gradstats.capture._reports import SHARED_IN_GRAPHS, GraphReport
 from gradstats.capture.compiled._followed import (
     CONSTANT,
@@ -41,9 +42,6 @@ from gradstats.capture.operations._modes import innermost_mode, is_of_context
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
-
-if TYPE_CHECKING:
-    from gradstats.capture._tracker import Tracker
 
 LOG = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ class Graph:
         recorded: fx.GraphModule,
         operands: Sequence[Any],
         backend: Callable[..., Any],
-        tracker: Tracker,
+        tracker: Context,
     ):
         """Have the backend compile the graph.
 
@@ -113,7 +111,7 @@ class Graph:
             LOG.info("a compiled graph runs operation by operation: %s", self.reason)
 
     def _compile(
-        self, operands: Sequence[Any], backend: Callable[..., Any], tracker: Tracker
+        self, operands: Sequence[Any], backend: Callable[..., Any], tracker: Context
     ) -> None:
         # In the model's order, so that reports need not be reordered.
         position = {root: number for number, root in enumerate(tracker.roots)}
@@ -160,7 +158,7 @@ class Graph:
     def _roots_among(self, operands: Sequence[Any]) -> list[Root]:
         return [operands[place]._gradstats for place in self._places]
 
-    def _serves(self, tracker: Tracker, operands: Sequence[Any]) -> bool:
+    def _serves(self, tracker: Context, operands: Sequence[Any]) -> bool:
         """Whether all assumptions made when the graph was traced hold for these operands."""
         if tracker.form != self._form:
             return False
@@ -175,7 +173,7 @@ def _said_by(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def kinds_of(tracker: Tracker, operands: Sequence[Any]) -> list[Any]:
+def kinds_of(tracker: Context, operands: Sequence[Any]) -> list[Any]:
     """Return the kind of each operand of a graph, or raise if it cannot be traced with one.
 
     Returns:
@@ -214,7 +212,7 @@ def check_sizes() -> None:
             raise NotTracedError("its sizes were marked dynamic, but it would serve one batch size")
 
 
-def check_parameter(node, tracker: Tracker) -> None:
+def check_parameter(node, tracker: Context) -> None:
     """Raise if a graph cannot be traced with a tracked operand."""
     if not isinstance(node, Root) or node.tracker is not tracker:
         raise NotTracedError(f"it takes {node.describe()}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from gradstats.capture.operations._modes import ContextMode
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import CoupledExamplesError
 
 
 def check_statistics(
-    mode, input, running_mean, running_var, weight=None, bias=None, training=False, *_, **__
-) -> None:
+    mode: ContextMode, input, running_mean, running_var,
+    weight=None, bias=None, training=False, *_, **__,
+) -> None:  # fmt: skip
     """Check a batch normalisation of data before it runs."""
     if not mode.tracker.marks.is_of_data(input):
         return
@@ -20,7 +22,7 @@ def check_statistics(
 
 
 def check_native_statistics(
-    mode, input, weight, bias, running_mean, running_var, training, *_, **__
+    mode: ContextMode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
     """The same for ``torch.batch_norm``, which all others call."""
     if mode.tracker.marks.is_of_data(input):

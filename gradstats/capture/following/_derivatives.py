@@ -7,7 +7,7 @@ while it handles the call.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradstats.capture.following._results import follow_results
 from gradstats.capture.operations._engine import run_backward
+from gradstats.capture.operations._modes import ContextMode
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._nodes import Root, unique_roots
@@ -24,17 +25,18 @@ from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
+    from gradstats.capture._tracker import Tracker
 
 
 def backward_of_one(
-    mode, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
+    mode: ContextMode, loss, gradient=None, retain_graph=None, create_graph=False, inputs=None
 ) -> None:
     """Run ``loss.backward()``."""
     backward(mode, loss, gradient, retain_graph, create_graph, None, inputs)
 
 
 def backward(
-    mode,
+    mode: ContextMode,
     tensors,
     grad_tensors=None,
     retain_graph=None,
@@ -49,18 +51,18 @@ def backward(
     start = torch.autograd._make_grads(tensors, start, is_grads_batched=False)
     if inputs is not None:
         inputs = _as_tuple(inputs)
-    reporting = mode.tracker.before_backward(tensors, start, create_graph, inputs)
-    chosen = () if inputs is None else (*inputs, *mode.tracker.targets(reporting))
+    tracker = cast("Tracker", mode.tracker)  # a graph's own context runs no backward
+    reporting = tracker.before_backward(tensors, start, create_graph, inputs)
+    chosen = () if inputs is None else (*inputs, *tracker.targets(reporting))
     # Checkpoints compute parts of the forward again in backward, and need the mode on. Under it
     # every public way into the engine would lead back here.
     with mode:
-        spread = mode.tracker.spans_devices
-        run_backward(tensors, start, retain_graph, chosen, in_threads=spread)
-    mode.tracker.after_backward()
+        run_backward(tensors, start, retain_graph, chosen, in_threads=tracker.spans_devices)
+    tracker.after_backward()
 
 
 def gradients(
-    mode,
+    mode: ContextMode,
     outputs,
     inputs,
     grad_outputs=None,
@@ -72,22 +74,21 @@ def gradients(
     materialize_grads=False,
 ) -> tuple[Tensor | None, ...]:
     """Run ``torch.autograd.grad`` inside the context, also for tracked inputs."""
+    tracker = mode.tracker
     outputs, inputs = (_checked(items) for items in (outputs, inputs))
     vectors = () if grad_outputs is None else _as_tuple(grad_outputs)
-    if _is_of_no_example(mode.tracker, outputs, inputs, vectors, create_graph):
+    if _is_of_no_example(tracker, outputs, inputs, vectors, create_graph):
         options = {
             "create_graph": True, "allow_unused": allow_unused,
             "is_grads_batched": is_grads_batched, "materialize_grads": materialize_grads,
         }  # fmt: skip
-        found = derive(
-            mode.tracker, torch.autograd.grad, (outputs, inputs, vectors or None), options
-        )
+        found = derive(tracker, torch.autograd.grad, (outputs, inputs, vectors or None), options)
         for item in found:
             if item is not None and node_of(item) is None:
-                mode.tracker.marks.mark_constant(item)
+                tracker.marks.mark_constant(item)
         return found
     tracked = any(node_of(item) is not None for item in inputs)
-    _check_inputs(mode.tracker, inputs, create_graph)
+    _check_inputs(tracker, inputs, create_graph)
     if tracked:
         allow_unused = allow_unused or materialize_grads
     find: Any = partial(
@@ -109,11 +110,11 @@ def gradients(
         found = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
     if transform_level() is None:
         told = {"grad_outputs": grad_outputs, "is_grads_batched": is_grads_batched}
-        follow_results(mode.tracker, torch.autograd.grad, (outputs, inputs), told, (*found,))
+        follow_results(tracker, torch.autograd.grad, (outputs, inputs), told, (*found,))
     return (*found,)
 
 
-def refuse_forward_mode(mode, *args, **kwargs) -> None:
+def refuse_forward_mode(mode: ContextMode, *args, **kwargs) -> None:
     """Raise for dual numbers: the graph does not show what their tangents depend on."""
     if transform_level() is not None:
         return  # torch.func.jvp makes them, and is refused where it meets a parameter

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from gradstats.capture.operations._modes import ContextMode
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of
@@ -15,7 +16,7 @@ from gradstats.capture.parameters._tensors import first_node, node_of
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
 
-def check_flex_attention(mode, *args, **kwargs) -> None:
+def check_flex_attention(mode: ContextMode, *args, **kwargs) -> None:
     """Refuse parameters in a modification of scores or a mask, which PyTorch does not show."""
     tracked = [item for item in taken_beside(*args, **kwargs) if node_of(item) is not None]
     if tracked:

@@ -45,7 +45,7 @@ def modes_here() -> list[ContextMode]:
     return [mode for mode in modes if not is_closed(mode)]
 
 
-def innermost_mode() -> Any:
+def innermost_mode() -> ContextMode | None:
     """Return the mode of the innermost context that is not fetching data; None without one."""
     return next((mode for mode in reversed(modes_here()) if not mode.tracker.fetching), None)
 

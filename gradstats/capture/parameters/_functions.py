@@ -11,7 +11,7 @@ autograd graph shows it as a use that was not seen (see ``_coverage``).
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -32,9 +32,6 @@ from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._tensors import nodes_of
 from gradstats.errors import UnsupportedOperationError
-
-if TYPE_CHECKING:
-    from gradstats.capture._context import Context
 
 # The class whose ``apply`` every ``Function.apply`` calls, even one kept from before any context.
 SHARED_APPLY = torch.autograd.function._SingleLevelFunction
@@ -96,7 +93,7 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     mode = innermost_mode()
     if mode is None:
         return inner(*args, **kwargs)
-    tracker: Context = mode.tracker
+    tracker = mode.tracker
     operands = operands_of(args, kwargs)
     nodes = nodes_of(operands)
     tracked = nodes and torch.is_grad_enabled() and not nodes[0].tracker.closed
