@@ -16,6 +16,7 @@ from gradstats.capture._mode import FollowingMode
 from gradstats.capture._reports import Reports
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._notes import Note, is_unusual, note_as, note_of
 from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.operations._names import function_name
@@ -247,13 +248,13 @@ class Followed:
         self._tracker = None
         self._traced.clear()
 
-    def note(self, tracker: Context, results: Sequence[Any]) -> None:
+    def note(self, marks: Marks, results: Sequence[Any]) -> None:
         """Note on the results of one run what was known when the graph was traced."""
         for item, note in zip(results, self._notes, strict=True):
             if note is not None:
-                note_as(tracker.marks, item, note)
+                note_as(marks, item, note)
         if self._taken is not None:
-            tracker.marks.taken = self._taken
+            marks.taken = self._taken
 
 
 def is_hidden(recorded: fx.GraphModule) -> bool:

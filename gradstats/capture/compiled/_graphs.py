@@ -142,7 +142,7 @@ class Graph:
             except NotTracedError as error:
                 self.reason = str(error)  # the backend calls what it was given, untraced
             else:
-                self._followed.note(mode.tracker, results)
+                self._followed.note(mode.tracker.marks, results)
                 return results
         try:
             # Modes and subclasses are off while a graph runs.

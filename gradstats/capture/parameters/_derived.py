@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture.following._marks import CONSTANTS
+from gradstats.capture.following._marks import CONSTANTS, Marks
 from gradstats.capture.operations._names import function_class_of
 from gradstats.capture.operations._nested import operands_of, rebuild, tensors_in
 from gradstats.capture.operations._operations import MOVES_IN_PLACE, is_about_object
@@ -126,7 +126,7 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
     own = node_of(target)
     if func is Tensor.__setitem__ and _is_part(node_of(args[2]), own, args[1]):
         return None  # the last step of x[i] += w, which writes back what was changed in place
-    if own is None and (whole := _free_base(tracker, target)) is not None:
+    if own is None and (whole := _free_base(tracker.marks, target)) is not None:
         view = (target.shape, target.stride(), target.storage_offset())
 
         @wraps(func)
@@ -205,7 +205,7 @@ def _is_part(value: Node | None, whole: Node | None, index) -> bool:
     return same and bool(part.storage_offset() == again.storage_offset())
 
 
-def _free_base(tracker: Context, constant: Tensor) -> Tensor | None:
+def _free_base(marks: Marks, constant: Tensor) -> Tensor | None:
     """Return the base of a constant, or itself, if that may represent a derived node.
 
     It may if it was made in this forward. Tensors that the model keeps may not: they outlive the
@@ -213,12 +213,7 @@ def _free_base(tracker: Context, constant: Tensor) -> Tensor | None:
     """
     base = constant if constant._base is None else constant._base
     plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
-    if (
-        not plain
-        or base.requires_grad
-        or tracker.marks.is_data(base)
-        or tracker.marks.is_kept(base)
-    ):
+    if not plain or base.requires_grad or marks.is_data(base) or marks.is_kept(base):
         return None
     dense = base.storage_offset() == 0 and same_form(torch.empty_like(base), base)
     return base if dense else None

@@ -4,7 +4,7 @@ PyTorch shows calls of a ``torch.autograd.Function`` neither to modes nor to ten
 the first context on, every ``apply`` passes through here. A Function of parameters, tensors derived
 from them and constants is an operation like any other, with a derived result, through which factors
 are pulled back by the Function's own backward (see ``_replay``). A Function of data is assumed to
-leave the examples where they are (see ``Data.run_function``); if it takes parameters as well, the
+leave the examples where they are (see ``_returned``); if it takes parameters as well, the
 autograd graph shows it as a use that was not seen (see ``_coverage``).
 """
 

@@ -24,6 +24,7 @@ from torch._functorch import vmap as functorch
 from torch.utils import _pytree as pytree
 
 from gradstats.capture.following._examples import Examples
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._memory import unwrapped
 from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.operations._names import function_name
@@ -118,7 +119,7 @@ def _run(tracker: Context, call: Vmap):
     )
     mapped = list(zip(operands, dims, strict=True))
     slicewise, call = call.function, call._replace(function=_noted(tracker, call.function))
-    layouts = _mapped_along(tracker, mapped)
+    layouts = _mapped_along(tracker.marks, mapped)
     if layouts is not None:
         tracker.maps_examples, tracker.maps_data = bool(layouts), False
         try:
@@ -172,11 +173,11 @@ def _noted(tracker: Context, function: Callable[..., Any]) -> Callable[..., Any]
     return noted
 
 
-def _mapped_along(tracker: Context, mapped: list[tuple[Any, int | None]]) -> list[Examples] | None:
+def _mapped_along(marks: Marks, mapped: list[tuple[Any, int | None]]) -> list[Examples] | None:
     """Return the layouts of the data among operands that are mapped over nothing but examples.
 
     Args:
-        tracker: the context.
+        marks: what is noted about tensors.
         mapped: the operands, each with the axis along which it is mapped.
 
     Returns:
@@ -185,9 +186,9 @@ def _mapped_along(tracker: Context, mapped: list[tuple[Any, int | None]]) -> lis
     """
     if any(node_of(item) is not None for item, _ in mapped):
         return None
-    data = [(item, dim) for item, dim in mapped if tracker.marks.is_of_data(item)]
-    layouts = [tracker.marks.layout_of(item) for item, _ in data]
-    if not any(layouts) and not any(i.requires_grad or tracker.marks.is_marked(i) for i, _ in data):
+    data = [(item, dim) for item, dim in mapped if marks.is_of_data(item)]
+    layouts = [marks.layout_of(item) for item, _ in data]
+    if not any(layouts) and not any(i.requires_grad or marks.is_marked(i) for i, _ in data):
         return []
     found: list[Examples] = []
     for layout, (_, dim) in zip(layouts, data, strict=True):

@@ -15,6 +15,7 @@ from gradstats.capture.following._examples import (
     Examples,
     same_rows,
 )
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of
@@ -95,7 +96,7 @@ def locate(
             node.names,
         )
     if layout is None or not (layout.plain or folds):
-        raise _refusal(tracker, func, node, data, tracker.batch_dim if axis is None else axis)
+        raise _refusal(tracker.marks, func, node, data, tracker.batch_dim if axis is None else axis)
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} reduces over the last {trailing} axes of "
@@ -107,16 +108,16 @@ def locate(
     return layout
 
 
-def _refusal(tracker: Context, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
+def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
     """Return the error about data whose rows cannot be told apart by example."""
-    got, expected = f"data of shape {tuple(data.shape)}", tracker.marks.expected_along(axis)
-    lost, met = tracker.marks.lost_at(data), tracker.marks.meetings.behind(data)
+    got, expected = f"data of shape {tuple(data.shape)}", marks.expected_along(axis)
+    lost, met = marks.lost_at(data), marks.meetings.behind(data)
     why = []
     if met is not None:
-        why.append(f"Before it {met.name()} {tracker.marks.meetings.how_met(met)}.")
+        why.append(f"Before it {met.name()} {marks.meetings.how_met(met)}.")
     if lost is not None:
         why.append(f"Which row is whose was lost at {lost}, or rows of several meet there.")
-    if not why and tracker.marks.owned(data) is MIXED:
+    if not why and marks.owned(data) is MIXED:
         why.append("It was computed from all examples together, by a sum or a mean for instance.")
     if why:
         got, expected = f"{got}. {' '.join(why)}", f"rows of one example each, {expected}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._examples import Examples, Whole
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._writes import WRITES, Write
 from gradstats.capture.following._written import agreed, candidates
 from gradstats.capture.operations._nested import operands_of
@@ -59,7 +60,7 @@ def _whole_of(node: Node) -> Tensor | None:
 def _become_data(tracker: Context, func, target: Tensor, write: Write) -> Examples:
     """Have a derived tensor hold what each example sees of it; return where the examples lie."""
     node = first_node(target)
-    layout = _layout_after(tracker, target, write)
+    layout = _layout_after(tracker.marks, target, write)
     # In a trace no tensor can take the place of another: the graph runs operation by operation.
     if layout is None or not isinstance(node, Derived) or is_compiling() or not node.is_alone():
         refuse_change(func, node)
@@ -82,17 +83,17 @@ def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
         raise refusal(func, node, reason, "Write it out of place.") from error
 
 
-def _layout_after(tracker: Context, target: Tensor, write: Write) -> Examples | None:
+def _layout_after(marks: Marks, target: Tensor, write: Write) -> Examples | None:
     """Return where examples lie in a tensor that holds nothing of any, once data are written."""
-    values = tracker.marks.data_among(write.values if write.index is None else [write.index])
-    layouts = [tracker.marks.owned(item) for item in values]
+    values = marks.data_among(write.values if write.index is None else [write.index])
+    layouts = [marks.owned(item) for item in values]
     known = [each for each in layouts if isinstance(each, (Examples, Whole))]
     if not known or len(known) < len(values):
         return None
     possible = [
         layout
-        for layout in candidates(tracker.marks, target, known[0])
+        for layout in candidates(marks, target, known[0])
         if ExampleLayout(target.dim(), layout).serves(target.shape)
     ]
     owned = list(zip(values, known, strict=True))
-    return agreed(tracker.marks, write, target, possible, owned)[0]
+    return agreed(marks, write, target, possible, owned)[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstats._complex import as_real
+from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import flatten, operands_of, rebuild, tensors_in
 from gradstats.capture.parameters._derivation import Derived, reached
@@ -50,14 +51,14 @@ class Grafted:
         def seen(item):
             node = node_of(item)
             if node is None:
-                return _beside(tracker, item)
+                return _beside(tracker.marks, item)
             if id(item) not in stand_ins:
                 stand_ins[id(item)] = _without_gradient(node)
             return stand_ins[id(item)]
 
         operands = operands_of(args, kwargs)
         stand_ins: dict[int, Tensor] = {}
-        shown = _readable(tracker, operands)
+        shown = _readable(tracker.marks, operands)
         before = [item._version for item in shown]
         result = func(*rebuild(args, own), **rebuild(kwargs, own))
         node = first_node(*operands)
@@ -93,7 +94,7 @@ class Grafted:
         """Note where the examples lie in the operation's results, where it takes data alone."""
 
         def seen(item):
-            return _beside(tracker, item)
+            return _beside(tracker.marks, item)
 
         with torch._C._EnableTorchFunction(), tracker.watching():
             shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
@@ -141,14 +142,10 @@ class Grafted:
         )
 
 
-def _readable(tracker: Context, operands: Sequence[Tensor]) -> list[Tensor]:
+def _readable(marks: Marks, operands: Sequence[Tensor]) -> list[Tensor]:
     """Return the operands whose values a decomposition may read, without blank ones."""
     plain = [item for item in operands if node_of(item) is None and not item.is_inference()]
-    data = [
-        item
-        for item in plain
-        if tracker.marks.is_data(item) and not tracker.marks.values.was_blank(item)
-    ]
+    data = [item for item in plain if marks.is_data(item) and not marks.values.was_blank(item)]
     return [node.value for node in nodes_of(operands)] + data
 
 
@@ -206,13 +203,13 @@ class Blocked(torch.autograd.Function):
         return None
 
 
-def _beside(tracker: Context, item):
+def _beside(marks: Marks, item):
     """Return an operand for the decomposition, with its layout, that passes no gradient back."""
     if not isinstance(item, Tensor):
         return item
     # It still has to require grad: examples of trained operands must not meet in the decomposition.
     shown = Blocked.apply(item) if item.requires_grad else item.detach()
-    tracker.marks.place_like(shown, item)
+    marks.place_like(shown, item)
     return shown
 
 
