@@ -108,7 +108,8 @@ class FollowingMode(ContextMode):
 
     def handle(self, func, types, args, kwargs):
         """Run one operation of the user's code."""
-        if self.tracker.closed or self.tracker.fetching:
+        tracker = self.tracker
+        if tracker.closed or tracker.fetching:
             # Another thread closed the context, or a loader is making data.
             return func(*args, **kwargs)
         if type(func) in OPERATORS and torch.is_grad_enabled() and not is_registered(func):
@@ -119,8 +120,8 @@ class FollowingMode(ContextMode):
                 return func(*args, **kwargs)
             if func in INSTEAD:
                 return INSTEAD[func](self, *args, **kwargs)
-            if func in OPENS and OPENS[func](self.tracker.marks, *args, **kwargs):
-                if not self.tracker.registered(func):
+            if func in OPENS and OPENS[func](tracker.marks, *args, **kwargs):
+                if not tracker.registered(func):
                     with self:
                         return opened(func)(*args, **kwargs)
             if func in CHECKS:
@@ -128,7 +129,7 @@ class FollowingMode(ContextMode):
         if tracked and ORDINARY_TYPES.issuperset(types):
             # The call would end here as well; this saves parsing its arguments once more.
             result = run(func, args, kwargs)
-            followed, self.tracker.followed = self.tracker.followed, None
+            followed, tracker.followed = tracker.followed, None
             if followed is not None and followed is result:
                 return result
         else:
@@ -138,12 +139,12 @@ class FollowingMode(ContextMode):
         if isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func):
             if func in FINDS:
                 return result
-            if self.tracker.functions.seen is not None:
-                self.tracker.functions.note_seen(result)
+            if tracker.functions.seen is not None:
+                tracker.functions.note_seen(result)
             if transform_level() is not None:
-                check_hidden(self.tracker, func, args, kwargs, result)
+                check_hidden(tracker, func, args, kwargs, result)
             else:
-                follow_repeated(self.tracker, func, args, kwargs, result)
+                follow_repeated(tracker, func, args, kwargs, result)
                 if func in NORMALISATIONS and node_of(result) is None:
                     settle_format(func, args, kwargs, result)
         return result

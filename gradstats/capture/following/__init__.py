@@ -1,9 +1,9 @@
 """Untracked tensors: which are constant, and where the examples lie in the others, data.
 
 _examples    layouts: which example each row of a tensor belongs to
-_marks       what a context notes about tensors, which all functions below read and write;
-_values      properties of values until they change;
-_meetings    operations in which trained values of different examples met
+_marks       what a context notes about tensors, which all functions below read and write; of it
+             _values properties of values until they change, _meetings operations in which trained
+             values of different examples met
 _notes       what is known about a tensor, noted on another computed in the same way
 _taken       which tensors count as data, though they may be constants
 _results     which results of an operation are constant, which are data

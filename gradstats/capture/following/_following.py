@@ -35,12 +35,7 @@ from gradstats.capture.following._separable import LOSSES, is_root, is_square, i
 from gradstats.capture.following._sinks import after_sinks, meets_sinks
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._operations import (
-    ELEMENT_LOSSES,
-    JOINS,
-    PAD_SEQUENCE,
-    PRODUCTS,
-)
+from gradstats.capture.operations._operations import ELEMENT_LOSSES, JOINS, PAD_SEQUENCE, PRODUCTS
 
 
 def follow_layout(marks: Marks, call: Call) -> None:

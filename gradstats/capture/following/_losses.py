@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradstats.capture.following._examples import (
-    IF_A_CONSTANT,
-    MIXED,
-    Examples,
-    Whole,
-)
+from gradstats.capture.following._examples import IF_A_CONSTANT, MIXED, Examples, Whole
 from gradstats.capture.following._marks import Marks
 from gradstats.errors import CoupledExamplesError, ExampleAxisError
 

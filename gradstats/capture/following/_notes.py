@@ -9,7 +9,6 @@ from torch import Tensor
 from gradstats.capture.following._examples import Examples, Grid, Mixed, Whole, Widened
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._taken import is_given
-from gradstats.capture.following._values import NOTHING
 
 
 class Note(NamedTuple):
@@ -35,7 +34,7 @@ def is_unusual(marks: Marks, tensor: Tensor) -> bool:
 def note_of(marks: Marks, tensor: Tensor) -> Note | None:
     """Return what is known about a tensor; None if it holds for this tensor only."""
     if not marks.is_data(tensor):
-        return Note(True, None, NOTHING)
+        return Note(True, None, {})
     if marks.values.filling_of(tensor) is not None or is_given(marks, tensor):
         return None
     mark = marks.mark_of(tensor)

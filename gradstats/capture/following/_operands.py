@@ -16,12 +16,7 @@ from gradstats.capture.following._examples import (
     sole_of,
 )
 from gradstats.capture.following._indexing import looked_up
-from gradstats.capture.following._layout import (
-    FOLLOWED,
-    SHARED,
-    follow,
-    is_shared,
-)
+from gradstats.capture.following._layout import FOLLOWED, SHARED, follow, is_shared
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.operations._call import Call

@@ -51,7 +51,7 @@ REPEATABLE = FOLLOWED.difference(
 )  # fmt: skip
 
 # Types of arguments that can be compared by value.
-VALUES = frozenset(
+COMPARABLE = frozenset(
     {int, bool, str, type(None), type(...), torch.Size, torch.dtype, torch.device, torch.layout,
      torch.memory_format}
 )  # fmt: skip
@@ -112,7 +112,7 @@ def likeness(
                         return None
                 key += (note, item.shape, item.stride(), item.requires_grad)
                 operands.append(item)
-            elif kind in VALUES:
+            elif kind in COMPARABLE:
                 key += (kind, item)
             elif not _add_argument(marks, item, key, operands):
                 return None
@@ -148,7 +148,7 @@ def _add_argument(marks: Marks, item: Any, key: list[Any], operands: list[Tensor
             return False
         key += (note, item.shape, item.stride(), item.requires_grad)
         operands.append(item)
-    elif kind in VALUES:
+    elif kind in COMPARABLE:
         key += (kind, item)
     elif kind is tuple or kind is list:
         key += (kind, len(item))

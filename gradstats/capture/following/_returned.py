@@ -9,13 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from gradstats.capture.following._examples import (
-    APART,
-    MIXED,
-    Examples,
-    Whole,
-    same_layout,
-)
+from gradstats.capture.following._examples import APART, MIXED, Examples, Whole, same_layout
 from gradstats.capture.following._following import note_lost, spans_examples
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import EXCHANGED
@@ -108,7 +102,7 @@ def _check_inside(
         inside: names of the parameters that it uses.
     """
     for item in tensors:
-        ordinary = marks.by_contract(item) is not None
+        ordinary = marks.has_example_axis(item)
         if marks.is_data(item):
             plain = not marks.is_marked(item) and (ordinary or not item.requires_grad)
         else:

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture.following._apart import weights_keep_apart
-from gradstats.capture.following._examples import (
-    MIXED,
-    Examples,
-    Mixed,
-    Scores,
-    Whole,
-    same_layout,
-)
+from gradstats.capture.following._examples import MIXED, Examples, Mixed, Scores, Whole, same_layout
 from gradstats.capture.following._filled import Filling, Piece
 from gradstats.capture.following._following import follow_layout
 from gradstats.capture.following._layout import FOLLOWED
@@ -147,7 +140,7 @@ def _note_supposed(marks: Marks, change: Change, found: Examples, owned: Owned) 
     They may lie as in any tensor with as many rows, unless these are all the packed rows.
     """
     write, target = change.write, change.target
-    if marks.supposed or marks.by_contract(target) is not None:
+    if marks.supposed or marks.has_example_axis(target):
         return
     sizes = enumerate(target.shape)
     alike = (own.along(axis) for axis, rows in sizes for own in marks.known_of(rows))
