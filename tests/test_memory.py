@@ -663,6 +663,17 @@ def test_a_closed_context_is_freed_at_once():
         gc.enable()
 
 
+def test_a_closed_context_lets_go_of_the_graph():
+    """Even while the caller keeps it for its statistics: nodes keep activations."""
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with gs.track(model, batch_size=5, loss_reduction="sum") as tracker:
+        root = model(x).norm()
+        meetings = tracker._tracker.marks.meetings
+        assert root.grad_fn in meetings.roots_of_sums
+        root.square().backward()
+    assert not (meetings.roots_of_sums or meetings.coupled or meetings.added)
+
+
 LONG_GRAPHS = """
 import gc, torch, gradstats as gs
 from gradstats.capture.operations import _graph

@@ -189,7 +189,7 @@ def note_crossed(marks: Marks, data: list[Tensor], dims: int, result: Tensor) ->
     """Note if inputs keep the batch's own axis of what is broadcast, and trained values another.
 
     Args:
-        marks: the context's.
+        marks: what is noted about tensors.
         data: operands that are broadcast against each other.
         dims: how many axes they are broadcast to.
         result: of the operation, which may have reduced what it computed element by element.
