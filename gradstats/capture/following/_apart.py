@@ -47,7 +47,7 @@ ADDS_UP = SUMS | frozenset(variants("mean"))
 # A mask of this or less, added to a score, leaves no weight.
 FORBIDS = -1e4
 
-# By how much trained values are changed to see whether they count.
+# By how much trained values are changed to see whether they count; later ones by powers of it.
 MOVED_BY = 0.7390851
 
 
@@ -252,21 +252,36 @@ def are_fixed(marks: Marks, call: Call, after: Scores | Widened) -> bool:
         call: an operation on them, element by element.
         after: the layout of its result.
     """
-    moved = {}
-    for item in operands_of(call.args, call.kwargs):
-        own = marks.placed(item) if marks.is_of_data(item) else None
-        if item.requires_grad and not (isinstance(own, (Scores, Widened)) and own.fixed):
-            moved[id(item)] = item.detach() + MOVED_BY
-    if not moved:
+    trained = {
+        id(item): item.detach()
+        for item in operands_of(call.args, call.kwargs)
+        if item.requires_grad and not _is_fixed(marks, item)
+    }
+    if not trained:
         return True
     if call.func not in BROADCASTS or "out" in call.kwargs:
         return False
-    with torch.no_grad():
-        again = call.func(
-            *(moved.get(id(item), item) for item in call.args),
-            **{name: moved.get(id(item), item) for name, item in call.kwargs.items()},
-        )
-    return weights_keep_apart(after.scores_in(again.ne(call.result.detach())), *after.sides)
+    # Upwards and downwards, as one of them may not count; each by another amount, which is no
+    # simple multiple of the others': what is moved alike may cancel.
+    for sign in (1, -1):
+        moved = {
+            key: item + sign * MOVED_BY**place
+            for place, (key, item) in enumerate(trained.items(), start=1)
+        }
+        with torch.no_grad():
+            again = call.func(
+                *(moved.get(id(item), item) for item in call.args),
+                **{name: moved.get(id(item), item) for name, item in call.kwargs.items()},
+            )
+        if not weights_keep_apart(after.scores_in(again.ne(call.result.detach())), *after.sides):
+            return False
+    return True
+
+
+def _is_fixed(marks: Marks, item: Tensor) -> bool:
+    """Whether an operand has scores, of which those between different examples are fixed."""
+    own = marks.placed(item) if marks.is_of_data(item) else None
+    return isinstance(own, (Scores, Widened)) and own.fixed
 
 
 def sums_own(func, item: Tensor, own: Scores) -> bool:
