@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import gradstats as gs
 from tests.oracle import assert_sqnorms, oracle_sqnorms
@@ -89,6 +90,14 @@ APART = {
     "normalised": lambda q, k, v, s: (
         (masked(q, k) - torch.cat([masked(q, k), of_rows(s)], -1).logsumexp(-1, True)).exp() @ v
     ),
+    "joined in two steps": lambda q, k, v, s: (
+        torch.cat(
+            [torch.ones(ROWS, 1).to(v), torch.cat([masked(q, k), v[:, :1]], -1), q[:, :1]], -1
+        ).softmax(-1)[:, 1:-2] @ v * s.sum()
+    ),
+    "behind nothing": lambda q, k, v, s: (
+        torch.cat([torch.tensor([]).to(v), masked(q, k), of_rows(s)], -1).softmax(-1)[:, :-2] @ v
+    ),
     "the weight of the sinks": lambda q, k, v, s: (
         torch.cat([masked(q, k), of_rows(s)], -1).softmax(-1)[:, -2:].sum(1, keepdim=True) * v
     ),
@@ -156,6 +165,19 @@ MEET = {
     "added to others": lambda q, k, v, s: (
         (torch.cat([masked(q, k), of_rows(s)], -1) + torch.cat([of_rows(s), q @ k.T], -1))
         .softmax(-1)[:, :-2] @ v
+    ),
+    "stacked": lambda q, k, v, s: (
+        torch.stack([torch.cat([masked(q, k), of_rows(s)], -1)] * 2)[1].softmax(-1)[:, :-2] @ v
+    ),
+    "in an einsum": lambda q, k, v, s: torch.einsum(
+        "qk,kd->qd", torch.cat([q @ k.T, q[:, :2]], -1), functional.pad(v, (0, 0, 0, 2))
+    ) * s.sum(),
+    "joined below each other": lambda q, k, v, s: (
+        torch.cat([torch.cat([masked(q, k), of_rows(s)], -1), torch.ones(1, ROWS + 2).to(v)])[:-1]
+        .softmax(-1)[:, :-2] @ v
+    ),
+    "joined to the same": lambda q, k, v, s: (
+        torch.cat([torch.cat([masked(q, k), of_rows(s)], -1)] * 2, -1).softmax(-1)[:, :ROWS] @ v
     ),
     "times a column": lambda q, k, v, s: (
         torch.cat([q @ k.T, of_rows(s)], -1) @ torch.ones(ROWS + 2, 1).to(v) * v

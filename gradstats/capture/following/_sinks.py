@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from gradstats.capture.following._apart import (
     EXPONENTIATED,
@@ -48,7 +49,7 @@ def after_sinks(marks: Marks, call: Call) -> Examples | Widened | None:
     if func in POINTWISE or func in BROADCASTS:
         return _element_by_element(marks, call)
     item = call.argument(0, "input")
-    own = marks.placed(item)
+    own = marks.placed(item) if isinstance(item, Tensor) else None
     trained = [each for each in call.data if each.requires_grad]
     over = call.argument(1, "dim")
     if not isinstance(own, Widened) or len(trained) > 1 or not isinstance(over, int):
@@ -69,12 +70,17 @@ def _widened(marks: Marks, call: Call) -> Widened | None:
     tensors = call.argument(0, "tensors")
     placed = [marks.placed(item) if marks.is_of_data(item) else None for item in tensors]
     pairs = list(zip(tensors, placed, strict=True))
-    at, scores = next(
+    wide = [
         (place, own)
         for place, (item, own) in enumerate(pairs)
-        if isinstance(own, Scores) and item.requires_grad
-    )
+        if isinstance(own, (Scores, Widened)) and item.requires_grad
+    ]
+    if len(wide) != 1:
+        return None
+    ((at, scores),) = wide
     rows, columns = scores.sides
+    if call.argument(1, "dim", 0) % call.result.dim() != columns.axis:
+        return None
     for item, own in pairs[:at] + pairs[at + 1 :]:
         # A constant, or what a parameter's rule has put beside the rows, has none.
         known = own is None and not marks.is_trained(item)
@@ -82,7 +88,11 @@ def _widened(marks: Marks, call: Call) -> Widened | None:
             known or (type(own) is Examples and own.axis == rows.axis and same_rows(own, rows))
         ):
             return None
-    return Widened(scores, sum(item.shape[columns.axis] for item in tensors[:at]))
+    # A tensor of shape (0,) joins any others.
+    front = sum(item.shape[columns.axis] for item in tensors[:at] if item.numel())
+    if isinstance(scores, Widened):
+        return replace(scores, start=scores.start + front)
+    return Widened(scores, front)
 
 
 def _element_by_element(marks: Marks, call: Call) -> Widened | None:
