@@ -674,6 +674,23 @@ def test_a_closed_context_lets_go_of_the_graph():
     assert not (meetings.roots_of_sums or meetings.coupled or meetings.added)
 
 
+def test_of_a_loss_that_verify_finds_coupled_nothing_is_kept():
+    model, x, kept = nn.Linear(4, 3), torch.randn(5, 4), []
+
+    def losses(model, x):
+        result = (model(x) @ model(x).T).sum(1)
+        kept.append(weakref.ref(result))
+        return result
+
+    gc.collect()
+    gc.disable()
+    try:
+        gs.verify(model, x, losses)
+        assert all(reference() is None for reference in kept)
+    finally:
+        gc.enable()
+
+
 LONG_GRAPHS = """
 import gc, torch, gradstats as gs
 from gradstats.capture.operations import _graph

@@ -75,7 +75,10 @@ class Survey(Tracker):
     def _note(self, error: GradStatsError) -> None:
         """Keep the reason for the parameters that an error names; raise any other error."""
         if not error.parameters:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # whose traceback has this frame: the forward would outlive the call
         for name in error.parameters:
             self.refused.setdefault(name, str(error))
 
