@@ -385,6 +385,7 @@ ZERO_AT_FIRST = {
         (v @ k.T).masked_fill(OTHERS, 0).add_(q[:, :1]).sum(0)[:, None] * v
     ),
     "differences": lambda q, k, v: (q[:, :1] - q[:, 0]) @ v,
+    "multiples": lambda q, k, v: torch.sub(q[:, :1], q[:, 0], alpha=0.5) @ v,
     "angles": lambda q, k, v: torch.atan2(q[:, :1] - q[:, 0], torch.ones(ROWS, ROWS).to(v)) @ v,
     "clamped": lambda q, k, v: (q @ k.T).clamp(max=0) @ v,
     "the smaller": lambda q, k, v: (q @ k.T).minimum(torch.zeros(ROWS, ROWS).to(v)) @ v,

@@ -67,9 +67,9 @@ def dispatch(
             refuse(
                 func,
                 nodes[0],
-                "inside an operator such as torch's scan or while_loop, where no gradients are "
-                "recorded, has no rule",
-                "Write the loop in Python.",
+                "inside an operator (torch's scan or while_loop, or a custom one), where no "
+                "gradients are recorded, has no rule",
+                "Write the loop in Python; give a custom operator a detached copy.",
             )
         if func in READS_ONLY_FIRST:
             if node_of(args[0]) is None:
