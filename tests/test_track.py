@@ -880,3 +880,12 @@ def test_loops_of_torchs_where_no_gradients_are_recorded():
     losses(model, x)  # outside of contexts the compiler runs it
     with pytest.raises(gs.UnsupportedOperationError, match="gradients are recorded"):
         gs.per_example_norms(model, x, losses)
+
+    def scaled(model, x):
+        def step(i, h):
+            return i + 1, h * model.bias.detach()
+
+        return (while_loop(lambda i, h: i < 2, step, (torch.tensor(0), x))[1] * model(x)).sum(1)
+
+    scaled(model, x)
+    assert_sqnorms(gs.per_example_norms(model, x, scaled), oracle_sqnorms(model, x, scaled), 1e-9)

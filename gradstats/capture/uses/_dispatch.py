@@ -27,6 +27,7 @@ from gradstats.capture.operations._operations import (
     READS_ONLY_FIRST,
     changed_by,
     reads_property,
+    variants,
 )
 from gradstats.capture.parameters._derived import change, change_any, derive, note_alias
 from gradstats.capture.parameters._nodes import Node, unique_roots
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+DETACHES = frozenset(variants("detach"))
 
 # Operations of sparse data and a parameter whose results are dense.
 OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS.keys() | {torch.nn.functional.linear}
@@ -62,7 +64,7 @@ def dispatch(
                 tracker.functions.note_inside(operands)
             return note_alias(func(*args, **kwargs), args, kwargs)
         nodes, data, is_complex, is_sparse = _found_among(tracker, func, operands)
-        if torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD):
+        if func not in DETACHES and torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD):
             # A loop of torch's runs in this way where it is not compiled.
             refuse(
                 func,
