@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,9 @@ ADDS_UP = SUMS | frozenset(variants("mean"))
 
 # A mask of this or less, added to a score, leaves no weight.
 FORBIDS = -1e4
+
+# The layout of scores, alone or with further columns.
+OfScores = TypeVar("OfScores", Scores, Widened)
 
 # By how much trained values are changed to see whether they count; later ones by powers of it.
 MOVED_BY = 0.7390851
@@ -188,19 +192,31 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     if not isinstance(over, int) or func not in OVER_AXES:
         return None
     over %= item.dim()
-    axes = [side.axis for side in own.sides]
-    if over not in axes:
+    if over not in [side.axis for side in own.sides]:
         return _followed(call, item, own) if func in ADDS_UP else None
-    kept = follow(call, item, own.sides[1 - axes.index(over)])
-    weights = counting(call, item, own, over)
-    if weights is None or not weights_keep_apart(weights, *own.sides):
+    return along(call, item, own, over)
+
+
+def along(call: Call, item: Tensor, own: OfScores, over: int) -> Examples | OfScores | None:
+    """Return the layout of a result over one axis of scores; None if others' count in it.
+
+    Args:
+        call: the operation.
+        item: its operand.
+        own: the layout of that.
+        over: the axis, that of the rows or of the columns.
+    """
+    weights = _counting(call, item, own, over)
+    if weights is None or not weights_keep_apart(own.scores_in(weights), *own.sides):
         return None
-    if func in EXPONENTIATED and func not in REDUCES:
+    if call.func in EXPONENTIATED and call.func not in REDUCES:
         return own  # log-probabilities of masked scores may be used
+    rows, columns = own.sides
+    kept = follow(call, item, columns if over == rows.axis else rows)
     return kept if isinstance(kept, Examples) else None
 
 
-def counting(call: Call, item: Tensor, own: Scores | Widened, over: int) -> Tensor | None:
+def _counting(call: Call, item: Tensor, own: Scores | Widened, over: int) -> Tensor | None:
     """Return values that are zero where scores do not count in a result over one of their axes.
 
     Args:

@@ -26,7 +26,6 @@ from gradstats.capture.following._operands import (
     Unchanged,
     agree,
     by_first,
-    note_crossed,
     sole_example,
     whole_of,
 )
@@ -165,8 +164,19 @@ def _is_joined(marks: Marks, call: Call) -> bool:
     if not all(isinstance(marks.owned(tensor), Examples) for tensor in trained):
         return False
     if call.func in ELEMENT_LOSSES:
-        note_crossed(marks, call.data, max(map(Tensor.dim, call.data)), call.result)
+        _note_crossed(marks, call)
     return agree(marks, call) or marks.meetings.is_coupled(call.result)
+
+
+def _note_crossed(marks: Marks, call: Call) -> None:
+    """Note if a loss function, which reduces what it broadcasts, has inputs along another axis."""
+    dims = max(map(Tensor.dim, call.data))
+    known = [(item, marks.layout_of(item)) for item in call.data]
+    aligned = [(item, own.behind(dims - item.dim())) for item, own in known if own is not None]
+    trained = [layout for item, layout in aligned if item.requires_grad]
+    beside = [layout for item, layout in aligned if not item.requires_grad]
+    if trained:
+        marks.meetings.note_crossed(call.result, trained[0], beside)
 
 
 def _runs_over_examples(marks: Marks, call: Call) -> bool:

@@ -185,24 +185,6 @@ def _deciding(marks: Marks, data: list[Tensor]) -> tuple[Tensor, Examples | None
     return deciding[0]
 
 
-def note_crossed(marks: Marks, data: list[Tensor], dims: int, result: Tensor) -> None:
-    """Note if inputs keep the batch's own axis of what is broadcast, and trained values another.
-
-    Args:
-        marks: what is noted about tensors.
-        data: operands that are broadcast against each other.
-        dims: how many axes they are broadcast to.
-        result: of the operation, which may have reduced what it computed element by element.
-    """
-    known = [(item, layout) for item in data if (layout := marks.layout_of(item)) is not None]
-    aligned = [(item, layout.behind(dims - item.dim())) for item, layout in known]
-    beside = [layout for item, layout in aligned if not item.requires_grad]
-    for item, layout in aligned:
-        if item.requires_grad:
-            marks.meetings.note_crossed(result, layout, beside)
-            return
-
-
 def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | None:
     """Return the layout of operands that are broadcast against each other."""
     if any(tensor.dim() > result.dim() for tensor in data):
@@ -229,7 +211,8 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
         return pairs if trained else without_columns(pairs)
     first = deciding[0]
     if all(same_layout(first, layout) for layout in deciding[1:]):
-        note_crossed(marks, data, result.dim(), result)
+        beside = [layout for tensor, layout in aligned if not tensor.requires_grad]
+        marks.meetings.note_crossed(result, first, beside)
         return first
     if trained:
         marks.meetings.note(result)

@@ -11,16 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradstats.capture.following._apart import (
-    EXPONENTIATED,
-    are_fixed,
-    counting,
-    weights_keep_apart,
-)
-from gradstats.capture.following._examples import Examples, Scores, Widened, same_rows
-from gradstats.capture.following._layout import follow
+from gradstats.capture.following._apart import along, are_fixed
+from gradstats.capture.following._examples import Examples, Layout, Scores, Widened, same_rows
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._reductions import REDUCES
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._operations import BROADCASTS, POINTWISE
 
@@ -56,13 +49,7 @@ def after_sinks(marks: Marks, call: Call) -> Examples | Widened | None:
         return None
     if over % item.dim() != own.sides[1].axis:
         return None
-    weights = counting(call, item, own, over)
-    if weights is None or not weights_keep_apart(own.scores_in(weights), *own.sides):
-        return None
-    if func in EXPONENTIATED and func not in REDUCES:
-        return own
-    kept = follow(call, item, own.sides[0])
-    return kept if isinstance(kept, Examples) else None
+    return along(call, item, own, over % item.dim())
 
 
 def _widened(marks: Marks, call: Call) -> Widened | None:
@@ -84,9 +71,7 @@ def _widened(marks: Marks, call: Call) -> Widened | None:
     for item, own in pairs[:at] + pairs[at + 1 :]:
         # A constant, or what a parameter's rule has put beside the rows, has none.
         known = own is None and not marks.is_trained(item)
-        if not (
-            known or (type(own) is Examples and own.axis == rows.axis and same_rows(own, rows))
-        ):
+        if not (known or _are(own, rows)):
             return None
     # A tensor of shape (0,) joins any others.
     front = sum(item.shape[columns.axis] for item in tensors[:at] if item.numel())
@@ -103,15 +88,14 @@ def _element_by_element(marks: Marks, call: Call) -> Widened | None:
     item, wide = next((item, own) for item, own in placed if isinstance(own, Widened))
     if result.shape != item.shape:
         return None
-    rows = wide.sides[0]
     for item, own in placed:
-        if isinstance(own, Widened):
-            if own != wide:
-                return None
-        elif type(own) is Examples:
+        if isinstance(own, Examples):
             own = own.behind(result.dim() - item.dim())
-            if own.axis != rows.axis or not same_rows(own, rows):
-                return None
-        else:
+        if own != wide and not _are(own, wide.sides[0]):
             return None
     return replace(wide, scores=replace(wide.scores, fixed=are_fixed(marks, call, wide)))
+
+
+def _are(own: Layout, rows: Examples) -> bool:
+    """Whether values belong, row by row, to the examples of the rows."""
+    return type(own) is Examples and own.axis == rows.axis and same_rows(own, rows)
