@@ -342,7 +342,8 @@ def test_off_steps_touch_nothing(model):
             assert operations.names == plain.names
             assert metrics == {}
             np.testing.assert_equal(monitor.histograms(), histograms)
-            assert monitor.examples() == examples and len(examples) == B
+            # as text, for alignments that were not measured are NaN
+            assert str(monitor.examples()) == str(examples) and len(examples) == B
         else:
             assert operations.names != plain.names
             assert metrics["grad_norm"] > 0
