@@ -52,6 +52,16 @@ from gradstats.errors import (
 DEFAULT_WORKSPACE = 256 * 1024 * 1024
 
 
+def _check_not_compiled() -> None:
+    """Raise in a function that the compiler traces, or has compiled."""
+    if called_from_compiled():
+        raise TrackingError(
+            "a tracking context was opened inside a function that torch.compile compiles. "
+            "Expected one in code that is not compiled: compile the model instead of the step, "
+            "or run the step as torch.compiler.disable(step)."
+        )
+
+
 class Tracker(Context):
     """Follows the uses of a model's parameters for the duration of one batch."""
 
@@ -69,6 +79,7 @@ class Tracker(Context):
         exclude: Sequence[str] | str,
         doubtful_are_data: bool = True,
     ):
+        _check_not_compiled()  # before the compiler traces the rest, which it may fail to
         super().__init__(batch_size, batch_dim, segments, settings)
         self.marks.doubtful_are_data = doubtful_are_data
         # Called before the backward, and after it while gradients are as the backward left them.
@@ -136,12 +147,7 @@ class Tracker(Context):
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
-        if called_from_compiled():
-            raise TrackingError(
-                "a tracking context was opened inside a function that torch.compile compiles. "
-                "Expected one in code that is not compiled: compile the model instead of the step, "
-                "or run the step as torch.compiler.disable(step)."
-            )
+        _check_not_compiled()
         try:
             self._open()
         except BaseException:
