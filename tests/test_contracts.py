@@ -569,7 +569,7 @@ def test_arguments_that_are_none(call, model, batch):
         for value in (3, [3]):
             with pytest.raises(gs.CoverageError, match=rf"{name} is .*3.*, expected an fnmatch"):
                 call(model, batch, losses, **{name: value})
-        with pytest.raises(gs.CoverageError, match=rf"{name} holds Tensor, expected an fnmatch"):
+        with pytest.raises(gs.CoverageError, match=rf"{name} is Tensor, expected an fnmatch"):
             call(model, batch, losses, **{name: torch.zeros(2)})
     with pytest.raises(gs.ExampleAxisError, match="cu_seqlens is 'abc'"):
         call(model, batch, losses, cu_seqlens="abc")

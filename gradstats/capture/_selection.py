@@ -229,6 +229,10 @@ def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:
             f"{name} is a {type(patterns).__name__}, which can be read only once, expected an "
             "fnmatch pattern over names, or a list of several."
         )
+    if isinstance(patterns, Tensor):
+        raise CoverageError(
+            f"{name} is Tensor, expected an fnmatch pattern over names, or several."
+        )
     with suppress(TypeError):
         found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         if all(isinstance(pattern, str) for pattern in found):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._requirements import require
+from gradstats._values import integer
 from gradstats._warnings import warn
 from gradstats.capture.following._assigned import assign_rows
 from gradstats.errors import TrackingError
@@ -32,7 +33,6 @@ from gradstats.integrations._trl import register_rules
 from gradstats.monitor._context import MonitorStep
 from gradstats.monitor._monitor import Monitor, check_options
 from gradstats.monitor._ranks import group_of
-from gradstats.statistics._arguments import integer
 from gradstats.statistics._loss import infer_batch_size
 
 with require("transformers"):

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradstats._values import integer, unlike_numbers
 from gradstats.errors import TrackingError
 from gradstats.monitor._measured import REDUCTIONS
-from gradstats.statistics._arguments import check_flags, check_scaler, check_workspace, integer
+from gradstats.statistics._arguments import check_flags, check_scaler, check_workspace
 from gradstats.statistics._loss import loss_weights
 
 
@@ -32,6 +33,7 @@ def check_monitor(
 ) -> None:
     """Raise unless these can be a monitor's arguments."""
     reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
+    is_reduction = isinstance(loss_reduction, str) and loss_reduction in REDUCTIONS
     optimizers = optimizers_of(optimizer)
     optimizes = all(hasattr(o, "param_groups") and not isinstance(o, type) for o in optimizers)
     optimizes = optimizes and len(set(map(id, optimizers))) == len(optimizers)
@@ -40,7 +42,7 @@ def check_monitor(
     for name, value, is_good, expected in (
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
         ("every", every, is_count(every) and every > 0, "a positive integer: steps"),
-        ("loss_reduction", loss_reduction, loss_reduction in REDUCTIONS, reductions),
+        ("loss_reduction", loss_reduction, is_reduction, reductions),
         ("optimizer", optimizer, optimizes, several),
         ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
         ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
@@ -94,6 +96,8 @@ def checked_ids(ids, batch_size: int) -> Tensor:
         raise TrackingError(
             f"ids are {reprlib.repr(ids)} ({error}), {expected}. Number examples that have names."
         ) from error
+    if (found := unlike_numbers(ids)) is not None:
+        raise TrackingError(f"ids are {found}, {expected}.")
     inexact = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
     if tuple(ids.shape) != (batch_size,) or inexact:
         raise TrackingError(f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, {expected}.")

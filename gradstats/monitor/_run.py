@@ -93,7 +93,7 @@ class Run:
         """Return the k examples that stand out in the last step; see ``Monitor.examples``."""
         if not is_count(k):
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
-        if by not in ("norm", "alignment"):
+        if not isinstance(by, str) or by not in ("norm", "alignment"):
             raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')
         measured = self.measured
         if measured is None:

@@ -6,6 +6,7 @@ import glob
 import json
 import pickle
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +168,12 @@ def parse(content: Any, name: str) -> Content:
             "other names, pass them: gs.Checkpoints([{'model': ..., 'optimizer': ...}, ...], "
             'lr="optimizer"), of what torch.load(path, weights_only=True) gives.'
         )
+    for key in weights:
+        if not isinstance(key, str):
+            raise CheckpointError(
+                f"{name} holds {reprlib.repr(key)} beside its weights, expected parameter names, "
+                "as model.state_dict() has them."
+            )
     if not held:
         return Content(weights)
     states = (content.get(key) for key in OPTIMIZER_KEYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from gradstats._values import unlike_numbers
 from gradstats._warnings import warn
 from gradstats.errors import CheckpointError
 from gradstats.scoring._checkpoint_files import (
@@ -198,7 +200,9 @@ def _listed(sources: Any) -> list[tuple[str, Path | Content]]:
     if isinstance(sources, (str, Path, Mapping)):
         sources = [sources]
     elif not isinstance(sources, Sequence):
-        sources = list(sources) if hasattr(sources, "__iter__") else [sources]
+        # Iterating over a tensor may fail, and gives no checkpoints.
+        several = hasattr(sources, "__iter__") and not isinstance(sources, Tensor)
+        sources = list(sources) if several else [sources]
     listed: list[tuple[str, Path | Content]] = []
     for number, source in enumerate(sources):
         if isinstance(source, Mapping):
@@ -243,6 +247,8 @@ def _check_once(names: Sequence[str], sources: Sequence[Path | Content]) -> None
 def _rates_of(lr: Any, names: Sequence[str]) -> list[Any]:
     """Return one entry for each checkpoint: a float, a mapping, or "optimizer"."""
     _check_ordered(lr, "lr")
+    if isinstance(lr, Tensor) and (found := unlike_numbers(lr)) is not None:
+        raise CheckpointError(f"lr is {found}, expected numbers. {REMEDY}")
     if isinstance(lr, (Tensor, np.ndarray)):
         lr = lr.tolist()
     if isinstance(lr, (str, Mapping)) or not hasattr(lr, "__iter__"):
@@ -257,8 +263,14 @@ def _rates_of(lr: Any, names: Sequence[str]) -> list[Any]:
     checked: list[Any] = []
     for entry, name in zip(entries, names, strict=True):
         if isinstance(entry, Mapping):
+            for key in entry:
+                if not isinstance(key, str):
+                    raise CheckpointError(
+                        f"lr holds {reprlib.repr(key)}, expected fnmatch patterns over parameter "
+                        "names: {pattern: rate}."
+                    )
             checked.append({key: check_rate(rate, f"{key!r}") for key, rate in entry.items()})
-        elif entry == "optimizer":
+        elif isinstance(entry, str) and entry == "optimizer":
             checked.append(entry)
         else:
             checked.append(check_rate(entry, name))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import nn
 
 from gradstats._compiler import in_python
+from gradstats._values import integer
 from gradstats.errors import ScoreError
 from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source
@@ -20,7 +21,7 @@ from gradstats.scoring._rankings import check_k
 from gradstats.scoring._scores import InfluenceScores, check_normalize
 from gradstats.scoring._top import TopScores
 from gradstats.scoring._work import Work, check_checkpoints, folder_path, read_data
-from gradstats.statistics._arguments import Choices, LossFunction, check_flags, integer
+from gradstats.statistics._arguments import Choices, LossFunction, check_flags
 from gradstats.statistics._state import random_numbers_kept
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradstats._notebooks import Printed
+from gradstats._values import integer
 from gradstats._warnings import warn
 from gradstats.errors import ScoreError
 from gradstats.scoring._loaders import Data
-from gradstats.statistics._arguments import integer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradstats._values import unlike_numbers
 from gradstats.capture._selection import matching_names
 from gradstats.errors import CheckpointError
 
@@ -43,15 +45,21 @@ class ParameterGroup:
 
 def check_rate(rate, of: str) -> float:
     """Return a learning rate as a float, or raise."""
-    if isinstance(rate, (Tensor, np.ndarray)) and rate.ndim == 0:
+    held = None if not isinstance(rate, Tensor) else unlike_numbers(rate)
+    if held is None and isinstance(rate, (Tensor, np.ndarray)) and rate.ndim == 0:
         rate = rate.item()
     if not isinstance(rate, Real) or isinstance(rate, bool):
-        raise CheckpointError(f"the learning rate of {of} is {rate!r}, expected a number. {REMEDY}")
-    if not math.isfinite(rate) or rate < 0:
+        shown = held or reprlib.repr(rate)
+        raise CheckpointError(f"the learning rate of {of} is {shown}, expected a number. {REMEDY}")
+    try:
+        number = float(rate)
+    except OverflowError:  # of an integer
+        number = math.inf
+    if not math.isfinite(number) or number < 0:
         raise CheckpointError(
-            f"the learning rate of {of} is {rate}, expected a finite number, zero or larger."
+            f"the learning rate of {of} is {number}, expected a finite number, zero or larger."
         )
-    return float(rate)
+    return number
 
 
 def from_patterns(patterns: Mapping[str, float], names: Sequence[str], checkpoint: str) -> Rates:
@@ -143,7 +151,10 @@ def _parameter_groups(optimizers: Sequence[Any], checkpoint: str) -> list[Parame
 
 
 def _is_group(held: Any) -> bool:
-    return isinstance(held, Mapping) and isinstance(held.get("params"), Sequence)
+    if not (isinstance(held, Mapping) and isinstance(held.get("params"), Sequence)):
+        return False
+    names = held.get("param_names")
+    return names is None or all(isinstance(name, str) for name in names)
 
 
 def weighed(rates: Rates, whole: Tensor, parts: Mapping[str, Tensor] | None) -> np.ndarray:

@@ -141,6 +141,7 @@ def protect(arrays: Iterable[np.ndarray]) -> None:
 
 def check_normalize(normalize: Any) -> str | None:
     """Return a normalisation, or raise."""
-    if normalize not in NORMALIZATIONS:
+    named = normalize is None or isinstance(normalize, str)
+    if not named or normalize not in NORMALIZATIONS:
         raise ScoreError(f'normalize is {normalize!r}, expected None or "cosine".')
     return normalize

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import reprlib
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from gradstats._notebooks import Printed
 from gradstats._requirements import require
 from gradstats._tables import aligned
+from gradstats._values import unlike_numbers
 from gradstats.errors import ScoreError
 from gradstats.scoring._folder import path_of, read_results
 from gradstats.scoring._metrics import Detection, detect
@@ -260,7 +263,19 @@ class SelfInfluence(Printed):
         return f"SelfInfluence(examples={len(self)}, self_influence={low:.4g}…{high:.4g})"
 
     def _mask(self, known_bad: Any) -> np.ndarray:
-        given = np.asarray(list(known_bad) if isinstance(known_bad, Set) else known_bad)
+        expected = "expected ids, or one bool for each example."
+        held = known_bad
+        if isinstance(known_bad, Tensor):
+            if (found := unlike_numbers(known_bad)) is not None:
+                raise ScoreError(f"known_bad is {found}, {expected}")
+            held = known_bad.detach().cpu()
+        try:
+            given = np.asarray(list(held) if isinstance(held, Set) else held)
+            values, counts = np.unique(given, return_counts=True)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ScoreError(
+                f"known_bad is {reprlib.repr(known_bad)} ({error}), {expected}"
+            ) from error
         if given.dtype == bool:
             if given.shape != self.ids.shape:
                 raise ScoreError(
@@ -274,7 +289,6 @@ class SelfInfluence(Printed):
                     f"known_bad has shape {given.shape}, expected one axis: ids, or one bool for "
                     "each example."
                 )
-            values, counts = np.unique(given, return_counts=True)
             if (counts > 1).any():
                 raise ScoreError(
                     f"known_bad lists {values[counts > 1][:4].tolist()} more than once, expected "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gradstats._compiler import in_python
 from gradstats._complex import as_real, real_shape
+from gradstats._values import unlike_numbers
 from gradstats.capture._selection import matching_names
 from gradstats.capture.parameters._consumers import Along, WithinBatch
 from gradstats.errors import CoverageError, NonFiniteGradientError, TrackingError
@@ -157,6 +159,12 @@ def check_direction(
             f"the direction is {type(direction).__name__}, expected a mapping from parameter names "
             'to tensors, or "mean".'
         )
+    for name in direction:
+        if not isinstance(name, str):
+            raise TrackingError(
+                f"the direction holds {reprlib.repr(name)}, expected parameter names, as "
+                "model.named_parameters() has them."
+            )
     names = matching_names(direction, shapes)
     named = {names[name]: value for name, value in direction.items()}
     missing = [name for name in shapes if name not in named]
@@ -174,6 +182,12 @@ def check_direction(
             raise TrackingError(
                 f"the direction for {name!r} is {type(value).__name__}, expected a tensor of the "
                 f"parameter's shape {shapes[name]}."
+            )
+        found = None if value.is_sparse else unlike_numbers(value)
+        if found is not None:
+            raise TrackingError(
+                f"the direction for {name!r} is {found}, expected a tensor of the parameter's "
+                f"shape {shapes[name]}."
             )
         if real_shape(value) != shapes[name]:
             pairs = " (complex numbers count as pairs)" if value.is_complex() else ""

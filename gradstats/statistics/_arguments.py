@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import itertools
-import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.nn import functional
 from torch.nn.modules.loss import _Loss
 
 from gradstats._complex import real_shape
+from gradstats._values import integer
 from gradstats.capture._selection import patterns_of, select_parameters
 from gradstats.capture._tracker import DEFAULT_WORKSPACE
 from gradstats.errors import TrackingError
@@ -137,13 +137,3 @@ def check_workspace(workspace: Any) -> int:
             f"workspace is {workspace!r}, expected a positive integer, a number of bytes."
         )
     return number
-
-
-def integer(value: Any) -> int | None:
-    """Return an integer of any library as an int; None for anything else, including bools."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
+from gradstats._values import integer, unlike_numbers
 from gradstats.capture._coverage import check_data
 from gradstats.capture.following._examples import WHERE_THE_NUMBER_IS_FROM
 from gradstats.capture.following._losses import order_of
@@ -16,7 +17,6 @@ from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._refusals import PACK
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
-from gradstats.statistics._arguments import integer
 from gradstats.statistics._batches import opaque_in
 
 
@@ -27,6 +27,8 @@ def check_losses(losses, batch_size: int) -> Tensor:
             f"loss_fn returned {type(losses).__name__}, expected a tensor of {batch_size} "
             "unreduced losses, one for each example."
         )
+    if (found := unlike_numbers(losses)) is not None:
+        raise LossShapeError(f"the losses are {found}, expected a dense tensor ({batch_size},).")
     if losses.dim() == 0:
         raise LossShapeError(
             f"the loss is a scalar, expected shape ({batch_size},): one unreduced loss for each "
@@ -141,19 +143,22 @@ def examples_in(
 
 def checked_bounds(cu_seqlens: Tensor) -> Tensor:
     """Return the bounds of packed examples as a tensor, or raise if they are invalid."""
+    expected = (
+        "expected a vector of B + 1 integers: 0, the ends of the first B − 1 examples, and the "
+        "number of rows."
+    )
     try:
         bounds = torch.as_tensor(cu_seqlens)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ExampleAxisError(
-            f"cu_seqlens is {reprlib.repr(cu_seqlens)} ({error}), expected a vector of B + 1 "
-            "integers: 0, the ends of the first B − 1 examples, and the number of rows."
+            f"cu_seqlens is {reprlib.repr(cu_seqlens)} ({error}), {expected}"
         ) from error
+    if (found := unlike_numbers(bounds)) is not None:
+        raise ExampleAxisError(f"cu_seqlens is {found}, {expected}")
     integers = bounds.dtype in (torch.int32, torch.int64)
     if not integers or bounds.dim() != 1 or bounds.numel() < 2:
         raise ExampleAxisError(
-            f"cu_seqlens has dtype {bounds.dtype} and shape {tuple(bounds.shape)}, expected a "
-            "vector of B + 1 integers: 0, the ends of the first B − 1 examples, and the number of "
-            "rows."
+            f"cu_seqlens has dtype {bounds.dtype} and shape {tuple(bounds.shape)}, {expected}"
         )
     if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()) or int(bounds[-1]) == 0:
         raise ExampleAxisError(
@@ -234,6 +239,8 @@ def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -
             raise LossShapeError(
                 f"weights are {reprlib.repr(weights)} ({error}), {expected}."
             ) from error
+        if (found := unlike_numbers(weights)) is not None:
+            raise LossShapeError(f"weights are {found}, {expected}.")
         if weights.is_complex():
             raise LossShapeError(f"weights have dtype {weights.dtype}, {expected}.")
         if tuple(weights.shape) != (batch_size,):
@@ -244,10 +251,11 @@ def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -
                 "zero leaves no gradient to measure: leave it out of the batch."
             )
         return weights.double()
-    if loss_reduction == "mean":
-        return 1 / batch_size
-    if loss_reduction == "sum":
-        return 1.0
+    if isinstance(loss_reduction, str):
+        if loss_reduction == "mean":
+            return 1 / batch_size
+        if loss_reduction == "sum":
+            return 1.0
     raise TrackingError(
         f'loss_reduction is {loss_reduction!r}, expected "mean" (scalar = (1/B) Σ ℓ_i) or "sum"; '
         "for anything else pass weights=, with scalar = Σ weights_i ℓ_i."

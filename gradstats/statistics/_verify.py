@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
 from gradstats._compiler import in_python
+from gradstats._values import integer
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._sharded import is_sharded
 from gradstats.capture._survey import Survey, survey
@@ -20,7 +21,6 @@ from gradstats.statistics._arguments import (
     check_call,
     check_choice,
     excluding,
-    integer,
 )
 from gradstats.statistics._batches import Division, on_a_copy
 from gradstats.statistics._differentiable import differentiable
@@ -91,8 +91,10 @@ def verify(
     wanted = integer(examples)
     if wanted is None or wanted < 1:
         raise TrackingError(f"examples is {examples!r}, expected a positive number of examples.")
-    if tolerance is not None and not (isinstance(tolerance, Real) and tolerance > 0):
-        raise TrackingError(f"tolerance is {tolerance!r}, expected a positive relative error.")
+    if tolerance is not None:
+        if isinstance(tolerance, bool) or not (isinstance(tolerance, Real) and tolerance > 0):
+            raise TrackingError(f"tolerance is {tolerance!r}, expected a positive relative error.")
+        tolerance = float(tolerance)
     batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
     bounds = None if segments is None else segments.offsets
     division = Division(batch_size, batch_dim, bounds)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import reprlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradstats._compiler import leave_graph
+from gradstats._values import integer, unlike_numbers
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.parameters._tensors import node_of
@@ -73,7 +75,8 @@ def _note(tracker: Context, tensor: Tensor, owner: Tensor, dim: int) -> None:
             node.names,
         )
     with torch._C.DisableTorchFunction():
-        axis = dim + tensor.dim() if dim < 0 else dim
+        number = integer(dim)
+        axis = -1 if number is None else number + tensor.dim() if number < 0 else number
         rows = tensor.shape[axis] if 0 <= axis < tensor.dim() else None
         _check(owner, rows, tuple(tensor.shape), dim, tracker.batch_size)
         whose = owner.detach().to(tensor.device, torch.int64)
@@ -81,18 +84,20 @@ def _note(tracker: Context, tensor: Tensor, owner: Tensor, dim: int) -> None:
         tracker.marks.place(tensor, Examples(tracker.batch_size, axis).owned_by(whose, axis))
 
 
-def _check(owner: Tensor, rows: int | None, shape: tuple[int, ...], dim: int, batch: int) -> None:
+def _check(owner: Tensor, rows: int | None, shape: tuple[int, ...], dim: Any, batch: int) -> None:
     expected = (
         f"expected a vector of {rows} integers in [0, {batch}): the example of each row along "
         f"axis {dim} of a tensor of shape {shape}."
     )
     if rows is None:
         raise ExampleAxisError(
-            f"assign_rows got dim={dim} for a tensor of shape {shape}, expected the "
+            f"assign_rows got dim={reprlib.repr(dim)} for a tensor of shape {shape}, expected the "
             f"number of one of its {len(shape)} axes."
         )
     if not isinstance(owner, Tensor):
         raise ExampleAxisError(f"owner is {type(owner).__name__}, {expected}")
+    if (found := unlike_numbers(owner)) is not None:
+        raise ExampleAxisError(f"owner is {found}, {expected}")
     whole = not (owner.is_floating_point() or owner.is_complex() or owner.dtype == torch.bool)
     if not whole or tuple(owner.shape) != (rows,):
         raise ExampleAxisError(
