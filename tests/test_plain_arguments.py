@@ -187,6 +187,19 @@ def test_names_that_are_no_strings(model, batch, key):
         gs.self_influence(model, [batch], losses_of, checkpoints, progress=False)
 
 
+@pytest.mark.parametrize("convert", [torch.Tensor.long, torch.Tensor.bool])
+def test_whole_numbers_are_no_weights(model, batch, convert):
+    """PyTorch converts them, and what was quantised would be scored as if it were the weights."""
+    state = model.state_dict()
+    state["0.weight"] = convert(state["0.weight"])
+    before = snapshot(model)
+    message = r"'0.weight' has dtype torch\.(int64|bool), expected torch.float32"
+    with pytest.raises(gs.CheckpointError, match=message):
+        gs.self_influence(model, [batch], losses_of, gs.Checkpoints([state], lr=1.0),
+                          progress=False)  # fmt: skip
+    assert_unchanged(model, before)
+
+
 def test_known_bad_examples(model, batch, run):
     table = gs.self_influence(model, [batch], losses_of, run, progress=False)
     mask = torch.tensor([True, False, False, True, False])

@@ -165,6 +165,7 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
             "tensors: torch.distributed.checkpoint.state_dict gives them with full_state_dict=True."
         )
     held = {name: values[bare] for name, bare in own.items() if bare in values}
+    _check_floating(model, state, held, checkpoint.name)
     places = {_place(state[name]): name for name in held}
     missing = []
     for name in state:
@@ -211,6 +212,25 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
             f"the state dict of a model of the same architecture.{remedy}"
         )
     return {name: held[name] for name in state}
+
+
+def _check_floating(
+    model: nn.Module, state: Mapping[str, Any], held: Mapping[str, Any], checkpoint: str
+) -> None:
+    """Raise where parameters would be given integers, as quantised weights are without a scale."""
+    if not _loads_entries_alone(model):
+        return  # which may know what they stand for
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, value in held.items():
+        own = state[name]
+        if name not in parameters or not isinstance(value, Tensor):
+            continue
+        if own.is_floating_point() and not value.is_floating_point():
+            raise CheckpointError(
+                f"{checkpoint} does not fit the model: {clean_name(name, wrapper_prefix(model))!r} "
+                f"has dtype {value.dtype}, expected {own.dtype}, and would be converted to what it "
+                "does not stand for. Give the model's weights in floating point."
+            )
 
 
 def _before_each(names: Sequence[str], longer: Sequence[str]) -> str:
