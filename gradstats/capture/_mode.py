@@ -165,6 +165,12 @@ class FollowingMode(ContextMode):
             made = tensor.grad_fn, tensor.output_nr
             self.tracker.renumbered[made] = torch._C._autograd._get_sequence_nr()
 
+    def _grad_fn(self, tensor) -> Any:
+        """Return what made a tensor, of a derived one too: hooks of modules are set on it."""
+        node = node_of(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            return (node.value if isinstance(node, Derived) else tensor).grad_fn
+
     def _check_hook(self, tensor, hook) -> None:
         refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)
 
@@ -195,6 +201,7 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.backward: backward_of_one,
     torch.autograd.backward: backward,
     torch.autograd.grad: gradients,
+    Tensor.grad_fn.__get__: FollowingMode._grad_fn,  # type: ignore[union-attr,attr-defined]
 }
 CHECKS: dict[Any, Callable[..., None]] = {
     torch.nn.functional.batch_norm: check_statistics,

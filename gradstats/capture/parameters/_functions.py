@@ -10,14 +10,16 @@ autograd graph shows it as a use that was not seen (see ``_coverage``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules._functions import SyncBatchNorm
+from torch.nn.modules._functions import BackwardHookFunction, SyncBatchNorm
 from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -30,8 +32,11 @@ from gradstats.capture.operations._nested import operands_of, tensors_in
 from gradstats.capture.parameters._checkpoints import run_checkpoint
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
-from gradstats.capture.parameters._tensors import nodes_of
+from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
 
 # The class whose ``apply`` every ``Function.apply`` calls, even one kept from before any context.
 SHARED_APPLY = torch.autograd.function._SingleLevelFunction
@@ -102,6 +107,8 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return handle_torch_function(cls.apply, args, *args, **kwargs)
     if cls is CheckpointFunction:
         return run_checkpoint(inner, *args, **kwargs)
+    if cls is BackwardHookFunction and tracked:
+        return _hook_module(mode.tracker, inner, args)
     if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
         result = inner(*args, **kwargs)
         follow_unchanged(tracker.marks, operands, result)
@@ -118,6 +125,23 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     for node, version in zip(nodes, before, strict=True):
         _check_unchanged(inner, node, version)
     return result
+
+
+def _hook_module(tracker: Context, inner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the Function whose node a module's backward hooks are set on: it returns its operands.
+
+    Those of a module may be data, parameters and tensors derived from these, side by side.
+    """
+    results = inner(*map(value_of, tensors))
+    follow_unchanged(tracker.marks, tensors, results)
+    with torch._C.DisableTorchFunction():
+        nodes = zip(map(node_of, tensors), results, strict=True)
+        return tuple(
+            result
+            if node is None
+            else wrap(Derived(tracker, result, Tensor.view_as, (node, node), {}, None))
+            for node, result in nodes
+        )
 
 
 def _check_unchanged(function, node: Node, version: int) -> None:

@@ -162,10 +162,10 @@ def wrap(node: Derived) -> torch.Tensor:
     value = node.value
     traced = isinstance(value, FunctionalTensor)
     tensor = value.view_as(value) if traced else value.as_subclass(DerivedTensor)
-    show(node, tensor)
     # Tracked uses read the node's value, so an edge in the autograd graph to the tensor returned
     # here is a use that was not seen.
     node.tracker.shown[tensor.grad_fn] = node
+    show(node, tensor)  # from now on, users ask for what made the value
     return tensor
 
 

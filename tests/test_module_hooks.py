@@ -1,0 +1,132 @@
+"""Backward hooks of modules that are given parameters: tables of positions, weight norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+import gradstats as gs
+from tests.losses import losses_of
+from tests.oracle import check_model, check_products, oracle_sqnorms
+
+B, T, WIDTH, CLASSES = 5, 5, 4, 3
+
+
+class Positions(nn.Module):
+    """Looks up a row for each place, the same for all examples; its norm is given these alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(T, WIDTH), nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, count):
+        return self.norm(self.table(torch.arange(count))) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, WIDTH), Positions()
+        self.layer = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids):
+        h = self.tokens(ids) + self.positions(ids.shape[1])
+        return self.head(self.layer(h).tanh().mean(1))
+
+
+class Pairs(nn.Module):
+    """Two results of one module, which is given a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * CLASSES, 7))
+        self.halves = Halves()
+
+    def forward(self, ids):
+        first, second = self.halves(self.weight)
+        x = functional.one_hot(ids, 7).double().sum(1)
+        return functional.linear(x, first).tanh() + functional.linear(x, second)
+
+
+class Halves(nn.Module):
+    def forward(self, weight):
+        return weight.chunk(2)
+
+
+class Add(nn.Module):
+    def forward(self, x, shift, weight):
+        return functional.linear(x + shift, weight), weight
+
+
+class Beside(nn.Module):
+    """Data, a parameter and a tensor derived from one beside each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.add = nn.Embedding(7, WIDTH), Add()
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.weight = nn.Parameter(torch.randn(CLASSES, WIDTH))
+
+    def forward(self, ids):
+        scores, weight = self.add(self.tokens(ids).mean(1), self.shift.exp(), self.weight)
+        return scores.tanh() + self.tokens(ids).sum(1) @ weight.T
+
+
+class Seen:
+    """Writes down what the hooks of all modules are given."""
+
+    def __init__(self, model: nn.Module):
+        self.gradients: dict[str, list[torch.Tensor]] = {}
+        for name, module in model.named_modules():
+            module.register_full_backward_pre_hook(self.note(f"{name} before"))
+            module.register_full_backward_hook(self.note(name))
+
+    def note(self, name):
+        def hook(module, *gradients):
+            found = [each for group in gradients for each in group if each is not None]
+            self.gradients.setdefault(name, []).extend(each.clone() for each in found)
+
+        return hook
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+@pytest.fixture
+def batch():
+    return torch.randint(7, (B, T)), torch.randint(CLASSES, (B,))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("kind", [Model, Pairs, Beside])
+def test_the_modules_are_followed(kind, batch):
+    model = made(kind)
+    Seen(model)
+    expected = oracle_sqnorms(made(kind), batch, losses_of)
+    assert all(value.all() for value in expected.values())
+    check_model(model, batch, losses_of)
+    check_products(model, batch, losses_of)
+    report = gs.verify(model, batch, losses_of)
+    assert report.ok, report
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [Model, Pairs, Beside])
+def test_the_hooks_see_the_training_gradient(kind, fused, batch):
+    plain, model = made(kind), made(kind)
+    expected, seen = Seen(plain), Seen(model)
+    losses_of(plain, batch).mean().backward()
+    with gs.track(model, batch_size=B, fused=fused) as tracker:
+        tracker.backward(losses_of(model, batch))
+    assert seen.gradients.keys() == expected.gradients.keys()
+    assert ("positions.table" in seen.gradients) == (kind is Model)
+    for name, gradients in expected.gradients.items():
+        torch.testing.assert_close(seen.gradients[name], gradients, rtol=1e-12, atol=1e-15)
