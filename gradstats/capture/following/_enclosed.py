@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gradstats.capture.parameters._attributes import PLAIN_TYPES
 
-# Longer lists and dicts are not read; they hold no weights.
-LONGEST = 10_000
+# Longer lists and dicts are not read; they hold no weights, and few hold modules.
+LONGEST, LONGEST_OF_MODULES = 10_000, 100
 # The most objects that are visited.
 MOST = 100_000
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -82,6 +82,39 @@ def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
             seen.add(id(item))
             with suppress(Exception):  # an object may not support being read
                 waiting.extend(_inside(item))
+    return found
+
+
+def buffers_beside(loss_fn: Any) -> list[Tensor]:
+    """Return the buffers of the modules that a loss function uses beside the model it is given.
+
+    Searched before each call, and so less far: in functions, in objects that can be called or whose
+    method one is, and in short containers.
+    """
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    waiting = [loss_fn]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module):
+            found.extend(item.buffers())
+        elif isinstance(item, FunctionType):
+            waiting.extend(_inside_function(item))
+        elif isinstance(item, partial):
+            waiting.extend((item.func, *item.args, *item.keywords.values()))
+        elif isinstance(item, MethodType):
+            waiting.append(item.__func__)
+            if isinstance(item.__self__, nn.Module):
+                waiting.append(item.__self__)
+            else:
+                waiting.extend(getattr(item.__self__, "__dict__", {}).values())
+        elif type(item) in (list, tuple, dict) and len(item) <= LONGEST_OF_MODULES:
+            waiting.extend(item.values() if isinstance(item, dict) else item)
+        elif isinstance(getattr(type(item), "__call__", None), FunctionType):  # noqa: B004
+            waiting.append(item.__call__)
     return found
 
 

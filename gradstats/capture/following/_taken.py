@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradstats.capture.following._enclosed import EnclosedTensors, of_layers
+from gradstats.capture.following._enclosed import EnclosedTensors, buffers_beside, of_layers
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import GIVEN_VALUES
@@ -20,6 +20,7 @@ ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationEr
 def take_call(marks: Marks, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> None:
     """Prepare for a call of a loss function with the tensors of a batch."""
     batch = list(batch)
+    marks.keep_constant(buffers_beside(loss_fn))
     marks.take_batch(batch)
     if not marks.doubtful_are_data:
         marks.keep_constant(of_layers(model, loss_fn, batch))

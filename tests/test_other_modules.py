@@ -1,0 +1,183 @@
+"""Loss functions that use other modules, whose buffers belong to no example: discriminators."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, spectral_norm
+
+import gradstats as gs
+from tests.oracle import assert_products, assert_sqnorms, assert_unchanged, flat, snapshot
+from tests.oracle import sqnorms_of as squared
+
+WIDTH, HIDDEN = 5, 6
+# As many examples as one of the discriminator's tensors has rows, or not.
+SIZES = [1, 2, WIDTH, HIDDEN]
+
+
+def generator():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH)).double()
+
+
+def discriminator(normed):
+    torch.manual_seed(1)
+    layers = normed(nn.Linear(WIDTH, HIDDEN)), nn.Tanh(), normed(nn.Linear(HIDDEN, 1))
+    return nn.Sequential(*layers).double()
+
+
+class Whitened(nn.Module):
+    """Turns its inputs by a matrix that is scaled by what it is trained to."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.rand(WIDTH) + 0.5), nn.Linear(WIDTH, 1)
+        self.register_buffer("rotation", torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0])
+
+    def forward(self, x):
+        return self.layer(x @ (self.rotation * self.scale))
+
+
+def whitened(_=None):
+    torch.manual_seed(1)
+    return Whitened().double()
+
+
+CRITICS = {
+    "parametrization": lambda: discriminator(parametrizations.spectral_norm),
+    "hook": lambda: discriminator(spectral_norm),
+    "buffer": whitened,
+}
+
+
+def deceive(critic, model, z):
+    return functional.softplus(-critic(model(z)).squeeze(1))
+
+
+class Trainer:
+    """Keeps its networks, as scripts do."""
+
+    def __init__(self, critic):
+        self.parts = {"critic": critic}
+
+    def losses(self, model, z):
+        return deceive(self.parts["critic"], model, z)
+
+    def __call__(self, model, z):
+        return self.losses(model, z)
+
+
+def of_a_closure(critic):
+    return lambda model, z: deceive(critic, model, z)
+
+
+def of_a_default(critic):
+    def losses(model, z, critic=critic):
+        return deceive(critic, model, z)
+
+    return losses
+
+
+WAYS = {
+    "closure": of_a_closure,
+    "default": of_a_default,
+    "partial": lambda critic: partial(deceive, critic),
+    "method": lambda critic: Trainer(critic).losses,
+    "object": Trainer,
+}
+
+
+def gradients(model, z, losses):
+    """Return per-example gradients by plain autograd, of the model as it is."""
+    named = dict(model.named_parameters())
+    rows = [
+        torch.autograd.grad(loss, list(named.values()), retain_graph=True)
+        for loss in losses(model, z)
+    ]
+    return {
+        name: torch.stack(own) for name, own in zip(named, zip(*rows, strict=True), strict=True)
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", CRITICS)
+def test_a_generator_by_its_discriminator(kind, training, size):
+    critic, model = CRITICS[kind]().train(training), generator()
+    z = torch.randn(size, 4, dtype=torch.float64)
+    losses = of_a_closure(critic)
+    before = {name: value.clone() for name, value in critic.state_dict().items()}
+    expected = gradients(model, z, losses)
+    after = {name: value.clone() for name, value in critic.state_dict().items()}
+    state = snapshot(model)
+    for options in ({}, {"gram": True, "alignment": True}):
+        critic.load_state_dict(before)
+        stats = gs.per_example_norms(model, z, losses, **options)
+        assert_sqnorms(stats, squared(expected), 1e-9)
+        # One forward, and so one step of the iteration that estimates spectral norms.
+        torch.testing.assert_close(dict(critic.state_dict()), after, rtol=0, atol=0)
+    rows = flat(expected)
+    assert_products(stats.gram, rows, rows, 1e-9)
+    critic.load_state_dict(before)
+    direction = {name: torch.ones_like(value) for name, value in model.named_parameters()}
+    along = gs.alignment(model, z, losses, direction)
+    assert_products(along[:, None], rows, torch.ones_like(rows[:1]), 1e-9)
+    assert_unchanged(model, state)
+    assert all(parameter.grad is None for parameter in critic.parameters())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", WAYS)
+def test_wherever_the_loss_function_has_it_from(way, size):
+    critic, model = CRITICS["parametrization"]().eval(), generator()
+    z = torch.randn(size, 4, dtype=torch.float64)
+    losses = WAYS[way](critic)
+    expected = gradients(model, z, losses)
+    assert_sqnorms(gs.per_example_norms(model, z, losses), squared(expected), 1e-9)
+    rows = flat(expected)
+    assert_products(gs.inner_products(model, z, model, z.clone(), losses), rows, rows, 1e-9)
+    run = gs.Checkpoints([model.state_dict()], lr=1.0)
+    scores = gs.influence(model, [z], [z], losses, run, progress=False)
+    assert_products(torch.tensor(scores[:, :]), rows, rows, 1e-9)
+    assert gs.verify(model, z, losses).ok
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", CRITICS)
+def test_in_a_context_both_are_one_model(kind, size):
+    """As the guide says: there no loss function says what it uses."""
+    critic, model = CRITICS[kind]().eval(), generator()
+    z = torch.randn(size, 4, dtype=torch.float64)
+    expected = gradients(model, z, of_a_closure(critic))
+    both = nn.ModuleList([model, critic])
+    with gs.track(both, batch_size=size, parameters="0.*") as tracker:
+        tracker.backward(deceive(critic, model, z))
+    assert_sqnorms(tracker.stats, squared({f"0.{n}": g for n, g in expected.items()}), 1e-9)
+
+
+class Remembering(nn.Module):
+    """Keeps what it compares with, the batch itself."""
+
+    def __init__(self, targets):
+        super().__init__()
+        self.register_buffer("targets", targets)
+
+    def forward(self, outputs):
+        return (outputs - self.targets).square().sum(1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_buffer_that_is_of_the_batch(size):
+    """Given as data it is data, and else a constant with as many rows as there are examples."""
+    model, z = generator(), torch.randn(size, 4, dtype=torch.float64)
+    targets = torch.randn(size, WIDTH, dtype=torch.float64)
+    criterion = Remembering(targets)
+    expected = gradients(model, z, lambda model, z: criterion(model(z)))
+    stats = gs.per_example_norms(model, z, lambda model, z: criterion(model(z)))
+    assert_sqnorms(stats, squared(expected), 1e-9)
+    stats = gs.per_example_norms(model, (z, targets), lambda model, b: criterion(model(b[0])))
+    assert_sqnorms(stats, squared(expected), 1e-9)
