@@ -497,14 +497,155 @@ def test_a_row_for_each_example_along_positions(cross, runs):
         gs.per_example_norms(model, x, lambda m, x: cross(x, m(x[:, 0])).sin().flatten(1).sum(1))
 
 
-@pytest.mark.parametrize("error", [functional.mse_loss, functional.smooth_l1_loss])
-def test_a_mean_error_of_a_row_for_each_example_along_positions(error):
-    """The loss function reduces what it broadcasts."""
-    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(BATCH, BATCH, WIDTH).double()
+# What combines inputs x (B, T, d), labels y (B, T) and trained rows (B, T, d).
+ROWWISE = {
+    "mean error": lambda x, y, rows: functional.mse_loss(rows, x),
+    "smooth error": lambda x, y, rows: functional.smooth_l1_loss(rows, x),
+    "cosine": lambda x, y, rows: functional.cosine_similarity(x, rows, dim=-1),
+    "products": lambda x, y, rows: torch.linalg.vecdot(rows, x),
+    "cross products": lambda x, y, rows: torch.linalg.cross(x[..., :3], rows[..., :3]),
+    "distances": lambda x, y, rows: functional.pairwise_distance(x, rows),
+    "form": lambda x, y, rows: functional.bilinear(x, rows.contiguous(), FORM),
+    "flattened": lambda x, y, rows: x.flatten(0, 1) * rows.flatten(0, 1).sin(),
+    "classes": lambda x, y, rows: functional.cross_entropy(rows.mT, y),
+    "classes of each": lambda x, y, rows: functional.cross_entropy(rows.mT, y, reduction="none"),
+    "classes, flattened": lambda x, y, rows: functional.cross_entropy(
+        rows.flatten(0, 1), y.flatten()
+    ),
+    "shares": lambda x, y, rows: functional.cross_entropy(rows.mT, x.softmax(-1).mT),
+    "gathered": lambda x, y, rows: rows.gather(2, y[..., None]).sin(),
+    "taken": lambda x, y, rows: rows.take_along_dim(y[..., None], 2),
+    "indexed": lambda x, y, rows: rows[torch.arange(len(y))[:, None], torch.arange(BATCH), y],
+    "masked": lambda x, y, rows: rows[x[..., 0] > 0].sum() / len(x),
+    "selected": lambda x, y, rows: rows.masked_select(x > 0).sum() / len(x),
+    "stacked": lambda x, y, rows: torch.stack([x, rows]) * x,
+    "joined": lambda x, y, rows: torch.cat([x, rows], -1) * x[..., :1],
+    "attention": lambda x, y, rows: functional.scaled_dot_product_attention(rows, x, x),
+}  # fmt: skip
+
+# What multiplies inputs x (B, T, d) with values e (B, d), as a row for each position, and for each
+# example.
+MULTIPLIED = {
+    "to b": ("btd,td->b", "btd,bd->b"),
+    "to t": ("btd,td->t", "btd,bd->t"),
+    "to d": ("btd,td->d", "btd,bd->d"),
+    "to bt": ("btd,td->bt", "btd,bd->bt"),
+    "to tb": ("btd,td->tb", "btd,bd->tb"),
+    "to a number": ("btd,td->", "btd,bd->"),
+    "with weights": ("btd,td,bd->b", "btd,bd,bd->b"),
+}
+
+
+def data_at_coincidence():
+    """Return inputs (B, B, d) and labels (B, B) of as many positions as examples."""
+    return torch.randn(BATCH, BATCH, WIDTH).double(), torch.randint(WIDTH, (BATCH, BATCH))
+
+
+def assert_crossed(model, loss, batch_dim=0):
     with pytest.raises(gs.ExampleAxisError, match="another axis"):
-        with gs.track(model, batch_size=BATCH):
-            error(model(x[:, 0]).expand_as(x), x).backward()
+        with gs.track(model, batch_size=BATCH, batch_dim=batch_dim):
+            loss().backward()
     assert model.weight.grad is None
+
+
+def assert_apart(model, loss, part, batch_dim=0):
+    """Compare with the gradients of each part, of which the loss is the sum."""
+    expected = [
+        sum(gradient.square().sum() for gradient in torch.autograd.grad(part(i), [model.weight]))
+        for i in range(BATCH)
+    ]
+    with gs.track(model, batch_size=BATCH, batch_dim=batch_dim, loss_reduction="sum") as tracker:
+        loss().backward()
+    got = tracker.stats.by_parameter["weight"]
+    torch.testing.assert_close(got, torch.stack(expected), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("cross", ROWWISE.values(), ids=ROWWISE)
+def test_rows_that_are_expanded_along_examples(cross):
+    model, (x, y) = nn.Linear(WIDTH, WIDTH, bias=False).double(), data_at_coincidence()
+    if cross is ROWWISE["attention"]:
+        with pytest.raises(gs.CoupledExamplesError):
+            with gs.track(model, batch_size=BATCH):
+                cross(x, y, model(x[:, 0]).expand_as(x)).sum().backward()
+    else:
+        assert_crossed(model, lambda: cross(x, y, model(x[:, 0]).expand_as(x)).sum())
+
+    def of(i):
+        rows = model(x[i, 0]).expand(1, BATCH, WIDTH)
+        return cross(x[i : i + 1], y[i : i + 1], rows).mean()
+
+    def loss():
+        return cross(x, y, model(x[:, 0])[:, None].expand_as(x)).mean() * BATCH
+
+    assert_apart(model, loss, of)
+
+
+@pytest.mark.parametrize("crossed,right", MULTIPLIED.values(), ids=MULTIPLIED)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_products_with_a_row_for_each_example(crossed, right, backwards):
+    model, (x, _) = nn.Linear(WIDTH, WIDTH, bias=False).double(), data_at_coincidence()
+
+    def product(equation, x):
+        inputs, out = equation.split("->")
+        inputs = inputs.split(",")
+        operands = [x, model(x[:, 0]), x[:, 1]][: len(inputs)]
+        order = slice(None, None, -1 if backwards else 1)
+        return torch.einsum(f"{','.join(inputs[order])}->{out}", *operands[order]).sum()
+
+    assert_crossed(model, lambda: product(crossed, x))
+    assert_apart(model, lambda: product(right, x), lambda i: product(right, x[i : i + 1]))
+
+
+# Other products, and functions under vmap, that take e's rows for those of positions.
+AS_POSITIONS = {
+    "tensordot": lambda x, e: torch.tensordot(x, e, 2),
+    "mv": lambda x, e: torch.mv(x[..., 0], e[:, 0]),
+    "matrix": lambda x, e: x[..., 0] @ e,
+    "added": lambda x, e: torch.addmm(x[0, 0, :1], x[..., 0], e),
+    "linear": lambda x, e: functional.linear(x[..., 0], e.T),
+    "kernels": lambda x, e: functional.conv1d(x, e.T[:, :, None]),
+    "kernels, transposed": lambda x, e: functional.conv_transpose1d(x, e[:, :, None]),
+    "vmap": lambda x, e: torch.vmap(lambda x, e: (x * e).sum(), in_dims=(0, None))(x, e),
+    "vmap, enclosed": lambda x, e: torch.vmap(lambda x: (x * e).sum())(x),
+    "a loop": lambda x, e: torch.stack([(each * e).sum() for each in x]),
+    "moved inputs": lambda x, e: x.transpose(0, 1) * e[:, None],
+    "indexed by labels": lambda x, e: e[torch.arange(BATCH), x[..., 0].long() % WIDTH],
+}
+
+
+@pytest.mark.parametrize("cross", AS_POSITIONS.values(), ids=AS_POSITIONS)
+def test_a_row_for_each_example_as_one_of_each_position(cross):
+    model, (x, _) = nn.Linear(WIDTH, WIDTH).double(), data_at_coincidence()
+    assert_crossed(model, lambda: cross(x, model(x[:, 0])).sum())
+
+
+def test_rows_along_positions_of_data_by_their_second_axis():
+    """Data (T, B, d): a row for each example needs no further axis, unless the data are moved."""
+    model, (x, y) = nn.Linear(WIDTH, WIDTH, bias=False).double(), data_at_coincidence()
+    assert_crossed(model, lambda: (x.transpose(0, 1) + model(x[0])).sin().sum(), batch_dim=1)
+    assert_crossed(model, lambda: (x + model(x[0])[:, None]).sin().sum(), batch_dim=1)
+
+    def of(i):
+        labels = functional.cross_entropy(model(x[:, i]), y[i], reduction="sum")
+        return (x[:, i] + model(x[0, i])).sin().sum() + labels
+
+    def loss():
+        gs.assign_rows(y, torch.arange(BATCH))  # (B, T)
+        labels = functional.cross_entropy(model(x).permute(1, 2, 0), y, reduction="sum")
+        return (x + model(x[0])).sin().sum() + labels
+
+    assert_apart(model, loss, of, batch_dim=1)
+
+
+def test_the_first_examples_grid_for_all():
+    """What all examples share is often taken from the first: with B points, its axis is as long."""
+    model, (x, _) = nn.Linear(WIDTH, WIDTH, bias=False).double(), data_at_coincidence()
+    grid = x[..., 0].sort().values
+
+    def integral(h):
+        return torch.trapezoid(h.square().sum(2), grid[0]).sum() + (grid[0] @ h[..., 0].T).sum()
+
+    assert_apart(model, lambda: integral(model(x)), lambda i: integral(model(x[i : i + 1])))
 
 
 def test_inputs_of_others_along_another_axis():

@@ -18,8 +18,7 @@ from gradstats.capture.following._multiplied import (
     by_equation,
     contraction,
     convolved,
-    convolved_over,
-    in_front,
+    convolved_places,
 )
 from gradstats.capture.following._operands import Unchanged, broadcast, by_first
 from gradstats.capture.following._reductions import ATTENTION
@@ -93,7 +92,10 @@ def _of_solution(marks: Marks, call: Call) -> Layout:
     if solves_vector(func, args):
         if args[1].dim() == 1 and any(tensor is args[1] for tensor in data):
             return None  # one right-hand side, in which the examples are the unknowns
-        return contraction(marks, args[:2], partial(in_front, result), result)
+        # Axes in front of the matrices stay where they are; over theirs all unknowns are summed.
+        first, second = (operand.dim() for operand in args[:2])
+        places = [[*range(first - 2), -1, -1], [*range(second - 1), -1]]
+        return contraction(marks, args[:2], places, result)
     after = broadcast(marks, data, result)
     if after is None or after.axis < result.dim() - 2:
         return after
@@ -117,7 +119,7 @@ def _of_convolution(marks: Marks, call: Call) -> Layout | Unchanged:
     named = [kwargs[name] for name in ("weight", "bias") if name in kwargs]
     lies = partial(convolved, call)
     operands = operands_of((*args, *named), {})
-    return contraction(marks, operands, lies, result, partial(convolved_over, func))
+    return contraction(marks, operands, convolved_places(call, operands), result, lies)
 
 
 def _of_tensor_product(marks: Marks, call: Call) -> Layout:

@@ -34,7 +34,7 @@ from gradstats.capture.following._separable import LOSSES, is_root, is_square, i
 from gradstats.capture.following._sinks import after_sinks, meets_sinks
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._operations import ELEMENT_LOSSES, JOINS, PAD_SEQUENCE, PRODUCTS
+from gradstats.capture.operations._operations import JOINS, PAD_SEQUENCE, PRODUCTS
 
 
 def follow_layout(marks: Marks, call: Call) -> None:
@@ -163,20 +163,7 @@ def _is_joined(marks: Marks, call: Call) -> bool:
     trained = [tensor for tensor in call.data if tensor.requires_grad]
     if not all(isinstance(marks.owned(tensor), Examples) for tensor in trained):
         return False
-    if call.func in ELEMENT_LOSSES:
-        _note_crossed(marks, call)
     return agree(marks, call) or marks.meetings.is_coupled(call.result)
-
-
-def _note_crossed(marks: Marks, call: Call) -> None:
-    """Note if a loss function, which reduces what it broadcasts, has inputs along another axis."""
-    dims = max(map(Tensor.dim, call.data))
-    known = [(item, marks.layout_of(item)) for item in call.data]
-    aligned = [(item, own.behind(dims - item.dim())) for item, own in known if own is not None]
-    trained = [layout for item, layout in aligned if item.requires_grad]
-    beside = [layout for item, layout in aligned if not item.requires_grad]
-    if trained:
-        marks.meetings.note_crossed(call.result, trained[0], beside)
 
 
 def _runs_over_examples(marks: Marks, call: Call) -> bool:

@@ -98,15 +98,32 @@ def looked_up(call: Call, index: Tensor, layout: Examples) -> Examples | None:
         call: the operation.
         index, layout: the indices, and where the examples lie in them.
     """
+    places = places_of_index(call, index)
+    return None if places is None else layout.along(places[layout.axis])
+
+
+def places_of_index(call: Call, index: Tensor) -> Sequence[int] | None:
+    """Return which axis of an operation's result each axis of its indices becomes, if known."""
     if call.func in INDEX_SELECT:
-        return layout.along(call.argument(1, "dim") % call.args[0].dim())
+        return [call.argument(1, "dim") % call.args[0].dim()]
     if call.func is not Tensor.__getitem__:
-        return layout if call.func in ALONG_INDICES else None
-    items = items_of(*call.args)
+        return range(index.dim()) if call.func in ALONG_INDICES else None
     if index.dtype == torch.bool:
         return None
-    before, dims = found_at(items)
-    return layout.along(before + dims - index.dim() + layout.axis)
+    before, dims = found_at(items_of(*call.args))
+    return range(before + dims - index.dim(), before + dims)
+
+
+def places_of_mask(call: Call, mask: Tensor) -> range | None:
+    """Return along which axes of an operation's first operand a mask picks elements, if known."""
+    source = call.args[0]
+    if call.func is Tensor.__getitem__:
+        items = items_of(*call.args)
+        if not any(item is mask for item in items):
+            return None
+        first = axis_of(items, mask)
+        return range(first, first + mask.dim())
+    return range(source.dim() - mask.dim(), source.dim())
 
 
 def found_at(items: list) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradstats.capture.following._crossed import note_crossed
 from gradstats.capture.following._examples import Examples, Mixed, Whole, same_rows, sole_of
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._call import Call
@@ -42,6 +43,8 @@ def joined_layout(marks: Marks, call: Call) -> Examples | None:
         return None  # such tensors get an axis first, or are joined along another one
     owners = _owners(marks, tensors)
     stacked = func is torch.stack
+    axes = [axis for axis in range(result.dim()) if not (stacked and axis == dim)]
+    note_crossed(marks, tensors, [axes] * len(tensors), result)
     if not any(isinstance(owned, Whole) for owned in owners):
         found = _in_line(marks, tensors, owners, dim, result, stacked=stacked)
         alone = [sole_of(owned) for owned in owners]

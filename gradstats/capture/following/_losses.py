@@ -53,11 +53,13 @@ def check_sum(marks: Marks, loss: Tensor) -> None:
     if marks.meetings.crossed and not marks.knows_losses:
         raise ExampleAxisError(
             "values with one row for each example were combined with inputs that have their "
-            f"examples along another axis ({marks.batch_dim}), as where a row for each example is "
-            "broadcast along as many positions. Whose the result is cannot be told from a loss "
-            "over all examples. Expected one loss for each example, as tracker.backward(losses) "
-            "takes; or inputs with their examples along that axis, masks and labels too. What "
-            "belongs to no example, such as positions, keep in the model (register_buffer). "
+            "examples along another axis, as where a row for each example is broadcast along as "
+            "many positions. Whose the result is cannot be told from a loss over all examples. "
+            "Expected the examples along one axis of both, as in x * h[:, None], and along axis "
+            f"{marks.batch_dim} of what comes from outside, masks and labels too (or say with "
+            "gs.assign_rows where they lie); or one loss for each example, as "
+            "tracker.backward(losses) takes. What belongs to no example, such as positions, keep "
+            "in the model (register_buffer). "
             f"{IF_A_CONSTANT}"
         )
     if marks.supposed and not marks.knows_losses:

@@ -78,7 +78,7 @@ class Marks:
 
     def __init__(self, batch_size: int, batch_dim: int, segments: Segments | None):
         self.serial = next(SERIALS)
-        self.meetings, self.values = Meetings(batch_size, batch_dim), Values(self.serial)
+        self.meetings, self.values = Meetings(batch_size), Values(self.serial)
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.follows_layouts = segments is not None

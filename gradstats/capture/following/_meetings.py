@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
-from gradstats.capture.following._examples import IF_A_CONSTANT, Examples
+from gradstats.capture.following._examples import IF_A_CONSTANT
 from gradstats.capture.operations._graph import nodes_behind
 from gradstats.errors import CoupledExamplesError
 
@@ -32,13 +31,12 @@ class Meetings:
             description; a loss over all examples may depend on them, but not a loss of one.
         roots_of_sums: nodes that compute the square root of such a sum; a loss over all examples
             may be its square, but not the root itself.
-        crossed: the number of operations in which trained values with their examples along another
-            axis met inputs along the batch's own; only losses of one example each tell whose the
-            results are.
+        crossed: the number of operations in which trained values may have been taken for those of
+            other examples, or of none; only losses of one example each tell whose the results are.
     """
 
-    def __init__(self, batch_size: int, batch_dim: int):
-        self._batch_size, self._batch_dim = batch_size, batch_dim
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
         self.coupled: dict[Any, str] = {}
         self.added: dict[Any, str] = {}
         self.roots_of_sums: set[Any] = set()
@@ -48,18 +46,6 @@ class Meetings:
         """Note that trained values of one example meet those of another."""
         if result.requires_grad and self._batch_size > 1:
             self.couple(result, MEETS)
-
-    def note_crossed(self, result: Tensor, after: Examples, beside: Iterable[Examples]) -> None:
-        """Note if inputs keep the batch's own axis of a result, and trained values another.
-
-        Args:
-            result: of an operation.
-            after: where the examples of its trained operands lie in it.
-            beside: where those of its other operands do.
-        """
-        own = self._batch_dim
-        if result.requires_grad and self._batch_size > 1 and after.axis != own:
-            self.crossed += any(layout.axis == own for layout in beside)
 
     def couple(self, result: Tensor, how: str) -> None:
         """Note that examples meet in the operation that made a tensor: no loss may depend on it."""

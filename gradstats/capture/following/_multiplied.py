@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import chain
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from gradstats.capture.following._apart import (
     weights_keep_apart,
     without_columns,
 )
+from gradstats.capture.following._crossed import note_crossed
 from gradstats.capture.following._examples import (
     MIXED,
     Examples,
@@ -33,63 +34,63 @@ def by_equation(
 ) -> Examples | Mixed | None:
     """Return the layout of a contraction that an equation describes."""
     inputs, out = equation
-
-    def index_of(place: int, layout: Examples) -> str:
-        return inputs[place][layout.axis]
-
-    def lies(place: int, layout: Examples) -> Examples | None:
-        index = index_of(place, layout)
-        return layout.along(out.index(index)) if index in out else None
-
-    def against(layout: Examples) -> int | None:
-        index = index_of(1, layout)
-        return inputs[0].index(index) if len(inputs) == 2 and index in inputs[0] else None
-
-    return contraction(marks, operands, lies, result, index_of, against)
+    summed = dict.fromkeys(index for index in chain(*inputs) if index not in out)
+    numbers = {index: -place for place, index in enumerate(summed, 1)}
+    numbers |= {index: axis for axis, index in enumerate(out)}
+    places = [[numbers[index] for index in indices] for indices in inputs]
+    return contraction(marks, operands, places, result)
 
 
 def contraction(
     marks: Marks,
     operands: Sequence[Tensor],
-    lies: Callable[[int, Examples], Examples | None],
+    places: Sequence[Sequence[int]],
     result: Tensor,
-    over: Callable[[int, Examples], Any] | None = None,
-    against: Callable[[Examples], int | None] | None = None,
+    lies: Callable[[int, Examples], Examples | None] | None = None,
 ) -> Examples | Mixed | None:
     """Return the layout of a contraction.
 
     Args:
         marks: what is noted about tensors.
         operands: what is contracted.
-        lies: called with the position and the layout of an operand, returns where its examples lie
-            in the result; None where they are summed.
+        places: for each operand, which axis of the result each of its axes becomes; a negative
+            number for each index that is summed.
         result: of the contraction.
-        over: called likewise for an operand whose examples are summed, returns the index over which
-            they are; None if all such indices are one.
-        against: called with the layout of the second operand, whose examples are summed, returns
-            the axis of the first along which they meet it.
+        lies: called with the position and the layout of an operand, returns where its examples lie
+            in the result, None where they are summed; if not given, ``places`` tell this.
     """
+    if not marks.packed:  # whose values tell
+        note_crossed(marks, operands, places, result)
+
+    def kept_along(at: int, layout: Examples) -> Examples | None:
+        axis = places[at][layout.axis]
+        return None if axis < 0 else layout.along(axis)
+
+    lies = lies or kept_along
     kept, gone = [], []
     indices = set()
-    for place, tensor in enumerate(operands):
+    for at, tensor in enumerate(operands):
         if not marks.is_of_data(tensor):
             continue
         own = marks.layout_of(tensor)
-        if isinstance(own, Scores) and against is not None:
-            rows, columns = (lies(place, side) for side in own.sides)
+        if isinstance(own, Scores):
+            rows, columns = (lies(at, side) for side in own.sides)
             if rows and columns and len(marks.data_among(operands)) == 1:
                 return scores([rows, columns], result)
         layout = _layout(marks, tensor, result)
-        after = None if layout is None else lies(place, layout)
+        after = None if layout is None else lies(at, layout)
         if after is not None:
             kept.append((tensor, after))
-        elif layout is not None and kept and marks.packed and against is not None:
-            if not _sums_own_rows(marks, operands[0], against(layout), layout, result):
+        elif layout is not None and kept and marks.packed:
+            over = places[at][layout.axis]
+            meets = over in places[0] and len(places) == 2
+            along = places[0].index(over) if meets else None
+            if not _sums_own_rows(marks, operands[0], along, layout, result):
                 return None
         elif layout is not None:
             gone.append((tensor, layout))
-            if over is not None and tensor.requires_grad:
-                indices.add(over(place, layout))
+            if tensor.requires_grad:
+                indices.add(places[at][layout.axis])
         elif marks.is_marked(tensor):
             if isinstance(marks.owned(tensor), Whole):
                 marks.meetings.note(result)
@@ -98,11 +99,6 @@ def contraction(
         _couple_all(marks, result)
         return MIXED
     return _product(marks, kept, gone, result)
-
-
-def in_front(result: Tensor, place: int, layout: Examples) -> Examples | None:
-    """Axes in front of a result's last one stay where they are in the operands."""
-    return layout if layout.axis < result.dim() - 1 else None
 
 
 def convolved(call: Call, place: int, layout: Examples) -> Examples | None:
@@ -124,10 +120,19 @@ def convolved(call: Call, place: int, layout: Examples) -> Examples | None:
     return layout.owned_by(owner, 1)
 
 
-def convolved_over(func, place: int, layout: Examples) -> tuple[int, int] | str:
-    """Return over what a convolution sums the examples of an operand: its channels, or places."""
-    channels = 0 if place == 1 and func in TRANSPOSED_CONVOLUTIONS else 1
-    return "channels" if layout.axis == channels else (place, layout.axis)
+def convolved_places(call: Call, operands: Sequence[Tensor]) -> list[list[int]]:
+    """Return which axis of a convolution's result each axis of its operands becomes.
+
+    Channels of the input are summed, and so are the kernels' places.
+    """
+    channels = -1 if call.argument(6, "groups", 1) == 1 else 1
+    data, kernels = [0, channels], [1, -1]
+    if call.func in TRANSPOSED_CONVOLUTIONS:
+        kernels = [channels, 1]
+    for axis in range(2, call.result.dim()):
+        data.append(axis)
+        kernels.append(-axis)
+    return [data, kernels, [1]][: len(operands)]
 
 
 def _layout(marks: Marks, tensor: Tensor, result: Tensor) -> Examples | None:
@@ -195,8 +200,6 @@ def _product(
     elif any(not same_layout(trained[0], other) for other in trained[1:]):
         marks.meetings.note(result)
         return None
-    beside = [own for item, own in kept if not item.requires_grad]
-    marks.meetings.note_crossed(result, found[0], beside)
     return found[0]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradstats.capture.following._apart import scores, without_columns
+from gradstats.capture.following._crossed import note_crossed, note_picked, places_in_rows
 from gradstats.capture.following._examples import (
     Examples,
     Grid,
@@ -84,8 +85,9 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     func, args, kwargs, data, result = call
     constant = not args or not any(tensor is args[0] for tensor in data)
     lost = _loses(marks, call, constant)
+    indices: list[Tensor] = []
     if func in REINDEXES and not constant:
-        data = [args[0]]  # the indexed operand decides
+        data, indices = data[:1], data[1:]  # the indexed operand decides
     elif len(data) > 1 and not agree(marks, call):
         lost = True
     source, layout = _deciding(marks, data)
@@ -106,6 +108,8 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
         after = looked_up(call, source, layout)
     else:
         after = follow(call, source, layout)
+    if layout is not None and source.requires_grad:
+        note_picked(marks, call, indices, layout, after)
     if after is not None and after is layout and not noted:
         return UNCHANGED
     decides = func in MOVES or is_trusted(func)
@@ -148,6 +152,9 @@ def agree(marks: Marks, call: Call) -> bool:
     if any(is_shared(call, tensor) for tensor in trained):
         marks.meetings.note(result)
         return False
+    if func not in LOOKS_AT_FIRST:
+        beside = [tensor for tensor in data if not is_shared(call, tensor)]
+        note_crossed(marks, beside, places_in_rows(func, beside), result)
     # Count axes from the right, as in broadcasting.
     places = [
         owned.behind(-tensor.dim()) if isinstance(owned, Examples) else owned
@@ -211,8 +218,7 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
         return pairs if trained else without_columns(pairs)
     first = deciding[0]
     if all(same_layout(first, layout) for layout in deciding[1:]):
-        beside = [layout for tensor, layout in aligned if not tensor.requires_grad]
-        marks.meetings.note_crossed(result, first, beside)
+        note_crossed(marks, data, places_in_rows(None, [*data, result])[:-1], result)
         return first
     if trained:
         marks.meetings.note(result)
