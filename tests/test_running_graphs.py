@@ -476,14 +476,21 @@ class Branches(nn.Module):
         return self.last(torch.cond(x.sum() > 0, torch.sin, torch.cos, (hidden,)))
 
 
-@pytest.mark.parametrize("compiles", [True, False], ids=["compiled", "eager"])
-def test_bodies_that_a_backend_does_not_trace_are_refused(compiles):
+def test_bodies_that_a_backend_does_not_trace_are_refused():
     torch._dynamo.reset()
     model, x = Branches(), torch.randn(B, 4)
-    compiled = torch.compile(model, backend="eager") if compiles else model
-    torch.compile(nn.Linear(3, 3), backend="eager")(torch.randn(2, 3))
+    compiled = torch.compile(model, backend="eager")
     with pytest.raises(gs.UnsupportedOperationError, match=r"cond of data.*force_eager"):
         gs.per_example_norms(compiled, x, sines)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_branches_between_graphs():
+    """What contexts see in place of torch.cond runs nothing that is compiled."""
+    torch._dynamo.reset()
+    model, x = Branches().double(), torch.randn(B, 4).double()
+    torch.compile(nn.Linear(3, 3), backend="eager")(torch.randn(2, 3))
+    check_against(oracle_gradients(model, x, sines), model, x, sines)
 
 
 @torch.compile(backend="aot_eager")

@@ -41,6 +41,7 @@ from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._opened import OPENED, OPENED_IF_TRACKED, opened
 from gradstats.capture.operations._operations import OPAQUE, QUESTIONS
 from gradstats.capture.operations._operators import OPERATORS, as_function
+from gradstats.capture.parameters._branches import COND, take_branch
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._functions import apply_function
 from gradstats.capture.parameters._nodes import Root
@@ -202,6 +203,7 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: backward,
     torch.autograd.grad: gradients,
     Tensor.grad_fn.__get__: FollowingMode._grad_fn,  # type: ignore[union-attr,attr-defined]
+    COND: take_branch,
 }
 CHECKS: dict[Any, Callable[..., None]] = {
     torch.nn.functional.batch_norm: check_statistics,

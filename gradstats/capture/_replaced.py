@@ -10,6 +10,7 @@ from __future__ import annotations
 from gradstats.capture._loaders import replace_fetches
 from gradstats.capture.compiled._graphs import replace_call_of_backend
 from gradstats.capture.compiled._skipped import replace_frame_conversion
+from gradstats.capture.parameters._branches import replace_cond
 from gradstats.capture.parameters._checkpoints import replace_checkpoint
 from gradstats.capture.parameters._functions import replace_apply
 from gradstats.capture.parameters._scripts import replace_script_calls
@@ -27,6 +28,8 @@ def replace_in_pytorch() -> None:
     replace_fetches()
     # Inside functions that torch.vmap returned: there tensors lack axes.
     replace_vmap()
+    # torch.cond: it compiles its branches.
+    replace_cond()
     # __call__ of TorchScript's functions and methods: what they compute is not shown.
     replace_script_calls()
     # Parameter.__new__: of a tensor of a subclass it makes no plain parameter.

@@ -8,6 +8,7 @@ _refusals    the errors for unsupported operations, with remedies
 _derived     operations on parameters and constants alone, in place or not
 _functions   custom autograd Functions of parameters alone, made visible as operations
 _transforms  torch.vmap, made visible; other transforms of torch.func
+_branches    torch.cond, run as the branch that it takes
 _scripts     functions of TorchScript, made visible as operations
 _checkpoints activation checkpoints
 _replay      a derived tensor computed again, to pull gradients back through it

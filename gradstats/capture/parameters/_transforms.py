@@ -61,10 +61,11 @@ def check_hidden(tracker: Context, func, args, kwargs, result) -> None:
         if tracker.maps_examples and inner is not item:
             continue  # torch.vmap shows one example at a time
         if tracker.marks.is_trained(inner):
-            raise _hidden(f"{function_name(func)} inside a torch.func transform (grad, jacrev, …)")
+            raise hidden(f"{function_name(func)} inside a torch.func transform (grad, jacrev, …)")
 
 
-def _hidden(what: str) -> HiddenError:
+def hidden(what: str) -> HiddenError:
+    """Return the error about what a transform hides; torch.vmap then runs slice by slice."""
     return HiddenError(
         f"{what} computes with values that depend on parameters, and hides which of them belong to "
         "which example. Expected plain autograd: write derivatives with "
@@ -106,7 +107,7 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
     if transform_level() is not None:
         whole = [item for item in operands_of(args, kwargs) if unwrapped(item) is item]
         if mode.tracker.maps_examples and any(map(mode.tracker.marks.is_trained, whole)):
-            raise _hidden("torch.vmap inside torch.vmap, of what the outer one does not map,")
+            raise hidden("torch.vmap inside torch.vmap, of what the outer one does not map,")
         return call.at_once()
     # Between graphs the compiler would trace every call; there is nothing to trace here.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
@@ -166,7 +167,7 @@ def _noted(tracker: Context, function: Callable[..., Any]) -> Callable[..., Any]
         result = function(*args, **kwargs)
         whole = [item for item in tensors_in(result) if unwrapped(item) is item]
         if any(node_of(item) is not None or tracker.marks.is_trained(item) for item in whole):
-            raise _hidden("a function under torch.vmap that returns what it was not given")
+            raise hidden("a function under torch.vmap that returns what it was not given")
         tracker.maps_data = tracker.maps_data or any(map(tracker.marks.is_data, whole))
         return result
 

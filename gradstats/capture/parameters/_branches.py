@@ -1,0 +1,44 @@
+"""``torch.cond``, run as the branch that it takes, so that the operations there are seen.
+
+As an operator it would hide them. It compiles its branches first, which contexts whose operations
+run one by one do not allow, so that from the first context on every call passes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats.capture.operations._modes import ContextMode, innermost_mode
+from gradstats.capture.parameters._transforms import hidden, transform_level
+
+COND: Any = torch.ops.higher_order.cond
+
+
+@cache
+def replace_cond() -> None:
+    """From now on, show calls of torch.cond to contexts as they are, not compiled."""
+    torch.cond = _shown(torch.cond)
+
+
+def _shown(cond: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(cond)
+    def run(pred, true_fn, false_fn, operands=()):
+        if is_compiling() or innermost_mode() is None or not isinstance(pred, Tensor):
+            return cond(pred, true_fn, false_fn, operands)
+        return COND(pred, true_fn, false_fn, operands)
+
+    return run
+
+
+def take_branch(mode: ContextMode, pred, true_fn, false_fn, operands):
+    """Run the operator of torch.cond inside a context."""
+    if transform_level() is not None:
+        raise hidden("torch.cond inside a torch.func transform")
+    with mode:
+        return (true_fn if pred else false_fn)(*operands)
