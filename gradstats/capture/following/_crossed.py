@@ -72,15 +72,15 @@ def _crosses(marks: Marks, own: Examples, item: Tensor, axes: Sequence[int]) -> 
 
 
 def note_picked(
-    marks: Marks, call: Call, indices: Sequence[Tensor], layout: Examples, after: Layout
+    marks: Marks, call: Call, indices: Iterable[Tensor], layout: Examples, after: Layout
 ) -> None:
     """Do the same for indices and masks, given where the examples of the indexed values lie.
 
     Args:
         marks: what is noted about tensors.
-        call: the operation.
+        call: the operation; or the one that reads what is written to.
         indices: operands that tell what it picks.
-        layout, after: where the examples lie in its first operand, and in its result.
+        layout, after: where the examples lie in its first operand, and in what it picks.
     """
     for index in indices:
         masks = index.dtype == torch.bool

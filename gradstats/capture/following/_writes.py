@@ -37,6 +37,8 @@ class Write:
         is_part: tells whether the place is less than the whole operand; None where that is not
             known.
         replaced: returns which elements of the operand are replaced; None where that is not known.
+        reads: the operation that reads the place, and its arguments, where indices or masks tell
+            which it is.
     """
 
     values: tuple[Any, ...]
@@ -47,6 +49,7 @@ class Write:
     keeps_sums: bool = True
     is_part: Callable[[], bool] | None = None
     replaced: Callable[[], Tensor] | None = None
+    reads: tuple[Any, tuple[Any, ...]] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -100,6 +103,7 @@ def _put(target: Tensor, indices, values, accumulate=False) -> Write:
 def _assigned(target: Tensor, index, value) -> Write:
     items = items_of(target, index)
     mask = items[0] if items else None
+    reads = Tensor.__getitem__, (target, index)
 
     def replaced() -> Tensor:
         found = torch.zeros(target.shape, dtype=torch.bool, device=target.device)
@@ -108,7 +112,7 @@ def _assigned(target: Tensor, index, value) -> Write:
 
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() and _is_number(value):
         # The mask says whose the rows are, of the whole operand, whose first axes it covers.
-        return Write((), None, mask.dim(), mask, replaced=replaced)
+        return Write((), None, mask.dim(), mask, replaced=replaced, reads=reads)
     return Write(
         (value,),
         lambda target, layout: read_at(target, items, layout),
@@ -116,6 +120,7 @@ def _assigned(target: Tensor, index, value) -> Write:
         _rows_of_number(target, value, items[0] if items else None),
         is_part=lambda: target.detach()[index].numel() < target.numel(),
         replaced=replaced,
+        reads=reads,
     )
 
 
@@ -157,7 +162,8 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, 
         return layout.owned_by(layout.owner(index.device)[rows[:, 0]], dim)
 
     reduces = bool(reduction) or "reduce" in others
-    return Write((value,), read, target.dim(), places=index, keeps_sums=not reduces)
+    reads = Tensor.gather, (target, dim, index)
+    return Write((value,), read, target.dim(), places=index, keeps_sums=not reduces, reads=reads)
 
 
 def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
@@ -177,7 +183,7 @@ def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
         owner = layout.owner(target.device).repeat_interleave(counts // width)
         return layout.owned_by(owner, 0) if len(owner) == rows else None
 
-    return Write((source,), read, source.dim())
+    return Write((source,), read, source.dim(), reads=(Tensor.masked_select, (target, mask)))
 
 
 # Operations that write into their first operand, or into a copy of it.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture.following._apart import weights_keep_apart
+from gradstats.capture.following._crossed import note_picked
 from gradstats.capture.following._examples import MIXED, Examples, Mixed, Scores, Whole, same_layout
 from gradstats.capture.following._filled import Filling, Piece
 from gradstats.capture.following._following import follow_layout
@@ -56,8 +57,13 @@ def follow_write(marks: Marks, change: Change) -> None:
     sums = write.keeps_sums and after.requires_grad and _stays_sum(marks, change)
     brings_back = before and _is_brought_back(marks, write, target)
     _place_written(marks, change)
-    if isinstance(own := marks.owned(after), Scores):
+    own = marks.owned(after)
+    if isinstance(own, Scores):
         marks.place(after, replace(own, fixed=_are_fixed_after(write, own)))
+    elif isinstance(own, Examples) and write.reads is not None and after.requires_grad:
+        call = Call(*write.reads, {}, [], after)
+        place = None if write.read is None else write.read(after, own)
+        note_picked(marks, call, marks.data_among(tensors_in(call.args[1:])), own, place)
     if brings_back:
         marks.meetings.couple(after, BROUGHT_BACK)
     if sums and marks.is_marked(after) and not isinstance(marks.owned(after), Examples):
