@@ -65,9 +65,7 @@ class TopLists:
         with (folder / STATE).open("rb") as file, np.load(file, allow_pickle=False) as held:
             lists = {kind: tuple(held[name] for name in names_of(*kind)) for kind in KINDS}
             names = tuple(map(str, held["checkpoints"]))
-            # A folder written before they were noted has none: its lists may be read, and no more.
-            known = "circumstances" in held
-            circumstances = json.loads(str(held["circumstances"])) if known else {}
+            circumstances = json.loads(str(held["circumstances"]))
             return cls(lists, names, circumstances, int(held["next_batch"]))
 
     def add(self, lists: Lists, k: int) -> None:

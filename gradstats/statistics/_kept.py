@@ -16,7 +16,7 @@ from gradstats._complex import real_shape
 from gradstats._factors import tensors_of
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._consumers import Against, Keep, KeptParameter
-from gradstats.errors import CoverageError, TrackingError
+from gradstats.errors import CoverageError
 from gradstats.statistics._arguments import LossFunction, Options, shapes_of
 from gradstats.statistics._backward import run
 from gradstats.statistics._result import check_finite
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@dataclass
+@dataclass(frozen=True)
 class KeptGradients:
     """The per-example gradients of one batch, kept as factors.
 
@@ -36,13 +36,11 @@ class KeptGradients:
         sqnorm: (B,) float64 squared norms of the gradients.
         shapes: name → shape of every parameter that was tracked.
         parameters: name → factors and norms, for every parameter that the losses depend on.
-        consumed: whether a later batch has freed these.
     """
 
     sqnorm: Tensor
     shapes: Mapping[str, tuple[int, ...]]
     parameters: dict[str, KeptParameter]
-    consumed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -129,24 +127,13 @@ def products(
     shapes = shapes_of(model, options)
     for block in kept:
         check_same_parameters(block.shapes, shapes)
-        if block.consumed:
-            raise TrackingError(
-                "these kept gradients were consumed by an earlier call: keep them again, or pass "
-                "consume=False."
-            )
     consumer = Against(
         [block.parameters for block in kept],
         diagonal=diagonal,
         per_parameter=per_parameter,
         consume=consume,
     )
-    try:
-        tracker, _ = run(model, batch, loss_fn, consumer, **options)
-    finally:
-        if consume:
-            for block in kept:
-                block.parameters.clear()
-                block.consumed = True
+    tracker, _ = run(model, batch, loss_fn, consumer, **options)
     check_finite(tracker, nonfinite)
     sqnorm = tracker.reports.sqnorm
     results = []

@@ -175,21 +175,18 @@ class RunningRatio:
         decay: in [0, 1); 1 / (1 − decay) is the number of steps that count.
 
     Attributes:
-        count: steps that entered.
-        left_out: steps that did not, because a value was not finite.
+        count: steps that entered: those of which both values are finite.
     """
 
     def __init__(self, decay: float):
         self.decay = decay
         self.count = 0
-        self.left_out = 0
         # Σω, Σω², Σωy, Σωx, Σωy², Σωxy, Σωx²
         self._sums = [0.0] * 7
 
     def add(self, numerator: float, denominator: float) -> None:
-        """Let one step enter."""
+        """Let one step enter, if both values are finite."""
         if not (math.isfinite(numerator) and math.isfinite(denominator)):
-            self.left_out += 1
             return
         y, x = numerator, denominator
         terms = (1.0, 1.0, y, x, y * y, x * y, x * x)
@@ -217,11 +214,11 @@ class RunningRatio:
 
     def state_dict(self) -> dict:
         """Return what ``load_state_dict`` takes: plain numbers."""
-        return {"count": self.count, "left_out": self.left_out, "sums": list(self._sums)}
+        return {"count": self.count, "sums": list(self._sums)}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a saved state."""
-        self.count, self.left_out = state["count"], state["left_out"]
+        self.count = state["count"]
         self._sums = [float(entry) for entry in state["sums"]]
 
 

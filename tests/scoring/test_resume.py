@@ -525,19 +525,6 @@ def test_other_circumstances_do_not_finish_lists(tmp_path, monkeypatch, what):
     assert (out / "top.npz").read_bytes() == before
 
 
-def test_lists_without_circumstances_are_read_and_not_gone_on_with(tmp_path):
-    out = tmp_path / "lists"
-    whole = call("top", out)
-    with np.load(out / "top.npz") as held:
-        arrays = {name: value for name, value in held.items() if name != "circumstances"}
-    np.savez(out / "top.npz", **arrays)
-    assert_same("top", call("top", out), whole)
-    np.savez(out / "top.npz", **arrays)
-    forget_a_batch(out / "top.npz")
-    with pytest.raises(gs.StoreError, match="  torch: on disk None, now '"):
-        call("top", out)
-
-
 def test_full_precision_by_default_and_by_name_are_the_same(tmp_path):
     """PyTorch has two words for products of float32 that are not rounded."""
     products = torch.backends.cuda.matmul
