@@ -209,14 +209,14 @@ class Rankings:
 
 
 def strongest(scores: np.ndarray, positions: np.ndarray, k: int, sign: int) -> np.ndarray:
-    """Return the indices of the k largest (sign 1) or smallest (-1); lower positions win ties."""
+    """Return the indices of the k largest (sign 1) or smallest (-1), NaN last of all.
+
+    Lower positions win ties.
+    """
     values = -sign * scores
+    candidates = np.arange(len(values))
     if k < len(values):
-        values = np.where(np.isnan(values), np.inf, values)
-        bound = np.partition(values, k - 1)[k - 1]
-        candidates = np.flatnonzero(values <= bound)
-    else:
-        candidates = np.arange(len(values))
+        candidates = np.flatnonzero(~(values > np.partition(values, k - 1)[k - 1]))
     order = np.lexsort((positions[candidates], values[candidates]))
     return candidates[order[:k]]
 

@@ -554,6 +554,21 @@ def test_non_finite_gradients_may_be_kept(setting):
     np.testing.assert_allclose(scores[others], expected[others], rtol=1e-10)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_scores_that_are_not_numbers_come_last(k):
+    """After those that are infinite, whatever the length of the list."""
+    model = nn.Linear(1, 1, bias=False)
+    train, query = [torch.tensor([[float("nan")], [-1e18], [1.0]])], [torch.tensor([[1e18]])]
+    checkpoints = gs.Checkpoints([model.state_dict()], lr=1e4)
+    for top_k in (None, k):
+        scores = gs.influence(
+            model, train, query, lambda model, x: model(x).sum(1), checkpoints,
+            top_k=top_k, nonfinite="keep", progress=False,
+        )  # fmt: skip
+        assert scores.proponents(0, k).positions.tolist() == [2, 1, 0][:k]
+        assert scores.opponents(0, k).positions.tolist() == [1, 2, 0][:k]
+
+
 @pytest.mark.parametrize("top_k", [None, 1])
 def test_scores_that_float32_does_not_hold(tmp_path, top_k):
     """Gradients are finite, products with the learning rate are float32 numbers no more."""
