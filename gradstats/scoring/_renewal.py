@@ -33,8 +33,8 @@ class Renewal:
     """Whether a borrowed model can be made to drop what it caches from its weights."""
 
     def __init__(self) -> None:
-        self._possible = False
-        self._dropped: list[Attribute] = []
+        # What setting the mode drops, until a forward has made it again; None where it does more.
+        self._dropped: list[Attribute] | None = None
         self._given_back: list[Attribute] = []
         self._surroundings: Surroundings | None = None
 
@@ -59,13 +59,11 @@ class Renewal:
         before = Before(model)
         try:
             _there_and_back(model)
-            dropped = before.dropped()
+            self._dropped = before.dropped()
         except Exception:  # the user's: it may not be meant to be trained
             model.eval()
-            dropped = None
-        if dropped is None:
+        if self._dropped is None:
             before.restore(memory)
-        self._possible, self._dropped = dropped is not None, dropped or []
 
     def renew(self, model: nn.Module, forward: Callable[[], object]) -> None:
         """Have the model drop its caches, if setting the mode does nothing else.
@@ -74,14 +72,14 @@ class Renewal:
             model: in eval mode.
             forward: runs it; once, to see whether what was dropped is made again.
         """
-        if not self._possible:
+        if self._dropped is None:
             return
         if self._dropped:
             dropped, self._dropped = self._dropped, []
             with without_contexts(), torch.no_grad():
                 forward()
             if not all(each.is_there() for each in dropped):
-                self._possible, self._given_back = False, dropped
+                self._dropped, self._given_back = None, dropped
                 for each in dropped:
                     each.restore()
                 return
@@ -134,16 +132,15 @@ class Before:
     """A model before its mode was set."""
 
     def __init__(self, model: nn.Module):
-        self._modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self._parameters = [(m, dict(m._parameters)) for m in self._modules]
+        modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._surroundings = Surroundings(modules)
+        self._parameters = [(m, dict(m._parameters)) for m in modules]
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
         self._versions = Versions((*model.parameters(), *model.buffers()))
         self._attributes = {
-            m: {n: Attribute(vars(m), n) for n in plain_attributes(m)} for m in self._modules
+            m: {n: Attribute(vars(m), n) for n in plain_attributes(m)} for m in modules
         }
-        self._buffers = [
-            (m, {n: Attribute(m._buffers, n) for n in m._buffers}) for m in self._modules
-        ]
+        self._buffers = [(m, {n: Attribute(m._buffers, n) for n in m._buffers}) for m in modules]
 
     def dropped(self) -> list[Attribute] | None:
         """Return the attributes whose tensors were dropped; None if anything else changed."""
@@ -172,18 +169,9 @@ class Before:
 
     def restore(self, memory: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Put everything back; ``memory`` holds each tensor with its numbers."""
-        for module, parameters in self._parameters:
-            module._parameters.update(parameters)
-        for _, buffers in self._buffers:
-            for buffer in buffers.values():
-                buffer.restore()
+        self._surroundings.restore()
         for parameter, trained in self._trained:
             parameter.requires_grad_(trained)
         for tensor, own in memory:
             if not same_bits(tensor.detach(), own):
                 tensor.detach().copy_(own)
-        for module, attributes in self._attributes.items():
-            for name in plain_attributes(module).keys() - attributes.keys():
-                del vars(module)[name]
-            for attribute in attributes.values():
-                attribute.restore()
