@@ -11,14 +11,16 @@ computes again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
 from gradstats.capture.operations._modes import without_contexts
-from gradstats.capture.parameters._attributes import PLAIN_TYPES, tensors_kept
+from gradstats.capture.parameters._attributes import tensors_kept
 from gradstats.scoring._surroundings import (
     CONTAINERS,
     Surroundings,
@@ -99,26 +101,18 @@ class Attribute:
         self._value = place[name]
         kept = isinstance(self._value, CONTAINERS)
         self._content = content_of(self._value) if kept else self._value
-        self._tensors = [id(each) for each in tensors_kept(self._content)]
-
-    def _now(self) -> Any:
-        return self._place.get(self._name)
+        self._held_tensors = bool(tensors_kept(self._content))
 
     def is_there(self) -> bool:
         """Whether the attribute holds tensors now."""
-        return bool(tensors_kept(self._now()))
+        return bool(tensors_kept(self._place.get(self._name)))
 
     def was_dropped(self) -> bool | None:
         """Whether it held tensors and holds none now; None if it changed in any other way."""
-        tensors = [id(each) for each in tensors_kept(self._now())]
-        if self._tensors:
-            return False if tensors == self._tensors else (None if tensors else True)
-        now, before = self._now(), self._content
-        if tensors or type(now) is not type(before):
-            return None
-        if type(now) in PLAIN_TYPES:
-            return False if now == before or now != now else None
-        same = not isinstance(now, CONTAINERS) or len(now) == len(before)
+        if self._held_tensors and not self.is_there():
+            return True
+        now = self._place.get(self._name)
+        same = type(now) is type(self._value) and _is_same(now, self._content)
         return False if same else None
 
     def restore(self) -> None:
@@ -126,6 +120,27 @@ class Attribute:
         if isinstance(self._value, CONTAINERS):
             refill(self._value, self._content)
         self._place[self._name] = self._value
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether a value is what it was, as far as can be told: of objects of other kinds, the kind.
+
+    Args:
+        now: the value.
+        before: the same then; for a container that may be a copy.
+    """
+    if now is before:
+        return True
+    if isinstance(before, Tensor) or not isinstance(now, type(before)):
+        return False
+    if isinstance(before, set):
+        return set.__eq__(now, before)
+    if isinstance(before, (tuple, *CONTAINERS)):
+        entries = [[*each.items()] if isinstance(each, dict) else [*each] for each in (now, before)]
+        return len(entries[0]) == len(entries[1]) and all(map(_is_same, *entries))
+    if isinstance(before, (str, Number, np.generic)):
+        return bool(now == before or now != now)
+    return True
 
 
 class Before:

@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -376,10 +377,13 @@ class EvalCache(nn.Module):
         super().__init__()
         self.head, self.table = nn.Linear(4, 3), nn.Parameter(torch.randn(5, 4))
         self.cache: dict[str, Tensor] = {}
+        # Which setting the mode leaves as they are.
+        self.scale, self.threshold, self.sizes = torch.full((4,), 1.5), float("nan"), [4, 3]
 
     def train(self, mode: bool = True):
         if mode:
             self.cache = {}
+            self.sizes = [4, 3]
         return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -389,7 +393,7 @@ class EvalCache(nn.Module):
             if "bias" not in self.cache:
                 self.cache["bias"] = self.table[[1, 3]].sum(0)
             bias = self.cache["bias"]
-        return self.head((x + bias).tanh())
+        return self.head((self.scale * x + bias).tanh())
 
 
 @pytest.mark.parametrize("with_graph", [None, False, True])
@@ -467,20 +471,21 @@ class Thawed(nn.Sequential):
 
 
 class Calibrated(nn.Linear):
-    """Has a number, or a tensor, for eval mode alone, which training makes void."""
+    """Has a number, a tensor or a list for eval mode alone, which training replaces."""
 
-    def __init__(self, temperature):
+    def __init__(self, temperature, trained=None):
         super().__init__(4, 3)
-        self.temperature = temperature
+        self.temperature, self.trained = temperature, trained
 
     def train(self, mode: bool = True):
         if mode:
-            self.temperature = None
+            self.temperature = self.trained
         return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        return result if self.temperature is None else result / self.temperature
+        own = self.temperature
+        scale = sum(own) if isinstance(own, list) else own
+        return super().forward(x) / (1 if scale is None else scale)
 
 
 class ForInference(nn.Linear):
@@ -563,8 +568,15 @@ USERS_MODES = {
     "an average": Averaged,
     "frozen parts": Thawed,
     "a number": lambda: Calibrated(1.7),
+    "another number": lambda: Calibrated(1.7, 0.5),
+    "an integer": lambda: Calibrated(1.0, 2),
     "a deque": Recent,
+    "a number of NumPy": lambda: Calibrated(np.float64(1.7), np.float64(0.5)),
+    "a list": lambda: Calibrated([1.7], [0.5]),
+    "a longer list": lambda: Calibrated([1.7], [1.7, 0.5]),
     "a tensor": lambda: Calibrated(torch.tensor(1.7)),
+    "another tensor": lambda: Calibrated(torch.tensor(1.7), torch.tensor(0.5)),
+    "no tensor": lambda: Calibrated(None, torch.tensor(0.5)),
     "for inference": ForInference,
     "statistics": Resets,
     "what no checkpoint has": Forgets,
