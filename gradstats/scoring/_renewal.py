@@ -143,13 +143,17 @@ def _is_same(now: Any, before: Any) -> bool:
     return True
 
 
+def _identities(parameters: dict[str, nn.Parameter | None]) -> dict[str, int]:
+    return {name: id(each) for name, each in parameters.items()}
+
+
 class Before:
     """A model before its mode was set."""
 
     def __init__(self, model: nn.Module):
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._surroundings = Surroundings(modules)
-        self._parameters = [(m, dict(m._parameters)) for m in modules]
+        self._parameters = [(m, _identities(m._parameters)) for m in modules]
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
         self._versions = Versions((*model.parameters(), *model.buffers()))
         self._attributes = {
@@ -159,12 +163,9 @@ class Before:
 
     def dropped(self) -> list[Attribute] | None:
         """Return the attributes whose tensors were dropped; None if anything else changed."""
-        for module, parameters in self._parameters:
-            now = module._parameters
-            if now.keys() != parameters.keys() or any(now[n] is not parameters[n] for n in now):
-                return None
+        others = any(_identities(m._parameters) != before for m, before in self._parameters)
         trained = any(each.requires_grad != before for each, before in self._trained)
-        if trained or self._versions.are_old:
+        if others or trained or self._versions.are_old:
             return None
         found = []
         kept = [

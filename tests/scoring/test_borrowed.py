@@ -500,35 +500,37 @@ class ForInference(nn.Linear):
 
 
 class Resets(nn.Module):
-    """Begins its statistics, and its noise, anew when it is trained."""
+    """Begins its statistics anew when it is trained."""
 
     def __init__(self):
         super().__init__()
-        self.layer, self.noise = nn.Linear(4, 3), torch.randn(3)
-        self.register_buffer("mean", torch.zeros(3))
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.ones(3))
 
     def train(self, mode: bool = True):
         if mode:
             self.mean.zero_()
-            self.noise = torch.randn(3)
         return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) - self.mean).tanh() * self.noise
+        return (self.layer(x) - self.mean).tanh()
 
 
 class Forgets(nn.Module):
-    """Drops in place what no checkpoint has when it is trained, and sets what it had not."""
+    """Drops in place what no checkpoint has when it is trained, or sets what it had not."""
 
-    def __init__(self):
+    def __init__(self, what: str):
         super().__init__()
+        self.what = what
         self.layer, self.factors = nn.Linear(4, 3), {"all": 0.3}
         self.register_buffer("scale", torch.tensor([1.5, -0.5, 2.0]), persistent=False)
 
     def train(self, mode: bool = True):
-        if mode:
+        if mode and self.what == "scale":
             self.scale.zero_()
+        elif mode and self.what == "factors":
             self.factors.clear()
+        elif mode:
             self.slope = 0.1
         return super().train(mode)
 
@@ -537,15 +539,19 @@ class Forgets(nn.Module):
 
 
 class Begins(nn.Linear):
-    """Begins with another weight when it is trained."""
+    """Begins with another weight, or one more, when it is trained."""
 
-    def __init__(self):
+    def __init__(self, name: str):
         super().__init__(4, 3)
+        self.name = name
 
     def train(self, mode: bool = True):
         if mode:
-            self.weight = nn.Parameter(torch.zeros(3, 4))
+            setattr(self, self.name, nn.Parameter(torch.zeros(3, 4)))
         return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(self._parameters) == 2 else x[:, 1:]
 
 
 class Recent(nn.Linear):
@@ -579,8 +585,11 @@ USERS_MODES = {
     "no tensor": lambda: Calibrated(None, torch.tensor(0.5)),
     "for inference": ForInference,
     "statistics": Resets,
-    "what no checkpoint has": Forgets,
-    "another parameter": Begins,
+    "a buffer that no checkpoint has": lambda: Forgets("scale"),
+    "a dict": lambda: Forgets("factors"),
+    "another attribute": lambda: Forgets("slope"),
+    "another parameter": lambda: Begins("weight"),
+    "one more parameter": lambda: Begins("scale"),
 }
 
 
