@@ -225,27 +225,9 @@ def test_unequal_micro_batches_of_means(model):
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENT)
-def test_a_grad_scaler_is_divided_out(model, alignment):
-    batch = batch_of()
-    rows = gradient_rows(model, batch, losses_of)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    monitor = gs.Monitor(model, every=1, alignment=alignment, scaler=scaler, optimizer=optimizer)
-    with monitor.step(batch_size=B, ids=range(B)):
-        losses = losses_of(model, batch)
-        scaler.scale(losses.mean()).backward()
-    scaler.step(optimizer)
-    expected = metrics_of(rows)
-    expected["batch_loss"] = losses.mean().item()
-    expected["cabs"] = 0.1 * expected["gns/tr_sigma"] / losses.mean().item()
-    assert_metrics(monitor.metrics(), {k: v for k, v in expected.items() if "sti" not in k})
-    np.testing.assert_allclose(monitor.self_influence.values, 0.1 * (rows**2).sum(1))
-
-
-@pytest.mark.parametrize("alignment", ALIGNMENT)
 @pytest.mark.parametrize("tensor_rates", [False, True])
 def test_what_steps_inside_the_context_changes_nothing(model, alignment, tensor_rates):
-    """The loss scale and the learning rates are those at the backward."""
+    """The loss scale, which is divided out, and the learning rates are those at the backward."""
     batch = batch_of()
     rows = gradient_rows(model, batch, losses_of)
     rate = torch.tensor(0.1, dtype=torch.float64) if tensor_rates else 0.1
