@@ -67,6 +67,22 @@ class Temperature(nn.Module):
         return self.head(x) / self.temperature
 
 
+class Prepared(nn.Module):
+    """Derives a number when its mode is set, and counts how often it was trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.temperature, self.begun = nn.Linear(4, 3), 1.0, 0
+        self.register_buffer("logarithm", torch.zeros(()))
+
+    def train(self, mode: bool = True):
+        self.temperature, self.begun = float(self.logarithm.exp()), self.begun + mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) / self.temperature
+
+
 class Sparse(nn.Module):
     """Multiplies by a sparse buffer."""
 
@@ -142,6 +158,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a view of a weight": Aliased,
     "a cache": Caching,
     "a number derived": Temperature,
+    "a number derived for a mode": Prepared,
     "sparse": lambda: Sparse(Tensor.to_sparse),
     "sparse rows": lambda: Sparse(Tensor.to_sparse_csr),
     "made without gradients": Rotary,

@@ -658,11 +658,33 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(setting):
             {**good, "3.bias": torch.ones(5)},
             r"does not fit the model: '3.bias' has shape \(5,\), exp",
         ),
+        (
+            {name: torch.ones(1, 1) for name in good},
+            r"'0.weight' has .*; '0.bias' has .*; '2.weight' has .*\); and 3 more\. Pass a model",
+        ),
     ]
     for content, message in cases:
         with pytest.raises(gs.CheckpointError, match=f"(?s){message}"):
             score(setting, gs.Checkpoints([good, content], lr=1.0))
         assert_unchanged(setting.model, state)
+
+
+class Counted(nn.Linear):
+    """Saves what is no tensor."""
+
+    def get_extra_state(self):
+        return {"calls": 1}
+
+    def set_extra_state(self, state):
+        assert state == {"calls": 1}
+
+
+def test_weights_that_do_not_fit_beside_what_is_no_tensor():
+    model = Counted(5, 3)
+    state = {**model.state_dict(), "weight": torch.ones(2, 5)}
+    batch = torch.randn(4, 5), torch.arange(4) % 3
+    with pytest.raises(gs.CheckpointError, match=r"fit the model: 'weight' has shape \(2, 5\)"):
+        gs.self_influence(model, [batch], loss_fn, gs.Checkpoints([state], lr=1), progress=False)
 
 
 def test_a_checkpoint_of_the_module_around_the_model(setting):
