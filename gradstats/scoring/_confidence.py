@@ -69,11 +69,16 @@ class CrossEntropyWatch(TorchFunctionMode):
             self._seen.append(seen)
         return func(*args, **kwargs)
 
-    def forget(self) -> None:
-        """Drop what was seen."""
+    def __enter__(self) -> CrossEntropyWatch:
         self._seen = []
+        return super().__enter__()
 
-    def settle(self) -> None:
+    def __exit__(self, kind, value, traceback) -> None:
+        super().__exit__(kind, value, traceback)
+        if kind is None:
+            self._settle()
+
+    def _settle(self) -> None:
         """Find the examples of the logits' rows; for compiled functions, known after they ran."""
         self._order = self._problem = None
         for _, logits, *_ in self._seen[:1]:
@@ -114,16 +119,3 @@ class CrossEntropyWatch(TorchFunctionMode):
             self.reason = "some logits are not finite"
             return None
         return Prediction(probability, label)
-
-
-def watched(loss_fn, watch: CrossEntropyWatch):
-    """Return the loss function with its cross-entropy seen by a watch."""
-
-    def run(model, batch) -> Tensor:
-        watch.forget()
-        with watch:
-            losses = loss_fn(model, batch)
-        watch.settle()
-        return losses
-
-    return run

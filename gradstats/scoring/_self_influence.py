@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,7 @@ from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source, to_device
 from gradstats.scoring._borrowed import borrowed
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
-from gradstats.scoring._confidence import (
-    CrossEntropyWatch,
-    el2n,
-    margin,
-    watched,
-)
+from gradstats.scoring._confidence import CrossEntropyWatch, el2n, margin
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
@@ -140,7 +136,7 @@ class _Scoring:
         self._work, self._data = work, data
         self._checkpoints, self._path = checkpoints, path
         self._watch = CrossEntropyWatch()
-        self._losses = watched(work.losses, self._watch)
+        self._losses = partial(work.losses, watch=self._watch)
         self._halving = Halving("examples", work.layout)
         arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
         self._tiling = Tiling(arrays, data.spans, [slice(0, len(FIELDS))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -97,14 +98,19 @@ class Work:
         """Of results: float64 for float64 models, else float32."""
         return np.dtype(np.float64 if any_double(self.model.parameters()) else np.float32)
 
-    def unordered_losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return what the loss function does, of what the model computes anew."""
+    def unordered_losses(
+        self, model: nn.Module, batch: Any, watch: AbstractContextManager | None = None
+    ) -> Tensor:
+        """Return what the loss function does, run inside ``watch``, of what is computed anew."""
         self.renewal.renew(model, lambda: on_a_copy(self.loss_fn)(model, batch))
-        return self.loss_fn(model, batch)
+        with watch or nullcontext():
+            return self.loss_fn(model, batch)
 
-    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+    def losses(
+        self, model: nn.Module, batch: Any, watch: AbstractContextManager | None = None
+    ) -> Tensor:
         """Return the losses in the order of the batch, which is that of the ids."""
-        losses = self.unordered_losses(model, batch)
+        losses = self.unordered_losses(model, batch, watch)
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             return losses  # an error, which the core explains
         order = order_here(losses)

@@ -418,10 +418,12 @@ def test_what_was_kept_in_eval_mode_is_computed_anew(with_graph, tmp_path):
     torch.manual_seed(0)
     model, x, labels = EvalCache().double(), torch.randn(6, 4).double(), torch.arange(6) % 3
     states = [disturbed(model.state_dict()) for _ in range(2)]
-    expected = torch.zeros(6, 6, dtype=torch.float64)
+    expected, el2n = torch.zeros(6, 6, dtype=torch.float64), []
     for state in states:
         trained = EvalCache().double()
         trained.load_state_dict(state)
+        away = trained(x).softmax(1) - functional.one_hot(labels, 3)
+        el2n.append(away.norm(dim=1).detach().numpy())
         losses, own = loss_fn(trained, (x, labels)), list(trained.parameters())
         rows = [torch.autograd.grad(loss, own, retain_graph=True) for loss in losses]
         flat = torch.stack([torch.cat([each.flatten() for each in row]) for row in rows])
@@ -433,10 +435,10 @@ def test_what_was_kept_in_eval_mode_is_computed_anew(with_graph, tmp_path):
     kept = dict(model.cache)
     data = [(x[:4], labels[:4]), (x[4:], labels[4:])]
     checkpoints = gs.Checkpoints(states, lr=1.0)
-    found = gs.self_influence(
-        model, data, loss_fn, checkpoints, out=tmp_path / "self", progress=False
-    )
-    torch.testing.assert_close(torch.tensor(found.self_influence), expected.diagonal())
+    for out in (None, tmp_path / "self"):
+        found = gs.self_influence(model, data, loss_fn, checkpoints, out=out, progress=False)
+        torch.testing.assert_close(torch.tensor(found.self_influence), expected.diagonal())
+        np.testing.assert_allclose(found.by_checkpoint["el2n"], el2n, rtol=1e-10)
     scores = gs.influence(model, data, data, loss_fn, checkpoints, progress=False)
     torch.testing.assert_close(torch.tensor(scores.raw[:]), expected)
     assert model.cache == kept and not model.training
