@@ -128,15 +128,10 @@ def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequen
 def model_tensors(model: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers, and the tensors in attributes that share their memory."""
     own = [part for each in (*model.parameters(), *model.buffers()) for part in parts_of(each)]
-    known = set(map(id, own))
     places = {memory_of(tensor) for tensor in own}
-    for module in model.modules():
-        for name in kept_by(module):
-            for tensor in tensors_kept(vars(module)[name]):
-                if id(tensor) not in known and memory_of(tensor) in places:
-                    known.add(id(tensor))
-                    own.append(tensor)
-    return own
+    held = (vars(module)[name] for module in model.modules() for name in kept_by(module))
+    others = (tensor for attribute in held for tensor in tensors_kept(attribute))
+    return [*own, *(tensor for tensor in others if memory_of(tensor) in places)]
 
 
 def memory_of(tensor: Tensor) -> int:

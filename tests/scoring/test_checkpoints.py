@@ -669,22 +669,30 @@ def test_weights_that_do_not_fit_leave_the_model_as_it_was(setting):
         assert_unchanged(setting.model, state)
 
 
-class Counted(nn.Linear):
-    """Saves what is no tensor."""
+class Noting(nn.Linear):
+    """Saves what is no tensor, and loads it not."""
 
     def get_extra_state(self):
         return {"calls": 1}
 
+
+class Counted(Noting):
     def set_extra_state(self, state):
         assert state == {"calls": 1}
 
 
-def test_weights_that_do_not_fit_beside_what_is_no_tensor():
-    model = Counted(5, 3)
-    state = {**model.state_dict(), "weight": torch.ones(2, 5)}
-    batch = torch.randn(4, 5), torch.arange(4) % 3
-    with pytest.raises(gs.CheckpointError, match=r"fit the model: 'weight' has shape \(2, 5\)"):
-        gs.self_influence(model, [batch], loss_fn, gs.Checkpoints([state], lr=1), progress=False)
+@pytest.mark.parametrize(
+    "kind, changed, message",
+    [
+        (Counted, {"weight": torch.ones(2, 5)}, r"fit the model: 'weight' has shape \(2, 5\)"),
+        (Noting, {}, r"the model has no way to take '_extra_state'"),
+    ],
+)
+def test_what_is_no_tensor_in_checkpoints_that_do_not_fit(kind, changed, message):
+    model, batch = kind(5, 3), (torch.randn(4, 5), torch.arange(4) % 3)
+    checkpoints = gs.Checkpoints([{**model.state_dict(), **changed}], lr=1)
+    with pytest.raises(gs.CheckpointError, match=message):
+        gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
 
 
 def test_a_checkpoint_of_the_module_around_the_model(setting):

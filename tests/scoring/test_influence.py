@@ -460,16 +460,16 @@ def test_extra_state_comes_back(setting, fails):
         def __init__(self):
             super().__init__()
             self.inner = setting.model
-            self.held = {"temperature": 1.0}
+            self.held = SimpleNamespace(temperature=1.0)
 
         def forward(self, x):
-            return self.inner(x) / self.held["temperature"]
+            return self.inner(x) / self.held.temperature
 
         def get_extra_state(self):
-            return self.held
+            return vars(self.held)
 
         def set_extra_state(self, state):
-            self.held.update(state)
+            vars(self.held).update(state)
 
     def loss(model, batch):
         if fails:
@@ -484,7 +484,7 @@ def test_extra_state_comes_back(setting, fails):
     checkpoints = gs.Checkpoints(states, lr=0.1)
     with pytest.raises(RuntimeError, match="mine") if fails else contextlib.nullcontext():
         table = gs.self_influence(model, setting.train_batches, loss, checkpoints, progress=False)
-    assert model.held == {"temperature": 1.0}
+    assert model.held.temperature == 1.0
     if not fails:
         other, expected = Tempered(), 0
         for state in states:
