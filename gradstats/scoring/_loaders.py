@@ -171,11 +171,10 @@ class Data:
             yield number, batch
             if count == len(wanted):
                 return
-        if count != len(wanted):
-            raise LoaderError(
-                f"the {self._role} loader gave {count} of the {len(wanted)} batches that were "
-                "asked for. Give a loader that yields the same batches each time."
-            )
+        raise LoaderError(
+            f"the {self._role} loader gave {count} of the {len(wanted)} batches that were asked "
+            "for. Give a loader that yields the same batches each time."
+        )
 
     def example(self, position: int) -> Any:
         """Return the batch that holds an example, and its place there."""

@@ -361,7 +361,7 @@ def test_a_loader_that_changes_is_an_error(setting):
     cases = [
         (whole[:2], r"gave 2 of the 3 batches"),
         (whole[1:], r"batch 0 .* holds other data than when it was first read"),
-        (batches(setting.train, 3), r"batch 0 .* has 3 examples, expected 4"),
+        (batches(setting.train, 3), r"batch 0 .* has 3 examples, expected 4 as when it was fir"),
     ]
     for then, message in cases:
         with pytest.raises(gs.LoaderError, match=message):
@@ -423,6 +423,21 @@ def test_what_is_shuffled_in_the_sampler_of_batches(setting, kind):
     table = score(setting, loader, dict_loss, ids="number")
     expected = reference(setting)[table.ids - 100]
     np.testing.assert_allclose(table.self_influence, expected, rtol=1e-12)
+
+
+class Doubled(DataLoader):
+    """Changes batches as they come."""
+
+    def __iter__(self):
+        return ((2 * x, labels) for x, labels in super().__iter__())
+
+
+def test_a_loader_of_ones_own_gives_the_batches_that_are_scored(setting):
+    x, labels = setting.train
+    expected = score(setting, batches((2 * x, labels), 4)).self_influence
+    np.testing.assert_array_equal(
+        score(setting, Doubled(Rows(setting.train), 4)).self_influence, expected
+    )
 
 
 class Repeated:
@@ -577,6 +592,7 @@ def test_a_loss_that_writes_into_the_batch_is_refused(setting):
     [
         (iter([]), "is an iterator .*can be read once"),
         ([], "is empty: it gives no batch"),
+        (DataLoader(TensorDataset(torch.ones(0, 5))), "is empty: it gives no batch"),
         (3, "is int, expected a DataLoader"),
         ("abc", "is str, expected a DataLoader"),
         (make_setting().train, r"is a single batch \(tuple of tensors\)\. Wrap it in a list"),
