@@ -269,12 +269,6 @@ def _undrawn(loader: DataLoader) -> Iterator[None]:
 
 def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
     """Return a loader of some of the batches of another, made in the same way."""
-    workers: dict[str, Any] = {}
-    if loader.num_workers:
-        workers = {
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
     return DataLoader(
         loader.dataset,
         batch_sampler=index_lists,
@@ -284,7 +278,8 @@ def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         generator=_own_generator(),
-        **workers,
+        prefetch_factor=loader.prefetch_factor,
+        multiprocessing_context=loader.multiprocessing_context,
     )
 
 
