@@ -55,13 +55,18 @@ def dict_loss(model, batch):
 
 def test_a_shuffled_loader_is_refused(setting):
     data = TensorDataset(*setting.train)
-    for loader in (
-        DataLoader(data, 4, shuffle=True),
-        DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=0)),
-        DataLoader(data, batch_sampler=[[3, 2, 1, 0], [4, 5]]),
-        DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=False)),
+    shuffled = BatchSampler(RandomSampler(data), 4, drop_last=False)
+    for loader, reason in (
+        (DataLoader(data, 4, shuffle=True), "its sampler is RandomSampler"),
+        (DataLoader(setting.train_batches, None, shuffle=True), "its sampler is RandomSampler"),
+        (
+            DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=0)),
+            "its sampler is DistributedSampler",
+        ),
+        (DataLoader(data, batch_sampler=[[3, 2, 1, 0], [4, 5]]), "its batch sampler does not"),
+        (DataLoader(data, batch_sampler=shuffled), "its batch sampler does not"),
     ):
-        with pytest.raises(gs.LoaderError, match=r"shuffle=False.*ids="):
+        with pytest.raises(gs.LoaderError, match=rf"{reason}.*shuffle=False.*ids="):
             score(setting, loader)
         with pytest.raises(gs.LoaderError, match="the query loader does not give"):
             gs.influence(
