@@ -166,51 +166,13 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
         )
     held = {name: values[bare] for name, bare in own.items() if bare in values}
     _check_floating(model, state, held, checkpoint.name)
-    places = {_place(state[name]): name for name in held}
-    missing = []
-    for name in state:
-        if name not in held:
-            other = places.get(_place(state[name]))
-            if other is None:
-                missing.append(own[name])
-            else:
-                held[name] = held[other]
+    shared = {_place(state[name]): value for name, value in held.items()}
+    places = {name: _place(state[name]) for name in state if name not in held}
+    held |= {name: shared[place] for name, place in places.items() if place in shared}
+    missing = [own[name] for name in state if name not in held]
     unexpected = [name for name in values if name not in known]
     if missing or unexpected:
-        lacks = [f"it lacks {quoted(missing)}"] * bool(missing)
-        holds = [f"it holds {quoted(unexpected)}, which the model does not have"] * bool(unexpected)
-        index = index_of(checkpoint.name)
-        remedy = ""
-        if index is not None:
-            remedy = f" It is one file of several: pass their index, {index}."
-        elif prefix := _before_each(missing, unexpected):
-            remedy = (
-                f" Its names are the model's with {prefix!r} before them: pass the module that "
-                "was saved as the model, with a loss_fn that calls it, or the state dicts without "
-                "that prefix."
-            )
-        elif prefix := _before_each(unexpected, missing):
-            remedy = (
-                f" Its names are the model's without {prefix!r} before them: pass "
-                f"model.{prefix.rstrip('.')}, with a loss_fn that calls it."
-            )
-        elif missing:
-            remedy = (
-                " What was never trained and therefore not saved, such as the weights below "
-                "adapters, is not filled in by guessing: pass gs.Checkpoints("
-                "[{**model.state_dict(), **saved}, ...], lr=...), where saved has the names of "
-                "model.state_dict()."
-            )
-        if unexpected and any(hasattr(module, "peft_config") for module in model.modules()):
-            remedy += (
-                " peft saves adapters under names without the adapter's own: "
-                "peft.set_peft_model_state_dict(model, saved) gives them to the model, whose "
-                "state dict has the names, as help(gs.Checkpoints) shows."
-            )
-        raise CheckpointError(
-            f"{checkpoint.name} does not fit the model: {', and '.join(lacks + holds)}. Expected "
-            f"the state dict of a model of the same architecture.{remedy}"
-        )
+        raise _unfitting(model, checkpoint.name, missing, unexpected)
     return {name: held[name] for name in state}
 
 
@@ -231,6 +193,44 @@ def _check_floating(
                 f"has dtype {value.dtype}, expected {own.dtype}, and would be converted to what it "
                 "does not stand for. Give the model's weights in floating point."
             )
+
+
+def _unfitting(
+    model: nn.Module, checkpoint: str, missing: list[str], unexpected: list[str]
+) -> CheckpointError:
+    """Return the error for names that a checkpoint lacks, or that the model does not have."""
+    lacks = [f"it lacks {quoted(missing)}"] * bool(missing)
+    holds = [f"it holds {quoted(unexpected)}, which the model does not have"] * bool(unexpected)
+    remedy = ""
+    if (index := index_of(checkpoint)) is not None:
+        remedy = f" It is one file of several: pass their index, {index}."
+    elif prefix := _before_each(missing, unexpected):
+        remedy = (
+            f" Its names are the model's with {prefix!r} before them: pass the module that was "
+            "saved as the model, with a loss_fn that calls it, or the state dicts without that "
+            "prefix."
+        )
+    elif prefix := _before_each(unexpected, missing):
+        remedy = (
+            f" Its names are the model's without {prefix!r} before them: pass "
+            f"model.{prefix.rstrip('.')}, with a loss_fn that calls it."
+        )
+    elif missing:
+        remedy = (
+            " What was never trained and therefore not saved, such as the weights below adapters, "
+            "is not filled in by guessing: pass gs.Checkpoints([{**model.state_dict(), **saved}, "
+            "...], lr=...), where saved has the names of model.state_dict()."
+        )
+    if unexpected and any(hasattr(module, "peft_config") for module in model.modules()):
+        remedy += (
+            " peft saves adapters under names without the adapter's own: "
+            "peft.set_peft_model_state_dict(model, saved) gives them to the model, whose state "
+            "dict has the names, as help(gs.Checkpoints) shows."
+        )
+    return CheckpointError(
+        f"{checkpoint} does not fit the model: {', and '.join(lacks + holds)}. Expected the state "
+        f"dict of a model of the same architecture.{remedy}"
+    )
 
 
 def _before_each(names: Sequence[str], longer: Sequence[str]) -> str:
