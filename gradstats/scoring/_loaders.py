@@ -356,8 +356,8 @@ def _as_ids(named: list, data: Data) -> np.ndarray:
     if {int, str} <= kinds:
         raise LoaderError("the ids are integers and strings, expected all of one kind.")
     # Of integers on both sides of 2^63 NumPy would make rounded ones.
-    large = kinds == {int} and max(named) >= 2**63 and min(named) >= 0
-    ids = np.array(named, dtype=np.uint64 if large and max(named) < 2**64 else None)
+    large = kinds == {int} and 2**63 <= max(named) < 2**64 and min(named) >= 0
+    ids = np.array(named, dtype=np.uint64 if large else None)
     if ids.shape != (data.examples,) or ids.dtype.kind not in "iuU":
         raise LoaderError(
             f"the ids have shape {ids.shape} and dtype {ids.dtype}, expected one integer or string "

@@ -667,15 +667,22 @@ def test_ids_in_every_kind_of_sequence(setting, kind):
     assert score(setting, setting.train_batches, ids=ids).ids.tolist() == list(range(11))
 
 
-def test_ids_on_both_sides_of_half_the_range(setting):
-    given = [2**63 + 5, *range(10)]
+@pytest.mark.parametrize("largest", [2**63 - 1, 2**63, 2**64 - 1, 2**64])
+def test_ids_on_both_sides_of_half_the_range(setting, largest):
+    given = [largest, *range(10)]
     ends = iter([0, 4, 8])
 
     def ids(batch):
         start = next(ends)
         return given[start : start + len(batch[0])]
 
-    assert score(setting, setting.train_batches, ids=ids).ids.tolist() == given
+    if largest == 2**64:
+        with pytest.raises(gs.LoaderError, match="dtype object, expected one integer or string"):
+            score(setting, setting.train_batches, ids=ids)
+        return
+    found = score(setting, setting.train_batches, ids=ids).ids
+    assert found.tolist() == given
+    assert found.dtype == (np.int64 if largest < 2**63 else np.uint64)
 
 
 def test_the_fingerprint_covers_sizes_contents_and_ids(setting):
