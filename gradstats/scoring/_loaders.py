@@ -81,7 +81,7 @@ class Data:
                     named.extend(pick(batch, ids, size))
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
-        self.ids = np.arange(self.examples) if ids is None else _as_ids(named, self)
+        self.ids = np.arange(self.examples) if ids is None else _as_ids(named)
         content.add([self.sizes, self.ids])
         self.fingerprint, self._unread = content.hexdigest(), content.unread
 
@@ -351,17 +351,16 @@ def _unordered(role: str, reason: str) -> LoaderError:
     )
 
 
-def _as_ids(named: list, data: Data) -> np.ndarray:
+def _as_ids(named: list) -> np.ndarray:
     kinds = {type(each) for each in named}
     if {int, str} <= kinds:
         raise LoaderError("the ids are integers and strings, expected all of one kind.")
     # Of integers on both sides of 2^63 NumPy would make rounded ones.
     large = kinds == {int} and 2**63 <= max(named) < 2**64 and min(named) >= 0
     ids = np.array(named, dtype=np.uint64 if large else None)
-    if ids.shape != (data.examples,) or ids.dtype.kind not in "iuU":
+    if ids.dtype.kind not in "iuU":
         raise LoaderError(
-            f"the ids have shape {ids.shape} and dtype {ids.dtype}, expected one integer or string "
-            f"for each of the {data.examples} examples."
+            f"the ids have dtype {ids.dtype}, expected strings, or integers of 64 bits."
         )
     if len(np.unique(ids)) != len(ids):
         values, counts = np.unique(ids, return_counts=True)
