@@ -340,12 +340,11 @@ def _differences(held: Any, now: Any, place: str = "") -> list[str]:
 def _measured_differences(held: dict, now: dict, place: str) -> list[str]:
     """Return one line for numbers that differ by more than rounding: of ``values``, in one text."""
     try:
-        one, other = (np.array(each["values"].split(), dtype=np.float64) for each in (held, now))
+        both = np.array([each["values"].split() for each in (held, now)], dtype=np.float64)
     except (KeyError, AttributeError, ValueError) as error:
-        return [f"{place}: on disk no list of numbers ({error})"]
-    if one.shape != other.shape:
-        return [f"{place}: on disk {len(one)} numbers, now {len(other)}"]
-    finite = np.abs([one, other])[np.isfinite([one, other])]
+        return [f"{place}: on disk no list of as many numbers ({error})"]
+    one, other = both
+    finite = np.abs(both)[np.isfinite(both)]
     scale = max(held["tolerance"], now["tolerance"]) * finite.max(initial=0.0)
     apart = np.flatnonzero(~np.isclose(one, other, rtol=0, atol=scale, equal_nan=True))
     if not len(apart):

@@ -242,14 +242,29 @@ def test_a_manifest_that_is_damaged_or_of_another_version_is_refused_and_kept(
     assert (out / "manifest.json").read_text() == content
 
 
-def test_damaged_losses_are_told_from_those_of_the_call(tmp_path):
+def test_a_folder_is_loaded_once_it_is_complete(tmp_path):
+    out = tmp_path / "scores"
+    call("matrix", out)
+    (done, _) = sorted(out.glob("checkpoint-*/done.npy"))
+    np.save(done, np.load(done) * (np.arange(2) == 0))
+    again = "Call gs.influence with the same arguments again to go on"
+    with pytest.raises(gs.StoreError, match=f"{done.parent.name} is not complete. {again}"):
+        gs.InfluenceScores.load(out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps({**manifest, "checkpoints": {}}))
+    with pytest.raises(gs.StoreError, match=f"scores holds no checkpoint yet. {again}"):
+        gs.InfluenceScores.load(out)
+
+
+@pytest.mark.parametrize("values", ["0.9&7", "0.97 0.98", ""])
+def test_damaged_losses_are_told_from_those_of_the_call(tmp_path, values):
     out = tmp_path / "scores"
     call("matrix", out)
     manifest = json.loads((out / "manifest.json").read_text())
     for entry in manifest["checkpoints"].values():
-        entry["first_losses"]["values"] = "0.9&7"
+        entry["first_losses"]["values"] = values
     (out / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(gs.StoreError, match="first_losses: on disk no list of numbers"):
+    with pytest.raises(gs.StoreError, match="first_losses: on disk no list of as many numbers"):
         call("matrix", out)
 
 
