@@ -388,6 +388,12 @@ def test_sources_that_are_none(sources, message):
         gs.Checkpoints(sources, lr=1.0)
 
 
+def test_a_file_that_holds_no_dict(setting, tmp_path):
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    with pytest.raises(gs.CheckpointError, match=r"list\.pt holds list, expected a state dict"):
+        score(setting, gs.Checkpoints(tmp_path / "list.pt", lr=1.0))
+
+
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "*.pt"]
 )
