@@ -136,8 +136,10 @@ def _is_same(now: Any, before: Any) -> bool:
     if isinstance(before, set):
         return set.__eq__(now, before)
     if isinstance(before, (tuple, *CONTAINERS)):
-        entries = [[*each.items()] if isinstance(each, dict) else [*each] for each in (now, before)]
-        return len(entries[0]) == len(entries[1]) and all(map(_is_same, *entries))
+        one, other = (
+            [*each, *each.values()] if isinstance(each, dict) else [*each] for each in (now, before)
+        )
+        return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(before, (str, Number, np.generic)):
         return bool(now == before or now != now)
     return True
