@@ -77,9 +77,10 @@ class Renewal:
         if self._dropped is None:
             return
         if self._dropped:
-            dropped, self._dropped = self._dropped, []
             with without_contexts(), torch.no_grad():
                 forward()
+            # Not known where the forward has raised an error, such as for memory that ran out.
+            dropped, self._dropped = self._dropped, []
             if not all(each.is_there() for each in dropped):
                 self._dropped, self._given_back = None, dropped
                 for each in dropped:

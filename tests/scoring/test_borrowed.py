@@ -641,6 +641,23 @@ def test_what_training_mode_does_beside_is_left_undone(make):
     assert [each.requires_grad for each in model.parameters()] == frozen
 
 
+def test_what_training_mode_drops_comes_back_where_the_first_forward_needs_too_much_memory():
+    torch.manual_seed(0)
+    model = nn.Module.train(Calibrated(torch.tensor(1.7)), False)
+    batch = torch.randn(6, 4), torch.arange(6) % 3
+
+    def of_few(model, batch):
+        if len(batch[0]) > 3:
+            raise MemoryError("a batch of so many")
+        return loss_fn(model, batch)
+
+    expected = gs.per_example_norms(model, batch, loss_fn).sqnorm
+    checkpoints = gs.Checkpoints([model.state_dict()], lr=1.0)
+    found = gs.self_influence(model, [batch], of_few, checkpoints, progress=False)
+    torch.testing.assert_close(torch.tensor(found.self_influence).float(), expected)
+    assert model.temperature == torch.tensor(1.7)
+
+
 def test_a_graph_that_was_kept_and_freed_is_reported():
     model, batch = EvalCache().double().eval(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
     loss_fn(model, batch).sum().backward()
