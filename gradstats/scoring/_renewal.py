@@ -4,8 +4,8 @@ Some models cache what they compute from their parameters, such as relative posi
 are trained again. For another checkpoint's weights the cache would be wrong, and one that belongs
 to a forward's graph cannot be differentiated in the next. Setting the mode to training and back
 makes such models drop it, but may do more: exchange weights, reset statistics, or lose calibrated
-values. So it is tried out first, and done only if it drops nothing but what the next forward
-computes again.
+values. So it is tried out first, and done only if it does nothing but drop tensors, of which those
+that the next forward does not compute again are given back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Renewal:
     """Whether a borrowed model can be made to drop what it caches from its weights."""
 
     def __init__(self) -> None:
-        # What setting the mode drops, until a forward has made it again; None where it does more.
+        # What setting the mode drops, until a forward has shown what is made again; None where it
+        # does more. Then what is not.
         self._dropped: list[Attribute] | None = None
         self._given_back: list[Attribute] = []
         self._surroundings: Surroundings | None = None
@@ -68,11 +69,11 @@ class Renewal:
             before.restore(memory)
 
     def renew(self, model: nn.Module, forward: Callable[[], object]) -> None:
-        """Have the model drop its caches, if setting the mode does nothing else.
+        """Have the model drop its caches, if setting the mode does nothing but drop tensors.
 
         Args:
             model: in eval mode.
-            forward: runs it; once, to see whether what was dropped is made again.
+            forward: runs it; once, to see which of these are made again.
         """
         if self._dropped is None:
             return
@@ -80,13 +81,11 @@ class Renewal:
             with without_contexts(), torch.no_grad():
                 forward()
             # Not known where the forward has raised an error, such as for memory that ran out.
-            dropped, self._dropped = self._dropped, []
-            if not all(each.is_there() for each in dropped):
-                self._dropped, self._given_back = None, dropped
-                for each in dropped:
-                    each.restore()
-                return
+            self._given_back = [each for each in self._dropped if not each.is_there()]
+            self._dropped = []
         _there_and_back(model)
+        for each in self._given_back:
+            each.restore()
 
 
 def _there_and_back(model: nn.Module) -> None:

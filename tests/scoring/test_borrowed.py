@@ -413,14 +413,32 @@ class EvalCache(nn.Module):
         return self.head((self.scale * x + bias).tanh())
 
 
+class CalibratedCache(EvalCache):
+    """Drops a number too, which no forward makes again."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = torch.tensor(1.7).double()
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.temperature = None
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        return result if self.temperature is None else result / self.temperature
+
+
+@pytest.mark.parametrize("kind", [EvalCache, CalibratedCache])
 @pytest.mark.parametrize("with_graph", [None, False, True])
-def test_what_was_kept_in_eval_mode_is_computed_anew(with_graph, tmp_path):
+def test_what_was_kept_in_eval_mode_is_computed_anew(kind, with_graph, tmp_path):
     torch.manual_seed(0)
-    model, x, labels = EvalCache().double(), torch.randn(6, 4).double(), torch.arange(6) % 3
+    model, x, labels = kind().double(), torch.randn(6, 4).double(), torch.arange(6) % 3
     states = [disturbed(model.state_dict()) for _ in range(2)]
     expected, el2n = torch.zeros(6, 6, dtype=torch.float64), []
     for state in states:
-        trained = EvalCache().double()
+        trained = kind().double()
         trained.load_state_dict(state)
         away = trained(x).softmax(1) - functional.one_hot(labels, 3)
         el2n.append(away.norm(dim=1).detach().numpy())
