@@ -90,6 +90,37 @@ def test_float32():
     check_products(network, data, classification, rtol=5e-6)
 
 
+@pytest.mark.parametrize("cancelling", [False, True])
+@pytest.mark.parametrize(
+    "size, scale",
+    [(3e-10, 3e-10), (1e-6, 1e-12), (1e9, 1e6), (1e16, 1.0), (3e3, 1e-22), (1e-22, 3e3)],
+)
+def test_small_and_large_gradients_in_float32(size, scale, cancelling):
+    """Their products are float32 numbers, though those of a factor may be none, nor its terms."""
+    model, other = nn.Linear(96, 64, bias=False), nn.Linear(96, 64, bias=False)
+    opposite = 30.0 * cancelling * torch.randn(96) * torch.tensor([1.0, -1.0])[:, None]
+    first, second = (size * (torch.randn(n, 2, 96) + opposite) for n in (4, 4))
+
+    def losses(model, x):
+        return scale * model(x.to(model.weight.dtype)).sum((1, 2))
+
+    wide = [copy.deepcopy(each).double() for each in (model, other)]
+    rows, columns = (rows_of(*pair, losses) for pair in zip(wide, (first, second), strict=True))
+    products = gs.inner_products(model, first, other, second, losses)
+    assert_products(products, rows, columns, 1e-5)
+    diagonal = gs.inner_products(model, first, other, second, losses, pairs="diagonal")
+    assert_products(diagonal, rows, columns, 1e-5)
+
+
+@pytest.mark.parametrize("positions", [(0, 0), (0, 3), (3, 0)])
+def test_sequences_without_positions(positions):
+    first, second = (torch.randn(B, count, 4).double() for count in positions)
+    check_products(
+        nn.Linear(4, 3).double(), first, lambda model, x: model(x).square().sum((1, 2)),
+        other=(nn.Linear(4, 3).double(), second),
+    )  # fmt: skip
+
+
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), nn.GroupNorm(2, 6), nn.GELU(),
