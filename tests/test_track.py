@@ -255,6 +255,17 @@ def test_a_penalty_on_a_reduced_loss_is_refused_with_the_ways_on(model, batch, j
     assert_unchanged(model, state)
 
 
+def test_a_refusal_names_the_first_of_many_parameters():
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(30)))
+    message = r"parameter '1.bias' \(of module '1'\) and 56 more: a scalar"
+    with (
+        pytest.raises(gs.ExampleAxisError, match=message) as caught,
+        gs.track(model, batch_size=B),
+    ):
+        (model(torch.randn(B, 3)).mean() + penalty_of(model)).backward()
+    assert len(str(caught.value)) < 1000 and len(caught.value.parameters) == 60
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_gradients_that_say_how_losses_weigh(checkpointed, fused):

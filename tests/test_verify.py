@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import MutableMapping
@@ -360,6 +361,31 @@ def test_a_loss_that_cannot_be_served_is_reported(batch, loss_fn, message):
     assert {row.status for row in report.rows} == {"unknown"}
     assert "FAILED" in str(report)
     assert_unchanged(model, state)
+
+
+class Renewed(nn.Module):
+    """As Keras copies its models: the copy's parameters have names of their own."""
+
+    made = 0
+
+    def __init__(self, layer):
+        super().__init__()
+        self.name = f"layer_{Renewed.made}"
+        Renewed.made += 1
+        self.add_module(self.name, layer)
+
+    def forward(self, x):
+        return getattr(self, self.name)(x)
+
+    def __deepcopy__(self, memo):
+        return Renewed(copy.deepcopy(getattr(self, self.name), memo))
+
+
+def test_a_model_whose_copy_has_parameters_of_other_names(batch):
+    report = gs.verify(Renewed(network()), batch, classify)
+    assert report.ok and len(report.rows) == len(list(network().parameters()))
+    assert "float32 on the model itself" in report.reference
+    assert "a copy of the model has other parameters" in report.reference
 
 
 def test_a_model_that_cannot_be_copied(batch):

@@ -79,14 +79,19 @@ def choose_subject(model: nn.Module, batch: Any, loss_fn: LossFunction, state: S
                 model_to_float64(inner), to_float64(batch), torch.float64,
                 "float64 on a copy of the model",
             )  # fmt: skip
-            copied = list(select_parameters(subject.model, None, ()).values())
+            copied = select_parameters(subject.model, None, ())
             with differentiable(subject.model):
                 losses = loss_fn(subject.model, subject.batch)
-                reached = torch.autograd.grad(losses.sum(), copied, allow_unused=True)
-            if any(gradient is not None for gradient in reached):
+                reached = torch.autograd.grad(
+                    losses.sum(), list(copied.values()), allow_unused=True
+                )
+            if copied.keys() != select_parameters(inner, None, ()).keys():
+                reason = "a copy of the model has other parameters"  # as Keras makes them
+            elif any(gradient is not None for gradient in reached):
                 subject.state.restore()
                 return subject
-            reason = "loss_fn does not use the model that it is given"
+            else:
+                reason = "loss_fn does not use the model that it is given"
         except Exception as error:
             reason = f"a float64 copy failed with {summary(error)}"
         finally:

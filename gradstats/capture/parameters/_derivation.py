@@ -165,8 +165,10 @@ class Derived(Node):
         )
 
     def describe(self) -> str:
-        name = function_name(self.function)
-        return f"a tensor derived by {name} from " + ", ".join(r.describe() for r in self.roots)
+        name, roots = function_name(self.function), list(self.roots)
+        first = ", ".join(root.describe() for root in roots[:4])
+        others = f" and {len(roots) - 4} more" if len(roots) > 4 else ""
+        return f"a tensor derived by {name} from {first}{others}"
 
     def replay(self, known: dict[Any, Tensor], copies: bool = False) -> Tensor:
         """Compute this tensor again from the given values of some of the nodes it depends on.
