@@ -18,8 +18,9 @@ from torch import Tensor
 
 from gradstats.errors import CheckpointError
 
-# Where the Trainer of transformers keeps the optimizer's state, beside the file of the weights.
-OPTIMIZER_FILE = "optimizer.pt"
+# Where the Trainer of transformers and accelerate's save_state keep the optimizer's state, beside
+# the file of the weights.
+OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
 
 # Weights in several files, as large models have them: model-00001-of-00004.safetensors, …, and
 # model.safetensors.index.json, which lists them.
@@ -117,10 +118,10 @@ def _parts(index: Path) -> list[Path]:
 
 
 def read_optimizer_beside(path: Path) -> tuple[Any, ...]:
-    """Return the state of the optimizer that stands in a file of its own beside the weights."""
-    beside = path.with_name(OPTIMIZER_FILE)
+    """Return the states of optimizers that stand in files of their own beside the weights."""
+    beside = [path.with_name(name) for name in OPTIMIZER_FILES]
     # What the optimizer remembers of each parameter is not wanted, and stays on the disk.
-    return (_load(beside, mmap=True),) if beside.is_file() and beside != path else ()
+    return tuple(_load(file, mmap=True) for file in beside if file.is_file() and file != path)
 
 
 def _load(path: Path, **options: bool) -> Any:

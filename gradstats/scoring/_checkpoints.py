@@ -79,8 +79,9 @@ class Checkpoints:
             files, the index that lists them (``*.index.json``). Weights may be at the top level or
             under "model", "model_state_dict" or "state_dict"; the optimizer's state under
             "optimizer", "optimizer_state_dict" or "optimizer_states", or in a separate file,
-            ``optimizer.pt``, in the same folder, which then must hold no other checkpoint: none
-            in the list, and none whose file name differs only in numbers.
+            ``optimizer.pt`` (transformers) or ``optimizer.bin`` (accelerate), in the same folder,
+            which then must hold no other checkpoint: none in the list, and none whose file name
+            differs only in numbers.
         lr: the learning rates η_c. A number; a list with one entry per checkpoint; a mapping
             {fnmatch pattern over parameter names: number} in place of a number; or "optimizer",
             which reads the rate of each parameter group from the optimizer's state in the

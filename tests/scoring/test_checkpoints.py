@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import warnings
 from argparse import Namespace
 
@@ -122,11 +123,21 @@ def folders(setting, tmp_path, file="optimizer.pt"):
         torch.save(optimizer.state_dict(), folder / file)
 
 
-def test_learning_rates_from_a_file_beside_the_weights(setting, tmp_path):
-    folders(setting, tmp_path)
+@pytest.mark.parametrize("file", ["optimizer.pt", "optimizer.bin"])  # transformers, accelerate
+def test_learning_rates_from_a_file_beside_the_weights(setting, tmp_path, file):
+    folders(setting, tmp_path, file)
     run = gs.Checkpoints(f"{tmp_path}/checkpoint-*/model.safetensors", lr="optimizer")
     got = score(setting, run)
     np.testing.assert_allclose(got, expected(setting, setting.states, [0.5, 0.05]), rtol=1e-10)
+
+
+def test_files_of_two_optimizers_beside_the_weights(setting, tmp_path):
+    folders(setting, tmp_path)
+    for folder in tmp_path.iterdir():
+        shutil.copy(folder / "optimizer.pt", folder / "optimizer.bin")
+    run = gs.Checkpoints(f"{tmp_path}/checkpoint-*/model.safetensors", lr="optimizer")
+    with pytest.raises(gs.CheckpointError, match=r"not that of one torch\.optim\.Optimizer"):
+        score(setting, run)
 
 
 def test_one_file_beside_the_weights_of_several_checkpoints_is_nobodys(setting, tmp_path):
