@@ -17,6 +17,12 @@ from gradstats.errors import TrackingError
 with require("transformers"):
     from transformers import Trainer
 
+# What is added where examples turn out to depend on each other, and each row was taken for one.
+PAIRS = (
+    "If each example has several rows in the batch, as in TRL's trainers on pairs (DPOTrainer, "
+    "RewardTrainer), say so: GradStatsCallback(rows_per_example=2)."
+)
+
 
 class Hook:
     """A hook of the model that copies of it do not have: an average of its weights, say.

@@ -19,8 +19,9 @@ from gradstats._requirements import require
 from gradstats._values import integer
 from gradstats._warnings import warn
 from gradstats.capture.following._assigned import assign_rows
-from gradstats.errors import TrackingError
+from gradstats.errors import CoupledExamplesError, TrackingError
 from gradstats.integrations._trainer import (
+    PAIRS,
     Hook,
     bounds_in,
     calling_trainer,
@@ -234,10 +235,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             self._in_step = True
             try:
                 return step(*args, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 self.close()
                 if rules is not None:
                     rules.remove()
+                if isinstance(error, CoupledExamplesError) and self._rows_per_example == 1:
+                    raise CoupledExamplesError(f"{error} {PAIRS}", error.parameters) from error
                 raise
             finally:
                 self._in_step = False

@@ -101,6 +101,17 @@ def test_pairs_whose_rows_stand_under_each_other(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_pairs_taken_for_examples_are_refused_with_what_to_pass(tmp_path):
+    model, callback = language_model(), GradStatsCallback(every=1)
+    with pytest.raises(gs.CoupledExamplesError, match=r"LogSigmoid.*rows_per_example=2\)"):
+        trainer_for(
+            model, [callback], tmp_path, Pairs(), collator=one_under_the_other,
+            trainer=Preference, max_steps=1,
+        )  # fmt: skip
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 def test_rows_that_are_no_whole_number_of_examples(tmp_path):
     callback = GradStatsCallback(every=1, rows_per_example=2)
     with pytest.raises(gs.TrackingError, match="1 more than 1 times the 2 rows"):
