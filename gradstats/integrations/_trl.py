@@ -1,35 +1,40 @@
-"""The rule of the autograd Function in which TRL's trainers compute log-probabilities."""
+"""Rules of the autograd Functions in which TRL's trainers compute what they train on."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats.capture._registered import RuleHandle, register_rule
+from gradstats.capture._registered import register_rule
 from gradstats.capture.rules import is_registered
 
-MODULE, FUNCTION = "trl.kernels.chunked_logprob", "ChunkedLogProbFunction"
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def register_rules() -> RuleHandle | None:
-    """Register the rule where TRL has been imported, and has the Function that is known here.
+def register_rules() -> ExitStack:
+    """Register the rules of Functions that TRL has imported, where they are those known here.
 
     Returns:
-        The handle; None where there is nothing to register, or a rule already.
+        What removes them again, on ``close()`` or at the end of a with block: those that it has
+        registered, because nobody had before.
     """
-    function = getattr(sys.modules.get(MODULE), FUNCTION, None)
-    if function is None or is_registered(function.apply):
-        return None
-    taken = list(inspect.signature(function.forward).parameters)[1:]
-    known = list(inspect.signature(log_probabilities).parameters)
-    return register_rule(function, log_probabilities) if taken == known else None
+    registered = ExitStack()
+    for module, name, rule in RULES:
+        function = getattr(sys.modules.get(module), name, None)
+        if function is None or is_registered(function.apply):
+            continue
+        taken = list(inspect.signature(function.forward).parameters)[1:]
+        if taken == list(inspect.signature(rule).parameters):
+            registered.enter_context(register_rule(function, rule))
+    return registered
 
 
 def log_probabilities(
@@ -48,11 +53,7 @@ def log_probabilities(
     Of p = softmax(z / temperature) with z = logit_scale · (hidden Wᵀ + bias), capped where
     ``final_logit_softcapping`` says so.
     """
-    logits = functional.linear(hidden, weight, bias).float() * logit_scale
-    if final_logit_softcapping is not None:
-        cap = final_logit_softcapping or 1.0  # as the Function takes a cap of zero
-        logits = cap * torch.tanh(logits / cap)
-    logits = logits / temperature
+    logits = logits_of(hidden, weight, bias, logit_scale, final_logit_softcapping, temperature)
     logs = logits.log_softmax(-1)
 
     given = logits.detach()  # what else is asked for has no gradient
@@ -68,3 +69,63 @@ def log_probabilities(
 
     found = logs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (found, *map(asked_for, OUTPUTS))
+
+
+def divergences(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    student_bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    beta: float,
+    temperature: float = 1.0,
+    student_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_final_logit_softcapping: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Divergence of each token's distribution p from the teacher's q, and the entropy of p.
+
+    KL(q‖p) where β is 0, KL(p‖q) where it is 1, else β KL(q‖m) + (1 − β) KL(p‖m) with the mixture
+    m = (1 − β) p + β q. The teacher has no gradient, nor has the entropy.
+    """
+    p = logits_of(
+        student_hidden, student_weight, student_bias,
+        student_logit_scale, student_final_logit_softcapping, temperature,
+    ).log_softmax(-1)  # fmt: skip
+    with torch.no_grad():
+        q = logits_of(
+            teacher_hidden, teacher_weight, teacher_bias,
+            teacher_logit_scale, teacher_final_logit_softcapping, temperature,
+        ).log_softmax(-1)  # fmt: skip
+        entropy = -(p.exp() * p).sum(-1)
+    if beta == 0:
+        return (q.exp() * (q - p)).sum(-1), entropy
+    if beta == 1:
+        return (p.exp() * (p - q)).sum(-1), entropy
+    m = torch.logaddexp(p + math.log(1 - beta), q + math.log(beta))
+    return (beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m)).sum(-1), entropy
+
+
+def logits_of(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    cap: float | None,
+    temperature: float,
+) -> Tensor:
+    """z / temperature, of z = scale · (hidden Wᵀ + bias), capped where ``cap`` says so."""
+    logits = functional.linear(hidden, weight, bias).float() * scale
+    if cap is not None:
+        cap = cap or 1.0  # as the Functions take a cap of zero
+        logits = cap * torch.tanh(logits / cap)
+    return logits / temperature
+
+
+# The modules of TRL, their Functions, and what these compute.
+RULES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("trl.kernels.chunked_logprob", "ChunkedLogProbFunction", log_probabilities),
+    ("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", divergences),
+)

@@ -76,8 +76,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     and no ``attention_mask``. ``rows_per_example=2`` makes one example of each pair whose second
     rows are stacked below all first ones, as in TRL's ``DPOTrainer`` and ``RewardTrainer``.
 
-    TRL's ``SFTTrainer`` and ``GRPOTrainer`` compute log-probabilities in an autograd Function that
-    does not hold the logits of all tokens; measured steps also form these logits.
+    TRL's trainers compute log-probabilities and divergences in autograd Functions that do not hold
+    the logits of all tokens; measured steps also form these logits.
 
     An exception in a training step leaves the model as it was, and is re-raised. Calls of the model
     outside the Trainer's steps are not measured.
@@ -237,8 +237,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                 return step(*args, **kwargs)
             except BaseException as error:
                 self.close()
-                if rules is not None:
-                    rules.remove()
+                rules.close()
                 if isinstance(error, CoupledExamplesError) and self._rows_per_example == 1:
                     raise CoupledExamplesError(f"{error} {PAIRS}", error.parameters) from error
                 raise
@@ -254,8 +253,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                 del trainer.training_step
                 if own is not None:
                     trainer.training_step = own
-            if rules is not None:
-                rules.remove()
+            rules.close()
             self._leave_trainer = nothing
 
         self._leave_trainer = leave

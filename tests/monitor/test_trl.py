@@ -19,6 +19,7 @@ from tests.rules.operation import uneven_loss
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from gradstats.capture.rules import is_registered  # noqa: E402
 from gradstats.integrations import _trl  # noqa: E402
 from gradstats.integrations.transformers import GradStatsCallback  # noqa: E402
 from tests.monitor.text import (  # noqa: E402
@@ -189,15 +190,92 @@ class Head(nn.Module):
         return both.view(len(tokens), -1)
 
 
+class ChunkedDivergenceFunction(torch.autograd.Function):
+    """As TRL's of that name is called; in one chunk, in float64, with sums in place of log p."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        student_hidden,
+        student_weight,
+        student_bias,
+        teacher_hidden,
+        teacher_weight,
+        teacher_bias,
+        beta,
+        temperature=1.0,
+        student_logit_scale=1.0,
+        student_final_logit_softcapping=None,
+        teacher_logit_scale=1.0,
+        teacher_final_logit_softcapping=None,
+    ):
+        def probabilities(hidden, weight, bias, scale, cap):
+            z = scale * (hidden.double() @ weight.double().T + (0 if bias is None else bias))
+            z = z if cap is None else cap * (z / cap).tanh()
+            return (z / temperature).exp() / (z / temperature).exp().sum(1, keepdim=True)
+
+        given = [student_hidden, student_weight, student_bias]
+        with torch.enable_grad():
+            copies = [each if each is None else each.detach().requires_grad_() for each in given]
+            p = probabilities(*copies, student_logit_scale, student_final_logit_softcapping)
+            q = probabilities(
+                teacher_hidden, teacher_weight, teacher_bias,
+                teacher_logit_scale, teacher_final_logit_softcapping,
+            ).detach()  # fmt: skip
+            m = (1 - beta) * p + beta * q
+            if beta == 0:
+                found = (q * (q / p).log()).sum(1)
+            elif beta == 1:
+                found = (p * (p / q).log()).sum(1)
+            else:
+                found = (beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(1)
+        ctx.copies, ctx.found = copies, found
+        entropy = -(p * p.log()).sum(1).detach().float()
+        ctx.mark_non_differentiable(entropy)
+        return found.detach().float(), entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        known = [each for each in ctx.copies if each is not None]
+        rows = iter(torch.autograd.grad(ctx.found, known, grad.double(), retain_graph=True))
+        return *(None if each is None else next(rows) for each in ctx.copies), *(None,) * 9
+
+
+class Taught(nn.Module):
+    """Divergences of the next token's distribution from a teacher's."""
+
+    def __init__(self, bias: bool, beta: float, *options):
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=bias)
+        self.options = (beta, 0.7, *options)
+        self.register_buffer("teacher_table", torch.randn(11, 4))
+        self.register_buffer("teacher_weight", torch.randn(11, 4))
+
+    def forward(self, tokens):
+        with torch.no_grad():
+            teacher = self.teacher_table[tokens].tanh().flatten(0, 1)
+        hidden = self.table(tokens).tanh().flatten(0, 1)
+        found, entropy = ChunkedDivergenceFunction.apply(
+            hidden, self.head.weight, self.head.bias, teacher, self.teacher_weight, None,
+            *self.options,
+        )  # fmt: skip
+        assert not entropy.requires_grad
+        return found.view(len(tokens), -1)
+
+
 @pytest.fixture
 def registered(monkeypatch):
-    module = ModuleType(_trl.MODULE)
-    module.ChunkedLogProbFunction = ChunkedLogProbFunction
-    monkeypatch.setitem(sys.modules, _trl.MODULE, module)
-    handle = _trl.register_rules()
-    assert handle is not None and _trl.register_rules() is None
-    with handle:
+    functions = (ChunkedLogProbFunction, ChunkedDivergenceFunction)
+    for (name, _, _), function in zip(_trl.RULES, functions, strict=True):
+        module = ModuleType(name)
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
+    with _trl.register_rules():
+        assert all(is_registered(each.apply) for each in functions)
+        _trl.register_rules().close()  # of what another has registered
+        assert all(is_registered(each.apply) for each in functions)
         yield
+    assert not any(is_registered(each.apply) for each in functions)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -210,14 +288,24 @@ def test_the_output_layer_that_forms_no_logits(registered, bias, capping):
     check_products(model, (tokens,), uneven_loss, rtol=1e-3)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("capping", [None, 2.0])
+def test_the_divergence_that_forms_no_logits(registered, bias, beta, capping):
+    model = Taught(bias, beta, 1.5, capping, 0.5, capping)
+    tokens = torch.randint(11, (3, 5))
+    check_model(model, (tokens,), uneven_loss, rtol=2e-3, gradient_rtol=1e-5)
+    check_products(model, (tokens,), uneven_loss, rtol=1e-3)
+
+
 def test_a_function_that_takes_other_arguments_gets_no_rule(monkeypatch):
     class Other(torch.autograd.Function):
         @staticmethod
         def forward(ctx, hidden, weight, targets):
             return hidden
 
-    assert _trl.register_rules() is None
-    module = ModuleType(_trl.MODULE)
+    module = ModuleType(_trl.RULES[0][0])
     module.ChunkedLogProbFunction = Other
-    monkeypatch.setitem(sys.modules, _trl.MODULE, module)
-    assert _trl.register_rules() is None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with _trl.register_rules():
+        assert not is_registered(Other.apply)
