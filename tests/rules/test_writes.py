@@ -326,6 +326,23 @@ def test_rows_written_elsewhere_are_refused(move):
 
 
 @pytest.mark.parametrize(
+    "add",
+    [
+        lambda h, to: torch.zeros_like(h).index_add(0, to, h),
+        lambda h, to: torch.zeros_like(h).index_add_(0, to, h),
+        lambda h, to: torch.zeros_like(h).scatter_add(0, to[:, None].expand(-1, WIDTH), h),
+    ],
+)
+def test_the_operation_that_adds_rows_of_several_examples_is_named(add):
+    """As the nodes of one graph pass messages."""
+    to = torch.tensor([0, 0, 1])
+    check_lost(
+        lambda h: add(h, to),
+        r"(?s)'second.weight'.*lost at Tensor\.(index|scatter)_add_?, or rows of several meet",
+    )
+
+
+@pytest.mark.parametrize(
     "change",
     [
         torch.exp_, functional.selu_, nn.ReLU(inplace=True), torch.ops.aten.exp_,

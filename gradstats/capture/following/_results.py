@@ -230,3 +230,5 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
         follow_change(marks, Call(OUT_OF_PLACE[func], args, kwargs, data, target))
     else:
         follow_write(marks, Change(write, target, before, after))
+        if marks.is_marked(after) and marks.owned(after) is None:
+            marks.mark(after, None, function_name(func))
