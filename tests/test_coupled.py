@@ -118,6 +118,49 @@ def test_every_example_with_every_other_in_a_backward_of_ones_own(pairs):
     assert_sqnorms(tracker.stats, expected, 1e-9)
 
 
+# Products of every example with every other that PyTorch returns as a view of what it computed.
+VIEWS = {
+    "einsum": lambda h: torch.einsum("id,jd->ij", h, h),
+    "tensordot": lambda h: torch.tensordot(h, h, dims=([1], [1])),
+    "linear": lambda h: functional.linear(h[:, None], h, torch.zeros(BATCH).double())[:, 0],
+}
+# What gives it another autograd node.
+CHANGES = {
+    "divided": lambda s: s.div_(0.5),
+    "masked": lambda s: s.masked_fill_(torch.eye(BATCH, dtype=torch.bool), -9.0),
+    "assigned": lambda s: s.__setitem__(torch.eye(BATCH, dtype=torch.bool), -9.0),
+    "another view": lambda s: s.diagonal().fill_(-9.0),
+    "function": lambda s: functional.relu(s, inplace=True),
+    "twice": lambda s: s.add_(1).mul_(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("pairs", VIEWS.values(), ids=VIEWS)
+def test_every_example_with_every_other_changed_in_place(pairs, change):
+    def losses(m, x):
+        scores = pairs(m(x))
+        change(scores)
+        return functional.cross_entropy(scores, torch.arange(BATCH), reduction="none")
+
+    model = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises(gs.CoupledExamplesError, match="every example with every other"):
+        gs.per_example_norms(model, batch(), losses)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("pairs", VIEWS.values(), ids=VIEWS)
+def test_weights_from_all_examples_that_have_no_gradient(pairs, change):
+    def losses(m, x):
+        scores = pairs(m(x))
+        change(scores)
+        return scores.detach().sum(1) * m(x).sum(1)
+
+    model = nn.Linear(WIDTH, WIDTH).double()
+    expected = oracle_sqnorms(model, batch(), losses)
+    assert_sqnorms(gs.per_example_norms(model, batch(), losses), expected, 1e-9)
+
+
 SWAPPED = torch.tensor([1, 0, *range(2, BATCH)])
 SQUARE = torch.eye(WIDTH).double()
 GATES = [torch.linspace(-1, 1, 3 * WIDTH**2).double().view(3 * WIDTH, WIDTH)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture.following._examples import IF_A_CONSTANT
 from gradstats.capture.operations._graph import nodes_behind
+from gradstats.capture.operations._memory import storage_of
 from gradstats.errors import CoupledExamplesError
 
 MEETS = "combines trained values of different examples"
@@ -50,6 +52,22 @@ class Meetings:
     def couple(self, result: Tensor, how: str) -> None:
         """Note that examples meet in the operation that made a tensor: no loss may depend on it."""
         self.coupled[result.grad_fn] = how
+
+    def couple_base(self, result: Tensor, operands: Iterable[Tensor]) -> None:
+        """Do the same for the tensor that a result is a view of, if the same operation made it.
+
+        A change in place gives a view another autograd node, with that tensor's behind it.
+
+        Args:
+            result: of an operation, coupled or not.
+            operands: the operation's; what is a view of them shows what others made.
+        """
+        how, base = self.coupled.get(result.grad_fn), result._base
+        if how is None or base is None:
+            return
+        storage = storage_of(base)
+        if all(storage_of(operand) is not storage for operand in operands):
+            self.coupled[base.grad_fn] = how
 
     def is_coupled(self, result: Tensor) -> bool:
         """Whether several examples are known to meet in the operation that made a tensor."""

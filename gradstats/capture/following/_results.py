@@ -89,6 +89,9 @@ def follow_results(
         if took_given(marks) and len(data) > 1 and func not in WRITES:
             data = without_given(marks, data)
         _follow_data(tracker, func, args, kwargs, data, result, results)
+        for tensor in results if marks.meetings.coupled else ():
+            if isinstance(tensor, Tensor):
+                marks.meetings.couple_base(tensor, operands)
         for tensor in results if given else ():
             # Not what parameters were computed with.
             if isinstance(tensor, Tensor) and not tensor.requires_grad:
