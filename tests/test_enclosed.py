@@ -341,3 +341,46 @@ def test_running_out_of_memory_in_a_second_run_is_no_refusal():
 
     with pytest.raises(torch.OutOfMemoryError):
         gs.per_example_norms(model, batch, losses)
+
+
+TEMPERATURE = torch.tensor(2.0).double()
+
+# Losses that combine a parameter with one number that stands nowhere in the model.
+WITH_A_NUMBER = {
+    "scaled": lambda w, x: functional.linear(x, w * TEMPERATURE),
+    "of one element": lambda w, x: functional.linear(x, w * TEMPERATURE.view(1, 1)),
+    "a power": lambda w, x: functional.linear(x, w.abs() ** TEMPERATURE),
+    "beside data": lambda w, x: torch.lerp(x, w[0], TEMPERATURE),
+    "from the batch": lambda w, x: functional.linear(x, w / x.norm()),
+    "from activations": lambda w, x: functional.linear(x, w * (x @ w.T).mean().detach()),
+    "by an old constructor": lambda w, x: x @ w.T + (torch.Tensor([0]).double() + w.sum()),
+}
+
+
+@pytest.mark.parametrize("layer", WITH_A_NUMBER.values(), ids=WITH_A_NUMBER)
+def test_one_number_beside_parameters(layer):
+    torch.manual_seed(0)
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(6, WIDTH).double()
+
+    def losses(model, x):
+        return layer(model.weight, x).square().sum(1)
+
+    expected = oracle_sqnorms(model, x, losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-9)
+    with gs.track(model, batch_size=6) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+def test_numbers_of_one_example_each_beside_parameters():
+    torch.manual_seed(0)
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(6, WIDTH).double()
+
+    def losses(model, x):
+        return torch.stack([(model.weight * row[0]).sum().square() for row in x])
+
+    expected = oracle_sqnorms(model, x, losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-9)
+    with gs.track(model, batch_size=6) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-9)

@@ -1294,8 +1294,13 @@ def test_numbers_of_the_batch_where_tensors_are_wanted():
         return x * m.w * (1 + torch.equal(m.w, most))
 
     check_operation(asked, {"w": (2,)}, normal(3, 2))
-    check_refused(
+    check_operation(
         lambda m, x: x * m.w.index_fill(0, (x[:, 0] > 5).long().max(), 0.0),
+        {"w": (2,)},
+        normal(3, 2),
+    )
+    check_refused(
+        lambda m, x: torch.stack([row * m.w.index_fill(0, (row[0] > 5).long(), 0.0) for row in x]),
         {"w": (2,)},
         normal(3, 2),
         match="index_fill has no rule",

@@ -147,6 +147,16 @@ class Marks:
             return False  # a parameter created in the forward has no examples either
         return id(tensor) not in CONSTANTS
 
+    def may_hold_rows(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor may hold values of examples, also beside parameters alone.
+
+        A single number holds those of one example at most, which is noted where it is taken out.
+        """
+        if not self.is_data(tensor):
+            return False
+        one = tensor.numel() == 1 < self.batch_size and not tensor.requires_grad
+        return not one or self.is_marked(tensor)
+
     def is_of_data(self, item: Any) -> bool:
         """Whether an operand is an untracked tensor that may carry examples."""
         return isinstance(item, Tensor) and node_of(item) is None and self.is_data(item)

@@ -181,7 +181,8 @@ def lined_up(
     whole = operands if result is None else [result]
     dims = max([operand.dim() for operand in whole])
     layouts = []
-    for operand in tracker.marks.data_among(operands):
+    data = tracker.marks.data_among(operands)
+    for operand in [*filter(tracker.marks.may_hold_rows, data)] or data:
         examples = locate(tracker, func, node, operand, folds=True)
         layouts.append(examples.along(dims - operand.dim() + examples.axis))
     layout = ExampleLayout(dims, common_rows(func, node, layouts))

@@ -123,7 +123,7 @@ def _found_among(
         is_sparse = is_sparse or item.layout is not torch.strided or item.is_nested
         node = node_of(item)
         if node is None:
-            data = data or tracker.marks.is_data(item)
+            data = data or tracker.marks.may_hold_rows(item)
             continue
         nodes.append(node)
         if node.tracker is not tracker:
