@@ -62,3 +62,17 @@ def test_a_script_with_a_parameter_is_refused():
         lambda m, x: scaled(x, m.w), {"w": (WIDTH,)}, normal(BATCH, WIDTH),
         match="parameter 'w'.*without passing through",
     )  # fmt: skip
+
+
+class Scaled(nn.Module):
+    def forward(self, t, w):
+        return t * w
+
+
+def test_a_script_module_that_is_given_a_parameter():
+    """As e3nn compiles its layers."""
+    script = torch.jit.script(Scaled())
+    check_refused(
+        lambda m, x: script(x, m.w), {"w": (WIDTH,)}, normal(BATCH, WIDTH),
+        match="forward of TorchScript .*parameter 'w'.*as it was before torch.jit .*exclude=",
+    )  # fmt: skip

@@ -25,6 +25,7 @@ from gradstats.capture.operations._operations import (
     IN_PLACE,
     PRODUCTS,
     READS_ONLY_FIRST,
+    SCRIPTS,
     changed_by,
     reads_property,
     variants,
@@ -177,4 +178,12 @@ def _without_rule(func, nodes: list[Node], args, kwargs):
         differentiable = any(item.is_floating_point() or item.is_complex() for item in found)
         if not (differentiable or any(item.requires_grad for item in changed)):
             return result
-    refuse(func, nodes[0])
+    remedy = ""
+    if isinstance(func, SCRIPTS):
+        names = [root.name for root in unique_roots(nodes)]
+        remedy = (
+            "Use the layer as it was before torch.jit (of e3nn's, build the model after "
+            "e3nn.set_optimization_defaults(jit_script_fx=False)), have per_example_norms compute "
+            f'one example at a time with fallback="vmap", or exclude={names!r}.'
+        )
+    refuse(func, nodes[0], remedy=remedy)
