@@ -8,6 +8,12 @@ from gradstats.capture.following._examples import IF_A_CONSTANT, MIXED, Examples
 from gradstats.capture.following._marks import Marks
 from gradstats.errors import CoupledExamplesError, ExampleAxisError
 
+# For values that start alike for all examples, as the log-density of a continuous flow does.
+MADE_OF_THE_BATCH = (
+    "Zeros that are joined to the examples' values, one row for each, make of the batch "
+    "(zeros_like)."
+)
+
 
 def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
     """Return the example of each loss, (B,); None if they are in the batch's order."""
@@ -46,9 +52,9 @@ def check_sum(marks: Marks, loss: Tensor) -> None:
             f"which values belong to which example was lost {_where_lost(marks, loss)}: they "
             "were moved or combined along the example axis in a way that cannot be followed, "
             "and the loss may be more than a sum over the examples, so that it has no gradient "
-            f"of one example. {IF_A_CONSTANT} Expected a sum, a mean or a weighted sum of "
-            "losses that depend on one example each: combine each example's own rows alone; if "
-            "you know whose values they are, say so with gs.assign_rows."
+            f"of one example. {IF_A_CONSTANT} {MADE_OF_THE_BATCH} Expected a sum, a mean or a "
+            "weighted sum of losses that depend on one example each: combine each example's own "
+            "rows alone; if you know whose values they are, say so with gs.assign_rows."
         )
     if marks.meetings.crossed and not marks.knows_losses:
         raise ExampleAxisError(
@@ -79,9 +85,9 @@ def _refusal_of_lost(marks: Marks, losses: Tensor) -> ExampleAxisError | Coupled
     return ExampleAxisError(
         f"which loss belongs to which example was lost {_where_lost(marks, losses)}: the losses, "
         "or what was combined with them, were moved or reduced along the example axis in a way "
-        f"that cannot be followed. {IF_A_CONSTANT} Expected losses in the order of the batch, "
-        "each of one example: reduce each example's own rows, or put rows back by indexing; if "
-        "you know whose loss each is, say so with gs.assign_rows."
+        f"that cannot be followed. {IF_A_CONSTANT} {MADE_OF_THE_BATCH} Expected losses in the "
+        "order of the batch, each of one example: reduce each example's own rows, or put rows back "
+        "by indexing; if you know whose loss each is, say so with gs.assign_rows."
     )
 
 
