@@ -799,8 +799,8 @@ class WithPenalty(torch.autograd.Function):
     passes = staticmethod(lambda x: x)
 
     @staticmethod
-    def apply_to(passes):
-        return type("Penalty", (WithPenalty,), {"passes": staticmethod(passes)}).apply
+    def around(passes):
+        return type("Penalty", (WithPenalty,), {"passes": staticmethod(passes)})
 
     @classmethod
     def forward(cls, ctx, x, penalty):
@@ -825,11 +825,11 @@ PENALTIES = {
 @pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES)
 def test_a_function_that_gives_everybody_the_gradient_of_what_all_share(passes, penalise):
     """As mixtures of experts have it, which balance the load of a whole batch in training."""
-    with_penalty = WithPenalty.apply_to(passes)
+    penalty = WithPenalty.around(passes)
 
     def function(m, x):
         h = m.first(x)
-        return m.last(with_penalty(h, penalise(h.softmax(-1))))
+        return m.last(penalty.apply(h, penalise(h.softmax(-1))))
 
     layers = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
     check_refused(function, layers, normal(BATCH, WIDTH), error=gs.ExampleAxisError, match="last")
