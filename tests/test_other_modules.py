@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -181,3 +182,37 @@ def test_a_buffer_that_is_of_the_batch(size):
     assert_sqnorms(stats, squared(expected), 1e-9)
     stats = gs.per_example_norms(model, (z, targets), lambda model, b: criterion(model(b[0])))
     assert_sqnorms(stats, squared(expected), 1e-9)
+
+
+class Unread:
+    """Fails where it is read, as an object made lazily does outside of its surroundings."""
+
+    @property
+    def __dict__(self):
+        raise LookupError("no surroundings")
+
+    @property
+    def __class__(self):
+        raise LookupError("no surroundings")
+
+    def __call__(self, losses):
+        return losses
+
+
+UNREAD = {
+    "object": Unread,
+    "method": lambda: Unread().__call__,
+    "gone": lambda: weakref.proxy(Unread()),
+}
+
+
+@pytest.mark.parametrize("made", UNREAD.values(), ids=UNREAD)
+def test_beside_objects_that_cannot_be_read(made):
+    """They hold no buffers; the critic beside them is found all the same."""
+    model, critic, unread, z = generator(), whitened(), made(), torch.randn(WIDTH, 4).double()
+
+    def losses(model, z, kept=(critic, unread)):
+        return deceive(kept[0], model, z)
+
+    expected = squared(gradients(model, z, losses))
+    assert_sqnorms(gs.per_example_norms(model, z, losses), expected, 1e-9)

@@ -96,26 +96,32 @@ def buffers_beside(loss_fn: Any) -> list[Tensor]:
     waiting = [loss_fn]
     while waiting:
         item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, nn.Module):
-            found.extend(item.buffers())
-        elif isinstance(item, FunctionType):
-            waiting.extend(_inside_function(item))
-        elif isinstance(item, partial):
-            waiting.extend((item.func, *item.args, *item.keywords.values()))
-        elif isinstance(item, MethodType):
-            waiting.append(item.__func__)
-            if isinstance(item.__self__, nn.Module):
-                waiting.append(item.__self__)
-            else:
-                waiting.extend(getattr(item.__self__, "__dict__", {}).values())
-        elif type(item) in (list, tuple, dict) and len(item) <= LONGEST_OF_MODULES:
-            waiting.extend(item.values() if isinstance(item, dict) else item)
-        elif isinstance(getattr(type(item), "__call__", None), FunctionType):  # noqa: B004
-            waiting.append(item.__call__)
+        if id(item) not in seen:
+            seen.add(id(item))
+            with suppress(Exception):  # an object may not support being read
+                if isinstance(item, nn.Module):
+                    found.extend(item.buffers())
+                else:
+                    waiting.extend(_beside(item))
     return found
+
+
+def _beside(item: Any) -> Iterator[Any]:
+    if isinstance(item, FunctionType):
+        yield from _inside_function(item)
+    elif isinstance(item, partial):
+        yield from (item.func, *item.args, *item.keywords.values())
+    elif isinstance(item, MethodType):
+        yield item.__func__
+        if isinstance(item.__self__, nn.Module):
+            yield item.__self__
+        else:
+            yield from getattr(item.__self__, "__dict__", {}).values()
+    elif type(item) in (list, tuple, dict):
+        if len(item) <= LONGEST_OF_MODULES:
+            yield from item.values() if isinstance(item, dict) else item
+    elif isinstance(getattr(type(item), "__call__", None), FunctionType):  # noqa: B004
+        yield item.__call__
 
 
 def _inside(item: Any) -> Iterator[Any]:
