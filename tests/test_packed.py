@@ -151,6 +151,18 @@ def test_bounds_that_do_not_fit(bounds, message):
         gs.per_example_norms(model, batch, losses_of((3, 1, 5), True), cu_seqlens=bounds)
 
 
+@pytest.mark.parametrize("bounds", [[0, 1, 1], [0, 0, 1]])
+def test_a_single_row_of_a_single_number(bounds):
+    """Beside examples that have none it is one example's all the same, not a constant."""
+    model, x = nn.Linear(1, 1).double(), torch.randn(1, 1).double()
+    with gs.track(
+        model, batch_size=2, cu_seqlens=torch.tensor(bounds), loss_reduction="sum"
+    ) as tracker:
+        (x * model.weight).exp().sum().backward()
+    expected = torch.tensor(bounds).diff() * model.weight.grad.square().sum()
+    torch.testing.assert_close(tracker.stats.sqnorm, expected)
+
+
 def test_batch_size_that_does_not_fit():
     with pytest.raises(gs.ExampleAxisError, match="2 examples, but batch_size is 3"):
         gs.track(Tagger(), batch_size=3, cu_seqlens=torch.tensor([0, 4, 9]))

@@ -155,7 +155,7 @@ class Marks:
         if not self.is_data(tensor):
             return False
         one = tensor.numel() == 1 < self.batch_size and not tensor.requires_grad
-        return not one or self.is_marked(tensor)
+        return not one or self.is_marked(tensor) or self.has_example_axis(tensor)
 
     def is_of_data(self, item: Any) -> bool:
         """Whether an operand is an untracked tensor that may carry examples."""
