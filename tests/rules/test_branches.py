@@ -67,3 +67,24 @@ def test_compiled_branches_outside_of_contexts():
     check_model(model, x, losses)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("bound", [-1e9, 1e9])
+def test_nested_operands(bound):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            def above(first, others):
+                return first @ others["weight"] + others["more"][0]
+
+            def below(first, others):
+                return first * others["more"][0] * others["weight"][0]
+
+            h = self.layer(x)
+            others = {"weight": self.layer.weight, "more": [h.tanh()]}
+            return torch.cond(x.sum() > bound, above, below, (h, others))
+
+    check_model(Nested().double(), torch.randn(BATCH, WIDTH).double(), losses)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gradstats._compiler import is_compiling
 from gradstats.capture.operations._modes import ContextMode, innermost_mode
@@ -31,9 +32,14 @@ def _shown(cond: Callable[..., Any]) -> Callable[..., Any]:
     def run(pred, true_fn, false_fn, operands=()):
         if is_compiling() or innermost_mode() is None or not isinstance(pred, Tensor):
             return cond(pred, true_fn, false_fn, operands)
-        return COND(pred, true_fn, false_fn, operands)
+        leaves, spec = pytree.tree_flatten(operands)  # the operator takes no nested ones
+        return COND(pred, _of_leaves(true_fn, spec), _of_leaves(false_fn, spec), tuple(leaves))
 
     return run
+
+
+def _of_leaves(branch: Callable[..., Any], spec: pytree.TreeSpec) -> Callable[..., Any]:
+    return lambda *leaves: branch(*pytree.tree_unflatten(leaves, spec))
 
 
 def take_branch(mode: ContextMode, pred, true_fn, false_fn, operands):
