@@ -60,10 +60,10 @@ def per_example_norms(
 ) -> GradientNorms:
     """Return the exact norm of every example's gradient, ‖∇ℓ_i(w)‖, without forming the gradients.
 
-    Hooks on parameters (``register_hook``), or on autograd nodes for what these pass on to
-    parameters, may change what arrives in ``.grad``; ∇ℓ_i is the gradient before such hooks. Hooks
-    on activations that change gradients are part of the backward: they are assumed to do so
-    linearly, for each example separately.
+    Hooks on parameters (``register_hook``), or on autograd nodes and modules for what these pass on
+    to parameters, may change what arrives in ``.grad``; ∇ℓ_i is the gradient before such hooks, and
+    norms alone need not call them. Hooks on activations that change gradients are part of the
+    backward: they are assumed to do so linearly, for each example separately.
 
     Args:
         model: any module; it is left unchanged, including its training mode, except for buffers
