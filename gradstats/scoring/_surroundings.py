@@ -26,7 +26,7 @@ class Surroundings:
     def __init__(self, modules: Sequence[nn.Module]):
         self._attributes = [(module, _attributes(module)) for module in modules]
         every = (value for _, kept in self._attributes for value in kept.values())
-        self._contents = [(each, content_of(each)) for each in _containers(every)]
+        self._contents = [(each, content_of(each)) for each in containers_in(every)]
 
     def restore(self) -> None:
         """Restore everything that has changed."""
@@ -49,7 +49,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name != "training"}
 
 
-def _containers(items: Iterable[Any]) -> Iterator[Any]:
+def containers_in(items: Iterable[Any]) -> Iterator[Any]:
     """Yield the containers among some values and inside of these, each once."""
     pending, met = list(items), set()
     while pending:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from enum import Enum
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -430,7 +432,66 @@ class CalibratedCache(EvalCache):
         return result if self.temperature is None else result / self.temperature
 
 
-@pytest.mark.parametrize("kind", [EvalCache, CalibratedCache])
+class BySize(EvalCache):
+    """Keeps it for many and for few examples apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.many = self.few = None
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.many = self.few = None
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = "many" if len(x) > 3 else "few"
+        if getattr(self, name) is None:
+            setattr(self, name, self.table[[1, 3]].sum(0).sin())
+        bias = self.table[[1, 3]].sum(0).sin() if self.training else getattr(self, name)
+        return super().forward(x) + bias[:3]
+
+
+class Counting(EvalCache):
+    """Counts how often it was trained."""
+
+    begun = 0
+
+    def train(self, mode: bool = True):
+        self.begun += mode
+        return super().train(mode)
+
+
+class Flagged(EvalCache):
+    """Has a flag that says whether it keeps anything."""
+
+    def __init__(self, ready: bool):
+        super().__init__()
+        self.ready, self.flag = ready, not ready
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.flag = not self.ready
+        return nn.Module.train(self, mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.flag != self.ready:
+            self.cache = {"bias": self.table[[1, 3]].sum(0)}
+            self.flag = self.ready
+        return self.head((self.scale * x + self.cache["bias"]).tanh())
+
+
+EVAL_CACHES = {
+    "a cache": EvalCache,
+    "and a number": CalibratedCache,
+    "by size": BySize,
+    "and a count": Counting,
+    "kept if a flag is set": lambda: Flagged(True),
+    "kept unless a flag is set": lambda: Flagged(False),
+}
+
+
+@pytest.mark.parametrize("kind", EVAL_CACHES.values(), ids=EVAL_CACHES)
 @pytest.mark.parametrize("with_graph", [None, False, True])
 def test_what_was_kept_in_eval_mode_is_computed_anew(kind, with_graph, tmp_path):
     torch.manual_seed(0)
@@ -449,7 +510,8 @@ def test_what_was_kept_in_eval_mode_is_computed_anew(kind, with_graph, tmp_path)
     model.eval()
     if with_graph is not None:
         with torch.set_grad_enabled(with_graph):
-            model(x)  # as where its accuracy was looked at before
+            for given in (x, x[:2]):  # as where its accuracy was looked at before
+                model(given)
     kept = dict(model.cache)
     data = [(x[:4], labels[:4]), (x[4:], labels[4:])]
     checkpoints = gs.Checkpoints(states, lr=1.0)
@@ -559,20 +621,23 @@ class Forgets(nn.Module):
     def __init__(self, what: str):
         super().__init__()
         self.what = what
-        self.layer, self.factors = nn.Linear(4, 3), {"all": 0.3}
+        self.layer, self.factors = nn.Linear(4, 3), {"all": 0.3, "inner": {"all": 1.7}}
         self.register_buffer("scale", torch.tensor([1.5, -0.5, 2.0]), persistent=False)
 
     def train(self, mode: bool = True):
         if mode and self.what == "scale":
             self.scale.zero_()
         elif mode and self.what == "factors":
-            self.factors.clear()
+            self.factors["all"] = 1.0
+        elif mode and self.what == "inner":
+            self.factors["inner"].clear()
         elif mode:
             self.slope = 0.1
         return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale * self.factors.get("all", 1) * getattr(self, "slope", 1)
+        factor = self.factors["all"] * self.factors["inner"].get("all", 1)
+        return self.layer(x) * self.scale * factor * getattr(self, "slope", 1)
 
 
 class Begins(nn.Linear):
@@ -607,6 +672,56 @@ class Recent(nn.Linear):
         return super().forward(x) * (sum(self.recent) or 1.0)
 
 
+class Needed(Calibrated):
+    """Cannot be run without its number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Linear.forward(self, x) / self.temperature
+
+
+class Became(nn.Linear):
+    """Scales by something that training replaces."""
+
+    def __init__(self, held, trained, scale: Callable):
+        super().__init__(4, 3)
+        self.held, self.trained, self.scale = held, trained, scale
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.held = self.trained
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale(self.held)
+
+
+class Rebuilt(nn.Module):
+    """Has another activation, or a hook, once it is trained."""
+
+    def __init__(self, hooked: bool):
+        super().__init__()
+        self.layer, self.activation, self.hooked = nn.Linear(4, 3), nn.Tanh(), hooked
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        if mode and self.hooked:
+            self.layer.register_forward_hook(lambda module, given, features: 2 * features)
+        elif mode:
+            self.activation = nn.Sigmoid()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.layer(x))
+
+
+class Parts(Enum):
+    ONE, TWO = 1.3, 1.7
+
+
+def doubled() -> float:
+    return 2.0
+
+
 USERS_MODES = {
     "an average": Averaged,
     "frozen parts": Thawed,
@@ -627,6 +742,18 @@ USERS_MODES = {
     "another attribute": lambda: Forgets("slope"),
     "another parameter": lambda: Begins("weight"),
     "one more parameter": lambda: Begins("scale"),
+    "a tensor that it needs": lambda: Needed(torch.tensor(1.7)),
+    "an array": lambda: Became(np.full(2, 1.7), np.ones(2), np.sum),
+    "a dict inside a dict": lambda: Forgets("inner"),
+    "a function": lambda: Became(doubled, float, lambda held: held()),
+    "one of a kind": lambda: Became(Parts.TWO, Parts.ONE, lambda held: held.value),
+    "an object": lambda: Became(
+        SimpleNamespace(scale=1.7), SimpleNamespace(scale=1.0), lambda held: held.scale
+    ),
+    "a frozen set": lambda: Became(frozenset("ab"), frozenset("a"), len),
+    "a slice": lambda: Became(slice(2), slice(1), lambda held: held.stop),
+    "another module": lambda: Rebuilt(hooked=False),
+    "a hook": lambda: Rebuilt(hooked=True),
 }
 
 
