@@ -18,9 +18,9 @@ from torch import Tensor
 
 from gradstats.errors import CheckpointError
 
-# Where the Trainer of transformers and accelerate's save_state keep the optimizer's state, beside
-# the file of the weights.
-OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
+# Where the Trainer of transformers and accelerate's save_state keep optimizers' states, beside the
+# files of weights; accelerate numbers the second of each and later ones.
+OPTIMIZER_FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 
 # Weights in several files, as large models have them: model-00001-of-00004.safetensors, …, and
 # model.safetensors.index.json, which lists them.
@@ -119,7 +119,7 @@ def _parts(index: Path) -> list[Path]:
 
 def read_optimizer_beside(path: Path) -> tuple[Any, ...]:
     """Return the states of optimizers that stand in files of their own beside the weights."""
-    beside = [path.with_name(name) for name in OPTIMIZER_FILES]
+    beside = (file for file in path.parent.iterdir() if OPTIMIZER_FILE.fullmatch(file.name))
     # What the optimizer remembers of each parameter is not wanted, and stays on the disk.
     return tuple(_load(file, mmap=True) for file in beside if file.is_file() and file != path)
 

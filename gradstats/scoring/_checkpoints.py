@@ -168,9 +168,13 @@ class Checkpoints:
 
 def _is_of_several(file: Path) -> bool:
     """Whether files lie beside a checkpoint whose names differ from its own in numbers alone."""
-    form = re.sub(r"\d+", "#", file.name)
-    siblings = (each.name for each in file.parent.iterdir())
-    return any(name != file.name and re.sub(r"\d+", "#", name) == form for name in siblings)
+    names = [each.name for each in file.parent.iterdir() if each.name != file.name]
+    return _unnumbered(file.name) in map(_unnumbered, names)
+
+
+def _unnumbered(name: str) -> str:
+    """Return a name without its numbers: model_1.safetensors lies beside model.safetensors."""
+    return re.sub(r"[-_]?\d+", "", name)
 
 
 class WeightsOnly:

@@ -131,10 +131,11 @@ def test_learning_rates_from_a_file_beside_the_weights(setting, tmp_path, file):
     np.testing.assert_allclose(got, expected(setting, setting.states, [0.5, 0.05]), rtol=1e-10)
 
 
-def test_files_of_two_optimizers_beside_the_weights(setting, tmp_path):
+@pytest.mark.parametrize("second", ["optimizer.bin", "optimizer_1.bin"])
+def test_files_of_two_optimizers_beside_the_weights(setting, tmp_path, second):
     folders(setting, tmp_path)
     for folder in tmp_path.iterdir():
-        shutil.copy(folder / "optimizer.pt", folder / "optimizer.bin")
+        shutil.copy(folder / "optimizer.pt", folder / second)
     run = gs.Checkpoints(f"{tmp_path}/checkpoint-*/model.safetensors", lr="optimizer")
     with pytest.raises(gs.CheckpointError, match=r"not that of one torch\.optim\.Optimizer"):
         score(setting, run)
@@ -153,6 +154,17 @@ def test_nor_is_it_anybodys_where_one_of_them_is_given(setting, tmp_path):
     for epoch in range(2):
         save_file(setting.states[epoch], tmp_path / "checkpoint-0" / f"epoch-{epoch}.safetensors")
     run = gs.Checkpoints(f"{tmp_path}/checkpoint-0/epoch-0.safetensors", lr="optimizer")
+    with pytest.raises(gs.CheckpointError, match="holds no optimizer state"):
+        score(setting, run)
+
+
+@pytest.mark.parametrize("given", ["model", "model_1"])
+def test_nor_where_accelerate_has_saved_two_models(setting, tmp_path, given):
+    """Which optimizer is whose is not known."""
+    folders(setting, tmp_path, "optimizer.bin")
+    for folder in tmp_path.iterdir():
+        shutil.copy(folder / "model.safetensors", folder / "model_1.safetensors")
+    run = gs.Checkpoints(f"{tmp_path}/checkpoint-*/{given}.safetensors", lr="optimizer")
     with pytest.raises(gs.CheckpointError, match="holds no optimizer state"):
         score(setting, run)
 
