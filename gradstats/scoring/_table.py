@@ -32,6 +32,9 @@ SQNORM = FIELDS.index("sqnorm")
 # The columns that rank, and which end of each is suspicious.
 SCORES = {"self_influence": 1, "grad_norm": 1, "loss": 1, "margin": -1, "el2n": 1}
 
+# From here on float64 holds no longer every integer.
+EXACT = 2.0**53
+
 # A checkpoint that predicts so many of the labels it was trained on has fitted their errors too.
 MEMORISED = 0.995
 MEMORISED_BAD = 0.5
@@ -288,6 +291,11 @@ class SelfInfluence(Printed):
                 raise ScoreError(
                     f"known_bad has shape {given.shape}, expected one axis: ids, or one bool for "
                     "each example."
+                )
+            if given.dtype.kind == "f" and (np.abs(given) >= EXACT).any():
+                raise ScoreError(
+                    f"known_bad has dtype {given.dtype}, which does not tell ids of {EXACT:.0f} "
+                    "and more from their neighbours. Pass integers."
                 )
             if (counts > 1).any():
                 raise ScoreError(

@@ -286,6 +286,7 @@ def test_average_precision():
         ([1, 2, 5, 2, 5], r"lists \[2, 5\] more than once"),
         ([[1], [2]], r"has shape \(2, 1\), expected one axis"),
         (3, r"has shape \(\), expected one axis"),
+        ([2.0**53], r"has dtype float64, which does not tell ids of 9007199254740992 and more"),
     ],
 )
 def test_a_mask_that_tells_nothing_apart(setting, bad, message):
