@@ -388,6 +388,42 @@ def test_a_model_whose_copy_has_parameters_of_other_names(batch):
     assert "a copy of the model has other parameters" in report.reference
 
 
+class Copied(nn.Module):
+    """Copies itself in a way of its own: with the very same layer, or with one that is new."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.layer, self.made = network(), made
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def __deepcopy__(self, memo):
+        copied = Copied(self.made)
+        if self.made == "shared":
+            copied.layer = self.layer
+        else:
+            nn.init.ones_(copied.layer[0].weight)
+        return copied
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ("shared", "a float64 copy failed with ValueError: its tensors are the model's own"),
+        ("new", "a copy of the model has other parameters"),
+    ],
+)
+def test_a_model_whose_copy_is_none(batch, made, reason):
+    """What a copy shares with the model would be converted to float64 in the model too."""
+    model = Copied(made)
+    state = snapshot(model)
+    report = gs.verify(model, batch, classify)
+    assert report.ok and report.reference == f"float32 on the model itself, because {reason}"
+    assert all(each.dtype == torch.float32 for each in model.parameters())
+    assert_unchanged(model, state)
+
+
 def test_a_model_that_cannot_be_copied(batch):
     model = network()
     model.tensor = torch.ones(2, requires_grad=True) * 2  # deepcopy refuses tensors with a graph

@@ -367,8 +367,16 @@ def _owners(lengths: Sequence[int]) -> list[int]:
 
 
 def model_to_float64(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with its numbers in double precision."""
-    copied = copy.deepcopy(model).double()
+    """Return a copy of the model with its numbers in double precision.
+
+    Raises:
+        ValueError: if the copy shares tensors with the model, which would be converted too.
+    """
+    copied = copy.deepcopy(model)
+    own = set(map(id, (*model.parameters(), *model.buffers())))
+    if not own.isdisjoint(map(id, (*copied.parameters(), *copied.buffers()))):
+        raise ValueError("its tensors are the model's own")
+    copied.double()
     for tensor in (*copied.parameters(), *copied.buffers()):
         if tensor.is_complex():
             tensor.data = tensor.data.to(torch.complex128)

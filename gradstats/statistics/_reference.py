@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradstats._comparison import same_bits
 from gradstats._complex import as_real
 from gradstats.capture._selection import select_parameters
 from gradstats.capture.operations._formats import SettledFormats
@@ -79,13 +80,17 @@ def choose_subject(model: nn.Module, batch: Any, loss_fn: LossFunction, state: S
                 model_to_float64(inner), to_float64(batch), torch.float64,
                 "float64 on a copy of the model",
             )  # fmt: skip
-            copied = select_parameters(subject.model, None, ())
+            own, copied = (select_parameters(each, None, ()) for each in (inner, subject.model))
+            alike = copied.keys() == own.keys() and all(
+                same_bits(copied[name].detach(), each.detach().to(copied[name].dtype))
+                for name, each in own.items()
+            )
             with differentiable(subject.model):
                 losses = loss_fn(subject.model, subject.batch)
                 reached = torch.autograd.grad(
                     losses.sum(), list(copied.values()), allow_unused=True
                 )
-            if copied.keys() != select_parameters(inner, None, ()).keys():
+            if not alike:
                 reason = "a copy of the model has other parameters"  # as Keras makes them
             elif any(gradient is not None for gradient in reached):
                 subject.state.restore()
