@@ -200,6 +200,26 @@ def test_whole_numbers_are_no_weights(model, batch, convert):
     assert_unchanged(model, before)
 
 
+def test_nor_are_they_complex_weights():
+    model = nn.Linear(4, 3, dtype=torch.complex64)
+    batch, states = torch.randn(5, 4, dtype=torch.complex64), []
+    for convert in (torch.Tensor.long, torch.Tensor.double):
+        weight = convert(4 * model.weight.detach().real)
+        states.append({**model.state_dict(), "weight": weight})
+
+    def losses(model, batch):
+        return model(batch).abs().square().sum(1)
+
+    with pytest.raises(gs.CheckpointError, match=r"'weight' has dtype torch.int64, expected torch"):
+        gs.self_influence(model, [batch], losses, gs.Checkpoints(states[0], lr=1.0), progress=False)
+    found = gs.self_influence(
+        model, [batch], losses, gs.Checkpoints(states[1], lr=1.0), progress=False
+    )
+    model.load_state_dict(states[1])
+    expected = gs.per_example_norms(model, batch, losses).sqnorm
+    torch.testing.assert_close(torch.tensor(found.self_influence), expected, check_dtype=False)
+
+
 def test_known_bad_examples(model, batch, run):
     table = gs.self_influence(model, [batch], losses_of, run, progress=False)
     mask = torch.tensor([True, False, False, True, False])

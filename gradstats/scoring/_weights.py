@@ -187,7 +187,9 @@ def _check_floating(
         own = state[name]
         if name not in parameters or not isinstance(value, Tensor):
             continue
-        if own.is_floating_point() and not value.is_floating_point():
+        inexact = own.is_floating_point() or own.is_complex()
+        fits = value.is_floating_point() or (own.is_complex() and value.is_complex())
+        if inexact and not fits:
             raise CheckpointError(
                 f"{checkpoint} does not fit the model: {clean_name(name, wrapper_prefix(model))!r} "
                 f"has dtype {value.dtype}, expected {own.dtype}, and would be converted to what it "
