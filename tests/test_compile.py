@@ -825,6 +825,37 @@ def test_rows_assigned_to_those_of_other_examples_are_refused(assign):
         check_between(lambda hidden: assign(hidden.clone(), ORDER, hidden.sin()))
 
 
+class AlongPositions(nn.Module):
+    """Adds a row for each example to all positions of its own, or to one of everybody's."""
+
+    def __init__(self, crossed):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.crossed = crossed
+
+    def forward(self, x):
+        row = self.layer(x[:, 0])
+        return (x + (row if self.crossed else row[:, None])).sin().sum()
+
+
+@pytest.mark.parametrize("crossed", [True, False])
+def test_a_row_for_each_example_along_positions(crossed):
+    """As many positions as examples: a loss over all examples does not tell whose a row is."""
+    torch._dynamo.reset()
+    model, x = AlongPositions(crossed), torch.randn(B, B, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        if crossed:
+            with pytest.raises(gs.ExampleAxisError, match="another axis"):
+                with gs.track(compiled, batch_size=B, loss_reduction="sum"):
+                    compiled(x).backward()
+            continue
+        with gs.track(compiled, batch_size=B, loss_reduction="sum") as tracker:
+            compiled(x).backward()
+        one_by_one = oracle_sqnorms(model, x, lambda m, x: torch.stack([*map(m, x.split(1))]))
+        assert_sqnorms(tracker.stats, one_by_one, 1e-5)
+
+
 @pytest.mark.usefixtures("all_is_compiled")
 def test_constants_that_are_written_into_data_stay_in_the_graph():
     check_between(lambda hidden: assigned(hidden.clone(), (slice(None), 0), 0.5), fullgraph=True)

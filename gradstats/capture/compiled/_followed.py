@@ -224,6 +224,9 @@ class Followed:
             raise NotTracedError("it writes data into a constant")
         if any(is_unusual(context.marks, item) for item, kind in pairs if kind is DATA):
             raise NotTracedError("it moves the examples of its operands")
+        if context.marks.meetings.crossed:
+            # A note on a result does not say this, and a loss over all examples has to know.
+            raise NotTracedError("only losses of one example each tell whose its results are")
         # Values written into operands leave the graph as well.
         left = [item for item in (*results, *operands) if isinstance(item, Tensor)]
         check_coverage(
