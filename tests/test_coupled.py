@@ -683,6 +683,45 @@ def test_rows_along_positions_of_data_by_their_second_axis():
     assert_apart(model, loss, of, batch_dim=1)
 
 
+# What meets inputs x (B, T, d) after rows were taken for those of positions, but not in the graph.
+HIDDEN = {
+    "written through a view": lambda x, rows: [
+        rows := rows.expand_as(x).clone(),
+        rows[..., :2].index_put_((x[..., 0] > 0,), torch.zeros(()).double()),
+    ][0],
+    "a derivative": lambda x, rows: (
+        torch.autograd.grad((x * (own := rows.detach().requires_grad_())).sum(), own)[0] * rows
+    ),
+}
+
+
+@pytest.mark.parametrize("cross", HIDDEN.values(), ids=HIDDEN)
+def test_a_row_for_each_example_behind_what_the_graph_does_not_show(cross):
+    model, (x, _) = nn.Linear(WIDTH, WIDTH).double(), data_at_coincidence()
+    assert_crossed(model, lambda: cross(x, model(x[:, 0])).square().sum())
+
+
+# Numbers to be logged, which the loss does not depend on, of trained rows h (B, d) and inputs.
+LOGGED = {
+    "similarities": lambda x, h: (x[:, 1] @ h.T).argmax(0),
+    "distances": lambda x, h: (x[:, 1, None] - h).square().sum(2).amin(0),
+    "a loss": lambda x, h: functional.mse_loss(x, h.expand_as(x)).item(),
+}
+
+
+@pytest.mark.parametrize("log", LOGGED.values(), ids=LOGGED)
+def test_inputs_of_others_beside_the_loss(log):
+    model, (x, y) = nn.Linear(WIDTH, WIDTH, bias=False).double(), data_at_coincidence()
+
+    def loss():
+        h = model(x[:, 0])
+        logged.append(log(x, h))
+        return functional.cross_entropy(h, y[:, 0], reduction="sum")
+
+    logged = []
+    assert_apart(model, loss, lambda i: functional.cross_entropy(model(x[i, 0]), y[i, 0]))
+
+
 def test_the_first_examples_grid_for_all():
     """What all examples share is often taken from the first: with B points, its axis is as long."""
     model, (x, _) = nn.Linear(WIDTH, WIDTH, bias=False).double(), data_at_coincidence()

@@ -133,8 +133,9 @@ def _walk(
                 raise _unseen(node, root)
             others.append(leaf)  # not tracked, or not by this context
     tracker.check_known(others)
+    crossed = meetings.is_crossed(seen)
     for loss in losses:
-        check_sum(marks, loss)
+        check_sum(marks, loss, crossed=crossed)
     _expect(tracker, uses, reports)
     if hidden:
         for root in tracker.roots:

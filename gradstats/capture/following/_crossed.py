@@ -50,7 +50,8 @@ def note_inputs(
 ) -> None:
     """Do the same, given where the examples of the trained values lie, and the other operands."""
     if result.requires_grad and marks.batch_size > 1:
-        marks.meetings.crossed += any(_crosses(marks, own, *each) for each in inputs)
+        if any(_crosses(marks, own, *each) for each in inputs):
+            marks.meetings.cross(result)
 
 
 def _crosses(marks: Marks, own: Examples, item: Tensor, axes: Sequence[int]) -> bool:

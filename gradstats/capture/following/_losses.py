@@ -45,8 +45,14 @@ def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
     return owner
 
 
-def check_sum(marks: Marks, loss: Tensor) -> None:
-    """Raise unless a loss is known to be a sum over the examples."""
+def check_sum(marks: Marks, loss: Tensor, *, crossed: bool) -> None:
+    """Raise unless a loss is known to be a sum over the examples.
+
+    Args:
+        marks: what is noted about tensors.
+        loss: over all examples.
+        crossed: whether it may depend on values that were taken for those of other examples.
+    """
     if not marks.is_additive(loss):
         raise ExampleAxisError(
             f"which values belong to which example was lost {_where_lost(marks, loss)}: they "
@@ -56,7 +62,7 @@ def check_sum(marks: Marks, loss: Tensor) -> None:
             "weighted sum of losses that depend on one example each: combine each example's own "
             "rows alone; if you know whose values they are, say so with gs.assign_rows."
         )
-    if marks.meetings.crossed and not marks.knows_losses:
+    if crossed and not marks.knows_losses:
         raise ExampleAxisError(
             "values with one row for each example were combined with inputs that have their "
             "examples along another axis, as where a row for each example is broadcast along as "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -33,8 +33,9 @@ class Meetings:
             description; a loss over all examples may depend on them, but not a loss of one.
         roots_of_sums: nodes that compute the square root of such a sum; a loss over all examples
             may be its square, but not the root itself.
-        crossed: the number of operations in which trained values may have been taken for those of
-            other examples, or of none; only losses of one example each tell whose the results are.
+        crossed: autograd nodes, one for each operation in which trained values may have been taken
+            for those of other examples, or of none; only losses of one example each tell whose the
+            results are.
     """
 
     def __init__(self, batch_size: int):
@@ -42,7 +43,7 @@ class Meetings:
         self.coupled: dict[Any, str] = {}
         self.added: dict[Any, str] = {}
         self.roots_of_sums: set[Any] = set()
-        self.crossed = 0
+        self.crossed: list[GraphNode | None] = []
 
     def note(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
@@ -69,6 +70,16 @@ class Meetings:
         if all(storage_of(operand) is not storage for operand in operands):
             self.coupled[base.grad_fn] = how
 
+    def cross(self, result: Tensor) -> None:
+        """Note that values may have been taken for others' in the operation that made a tensor."""
+        # Writing through a view gives it a new node at each use; what was written is its base's.
+        whole = result._base if result._is_view() else result  # type: ignore[union-attr]
+        self.crossed.append(whole.grad_fn)  # type: ignore[union-attr]
+
+    def is_crossed(self, nodes: Container[GraphNode | None]) -> bool:
+        """Whether there are such operations among the nodes of losses' graphs, or may be."""
+        return any(node is None or node in nodes for node in self.crossed)
+
     def is_coupled(self, result: Tensor) -> bool:
         """Whether several examples are known to meet in the operation that made a tensor."""
         return result.grad_fn in self.coupled
@@ -78,6 +89,7 @@ class Meetings:
         self.coupled.clear()
         self.added.clear()
         self.roots_of_sums.clear()
+        self.crossed.clear()
 
     def how_met(self, node: GraphNode) -> str | None:
         """Return how an autograd node combines several examples; None if it is not known to."""

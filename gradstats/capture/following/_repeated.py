@@ -192,7 +192,7 @@ def _note_of(marks: Marks, tensor: Tensor) -> tuple[int, ...] | str | None:
 def noted(marks: Marks) -> tuple[int, int]:
     """The number of tensors marked, and of operations in which examples met."""
     meetings = marks.meetings
-    return len(marks.marked), len(meetings.coupled) + len(meetings.added) + meetings.crossed
+    return len(marks.marked), sum(map(len, (meetings.coupled, meetings.added, meetings.crossed)))
 
 
 def remember(
