@@ -683,6 +683,53 @@ def test_rows_along_positions_of_data_by_their_second_axis():
     assert_apart(model, loss, of, batch_dim=1)
 
 
+# What makes d numbers of one for each example, which has no axis 1, where the contract has them.
+OF_ONE_EACH = {
+    "expanded": lambda t: t[:, None].expand(-1, WIDTH),
+    "waves": lambda t: (t[:, None] * torch.arange(WIDTH)).cos(),
+    "outer": lambda t: torch.outer(t, torch.arange(WIDTH).double()),
+    "einsum": lambda t: torch.einsum("b,d->bd", t, torch.arange(WIDTH).double()),
+    "stacked": lambda t: torch.stack([t**power for power in range(WIDTH)], 1),
+    "looked up": lambda t: torch.eye(WIDTH).double()[(9 * t).long() % WIDTH],
+    "one of each class": lambda t: functional.one_hot((9 * t).long() % WIDTH, WIDTH).double(),
+}
+
+
+@pytest.mark.parametrize("numbers", OF_ONE_EACH.values(), ids=OF_ONE_EACH)
+@pytest.mark.parametrize("batch", [WIDTH, WIDTH + 1])
+def test_numbers_of_one_for_each_example_of_data_by_their_second_axis(numbers, batch):
+    """Data (T, B, d): with d = B the numbers (B, d) look like data, with their examples along d."""
+    model, t = nn.Linear(WIDTH, WIDTH, bias=False).double(), torch.rand(batch).double()
+    x = torch.randn(2, batch, WIDTH).double()
+    with pytest.raises(gs.ExampleAxisError, match="belongs to is not known"):
+        with gs.track(model, batch_size=batch, batch_dim=1):
+            (numbers(t) * model.weight[0]).sin().sum().backward()
+
+    def losses(h, t):
+        return (h - numbers(t)).square().sum()
+
+    with gs.track(model, batch_size=batch, batch_dim=1, loss_reduction="sum") as tracker:
+        losses(model(x).sum(0), t).backward()
+    for i in range(batch):
+        (own,) = torch.autograd.grad(losses(model(x[:, i]).sum(0), t[i : i + 1]), [model.weight])
+        torch.testing.assert_close(tracker.stats.sqnorm[i], own.square().sum(), rtol=1e-9, atol=0)
+
+
+def test_numbers_of_one_for_each_example_expanded_in_front():
+    model, t = nn.Linear(WIDTH, WIDTH, bias=False).double(), torch.rand(BATCH).double()
+    x = torch.randn(BATCH, BATCH, WIDTH).double()
+
+    def loss(x, t):
+        rows = t.expand(BATCH, -1) + t[None] + t.repeat(BATCH, 1)
+        return (model(x * rows[..., None]) + model(rows[..., None].expand_as(x))).sin().sum()
+
+    with gs.track(model, batch_size=BATCH, batch_dim=1, loss_reduction="sum") as tracker:
+        loss(x, t).backward()
+    for i in range(BATCH):
+        (own,) = torch.autograd.grad(loss(x[:, i : i + 1], t[i : i + 1]), [model.weight])
+        torch.testing.assert_close(tracker.stats.sqnorm[i], own.square().sum(), rtol=1e-9, atol=0)
+
+
 # What meets inputs x (B, T, d) after rows were taken for those of positions, but not in the graph.
 HIDDEN = {
     "written through a view": lambda x, rows: [

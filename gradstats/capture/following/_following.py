@@ -30,11 +30,22 @@ from gradstats.capture.following._operands import (
     whole_of,
 )
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
+from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._separable import LOSSES, is_root, is_square, is_sum
 from gradstats.capture.following._sinks import after_sinks, meets_sinks
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._operations import JOINS, PAD_SEQUENCE, PRODUCTS
+from gradstats.capture.operations._operations import (
+    BROADCASTS,
+    JOINS,
+    MOVES,
+    PAD_SEQUENCE,
+    PRODUCTS,
+    RESHAPES,
+)
+
+# Operations whose new axes are in front, if the others are as they were.
+IN_FRONT = BROADCASTS | RESHAPES | (MOVES - {torch.einsum})
 
 
 def follow_layout(marks: Marks, call: Call) -> None:
@@ -43,6 +54,10 @@ def follow_layout(marks: Marks, call: Call) -> None:
     meetings = marks.meetings
     if marks.packed and result.numel() and not any(item.numel() for item in data):
         marks.mark_constant(result)  # such as the sum over an example that has no rows
+        return
+    if marks.batch_dim and not result.requires_grad and _has_no_axis(marks, call):
+        # If one of its axes has the batch's size, it need not be that of the examples.
+        marks.mark(result, None, function_name(func) if func is not None else None)
         return
     after = _layout_after(marks, call)
     # Products handle scores among their operands themselves.
@@ -67,6 +82,25 @@ def follow_layout(marks: Marks, call: Call) -> None:
         _note_sum(marks, call, after)
     if result.requires_grad and (meetings.coupled or meetings.added):
         _note_added(marks, data, result)
+
+
+def _has_no_axis(marks: Marks, call: Call) -> bool:
+    """Whether a result got an axis at ``batch_dim`` from data with too few axes to have one.
+
+    Unless all new axes are in front of theirs, as those of labels (B,) expanded to (T, B) are.
+    """
+    func, args, _, data, result = call
+    dims = marks.batch_dim
+    if result.dim() <= dims:
+        return False
+    picks = func in REINDEXES and any(args[0] is item for item in data)
+    in_front = picks or func in IN_FRONT
+    for item in data:
+        if marks.owned(item) is not None or not (item.dim() <= dims or marks.is_marked(item)):
+            return False
+        if in_front and item.shape == result.shape[dims:]:
+            return False
+    return True
 
 
 def _note_sum(marks: Marks, call: Call, after: Layout | Unchanged) -> None:

@@ -144,7 +144,7 @@ def keeps_examples(func, args: Sequence[Any], axis: int, result) -> bool:
     if func in BATCH_FIRST and axis != 0:
         return False  # it takes the examples' axis for channels or positions
     if not result.requires_grad:
-        return True
+        return not first.dim() <= axis < result.dim()  # it may have got that axis here
     if func not in KEEPS:
         return False
     if first.dim() <= axis:
