@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -204,6 +204,38 @@ def test_so_are_positions_of_layers(size):
     model = Positions()
     batch = torch.randn(size, WIDTH).double(), torch.randint(CLASSES, (size,))
     expected = oracle_sqnorms(model, batch, classify)
+    assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
+    check_products(model, batch, classify)
+    assert gs.verify(model, batch, classify).ok
+
+
+@lru_cache(maxsize=4)
+def distances(count):
+    return (torch.arange(count)[:, None] - torch.arange(count)).abs()
+
+
+class Biased(nn.Module):
+    """A model with relative positions, which it remembers, as those of images often do."""
+
+    def __init__(self, remember):
+        super().__init__()
+        self.table, self.last = nn.Parameter(torch.randn(9)), nn.Linear(WIDTH, CLASSES)
+        self.distances = remember(distances.__wrapped__) if remember else distances
+        self.double()
+
+    def forward(self, x):
+        bias = torch.cat([self.table, self.table.neg()])[self.distances(WIDTH).view(-1)]
+        return self.last((x[:, None] * bias.view(WIDTH, WIDTH)).softmax(-1).mean(1))
+
+
+@pytest.mark.parametrize("size", [5, WIDTH, WIDTH**2])
+@pytest.mark.parametrize(
+    "remember", [None, lru_cache, lambda function: partial(lru_cache(function))]
+)
+def test_so_is_what_a_cache_of_layers_holds_from_earlier_forwards(remember, size):
+    model = Biased(remember)
+    batch = torch.randn(size, WIDTH).double(), torch.randint(CLASSES, (size,))
+    expected = oracle_sqnorms(model, batch, classify)  # outside of contexts
     assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
     check_products(model, batch, classify)
     assert gs.verify(model, batch, classify).ok

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dis
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import _lru_cache_wrapper, lru_cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -62,7 +63,11 @@ def sources_of(model: nn.Module) -> Iterator[Any]:
 
 
 def _is_function(item: Any) -> bool:
-    return isinstance(item, (FunctionType, MethodType, partial))
+    return isinstance(item, (FunctionType, MethodType, partial, _lru_cache_wrapper))
+
+
+def _is_kept(item: Any) -> bool:
+    return isinstance(item, (Tensor, list, tuple))
 
 
 def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
@@ -136,6 +141,9 @@ def _inside(item: Any) -> Iterator[Any]:
             yield getattr(item.__self__, "__dict__", item.__self__)
     elif isinstance(item, FunctionType):
         yield from _inside_function(item)
+    elif isinstance(item, _lru_cache_wrapper):
+        yield item.__wrapped__
+        yield from filter(_is_kept, gc.get_referents(item))  # what it has returned
     elif not isinstance(item, (type, nn.Module)):
         call = getattr(type(item), "__call__", None)  # noqa: B004
         if isinstance(call, FunctionType):  # an object with a __call__ of its own
