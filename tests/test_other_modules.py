@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, spectral_norm
 
 import gradstats as gs
+from gradstats.capture.following._enclosed import buffers_beside
 from tests.oracle import assert_products, assert_sqnorms, assert_unchanged, flat, snapshot
 from tests.oracle import sqnorms_of as squared
 
@@ -158,6 +159,18 @@ def test_in_a_context_both_are_one_model(kind, size):
     with gs.track(both, batch_size=size, parameters="0.*") as tracker:
         tracker.backward(deceive(critic, model, z))
     assert_sqnorms(tracker.stats, squared({f"0.{n}": g for n, g in expected.items()}), 1e-9)
+
+
+@pytest.mark.parametrize("form", [Trainer, lambda critic: Trainer(critic).losses])
+def test_each_of_several_is_found(form):
+    critics = [whitened() for _ in range(6)]
+    parts = [form(critic) for critic in critics]
+
+    def losses(model, z):
+        return sum(part(model, z) for part in parts)
+
+    found = {id(buffer) for buffer in buffers_beside(losses)}
+    assert found == {id(critic.rotation) for critic in critics}
 
 
 class Remembering(nn.Module):

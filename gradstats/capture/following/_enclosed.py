@@ -16,6 +16,7 @@ from gradstats.capture.parameters._attributes import PLAIN_TYPES
 
 # Longer lists and dicts are not read; they hold no weights, and few hold modules.
 LONGEST, LONGEST_OF_MODULES = 10_000, 100
+CONTAINERS = (list, tuple, dict)
 # The most objects that are visited.
 MOST = 100_000
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -93,8 +94,7 @@ def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
 def buffers_beside(loss_fn: Any) -> list[Tensor]:
     """Return the buffers of the modules that a loss function uses beside the model it is given.
 
-    Searched before each call, and so less far: in functions, in objects that can be called or whose
-    method one is, and in short containers.
+    Searched before each call, and so less far: not in long lists and dicts.
     """
     found: list[Tensor] = []
     seen: set[int] = set()
@@ -106,48 +106,34 @@ def buffers_beside(loss_fn: Any) -> list[Tensor]:
             with suppress(Exception):  # an object may not support being read
                 if isinstance(item, nn.Module):
                     found.extend(item.buffers())
-                else:
-                    waiting.extend(_beside(item))
+                elif not (type(item) in CONTAINERS and len(item) > LONGEST_OF_MODULES):
+                    waiting.extend(_inside(item))
     return found
 
 
-def _beside(item: Any) -> Iterator[Any]:
-    if isinstance(item, FunctionType):
-        yield from _inside_function(item)
-    elif isinstance(item, partial):
-        yield from (item.func, *item.args, *item.keywords.values())
-    elif isinstance(item, MethodType):
-        yield item.__func__
-        if isinstance(item.__self__, nn.Module):
-            yield item.__self__
-        else:
-            yield from getattr(item.__self__, "__dict__", {}).values()
-    elif type(item) in (list, tuple, dict):
-        if len(item) <= LONGEST_OF_MODULES:
-            yield from item.values() if isinstance(item, dict) else item
-    elif isinstance(getattr(type(item), "__call__", None), FunctionType):  # noqa: B004
-        yield item.__call__
-
-
 def _inside(item: Any) -> Iterator[Any]:
-    if type(item) in (list, tuple, dict):
+    if type(item) in CONTAINERS:
         if len(item) <= LONGEST:
             yield from item.values() if isinstance(item, dict) else item
     elif isinstance(item, partial):
         yield from (item.func, *item.args, *item.keywords.values())
     elif isinstance(item, MethodType):
         yield item.__func__
-        if not isinstance(item.__self__, (type, nn.Module)):
-            yield getattr(item.__self__, "__dict__", item.__self__)
+        own = item.__self__
+        if isinstance(own, (type, nn.Module)) or not hasattr(own, "__dict__"):
+            yield own
+        else:
+            yield from vars(own).values()
     elif isinstance(item, FunctionType):
         yield from _inside_function(item)
     elif isinstance(item, _lru_cache_wrapper):
         yield item.__wrapped__
-        yield from filter(_is_kept, gc.get_referents(item))  # what it has returned
+        yield from filter(_is_kept, gc.get_referents(item))  # what it was given and returned
     elif not isinstance(item, (type, nn.Module)):
         call = getattr(type(item), "__call__", None)  # noqa: B004
         if isinstance(call, FunctionType):  # an object with a __call__ of its own
-            yield from (call, getattr(item, "__dict__", None))
+            yield call
+            yield from getattr(item, "__dict__", {}).values()
 
 
 def _inside_function(function: FunctionType) -> Iterator[Any]:
