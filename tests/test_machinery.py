@@ -10,15 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gradstats as gs
 from gradstats.capture.following import _marks
-from gradstats.capture.following._examples import Examples
-from gradstats.capture.following._layout import follow, stays
-from gradstats.capture.operations._call import Call
 from tests.functions import recomputing
 from tests.oracle import assert_sqnorms, assert_unchanged, check_model, oracle_sqnorms, snapshot
 
@@ -768,36 +765,6 @@ def test_a_moving_average_inside_a_context():
         assert type(got) is nn.Parameter
         assert torch.equal(got, want)
     assert tracker.stats.sqnorm.isfinite().all()
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_views_that_stay_are_those_that_following_leaves_in_place(axis):
-    """The quick answer may be "perhaps"; where it is "yes", the whole rule says the same."""
-    layout = Examples(4, axis)
-    contiguous = torch.randn(4, 4, 6) if axis == 0 else torch.randn(2, 4, 4, 6)
-    overlapping = torch.randn(7).unfold(0, 4, 1).unsqueeze(-1).expand(4, 4, 6)
-    sources = [contiguous, contiguous.transpose(-1, -2), contiguous.expand(contiguous.shape)]
-    sources += [overlapping] if axis == 0 else []
-    calls = [
-        (Tensor.transpose, axis, axis + 1), (Tensor.transpose, axis, -1),
-        (Tensor.transpose, axis + 1, -1), (Tensor.mT.__get__,), (Tensor.unsqueeze, 0),
-        (Tensor.unsqueeze, -1), (Tensor.flatten, axis), (Tensor.flatten, -2),
-        (Tensor.unflatten, axis, (2, 2)), (Tensor.unflatten, -1, (2, -1)), (Tensor.squeeze, -1),
-        (Tensor.chunk, 2, axis), (Tensor.chunk, 2, -1), (Tensor.chunk, 1, axis),
-        (Tensor.reshape, (4, -1)), (Tensor.movedim, axis, -1),
-    ]  # fmt: skip
-    answers = set()
-    for source in sources:
-        for func, *args in calls:
-            found = func(source, *args)
-            for view in [found] if isinstance(found, Tensor) else found:
-                quick = stays(func, source, layout, view)
-                answers.add(quick)
-                if quick:
-                    call = Call(func, (source, *args), {}, [source], view)
-                    after = follow(call, source, layout)
-                    assert after is not None and after.plain and after.axis == axis, func
-    assert answers == {True, False}
 
 
 def test_constants_that_outlive_the_library(monkeypatch):

@@ -1,7 +1,7 @@
 """Which results of an operation of the user's code are constant, and which are data.
 
 Results without data among the operands are constants. For the others, ``_following`` and
-``_written`` tell where the examples lie, unless they lie as in the first operand, the usual case.
+``_written`` tell where the examples lie.
 """
 
 from __future__ import annotations
@@ -13,20 +13,10 @@ from torch import Tensor
 
 from gradstats.capture.following._examples import MIXED
 from gradstats.capture.following._following import follow_layout
-from gradstats.capture.following._layout import (
-    CHANGES,
-    FOLLOWED,
-    ON_NESTED,
-    PLAIN_VIEWS,
-    aligned,
-    keeps_examples,
-    keeps_rows,
-    leaves,
-    stays,
-)
+from gradstats.capture.following._layout import FOLLOWED, ON_NESTED
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._operands import sole_example
-from gradstats.capture.following._reductions import OVER_AXES, runs_over
+from gradstats.capture.following._reductions import OVER_AXES
 from gradstats.capture.following._returned import follow_gradients
 from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._signatures import NUMPYS, by_place, in_pytorchs_names
@@ -44,7 +34,6 @@ from gradstats.capture.operations._operations import (
     IN_PLACE,
     MOVES_IN_PLACE,
     OPAQUE,
-    PRODUCTS,
     READS_ONLY_FIRST,
     RESHAPES,
     SCRAMBLES,
@@ -56,23 +45,13 @@ from gradstats.capture.parameters._tensors import node_of
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-# Operations that ``keeps_examples`` cannot judge.
-WATCHED = (
-    frozenset(WRITES) | frozenset(OVER_AXES) | CHANGES | PRESCRIBES.keys() | FACTORIES
-    | BLANKS | {torch.broadcast_tensors, torch.cdist}
-)  # fmt: skip
-
 
 def follow_results(
     tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
 ) -> None:
     """Note which results of an operation are constant, and where the examples lie in the others."""
     marks = tracker.marks
-    func, args, kwargs, named = _by_place(marks, func, args, kwargs)
-    plain = not (marks.follows_layouts or took_given(marks) or kwargs.get("out") is not None)
-    if args and not named and plain:
-        if _lies_as_first(marks, func, args, kwargs, result):
-            return
+    func, args, kwargs = _by_place(func, args, kwargs)
     every = operands_of(args, kwargs)
     operands = [t for t in every if node_of(t) is None]
     data = [t for t in operands if marks.is_data(t)]
@@ -108,50 +87,15 @@ def follow_results(
             marks.mark_constant(tensor)
 
 
-def _by_place(marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """Return an operation in a canonical form, with arguments by position.
-
-    Returns:
-        The function, positional and named arguments, and whether data are among those still named.
-    """
+def _by_place(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Return an operation in a canonical form, with arguments by position."""
     if kwargs and not NUMPYS.isdisjoint(kwargs):
         kwargs = in_pytorchs_names(func, kwargs)
-    named = False
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
         args, kwargs = by_place(func, args, kwargs)
-        named = any(map(marks.is_of_data, kwargs.values()))
     if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
         func = torch.maximum  # of two operands, whichever it is
-    return func, args, kwargs, named
-
-
-def _lies_as_first(marks: Marks, func, args, kwargs, result) -> bool:
-    """Whether the first operand is data and the result obviously has its layout.
-
-    As after almost every operation. False if that takes longer to find out.
-    """
-    first = args[0]
-    if not marks.is_of_data(first):
-        return False
-    if func not in WATCHED and type(func) not in OPAQUE:
-        if keeps_examples(func, args, marks.batch_dim, result):
-            return True
-    elif func in OVER_AXES and not runs_over(func, args, kwargs, marks.batch_dim):
-        if aligned(func, args) and leaves(func, first, marks.batch_dim, result):
-            return True
-    elif func in PRODUCTS:
-        # A tracked operand's rule has checked where the examples lie; but a stack of matrices puts
-        # axes of its own in front of them.
-        if node_of(args[-1]) is not None:
-            if result.dim() <= first.dim():
-                return True
-        elif keeps_rows(args, marks.batch_dim):
-            return True
-    if func not in PLAIN_VIEWS or kwargs:
-        return False
-    views = (result,) if isinstance(result, Tensor) else result
-    layout = marks.by_contract(first)
-    return layout is None or all(stays(func, first, layout, view) for view in views)
+    return func, args, kwargs
 
 
 def _follow_data(
