@@ -153,7 +153,6 @@ def problems(tracker, model, x: Tensor, function, layout: str):
     for number, call in enumerate(calls(dims)):
         if (function, number) in NO_CALLS:
             continue
-        tracker.marks.follows_layouts = layout != "in order"  # as in most models
         if h is None or h._version:
             h = LAYOUTS[layout](torch.sigmoid(model(x)) + 0.1)
         try:

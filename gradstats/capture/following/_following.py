@@ -172,7 +172,7 @@ def _layout_after(marks: Marks, call: Call) -> Layout | Unchanged:
         return after_sinks(marks, call)
     if meets_grid(marks, call):
         return after_grid(marks, call)
-    if marks.follows_layouts and spans_examples(marks, data, result):
+    if spans_examples(marks, data, result):
         return MIXED
     if func in JOINS or func is PAD_SEQUENCE:
         return joined_layout(marks, call)
@@ -182,7 +182,7 @@ def _layout_after(marks: Marks, call: Call) -> Layout | Unchanged:
         if func not in REDUCES:
             marks.meetings.couple(result, "runs over the examples")
         return MIXED
-    if marks.follows_layouts and (whole := whole_of(marks, data)) is not None:
+    if (whole := whole_of(marks, data)) is not None:
         return whole
     if func in LOSSES and _is_joined(marks, call):
         return MIXED

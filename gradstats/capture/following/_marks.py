@@ -51,8 +51,6 @@ class Marks:
         batch_size, batch_dim: as the caller gave them.
         serial: identifies this context in the marks on tensors; a copied tensor carries a copy of
             its mark, perhaps into another context.
-        follows_layouts: set once any tensor has a layout of its own, so that most models pay
-            nothing for it.
         packed: whether the caller gave packed examples, with different numbers of rows.
         taken: the function that made a tensor during the forward that counts as data only because
             of its size, and the tensor's shape.
@@ -81,7 +79,6 @@ class Marks:
         self.meetings, self.values = Meetings(batch_size), Values(self.serial)
         self.batch_size = batch_size
         self.batch_dim = batch_dim
-        self.follows_layouts = segments is not None
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.doubtful_are_data = True
@@ -241,7 +238,6 @@ class Marks:
         Layouts noted so far on other tensors that share its memory are invalid.
         """
         self.rearranged.add(tensor)
-        self.follows_layouts = True
 
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return to which examples a tensor of data belongs; None where that is not known."""
@@ -305,7 +301,6 @@ class Marks:
         self.has_grids |= isinstance(layout, Grid)
         setattr(tensor, LAYOUT, (self.serial, layout, at, self.rearranged.count))
         self.marked.append(ref(tensor))
-        self.follows_layouts = True
         if KEPT_APPLY_IS_UNSEEN and tensor.grad_fn is not None:
             if layout is None or layout != self.by_contract(tensor):
                 self.noted_nodes.add(tensor.grad_fn._sequence_nr())

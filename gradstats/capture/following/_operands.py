@@ -52,7 +52,7 @@ def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
     Beside trained operands, others about which nothing is known do not matter (targets,
     positions within an image): only trained operands receive gradients.
     """
-    if marks.batch_size == 1 or not marks.follows_layouts:
+    if marks.batch_size == 1 or not marks.marked:
         return None
     known = [item for item in data if item.requires_grad or marks.owned(item) is not None]
     if len(known) < len(data) and not any(item.requires_grad for item in known):
@@ -179,7 +179,7 @@ def _meets_others(marks: Marks, tensor: Tensor, data: list[Tensor]) -> bool:
 
 def _deciding(marks: Marks, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
     """Return the operand that determines the result's layout, and its layout."""
-    if len(data) == 1 or not (marks.follows_layouts or marks.layout_of(data[0]) is None):
+    if len(data) == 1:
         return data[0], marks.layout_of(data[0])
     layouts = [(tensor, marks.layout_of(tensor)) for tensor in data]
     known = [(tensor, layout) for tensor, layout in layouts if layout is not None]

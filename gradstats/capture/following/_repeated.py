@@ -95,7 +95,7 @@ def likeness(
     if marks.written.storages or marks.rearranged.storages:
         return None
     constants = marks.constants
-    key: list[Any] = [func, marks.batch_size, marks.batch_dim, marks.follows_layouts, len(args)]
+    key: list[Any] = [func, marks.batch_size, marks.batch_dim, len(args)]
     if kwargs:
         key.append((*kwargs,))
     operands: list[Tensor] = []
@@ -133,9 +133,9 @@ def likeness(
         return None  # a sparse tensor, without strides
     # If one tensor is given twice, following may depend on which operands are the same.
     if len(operands) > 1:
-        every = operands + results
-        if len({*map(id, every)}) < len(every):
-            return None
+        every = [*map(id, operands), *map(id, results)]
+        if len({*every}) < len(every):
+            key.append((*map(every.index, every),))
     return tuple(key), results
 
 

@@ -109,9 +109,9 @@ def _place_written(marks: Marks, change: Change) -> None:
         marks.place(after, one)
         return
     fresh = not before or _shows_unknown(marks, target)
-    if not fresh and write.read is None and not marks.follows_layouts:
+    if not fresh and write.read is None and not any(map(marks.is_marked, (target, *values))):
         if all(value.shape == target.shape for value in values):
-            return
+            return  # as every ``x += y`` and ``relu_``
     owned = _owned_of(marks, change, values)
     if owned is None:
         return
