@@ -29,7 +29,6 @@ from gradstats.capture.operations._operations import (
     PRODUCTS,
     RESHAPES,
     ROW_PRODUCTS,
-    SCRAMBLES,
     SHARED_WEIGHT,
     SOLVES,
     TENSOR_PRODUCTS,
@@ -50,7 +49,7 @@ def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | G
         The layout; None if the operation may have lost it.
     """
     func, result = call.func, call.result
-    if func in SCRAMBLES or takes_for_channels(func, source, layout) or is_one(func, source):
+    if takes_for_channels(func, source, layout) or is_one(func, source):
         return None
     if func in MOVES:
         return moved(source, layout, result)
@@ -84,8 +83,8 @@ def takes_for_channels(func, source: Tensor, layout: Examples) -> bool:
 
 # Operations whose effect on layouts is known.
 FOLLOWED = KEEPS | OVER_AXES.keys() | frozenset().union(
-    MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, SCRAMBLES, PRODUCTS, ADDED_PRODUCTS,
-    SOLVES, TENSOR_PRODUCTS,
+    MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, PRODUCTS, ADDED_PRODUCTS, SOLVES,
+    TENSOR_PRODUCTS,
 )  # fmt: skip
 
 # Operations that are followed on nested tensors, whose rows are examples, too.

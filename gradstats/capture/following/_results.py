@@ -36,7 +36,7 @@ from gradstats.capture.operations._operations import (
     OPAQUE,
     READS_ONLY_FIRST,
     RESHAPES,
-    SCRAMBLES,
+    UNFOLLOWED,
     changed_by,
 )
 from gradstats.capture.parameters._refusals import check_has_sizes
@@ -56,7 +56,7 @@ def follow_results(
     operands = [t for t in every if node_of(t) is None]
     data = [t for t in operands if marks.is_data(t)]
     if len(every) > len(operands):
-        if func in SCRAMBLES or type(func) in OPAQUE:
+        if func in UNFOLLOWED or type(func) in OPAQUE:
             func = None  # a tracked operand's rule has checked where the examples lie
     if func in FACTORIES:
         data = []  # the size may come from data, the contents do not

@@ -140,23 +140,16 @@ JOINS: dict[Any, int | None] = {
 # Pads sequences to one length and stacks them.
 PAD_SEQUENCE = torch._C._nn.pad_sequence
 
-# Operations whose results have axes that their first operand lacks: if a size equals the batch's,
-# that is an accident, so it is not known where the examples lie.
+# Operations after which it is not known where the examples lie, whatever the sizes of the result:
+# some have axes that their first operand lacks, others move or mix rows.
 UNFOLLOWED = frozenset(
-    variants(
+    [torch.linalg.multi_dot, functional.pdist, *variants(
         "meshgrid", "kron", "cartesian_prod", "block_diag", "combinations", "vander", "diag",
-        "chain_matmul", "cov", "corrcoef", "addr",
+        "chain_matmul", "cov", "corrcoef", "addr", "put", "select_scatter", "slice_scatter",
+        "diagonal_scatter", "as_strided_scatter", "addmv", "addbmm", "renorm", "pdist",
         *(name for name in dir(torch) if name.endswith("_copy") and name[0] != "_"),
-    )
+    )]
 ).difference(variants("index_copy"))  # fmt: skip
-
-# Operations that move or mix rows without a trace in the shape of the result.
-SCRAMBLES = frozenset(
-    variants(
-        "put", "select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter",
-        "addmv", "addbmm", "renorm",
-    )
-) | {torch.linalg.multi_dot, torch.pdist, functional.pdist}  # fmt: skip
 
 # Operations on all pairs of rows.
 OF_ROW_PAIRS = frozenset({torch.pdist, functional.pdist, *variants("cov", "corrcoef")})
