@@ -8,20 +8,19 @@ from gradstats.capture.following._examples import MIXED, Examples, Grid, Mixed, 
 from gradstats.capture.following._layout import follow
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reductions import OVER_AXES, REDUCES, runs_over
-from gradstats.capture.following._reindexed import picked
+from gradstats.capture.following._reindexed import PICKS, picked
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._operations import (
     BROADCASTS,
     MOVES,
     PADS,
-    PICKS,
     POINTWISE,
     RESHAPES,
     variants,
 )
 
 # Operations that only move, cut or pick elements of their first operand.
-REARRANGES = MOVES | RESHAPES | PICKS | frozenset(variants("as_strided"))
+REARRANGES = MOVES | RESHAPES | PICKS.keys() | frozenset(variants("as_strided"))
 
 # Operations that compute each element from the same place, or along some axes only.
 COMPUTES = POINTWISE | BROADCASTS | OVER_AXES.keys() | PADS

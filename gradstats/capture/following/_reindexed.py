@@ -296,8 +296,9 @@ def _segments(call: Call, source, layout) -> Examples | None:
     return layout.in_pieces(offsets[:-1] if lengths is None else lengths.cumsum(0) - lengths)
 
 
-# Operations that select, repeat or reorder rows, with the rule for the examples.
-REINDEXES = {
+# Operations that cut, repeat or pick elements of their first operand, each whole, with the rule for
+# the examples.
+PICKS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(
         variants("index_select"),
@@ -316,9 +317,6 @@ REINDEXES = {
         (torch.fft.fftshift, torch.fft.ifftshift, *variants("gather")), _along("dim", 1, None)
     ),
     **dict.fromkeys(variants("take_along_dim"), _along("dim", 2, None)),
-    **dict.fromkeys(variants("sort", "argsort"), _ranked(1, -1)),
-    **dict.fromkeys(variants("msort"), _ranked(1, 0)),
-    **dict.fromkeys(variants("topk"), _ranked(2, -1)),
     **dict.fromkeys(
         variants(
             "chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split",
@@ -330,18 +328,25 @@ REINDEXES = {
     **dict.fromkeys(variants("select"), _chosen),
     **dict.fromkeys(EXPANDS, _expanded),
     **dict.fromkeys(variants("repeat", "tile"), _repeated),
-    **dict.fromkeys(PADS, _padded),
     **dict.fromkeys(variants("masked_select"), _masked),
     **dict.fromkeys(variants("vsplit"), _sliced(KEYWORD, 0)),
     **dict.fromkeys(variants("hsplit"), _sliced(KEYWORD, 1)),
     **dict.fromkeys(variants("dsplit"), _sliced(KEYWORD, 2)),
+    **dict.fromkeys((*variants("diagonal", "take"), torch.linalg.diagonal, Tensor.unfold), picked),
+}  # fmt: skip
+
+# The same, and others that select, repeat or reorder rows.
+REINDEXES = {
+    **PICKS,
+    **dict.fromkeys(variants("sort", "argsort"), _ranked(1, -1)),
+    **dict.fromkeys(variants("msort"), _ranked(1, 0)),
+    **dict.fromkeys(variants("topk"), _ranked(2, -1)),
+    **dict.fromkeys(PADS, _padded),
     **dict.fromkeys(variants("atleast_1d", "atleast_2d", "atleast_3d"), _with_axes),
     **dict.fromkeys(variants("diag_embed"), _made_diagonal),
     torch._nested_view_from_jagged: _jagged,
     torch.segment_reduce: _segments,
     **dict.fromkeys(variants("stft"), _of_batch(2)),
     **dict.fromkeys(variants("istft"), _of_batch(3)),
-    **dict.fromkeys(
-        (*variants("as_strided", "diagonal", "take"), torch.linalg.diagonal, Tensor.unfold), picked
-    ),
-}  # fmt: skip
+    **dict.fromkeys(variants("as_strided"), picked),
+}

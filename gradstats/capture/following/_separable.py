@@ -17,6 +17,7 @@ from torch.nn import functional
 from gradstats.capture.following._apart import sums_own
 from gradstats.capture.following._examples import APART, MIXED, Examples, Scores, same_layout
 from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._reindexed import PICKS
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._operations import (
@@ -28,7 +29,6 @@ from gradstats.capture.operations._operations import (
     OUTER_PRODUCTS,
     PAD_SEQUENCE,
     PADS,
-    PICKS,
     PRODUCTS,
     RESHAPES,
     TENSOR_PRODUCTS,
@@ -79,7 +79,7 @@ KEEPS_SUMS = (
     | RESHAPES
     | JOINS.keys()
     | PADS
-    | PICKS
+    | PICKS.keys()
     | frozenset(
         [
             *function_variants(
@@ -91,7 +91,7 @@ KEEPS_SUMS = (
                 "diff", "sum_to_size", "real", "imag", "conj", "type", "cpu", "cuda", "atleast_1d",
                 "atleast_2d", "atleast_3d", "broadcast_tensors", "dropout", "block_diag", "complex",
                 "view_as_real", "view_as_complex", "cfloat", "cdouble", "resolve_conj",
-                "resolve_neg", "repeat_interleave",
+                "resolve_neg",
             ),
             *VIEW_GETTERS,
             functional.dropout,

@@ -60,19 +60,6 @@ RESHAPES = frozenset(
 # Operations that repeat an operand without a copy.
 EXPANDS = frozenset(variants("expand", "expand_as", "broadcast_to"))
 
-# Operations that cut, repeat or pick elements of their first operand, each whole.
-PICKS = (
-    EXPANDS
-    | frozenset(
-        variants(
-            "chunk", "diagonal", "dsplit", "flip", "gather", "hsplit", "index_select",
-            "masked_select", "narrow", "repeat", "roll", "select", "split", "split_with_sizes",
-            "take", "take_along_dim", "tensor_split", "tile", "unbind", "vsplit",
-        )
-    )
-    | {Tensor.__getitem__, Tensor.unfold}
-)  # fmt: skip
-
 PRODUCTS = frozenset(
     [
         *variants("matmul", "mm", "bmm", "mv"), Tensor.__matmul__, torch.linalg.matmul,
