@@ -22,6 +22,8 @@ from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._operations import (
     ADDED_PRODUCTS,
+    ADDS,
+    CASTS,
     CONVOLUTIONS,
     ELEMENT_LOSSES,
     JOINS,
@@ -34,13 +36,9 @@ from gradstats.capture.operations._operations import (
     TENSOR_PRODUCTS,
     VIEW_GETTERS,
     function_variants,
-    in_place_variants,
     is_trusted,
     variants,
 )
-
-ADDED = ("add", "sub", "subtract")
-ADDS_IN_PLACE = frozenset(in_place_variants(*ADDED))
 
 # Operations that return one of several values. A small change does not change which one that is, so
 # their results depend on no other.
@@ -80,16 +78,17 @@ KEEPS_SUMS = (
     | JOINS.keys()
     | PADS
     | PICKS.keys()
+    | ADDS
+    | CASTS
     | frozenset(
         [
             *function_variants(
-                *ADDED, "sum", "mean", "nansum", "nanmean", "neg", "negative", "positive",
+                "sum", "mean", "nansum", "nanmean", "neg", "negative", "positive",
             ),
             *variants(
-                "rsub", "clone", "contiguous", "to", "float", "double", "half", "bfloat16",
-                "type_as", "diag", "diag_embed", "trace", "tril", "triu", "masked_fill", "cumsum",
-                "diff", "sum_to_size", "real", "imag", "conj", "type", "cpu", "cuda", "atleast_1d",
-                "atleast_2d", "atleast_3d", "broadcast_tensors", "dropout", "block_diag", "complex",
+                "diag", "diag_embed", "trace", "tril", "triu", "masked_fill", "cumsum", "diff",
+                "sum_to_size", "real", "imag", "conj", "cpu", "cuda", "atleast_1d", "atleast_2d",
+                "atleast_3d", "broadcast_tensors", "dropout", "block_diag", "complex",
                 "view_as_real", "view_as_complex", "cfloat", "cdouble", "resolve_conj",
                 "resolve_neg",
             ),

@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from gradstats.capture.following._examples import Examples, Whole, same_rows, sole_of
 from gradstats.capture.following._indexing import dims_at, items_of, read_at
-from gradstats.capture.following._separable import ADDS_IN_PLACE
-from gradstats.capture.operations._operations import IN_PLACE, variants
+from gradstats.capture.operations._operations import ADDS_IN_PLACE, IN_PLACE, variants
 from gradstats.capture.operations._rowwise import is_elementwise_in_place
 
 

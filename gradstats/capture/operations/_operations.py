@@ -33,6 +33,19 @@ def in_place_variants(*names: str) -> list[Any]:
     return [getattr(Tensor, key) for key in keys if hasattr(Tensor, key)]
 
 
+# Sums and differences of two operands.
+ADDS = frozenset([*function_variants("add", "sub", "subtract"), torch.rsub])
+ADDS_IN_PLACE = frozenset(in_place_variants("add", "sub", "subtract"))
+
+# Operations whose result has the numbers of the first operand in their places, perhaps rounded.
+CASTS = frozenset(
+    [
+        *variants("clone"),
+        Tensor.to, Tensor.type_as, Tensor.type, Tensor.contiguous, Tensor.float, Tensor.double,
+        Tensor.half, Tensor.bfloat16,
+    ]
+)  # fmt: skip
+
 # Padding, by a constant or otherwise.
 PADS = frozenset({torch.nn.functional.pad, torch._C._nn.pad, torch.constant_pad_nd})
 

@@ -16,10 +16,11 @@ from gradstats._complex import as_real
 from gradstats.capture.operations._names import function_class_of, function_name
 from gradstats.capture.operations._nested import flatten, rebuild
 from gradstats.capture.operations._operations import (
+    ADDS,
+    CASTS,
     JOINS,
     MOVES,
     RESHAPES,
-    function_variants,
     variants,
 )
 from gradstats.capture.parameters._drawn import Draw
@@ -54,10 +55,7 @@ ELEMENTS_OF_EXPONENTIAL = 8
 # Operations that only add, move or cast: their derivative is constant, or their result shows every
 # change of an operand. The result of any other may stay the same while its derivative changes, as
 # that of a square whose operand changes its sign, or of a multiple of zeros.
-SHOWS_CHANGES = {
-    *function_variants("add", "sub", "subtract"), torch.rsub, *JOINS, *MOVES - {torch.einsum},
-    *RESHAPES, *variants("to", "type_as", "float", "double", "half", "bfloat16", "clone"),
-}  # fmt: skip
+SHOWS_CHANGES = ADDS | CASTS | JOINS.keys() | (MOVES - {torch.einsum}) | RESHAPES
 
 
 class Derived(Node):

@@ -31,6 +31,7 @@ from gradstats._factors import (
 from gradstats.capture.following._reductions import REDUCES
 from gradstats.capture.operations._names import function_class_of
 from gradstats.capture.operations._operations import (
+    CASTS,
     EXPANDS,
     TRANSPOSING_GETTERS,
     function_variants,
@@ -258,8 +259,7 @@ LEAN_STEPS = {
     # Some of the following are elementwise too; their own steps are leaner.
     # T and mT: the other getters conjugate as well.
     **dict.fromkeys([*variants("t", "transpose", "permute"), *TRANSPOSING_GETTERS[:2]], _permuted),
-    **dict.fromkeys(variants("to", "type_as", "contiguous", "clone"), _same_shape),
-    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16), _same_shape),
+    **dict.fromkeys(CASTS, _same_shape),
     **dict.fromkeys(function_variants("add"), shifted),
     **dict.fromkeys([*function_variants("sub"), torch.rsub], subtracted),
     **dict.fromkeys(function_variants("neg", "negative"), negated),

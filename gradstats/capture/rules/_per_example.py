@@ -13,10 +13,12 @@ from gradstats._complex import as_real
 from gradstats._factors import Rows
 from gradstats.capture.operations._nested import flatten, rebuild
 from gradstats.capture.operations._operations import (
+    ADDS,
+    ADDS_IN_PLACE,
     ELEMENTWISE,
     JOINS,
-    function_variants,
     in_place_variants,
+    variants,
 )
 from gradstats.capture.parameters._derived import real_numbers
 from gradstats.capture.parameters._nodes import Node
@@ -32,15 +34,7 @@ if TYPE_CHECKING:
 ELEMENTWISE_IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 
 # Operations whose derivatives depend on no number of their operands, save where a condition holds.
-AFFINE = frozenset(
-    {
-        *function_variants("add", "sub", "subtract", "where"),
-        *in_place_variants("add", "sub", "subtract"),
-        *JOINS,
-        torch.rsub,
-        Tensor.copy_,
-    }
-)
+AFFINE = ADDS | ADDS_IN_PLACE | JOINS.keys() | {*variants("where"), Tensor.copy_}
 
 
 def per_example(tracker: Context, func, layout: ExampleLayout, args, kwargs):
