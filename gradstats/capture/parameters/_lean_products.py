@@ -28,6 +28,7 @@ from gradstats._factors import (
     tensors_of,
 )
 from gradstats.capture.operations._nested import argument_of
+from gradstats.capture.operations._operations import function_variants
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._replay import FunctionStep
@@ -37,23 +38,18 @@ Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
 
 DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
 
+SUBTRACTS = frozenset([*function_variants("sub", "subtract"), torch.rsub])
+
 # Differences whose first operand is subtracted, rather than the second.
 REVERSED = frozenset({Tensor.__rsub__, torch.rsub})
 
 
-def shifted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """v + w: a sum has the gradient of each of its terms."""
-    if not only_adds(node):
-        return None
-    return factor if node.shape == parent.shape else _multiple(factor, 1, node, parent)
-
-
-def subtracted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """v - w."""
+def summed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
+    """v + w and v - w: a sum has the gradient of each of its terms."""
     if not only_adds(node):
         return None
     first = argument_of(node.args, node.kwargs, 0, "input")
-    negative = (first is parent) == (node.function in REVERSED)
+    negative = node.function in SUBTRACTS and (first is parent) == (node.function in REVERSED)
     if negative or node.shape != parent.shape:
         return _multiple(factor, -1 if negative else 1, node, parent)
     return factor

@@ -31,6 +31,7 @@ from gradstats._factors import (
 from gradstats.capture.following._reductions import REDUCES
 from gradstats.capture.operations._names import function_class_of
 from gradstats.capture.operations._operations import (
+    ADDS,
     CASTS,
     EXPANDS,
     TRANSPOSING_GETTERS,
@@ -52,15 +53,13 @@ from gradstats.capture.parameters._lean_products import (
     linear,
     multiplied,
     negated,
-    only_adds,
     passed_through,
     scaled,
-    shifted,
-    subtracted,
+    summed,
 )
 from gradstats.capture.parameters._lean_reductions import MEASURES, reduced
 from gradstats.capture.parameters._lean_selections import SELECTS, is_assignment, selected
-from gradstats.capture.parameters._nodes import Node, Root
+from gradstats.capture.parameters._nodes import Node
 from gradstats.contractions import lean
 
 
@@ -82,26 +81,6 @@ def lean_step(node: Derived):
         # An operand that is given twice counts as one for elementwise functions alone.
         step = elementwise if node.function in ELEMENTWISE else None
     return step if len(node.parents) == 1 or step in OF_SEVERAL else None
-
-
-def rearranged_root(node: Node) -> Root | None:
-    """Return the parameter of which a tensor is a cast, a reshape or a shift by a constant.
-
-    These all have the parameter's own per-example gradients. None for any other tensor.
-    """
-    while isinstance(node, Derived):
-        step = lean_step(node)
-        same = (
-            step in (_same_shape, _reshaped)
-            or (step is _indexed and _only_adds_axes(node))
-            or (step is shifted and only_adds(node))
-        )
-        if not same or len(node.parents) != 1:
-            return None
-        if node.value.numel() != node.parents[0].value.numel():
-            return None
-        node = node.parents[0]
-    return node if isinstance(node, Root) else None
 
 
 def index_items(node: Derived):
@@ -260,8 +239,7 @@ LEAN_STEPS = {
     # T and mT: the other getters conjugate as well.
     **dict.fromkeys([*variants("t", "transpose", "permute"), *TRANSPOSING_GETTERS[:2]], _permuted),
     **dict.fromkeys(CASTS, _same_shape),
-    **dict.fromkeys(function_variants("add"), shifted),
-    **dict.fromkeys([*function_variants("sub"), torch.rsub], subtracted),
+    **dict.fromkeys(ADDS, summed),
     **dict.fromkeys(function_variants("neg", "negative"), negated),
     **dict.fromkeys([*function_variants("mul"), *DIVISIONS], scaled),
     **dict.fromkeys(variants("mm", "matmul", "mv", "dot", "vdot"), multiplied),
@@ -289,8 +267,7 @@ OF_SEVERAL = frozenset(
     {
         elementwise,
         selected,
-        shifted,
-        subtracted,
+        summed,
         scaled,
         linear,
         kronecker,

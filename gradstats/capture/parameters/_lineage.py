@@ -27,6 +27,7 @@ from gradstats.capture.operations._nested import rebuild
 from gradstats.capture.operations._operations import variants
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._lean_normalisations import Flattened
+from gradstats.capture.parameters._lean_products import only_adds, summed
 from gradstats.capture.parameters._lean_steps import (
     ISOMETRIC_STEPS,
     LEAN_STEPS,
@@ -225,17 +226,13 @@ def _sum(factors: list[Factor]) -> list[Factor] | None:
 def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     """Return the squared norms of a pulled-back factor that is its root's only one.
 
-    Views and reshapes put each element of the root into the derived tensor at most once, so that
-    norms do not change on the way back. Otherwise examples are pulled back and squared in chunks,
-    for all parameters at once that have no other use.
+    Unless norms do not change on the way back, examples are pulled back and squared in chunks, for
+    all parameters at once that have no other use.
     """
     known = factor.together.get(factor.root)
     if known is not None:
         return known
-    node: Node = factor.node
-    while isinstance(node, Derived) and is_isometric(node):
-        node = node.parents[0]
-    if node is factor.root:
+    if isometric_root(factor.node) is factor.root:
         return sqnorm([factor.inner], workspace)
     alone = [root for root in factor.together if root.has_one_use or root is factor.root]
     norms = sqnorms_together(factor.inner, factor.node, alone, workspace)
@@ -304,6 +301,21 @@ def rearrangement(node: Node) -> Path | None:
     last = first + (extent(view) + 1) * size - 1
     memory = (*root.value.stride(), root.value.element_size())
     return Path(tuple(reversed(steps)), int(first), int(last), memory)
+
+
+def isometric_root(node: Node) -> Root | None:
+    """Return the parameter whose per-example gradients have the norms of a tensor's, if known.
+
+    Views and reshapes put each of its elements into the tensor at most once, and what is added to
+    all of them changes nothing.
+    """
+    while isinstance(node, Derived):
+        parent = node.parents[0]
+        adds = lean_step(node) is summed and only_adds(node) and node.shape == parent.shape
+        if not (adds and len(node.parents) == 1) and not is_isometric(node):
+            return None
+        node = parent
+    return node if isinstance(node, Root) else None
 
 
 def _form_of(argument: Any) -> Any:

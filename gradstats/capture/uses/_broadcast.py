@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats._factors import Elementwise, Vector
-from gradstats.capture.parameters._lean_steps import rearranged_root
+from gradstats.capture.parameters._lineage import isometric_root
 from gradstats.capture.uses._uses import fuse, unseen
 from gradstats.capture.uses._views import ExampleLayout, example_view
 from gradstats.contractions import Fused, _triton, _triton_layers, summed
@@ -149,7 +149,7 @@ class BroadcastUse(torch.autograd.Function):
         want_value = want_value and settings.weight_gradients
         factor = plan.factor(grad, x)
         (node,) = use.nodes
-        root = rearranged_root(node)
+        root = isometric_root(node)
         grad_x = total = None
         if settings.consumer is not None or root is None or not root.has_one_use:
             reported: Elementwise | Vector = factor
