@@ -424,15 +424,9 @@ def _one_of(owned: Owned) -> Whole | None:
 
 def _lies(view: Tensor, owned: Examples | Whole | None, base: Tensor, layout: Examples) -> bool:
     """Whether a view holds the examples that the layout of its contiguous base gives it."""
-    owner = layout.owner(base.device).to(torch.int32)
-    shape = [1] * base.dim()
-    shape[layout.axis] = -1
-    owners = owner.view(shape).expand(base.shape).contiguous()
-    offset = view.storage_offset() - base.storage_offset()
-    seen = owners.as_strided(view.shape, view.stride(), offset)
-    if isinstance(owned, Whole):
-        return bool((seen == owned.example).all())
-    if not isinstance(owned, Examples):
+    if not isinstance(owned, (Examples, Whole)):
         return False
-    expected = owned.owner(base.device).view(-1, *(1 for _ in seen.shape[1:]))
-    return bool((owned.lead(seen) == expected).all())
+    offset = view.storage_offset() - base.storage_offset()
+    seen = layout.of_elements(base).contiguous().as_strided(view.shape, view.stride(), offset)
+    expected = owned.example if isinstance(owned, Whole) else owned.of_elements(view)
+    return bool((seen == expected).all())
