@@ -77,18 +77,7 @@ def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
     Including those in lists, tuples and dicts, and of functions of the same package that they use;
     not those in modules.
     """
-    found: dict[int, Tensor] = {}
-    seen: set[int] = set()
-    waiting = [*functions]  # the last is visited first
-    while waiting and len(seen) < MOST:
-        item = waiting.pop()
-        if isinstance(item, Tensor):
-            found[id(item)] = item
-        elif type(item) not in PLAIN_TYPES and id(item) not in seen:
-            seen.add(id(item))
-            with suppress(Exception):  # an object may not support being read
-                waiting.extend(_inside(item))
-    return found
+    return {id(tensor): tensor for tensor in _reached(functions, Tensor, LONGEST)}
 
 
 def buffers_beside(loss_fn: Any) -> list[Tensor]:
@@ -97,24 +86,34 @@ def buffers_beside(loss_fn: Any) -> list[Tensor]:
     Searched before each call, and so less far: not in long lists and dicts.
     """
     found: list[Tensor] = []
-    seen: set[int] = set()
-    waiting = [loss_fn]
-    while waiting:
-        item = waiting.pop()
-        if id(item) not in seen:
-            seen.add(id(item))
-            with suppress(Exception):  # an object may not support being read
-                if isinstance(item, nn.Module):
-                    found.extend(item.buffers())
-                elif not (type(item) in CONTAINERS and len(item) > LONGEST_OF_MODULES):
-                    waiting.extend(_inside(item))
+    for module in _reached([loss_fn], nn.Module, LONGEST_OF_MODULES):
+        with suppress(Exception):  # it may not be initialised
+            found.extend(module.buffers())
     return found
+
+
+def _reached(sources: Iterable[Any], kind: type, longest: int) -> Iterator[Any]:
+    """Yield what is of a kind among objects, what they hold, and so on, the last of several first.
+
+    Not what lists and dicts with more than ``longest`` entries hold.
+    """
+    seen: set[int] = set()
+    waiting = [*sources]
+    while waiting and len(seen) < MOST:
+        item = waiting.pop()
+        if type(item) in PLAIN_TYPES or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if issubclass(type(item), kind):  # whose __class__ may not support being read
+            yield item
+        elif not (type(item) in CONTAINERS and len(item) > longest):
+            with suppress(Exception):  # an object may not support being read
+                waiting.extend(_inside(item))
 
 
 def _inside(item: Any) -> Iterator[Any]:
     if type(item) in CONTAINERS:
-        if len(item) <= LONGEST:
-            yield from item.values() if isinstance(item, dict) else item
+        yield from item.values() if isinstance(item, dict) else item
     elif isinstance(item, partial):
         yield from (item.func, *item.args, *item.keywords.values())
     elif isinstance(item, MethodType):
