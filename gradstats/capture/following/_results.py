@@ -74,7 +74,7 @@ def follow_results(
         for tensor in results if given else ():
             # Not what parameters were computed with.
             if isinstance(tensor, Tensor) and not tensor.requires_grad:
-                marks.values.mark_given(tensor)
+                marks.values.note(tensor, given=True)
         return
     # What takes its form from the model's own tensors, as noise for weights does, is no data.
     values = func in CALLERS_VALUES and not (
@@ -149,7 +149,7 @@ def _follow_data(
             if not any(tensor is item for item in data):
                 follow_layout(marks, Call(func, args, kwargs, data, tensor))
     if func in BLANKS:
-        marks.values.mark_blank(result)
+        marks.values.note(result, blank=True)
 
 
 def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) -> None:

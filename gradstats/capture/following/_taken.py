@@ -46,7 +46,7 @@ def takes_for_data(marks: Marks, function: Callable[..., Any], tensor: Tensor) -
     if given or marks.taken is None:
         marks.taken = function, tuple(tensor.shape)
     if given:
-        marks.values.mark_given(tensor)
+        marks.values.note(tensor, given=True)
     return True
 
 
@@ -73,7 +73,7 @@ def explain(marks: Marks, error: BaseException | None) -> None:
 
 def is_given(marks: Marks, tensor: Tensor) -> bool:
     """Whether a tensor of given values counts as data only because of its size."""
-    given = took_given(marks) and marks.values.is_given(tensor)
+    given = took_given(marks) and "given" in marks.values.held_by(tensor)
     return given and not tensor.requires_grad
 
 

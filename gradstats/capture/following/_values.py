@@ -17,16 +17,17 @@ NOTHING: dict[str, Any] = {}
 class Values:
     """Properties of the values of data tensors, noted on these.
 
+        blank     it has the shape of data, but holds no example's values yet
+        sum       it is a sum of terms that depend on one example each
+        given     it is of given values, or of such alone, and counts as data because of its size
+        filling   what has been written into it, if it was blank
+
     Where a method takes ``writes``, it tells what held before a tensor's last ``writes`` changes.
     """
 
     def __init__(self, serial: int):
         self._serial = serial
         self._marked: list[ref[Tensor]] = []
-
-    def mark_blank(self, tensor: Tensor) -> None:
-        """Note that a tensor with the shape of data holds no example's values yet."""
-        self.note(tensor, blank=True)
 
     def was_blank(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor held no example's values."""
@@ -39,18 +40,6 @@ class Values:
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor of several examples was such a sum."""
         return "sum" in self.held_by(tensor, writes)
-
-    def mark_given(self, tensor: Tensor) -> None:
-        """Note that a tensor of given values counts as data because of its size."""
-        self.note(tensor, given=True)
-
-    def is_given(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one, or computed from such alone."""
-        return "given" in self.held_by(tensor)
-
-    def mark_filling(self, tensor: Tensor, filling: Filling) -> None:
-        """Note what has been written into a tensor that was blank."""
-        self.note(tensor, filling=filling)
 
     def filling_of(self, tensor: Tensor, writes: int = 0) -> Filling | None:
         """Return what had been written into a blank tensor."""

@@ -135,7 +135,7 @@ def _place_written(marks: Marks, change: Change) -> None:
         if filling is not None:
             filling.meetings.append(after.grad_fn)
     if filling is not None:
-        marks.values.mark_filling(after, filling)
+        marks.values.note(after, filling=filling)
     if change.in_place and (found is None or fresh):
         _note_base(marks, target, found, first=fresh)
 
