@@ -31,7 +31,7 @@ def meets_grid(marks: Marks, call: Call) -> bool:
     if not marks.has_grids:
         return False
     trained = [item for item in call.data if item.requires_grad]
-    return any(marks.grid_of(item) is not None for item in trained or call.data)
+    return any(isinstance(marks.placed(item), Grid) for item in trained or call.data)
 
 
 def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | None:
@@ -41,19 +41,19 @@ def after_grid(marks: Marks, call: Call) -> Examples | Whole | Grid | Mixed | No
     """
     func, args, kwargs, data, result = call
     trained = [item for item in data if item.requires_grad]
-    grids = [(item, marks.grid_of(item)) for item in trained or data]
-    source, grid = next((item, own) for item, own in grids if own is not None)
+    placed = [(item, marks.placed(item)) for item in trained or data]
+    source, grid = next((item, own) for item, own in placed if isinstance(own, Grid))
     first = bool(args) and args[0] is source
     if func in REARRANGES:
         return picked(call, source, grid) if first else None
     if func not in COMPUTES:
         return None
-    for item, own in grids if trained else ():
+    for item, own in placed if trained else ():
         before = source.dim() - item.dim()  # axes it lacks, in broadcasting
-        if own is None or not same_layout(own.behind(before), grid):
-            if own is not None or marks.owned(item) is not None:
+        if not isinstance(own, Grid) or not same_layout(own.behind(before), grid):
+            if own is not None:
                 marks.meetings.note(result)
-            return MIXED if marks.owned(item) is MIXED else None
+            return MIXED if own is MIXED else None
     if func in OVER_AXES and any(runs_over(func, args, kwargs, axis) for axis in grid.axes):
         if not first or not result.requires_grad:
             return None

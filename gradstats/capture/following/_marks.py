@@ -251,11 +251,6 @@ class Marks:
         found = self.layout_of(tensor) if mark is None else mark[0]
         return Whole(0) if found is None and self.batch_size == 1 else found
 
-    def grid_of(self, tensor: Tensor) -> Grid | None:
-        """Return the layout of a data tensor whose examples lie along two axes; else None."""
-        mark = self.mark_of(tensor) if self.has_grids else None
-        return mark[0] if mark is not None and isinstance(mark[0], Grid) else None
-
     def is_distinct(self, tensor: Tensor) -> bool:
         """Whether exactly one axis has the size of the batch, or of all its packed rows."""
         return sum(size == self.contract.rows for size in tensor.shape) == 1
