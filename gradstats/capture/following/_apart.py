@@ -22,13 +22,8 @@ from gradstats.capture.following._reductions import OVER_AXES, REDUCES
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import operands_of
-from gradstats.capture.operations._operations import (
-    BROADCASTS,
-    MOVES,
-    POINTWISE,
-    RESHAPES,
-    variants,
-)
+from gradstats.capture.operations._operations import BROADCASTS, MOVES, RESHAPES, variants
+from gradstats.capture.operations._rowwise import POINTWISE
 
 # Operations over scores, where zeros before or after show that no other example counted.
 SOFTMAX = frozenset([*variants("softmax"), functional.softmax, torch.special.softmax])

@@ -10,14 +10,8 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reductions import OVER_AXES, REDUCES, runs_over
 from gradstats.capture.following._reindexed import PICKS, picked
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._operations import (
-    BROADCASTS,
-    MOVES,
-    PADS,
-    POINTWISE,
-    RESHAPES,
-    variants,
-)
+from gradstats.capture.operations._operations import BROADCASTS, MOVES, PADS, RESHAPES, variants
+from gradstats.capture.operations._rowwise import POINTWISE
 
 # Operations that only move, cut or pick elements of their first operand.
 REARRANGES = MOVES | RESHAPES | PICKS.keys() | frozenset(variants("as_strided"))

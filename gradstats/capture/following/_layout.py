@@ -20,13 +20,13 @@ from gradstats.capture.operations._operations import (
     BATCH_FIRST,
     BROADCASTS,
     CONVOLUTIONS,
+    FORMS,
     JOINS,
-    KEEPS,
     LOOKS_AT_FIRST,
     MOVES,
-    POINTWISE,
     POOLS,
     PRODUCTS,
+    REGROUPS,
     RESHAPES,
     ROW_PRODUCTS,
     SHARED_WEIGHT,
@@ -35,6 +35,7 @@ from gradstats.capture.operations._operations import (
     UNFOLLOWED,
     variants,
 )
+from gradstats.capture.operations._rowwise import POINTWISE
 
 
 def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | Grid | None:
@@ -81,10 +82,13 @@ def takes_for_channels(func, source: Tensor, layout: Examples) -> bool:
     return func in BATCH_FIRST and layout.axis >= apart
 
 
+# Operations with an operand that all examples share, unless it was computed from data.
+SHARED = LOOKS_AT_FIRST | ROW_PRODUCTS | SHARED_WEIGHT.keys()
+
 # Operations whose effect on layouts is known.
-FOLLOWED = KEEPS | OVER_AXES.keys() | frozenset().union(
-    MOVES, RESHAPES, JOINS, REINDEXES, UNFOLLOWED, PRODUCTS, ADDED_PRODUCTS, SOLVES,
-    TENSOR_PRODUCTS,
+FOLLOWED = frozenset().union(
+    POINTWISE, BROADCASTS, SHARED, BATCH_FIRST, REGROUPS, FORMS, OVER_AXES, MOVES, RESHAPES, JOINS,
+    REINDEXES, UNFOLLOWED, PRODUCTS, ADDED_PRODUCTS, SOLVES, TENSOR_PRODUCTS,
 )  # fmt: skip
 
 # Operations that are followed on nested tensors, whose rows are examples, too.
@@ -99,7 +103,3 @@ def is_shared(call: Call, tensor: Tensor) -> bool:
     """Whether a tensor is the weight of an operation of ``SHARED_WEIGHT``."""
     place = SHARED_WEIGHT.get(call.func)
     return place is not None and tensor is call.argument(place, "weight")
-
-
-# Operations with an operand that all examples share, unless it was computed from data.
-SHARED = LOOKS_AT_FIRST | ROW_PRODUCTS | frozenset(SHARED_WEIGHT)

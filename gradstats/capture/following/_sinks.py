@@ -15,7 +15,8 @@ from gradstats.capture.following._apart import along, are_fixed
 from gradstats.capture.following._examples import Examples, Layout, Scores, Widened, same_rows
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._operations import BROADCASTS, POINTWISE
+from gradstats.capture.operations._operations import BROADCASTS
+from gradstats.capture.operations._rowwise import POINTWISE
 
 CONCATENATES = frozenset({torch.cat, torch.concat, torch.concatenate})
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.operations._operators import OPERATORS, exchanges, is_own_operator
-from gradstats.capture.operations._rowwise import POINTWISE, POINTWISE_OF_SEVERAL
+from gradstats.capture.operations._rowwise import POINTWISE_OF_SEVERAL
 
 
 def function_variants(*names: str) -> list[Any]:
@@ -96,7 +96,7 @@ ELEMENT_LOSSES = frozenset(
 )
 
 # Layers that sum over the last axis of their input.
-SUM_LAST = frozenset({functional.linear, functional.bilinear, torch.bilinear})
+SUM_LAST = frozenset({functional.linear, functional.bilinear})
 
 # Products of the rows of both operands.
 ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
@@ -197,7 +197,6 @@ LOOKS_AT_FIRST = frozenset(
 # Operations on several data operands, with the position of the operand that all examples share.
 SHARED_WEIGHT = {
     functional.bilinear: 2,
-    torch.bilinear: 2,
     functional.embedding_bag: 1,
     **{
         getattr(owner, name): 1
@@ -261,23 +260,11 @@ def is_trusted(func) -> bool:
     return type(func) in OPAQUE and not (is_own_operator(func) or exchanges(func))
 
 
-# Layers that keep the rows of their first operand apart, and change the sizes of its last axes.
-LAYERS = frozenset(
-    getattr(owner, name)
-    for owner in (functional, torch)
-    for name in ("glu", "pixel_shuffle", "pixel_unshuffle", "bilinear", "embedding_bag",
-                 "grouped_mm", "_grouped_mm")
-    if hasattr(owner, name)
-) - {torch.embedding_bag}  # fmt: skip
+# Other operations that keep the rows of their operand apart, and change the sizes of its last axes.
+REGROUPS = frozenset({functional.glu, functional.pixel_shuffle, functional.pixel_unshuffle})
 
 # Operations that create a tensor of another's form, with a row for each of its rows.
 FORMS = frozenset(getattr(torch, name) for name in dir(torch) if name.endswith("_like"))
-
-# Operations that leave the examples where they are in their operands, if the result's sizes agree.
-KEEPS = (
-    POINTWISE | BROADCASTS | LOOKS_AT_FIRST | ROW_PRODUCTS | BATCH_FIRST | LAYERS | FORMS
-)  # fmt: skip
-
 
 # Operations that make tensors from given values. PyTorch shows no mode the others, such as
 # ``from_numpy`` and ``torch.Tensor([...])``.

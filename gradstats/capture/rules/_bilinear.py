@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -71,4 +70,4 @@ def _pairs(left: Tensor, right: Tensor) -> Tensor:
     return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)
 
 
-RULES = {functional.bilinear: bilinear, torch.bilinear: bilinear}
+RULES = {functional.bilinear: bilinear}
