@@ -61,7 +61,8 @@ def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bo
     others = _others(rows, columns, weights.device)
     values = weights.detach()
     if values.layout is torch.strided:
-        return not bool((_as_pairs(values, rows, columns).ne(0) & others).any())
+        pairs = values.movedim((rows.axis, columns.axis), (-2, -1))
+        return not bool((pairs.ne(0) & others).any())
     values = values.to_sparse_coo().coalesce()
     row, column = values.indices()[[rows.axis, columns.axis]]
     return not bool((values.values().ne(0) & others[row, column]).any())
@@ -308,11 +309,6 @@ def sums_own(func, item: Tensor, own: Scores) -> bool:
     if func is functional.cross_entropy and own.columns.axis == 1:
         return weights_keep_apart(item.detach().softmax(1), *own.sides)
     return False
-
-
-def _as_pairs(values: Tensor, rows: Examples, columns: Examples) -> Tensor:
-    """Return a view with the axes of rows and columns last."""
-    return values.movedim((rows.axis, columns.axis), (-2, -1))
 
 
 def _others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:

@@ -179,8 +179,6 @@ def _meets_others(marks: Marks, tensor: Tensor, data: list[Tensor]) -> bool:
 
 def _deciding(marks: Marks, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
     """Return the operand that determines the result's layout, and its layout."""
-    if len(data) == 1:
-        return data[0], marks.layout_of(data[0])
     layouts = [(tensor, marks.layout_of(tensor)) for tensor in data]
     known = [(tensor, layout) for tensor, layout in layouts if layout is not None]
     trained = [(tensor, layout) for tensor, layout in known if tensor.requires_grad]

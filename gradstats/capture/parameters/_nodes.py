@@ -9,6 +9,7 @@ reaches delivers, and the last one contracts their sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,13 +73,8 @@ def closed_before(node: Node) -> TrackingError:
     )
 
 
-class Closed:
-    """Replaces a closed context in the nodes of parameters, which would keep it alive."""
-
-    closed = True
-
-
-CLOSED = Closed()
+# Replaces a closed context in the nodes of parameters, which would keep it alive.
+CLOSED = SimpleNamespace(closed=True)
 
 
 class Root(Node):
@@ -99,6 +95,7 @@ class Root(Node):
         lookups: the counted uses that are look-ups.
         places: the parameter's memory before it was given other values through ``.data``, and after
             each time; empty if that has not happened.
+        delivered: what uses have delivered and is not contracted yet.
         result: the squared norms, once all uses have delivered.
     """
 
@@ -112,7 +109,7 @@ class Root(Node):
     lookups: tuple[Lookup, ...] = ()
     places: tuple[Any, ...] = ()
     result: Contraction | None = None
-    _delivered: tuple[Factor | Fused | Projected, ...] = ()
+    delivered: tuple[Factor | Fused | Projected, ...] = ()
 
     def __init__(self, tracker: Context, name: str, parameter: torch.nn.Parameter):
         self.tracker = tracker
@@ -188,12 +185,12 @@ class Root(Node):
         kept: Factor | Fused | Projected = factor
         if parts == 1 and self.is_projection:
             kept = self.tracker.reports.shrink(self, factor)
-        before = self._delivered
+        before = self.delivered
         last = before[-1] if before else None
         if isinstance(kept, Vector) and isinstance(last, Vector) and adds_to(last, kept):
             # The sum takes no more memory than one: a bias may be used once for each example.
             kept, before = add_vectors([last, kept]), before[:-1]
-        self._delivered = (*before, kept)
+        self.delivered = (*before, kept)
 
     def settle(self) -> None:
         """Note that a use has delivered; contract if it was the last one."""
@@ -211,19 +208,10 @@ class Root(Node):
         self.expected -= 1
         self.finish(result)
 
-    @property
-    def delivered(self) -> tuple[Factor | Fused | Projected, ...]:
-        """What uses have delivered and is not contracted yet."""
-        return self._delivered
-
-    def exchange(self, factors: Sequence[Factor | Fused | Projected]) -> None:
-        """Replace the factors that were delivered."""
-        self._delivered = tuple(factors)
-
     def contract(self) -> None:
         """Contract the delivered factors."""
-        if self._delivered:
-            delivered, self._delivered = self._delivered, ()
+        if self.delivered:
+            delivered, self.delivered = self.delivered, ()
             self.finish(self.tracker.reports.contract(self, delivered))
 
     def finish(self, result: Contraction) -> None:
@@ -238,7 +226,7 @@ class Root(Node):
         self.alias = self._first = None
         self.alias_nodes = ()
         self.graph = None
-        self.lookups = self._delivered = ()
+        self.lookups = self.delivered = ()
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

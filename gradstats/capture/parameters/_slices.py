@@ -113,7 +113,7 @@ def take_slices(roots: Sequence[Root], make_tracker: MakeTracker) -> None:
         return
     for root in roots:
         kept = [each for each in root.delivered if not isinstance(each, Slices)]
-        root.exchange([*kept, *found[root]])
+        root.delivered = (*kept, *found[root])
 
 
 def factors_of_slices(

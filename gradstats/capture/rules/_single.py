@@ -61,8 +61,7 @@ SINGLE: dict[Any, tuple[int, Callable[..., Any]]] = {
 
 def _example_of(tracker: Context, x: Tensor) -> Whole | None:
     """Return the example to which all of a tensor belongs; None where it is not one."""
-    owned = tracker.marks.owned(x) if tracker.batch_size > 1 else Whole(0)
-    return owned if isinstance(owned, Whole) else sole_example(tracker.marks, [x])
+    return Whole(0) if tracker.batch_size == 1 else sole_example(tracker.marks, [x])
 
 
 def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
