@@ -95,6 +95,30 @@ def test_a_second_step_follows_nothing(monkeypatch):
     assert followed.times == 0
 
 
+class Multiplied(nn.Module):
+    """Products of a tensor with itself, and with another of its form."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.double()
+
+    def forward(self, x):
+        first, second = (layer(x) for layer in self.layers)
+        return first * first + first * second
+
+
+def test_an_operation_that_is_given_one_tensor_twice(monkeypatch):
+    model, batch = Multiplied(), torch.randn(SIZE, WIDTH).double()
+    followed = Followed(monkeypatch)
+    check(model, batch)
+    followed.times = 0
+    check(model, batch)
+    assert followed.times == 0
+    patterns = {key[-1] for key in NOTED if key[0] is torch.Tensor.mul and key[-1]}
+    assert (0, 0, 2) in patterns  # the product with itself has a key of its own
+
+
 @pytest.mark.parametrize("batch_dim", [0, 1])
 def test_programs_at_random(monkeypatch, batch_dim):
     followed = Followed(monkeypatch, check=True)
