@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same numbers."""
+"""Whether two tensors hold the same numbers, and how far apart the same ones may be computed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         return False
     first, second = as_real(first), as_real(second)
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+def half_the_digits(*tensors: Tensor) -> float:
+    """Return how far apart what is computed in these dtypes may be by rounding, relatively.
+
+    Half of the digits of the coarsest dtype have to agree.
+    """
+    dtypes = {each.dtype for each in tensors if each.is_floating_point()}
+    return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

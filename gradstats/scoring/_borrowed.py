@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,12 +15,13 @@ from gradstats.capture._selection import quoted
 from gradstats.capture.operations._memory import parts_of
 from gradstats.capture.parameters._attributes import kept_by, tensors_kept
 from gradstats.errors import CheckpointError
+from gradstats.scoring import _ranks
 from gradstats.scoring._renewal import Renewal
-from gradstats.scoring._surroundings import Surroundings
+from gradstats.scoring._surroundings import Surroundings, ordinary_modules
 
 
 @contextmanager
-def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
+def borrowed(model: nn.Module, renewal: Renewal, losses: Callable[[], Tensor]) -> Iterator[None]:
     """Put the model into eval mode, and give it back with its weights, state, attributes and mode.
 
     The user's tensors keep their memory, and nothing is written to it: the model is given other
@@ -30,22 +31,23 @@ def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
     Args:
         model: the user's.
         renewal: is told of the model.
+        losses: computes those of a batch, for what the user's code does as it sets the mode.
 
     Raises:
         CheckpointError: if eval mode changes weights, as layers do that merge their adapters then:
-            a checkpoint's weights would not be computed with as they were.
+            a checkpoint's weights would not be computed with as they were; or if it is not known
+            whether what the model holds is of its weights.
     """
     modes = [(module, module.training) for module in model.modules()]
     overridden = overrides_modes(model)
-    ordinary = [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
-    surroundings = Surroundings(ordinary)
+    surroundings = Surroundings(model)
     # Copies: a module may hand out what it goes on to change.
     states = [
         (module, copy.deepcopy(module.get_extra_state()))
         for module in model.modules()
         if _has_extra_state(module)
     ]
-    _replace_sparse(ordinary)
+    _replace_sparse(model)
     tensors = model_tensors(model)
     memory = [tensor.data for tensor in tensors]
     # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
@@ -58,11 +60,13 @@ def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
             model.eval()
             if overridden:
                 _check_unchanged(model, tensors, memory)
-                renewal.try_out(model, zip(tensors, memory, strict=True))
-            renewal.begin(Surroundings(ordinary))
+                held = [*zip(tensors, memory, strict=True)]
+                _ranks.together(renewal.try_out, model, held, losses)
+            renewal.begin(Surroundings(model))
             yield
         finally:
             try:
+                renewal.renew(model)  # objects of its own may hold what is of other weights
                 # From the outside in: what a module sets for its parts, they set anew.
                 for module, training in modes:
                     if module.training != training:
@@ -76,9 +80,9 @@ def borrowed(model: nn.Module, renewal: Renewal) -> Iterator[None]:
                     module.set_extra_state(state)
 
 
-def _replace_sparse(modules: Sequence[nn.Module]) -> None:
+def _replace_sparse(model: nn.Module) -> None:
     """Give modules copies of their sparse buffers, which cannot be given other memory."""
-    for module in modules:
+    for module in ordinary_modules(model):
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.layout != torch.strided:
                 module._buffers[name] = buffer.clone()

@@ -196,7 +196,7 @@ def influence(
         )
         passes = Passes(work, pairs, train, query, number, folder, resume)
         about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
-        with borrowed(work.model, work.renewal):
+        with borrowed(work.model, work.renewal, work.first_losses(train, check=False)):
             if k is None:
                 scores = InfluenceScores(passes.matrix(), *about)
             else:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from gradstats._comparison import half_the_digits
 from gradstats.errors import CheckpointError
 from gradstats.scoring import _ranks
-from gradstats.scoring._batches import to_device
 from gradstats.scoring._checkpoints import Checkpoint
 from gradstats.scoring._loaders import Data
-from gradstats.scoring._memory import Halving
 from gradstats.scoring._weights import weights_hash
 from gradstats.scoring._work import Work
-from gradstats.statistics._loss import check_losses
 
 
 class Recognition:
@@ -100,26 +95,12 @@ class Recognition:
         return weights_hash(model, checkpoint), query_hash
 
     def _first_losses(self) -> dict[str, Any]:
-        """Return the first training batch's losses, and how far those of another machine may be.
-
-        Half of the digits of the coarsest dtype have to agree, relative to the largest loss.
-        """
+        """Return the first training batch's losses, and how far those of another machine may be."""
         work = self._work
-
-        def part(batch: Any) -> Tensor:
-            with torch.enable_grad():
-                losses = work.unordered_losses(work.model, batch)
-            return check_losses(losses, work.layout.count(batch)).detach()
-
         assert self._data is not None
-        ((number, batch),) = self._data.read([0])
-        size = int(self._data.sizes[number])
-        halving = Halving("training examples", work.layout)
-        losses = torch.cat(halving.run(part, to_device(batch, work.device), size))
-        dtypes = {losses.dtype, *(each.dtype for each in work.model.parameters())}
-        coarsest = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        losses = work.first_losses(self._data, check=True)()
         return {
-            "tolerance": coarsest**0.5,
+            "tolerance": half_the_digits(losses, *work.model.parameters()),
             # One line of the manifest.
             "values": " ".join(f"{loss:.9g}" for loss in losses.double().tolist()),
         }

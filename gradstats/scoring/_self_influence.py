@@ -159,7 +159,7 @@ class _Scoring:
         recognition = Recognition(work, None if folder is None else data)
         values = np.zeros((count, data.examples, len(FIELDS)))
         bar = work.bar(count * data.batches, "self-influence")
-        with borrowed(work.model, work.renewal), bar:
+        with borrowed(work.model, work.renewal, work.first_losses(data, check=False)), bar:
             for number, rows in enumerate(values):
                 checkpoint = _ranks.together(self._move_to, number)
                 entry = recognition.entry(checkpoint, None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-from gradstats.capture.parameters._attributes import PLAIN_TYPES, STANDARD_ATTRIBUTES
+from gradstats.capture.parameters._attributes import PLAIN_TYPES
 
 CONTAINERS = (OrderedDict, dict, list, set, deque)
 
@@ -19,14 +20,12 @@ class Surroundings:
     Among them are their parts, tensors and hooks: a forward may register others. Tensors are not
     copied: what is written into them stays.
 
-    Args:
-        modules: those of TorchScript hold what they hold elsewhere.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]):
-        self._attributes = [(module, _attributes(module)) for module in modules]
+    def __init__(self, model: nn.Module):
+        self._attributes = [(module, _attributes(module)) for module in ordinary_modules(model)]
         every = (value for _, kept in self._attributes for value in kept.values())
-        self._contents = [(each, content_of(each)) for each in containers_in(every)]
+        self._contents = [(each, _kind(each)(each)) for each in _containers_in(every)]
 
     def restore(self) -> None:
         """Restore everything that has changed."""
@@ -36,12 +35,12 @@ class Surroundings:
             vars(module).update(kept)
         for container, content in self._contents:
             if _identities(container) != _identities(content):
-                refill(container, content)
+                _refill(container, content)
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module: no parameters, buffers, modules, modes or hooks."""
-    return {name: value for name, value in vars(module).items() if name not in STANDARD_ATTRIBUTES}
+def ordinary_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold themselves what they hold, unlike those of TorchScript."""
+    return [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name != "training"}
 
 
-def containers_in(items: Iterable[Any]) -> Iterator[Any]:
+def _containers_in(items: Iterable[Any]) -> Iterator[Any]:
     """Yield the containers among some values and inside of these, each once."""
     pending, met = list(items), set()
     while pending:
@@ -64,12 +63,7 @@ def containers_in(items: Iterable[Any]) -> Iterator[Any]:
             pending += entries
 
 
-def content_of(container: Any) -> Any:
-    """Return a copy; not by ``copy()``, which a class of the user's may lack or have otherwise."""
-    return _kind(container)(container)
-
-
-def refill(container: Any, content: Any) -> None:
+def _refill(container: Any, content: Any) -> None:
     """Have a container hold what it did; not by methods of its own, which may refuse to."""
     kind = _kind(container)
     kind.clear(container)
@@ -77,6 +71,7 @@ def refill(container: Any, content: Any) -> None:
 
 
 def _kind(container: Any) -> Any:
+    """Return a class to copy and refill by: the user's may lack methods or have others."""
     return next(kind for kind in CONTAINERS if isinstance(container, kind))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,19 @@ from gradstats.errors import (
     UnsupportedOperationError,
 )
 from gradstats.scoring import _ranks
-from gradstats.scoring._batches import Source
+from gradstats.scoring._batches import Source, to_device
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder, path_of, versions
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
+from gradstats.scoring._memory import Halving
 from gradstats.scoring._renewal import Renewal
 from gradstats.scoring._tiles import AnyTiles, MemoryTiles, Tiles, Tiling
 from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
 from gradstats.statistics._batches import on_a_copy
-from gradstats.statistics._loss import order_here
+from gradstats.statistics._loss import check_losses, order_here
+from gradstats.statistics._state import random_numbers_kept
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Work:
         self, model: nn.Module, batch: Any, watch: AbstractContextManager | None = None
     ) -> Tensor:
         """Return what the loss function does, run inside ``watch``, of what is computed anew."""
-        self.renewal.renew(model, lambda: on_a_copy(self.loss_fn)(model, batch))
+        self.renewal.renew(model)
         with watch or nullcontext():
             return self.loss_fn(model, batch)
 
@@ -115,6 +118,31 @@ class Work:
             return losses  # an error, which the core explains
         order = order_here(losses)
         return losses if order is None else losses[order.argsort()]
+
+    def first_losses(self, data: Data, check: bool) -> Callable[[], Tensor]:
+        """Return what computes the losses of the first batch, which is read when it is called.
+
+        Args:
+            data: of the batch.
+            check: whether to raise where they are none that can be scored.
+        """
+        halving = Halving("training examples", self.layout)
+
+        @cache
+        def first() -> Any:
+            ((_, batch),) = data.read([0])
+            return to_device(batch, self.device)
+
+        def part(batch: Any) -> Tensor:
+            with torch.enable_grad():
+                losses = on_a_copy(self.unordered_losses)(self.model, batch)
+            return (check_losses(losses, self.layout.count(batch)) if check else losses).detach()
+
+        def losses() -> Tensor:
+            with random_numbers_kept(self.device):
+                return torch.cat(halving.run(part, first(), int(data.sizes[0])))
+
+        return losses
 
     def options_of(self, batch: Any) -> Options:
         """Return the options of the core's calls with a batch."""

@@ -481,9 +481,28 @@ class Flagged(EvalCache):
         return self.head((self.scale * x + self.cache["bias"]).tanh())
 
 
+class InAnObject(EvalCache):
+    """Keeps it in an object of its own, too, which stays the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = SimpleNamespace(bias=None)
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.held.bias = None
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.table[[1, 3]].sum(0).sin()
+        if not self.training:
+            bias = self.held.bias = bias if self.held.bias is None else self.held.bias
+        return super().forward(x) + bias[:3]
+
+
 EVAL_CACHES = {
     "a cache": EvalCache,
-    "and a number": CalibratedCache,
+    "in an object": InAnObject,
     "by size": BySize,
     "and a count": Counting,
     "kept if a flag is set": lambda: Flagged(True),
@@ -535,6 +554,45 @@ def test_what_an_earlier_call_kept_in_eval_mode_is_refused_until_the_model_drops
     again = gs.per_example_norms(model.eval(), batch, loss_fn)
     assert_sqnorms(first, expected, 1e-10)
     assert_sqnorms(again, expected, 1e-10)
+
+
+@pytest.mark.parametrize("kind", [EvalCache, CalibratedCache])
+def test_what_was_kept_in_eval_mode_is_refused_where_the_losses_are_others_without_it(kind):
+    """It may be of other weights, or be dropped together with what no forward makes again."""
+    torch.manual_seed(0)
+    model, batch = kind().double().eval(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
+    with torch.no_grad():
+        model(batch[0])
+    if kind is EvalCache:
+        model.load_state_dict(disturbed(model.state_dict()))
+    before, kept = snapshot(model), dict(model.cache)
+    checkpoints = gs.Checkpoints([disturbed(model.state_dict())], lr=1.0)
+    with pytest.raises(gs.CheckpointError, match=r"drops 'cache'.*model\.train\(\) and"):
+        gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
+    with pytest.raises(gs.CheckpointError, match="drops 'cache'"):
+        gs.influence(model, [batch], [batch], loss_fn, checkpoints, progress=False)
+    assert_unchanged(model, before)
+    assert model.cache == kept and not model.training
+
+
+class ThawedCache(EvalCache):
+    """Trains all of its parts when it is trained."""
+
+    def train(self, mode: bool = True):
+        if mode:
+            self.requires_grad_(True)
+        return super().train(mode)
+
+
+def test_what_was_kept_in_eval_mode_is_refused_where_the_mode_does_more():
+    model, batch = ThawedCache().double().eval(), (torch.randn(6, 4).double(), torch.arange(6) % 3)
+    model.head.requires_grad_(False)
+    with torch.no_grad():
+        model(batch[0])
+    checkpoints = gs.Checkpoints([disturbed(model.state_dict())], lr=1.0)
+    with pytest.raises(gs.CheckpointError, match=r"drops 'cache'.* losses or parts then"):
+        gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
+    assert not model.head.weight.requires_grad
 
 
 class Averaged(nn.Linear):
