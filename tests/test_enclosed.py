@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.capture.following._enclosed import enclosed_tensors
+from gradstats.capture.parameters._attributes import tensors_kept
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
 
 WIDTH, HIDDEN, CLASSES = 8, 16, 4
@@ -228,17 +229,86 @@ class Biased(nn.Module):
         return self.last((x[:, None] * bias.view(WIDTH, WIDTH)).softmax(-1).mean(1))
 
 
+def compilable(remember):
+    """Return a decorator like those of libraries whose caches the compiler is not to see."""
+
+    def decorate(function):
+        remembered = remember(function)
+
+        def call(*given):
+            return remembered(*given)
+
+        return call
+
+    return decorate
+
+
+class BiasedByMethod(Biased):
+    @staticmethod
+    @compilable(lru_cache(maxsize=4))
+    def of_class(count):
+        return {"all": [distances.__wrapped__(count)]}
+
+    def __init__(self, remember):
+        super().__init__(None)
+        self.distances = lambda count: self.of_class(count)["all"][0]
+
+
+class BiasedByOwn(BiasedByMethod):
+    @cache  # noqa: B019
+    def of_class(self, count):
+        return {"all": [distances.__wrapped__(count)]}
+
+
+class BiasedByFunction(Biased):
+    def __init__(self, remember):
+        super().__init__(None)
+        del self.distances
+
+    def distances(self, count):
+        return through_functions(count)
+
+
+@compilable(lambda function: function)
+def through_functions(count):
+    return distances(count)
+
+
+REMEMBERED = {
+    "function": lambda: Biased(None),
+    "attribute": lambda: Biased(lru_cache),
+    "unbounded": lambda: Biased(cache),
+    "partial": lambda: Biased(lambda function: partial(lru_cache(function))),
+    "static method": lambda: BiasedByMethod(None),
+    "method": lambda: BiasedByOwn(None),
+    "functions": lambda: BiasedByFunction(None),
+}
+
+
+@pytest.fixture(params=REMEMBERED)
+def biased(request):
+    model = REMEMBERED[request.param]()
+    distances.cache_clear()
+    return model
+
+
 @pytest.mark.parametrize("size", [5, WIDTH, WIDTH**2])
-@pytest.mark.parametrize(
-    "remember", [None, lru_cache, lambda function: partial(lru_cache(function))]
-)
-def test_so_is_what_a_cache_of_layers_holds_from_earlier_forwards(remember, size):
-    model = Biased(remember)
+def test_so_is_what_a_cache_of_layers_holds_from_earlier_forwards(biased, size):
     batch = torch.randn(size, WIDTH).double(), torch.randint(CLASSES, (size,))
-    expected = oracle_sqnorms(model, batch, classify)  # outside of contexts
-    assert_sqnorms(gs.per_example_norms(model, batch, classify), expected, 1e-9)
-    check_products(model, batch, classify)
-    assert gs.verify(model, batch, classify).ok
+    expected = oracle_sqnorms(biased, batch, classify)  # outside of contexts
+    with gs.track(biased, batch_size=size) as tracker:
+        tracker.backward(classify(biased, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    biased.zero_grad()
+    assert_sqnorms(gs.per_example_norms(biased, batch, classify), expected, 1e-9)
+    check_products(biased, batch, classify)
+    assert gs.verify(biased, batch, classify).ok
+
+
+def test_what_a_cache_returned_for_a_batch_is_not_taken_for_a_constant():
+    features = lru_cache(lambda x: {"all": x.tanh()})
+    assert torch.equal(features(torch.zeros(2))["all"], torch.zeros(2))
+    assert not tensors_kept([features])
 
 
 def test_tensors_that_the_loss_function_finds_too_stay_data():

@@ -26,6 +26,7 @@ from gradstats.capture._visibility import Visibility
 from gradstats.capture.compiled._graphs import admits
 from gradstats.capture.compiled._skipped import skipping
 from gradstats.capture.compiled._used import compiler_is_used, graphs_run_on
+from gradstats.capture.following._enclosed import caches_of
 from gradstats.capture.following._losses import order_of
 from gradstats.capture.operations._engine import (
     BackwardListener,
@@ -95,7 +96,7 @@ class Tracker(Context):
         self.spans_devices = any(each.device != device for each in self._parameters)
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
         # Tensors that modules keep belong to no example: buffers, parameters that are not tracked,
-        # tensors in plain attributes.
+        # tensors in plain attributes and in caches.
         kept: list[Tensor] = []
         attributes: list[Tensor] = []
         self._empty = without_elements(named.values())
@@ -107,6 +108,8 @@ class Tracker(Context):
                 attributes += tensors_kept(vars(module)[name])
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
+        for kind in set(map(type, self._modules)):
+            attributes += tensors_kept(caches_of(kind))
         self.marks.keep_constant((*kept, *attributes))
         # An attribute may also keep a batch. If one has the size of a batch, the arguments of the
         # model's call tell whether it is this one.

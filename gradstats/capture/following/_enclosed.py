@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dis
-import gc
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import _lru_cache_wrapper, lru_cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from gradstats.capture.parameters._attributes import PLAIN_TYPES
+from gradstats.capture.parameters._attributes import PLAIN_TYPES, tensors_kept
 
 # Longer lists and dicts are not read; they hold no weights, and few hold modules.
 LONGEST, LONGEST_OF_MODULES = 10_000, 100
@@ -20,6 +20,9 @@ CONTAINERS = (list, tuple, dict)
 # The most objects that are visited.
 MOST = 100_000
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+# Functions that methods use are searched for caches, and those that these use; no further.
+DEPTH_OF_CACHES = 3
+CACHES: WeakKeyDictionary[type, list[ref[_lru_cache_wrapper]]] = WeakKeyDictionary()
 
 
 class EnclosedTensors:
@@ -50,12 +53,11 @@ def of_layers(model: nn.Module, loss_fn: Any, batch: Iterable[Tensor]) -> list[T
 
 def sources_of(model: nn.Module) -> Iterator[Any]:
     """Yield the methods of the user's own modules, and functions and objects that modules keep."""
-    seen: set[type] = {object}
+    seen: set[type] = set()
     for module in model.modules():
-        for own in type(module).__mro__:
-            if own not in seen and own.__module__.partition(".")[0] != "torch":
-                yield from filter(_is_function, vars(own).values())
-            seen.add(own)
+        if type(module) not in seen:
+            yield from filter(_is_function, _methods(type(module)))
+        seen.add(type(module))
         for kept in vars(module).values():
             if _is_function(kept):
                 yield kept
@@ -67,8 +69,25 @@ def _is_function(item: Any) -> bool:
     return isinstance(item, (FunctionType, MethodType, partial, _lru_cache_wrapper))
 
 
-def _is_kept(item: Any) -> bool:
-    return isinstance(item, (Tensor, list, tuple))
+def caches_of(kind: type[nn.Module]) -> list[_lru_cache_wrapper]:
+    """Return the caches (functools.lru_cache) that a class's methods are, or use."""
+    found = CACHES.get(kind)
+    if found is None:
+        found = CACHES[kind] = []
+        level = list(_methods(kind))
+        for _ in range(DEPTH_OF_CACHES):
+            found += [ref(each) for each in level if isinstance(each, _lru_cache_wrapper)]
+            functions = [each for each in level if isinstance(each, FunctionType)]
+            level = [inner for each in functions for inner in _inside_function(each)]
+    return [cache for each in found if (cache := each()) is not None]
+
+
+def _methods(kind: type) -> Iterator[Any]:
+    """Yield what a class and its bases define, but for those of PyTorch; methods as functions."""
+    for own in kind.__mro__[:-1]:
+        if own.__module__.partition(".")[0] != "torch":
+            for each in vars(own).values():
+                yield getattr(each, "__func__", each)  # of a static method, for instance
 
 
 def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
@@ -127,7 +146,7 @@ def _inside(item: Any) -> Iterator[Any]:
         yield from _inside_function(item)
     elif isinstance(item, _lru_cache_wrapper):
         yield item.__wrapped__
-        yield from filter(_is_kept, gc.get_referents(item))  # what it was given and returned
+        yield from tensors_kept(item)
     elif not isinstance(item, (type, nn.Module)):
         call = getattr(type(item), "__call__", None)  # noqa: B004
         if isinstance(call, FunctionType):  # an object with a __call__ of its own

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
+from functools import _lru_cache_wrapper, partial
 from itertools import filterfalse
 from typing import Any
 
@@ -30,7 +32,10 @@ def kept_by(module: nn.Module) -> list[str]:
 
 
 def tensors_kept(attribute: Any) -> list[Tensor]:
-    """Return the tensors of an attribute: itself, or what it holds in containers."""
+    """Return the tensors of an attribute: itself, or what it holds in containers and caches.
+
+    Except those of a cache that was given tensors: what it returned may belong to a batch.
+    """
     found: list[Tensor] = []
     pending, met = [attribute], set()
     while pending:
@@ -43,6 +48,13 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
             entries = item.values() if isinstance(item, dict) else item
             if not PLAIN_TYPES.issuperset(map(type, entries)):
                 pending += entries
+        elif isinstance(item, partial):
+            pending += (item.func, item.args, item.keywords)
+        elif isinstance(item, _lru_cache_wrapper):
+            held = gc.get_referents(item)  # what it was given and returned; the former as keys too
+            given = [key for each in held if isinstance(each, dict) for key in each]
+            if not tensors_kept(given):
+                pending += held
     return found
 
 
