@@ -136,8 +136,10 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             step.close(self._last)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self._abandon()
         assert self.monitor is not None
+        if self._step is not None:  # training_step returned None, and no backward ran
+            step, self._step = self._step, None
+            step.leave_out(self._last)
         if not self._last:
             return
         self.monitor.steps = trainer.global_step  # it counts those alone that it measures

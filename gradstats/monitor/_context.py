@@ -86,7 +86,7 @@ class MonitorStep:
         segments = None
         if self._cu_seqlens is not None:
             segments = packed_segments(self._cu_seqlens, self._monitor.model, self._batch_size)
-        self._context = collector.open(self._batch_size, segments, self._last is not False)
+        self._context = collector.open(self._batch_size, segments)
         self.measured = True
 
     def close(self, last: bool | None) -> None:
@@ -134,6 +134,17 @@ class MonitorStep:
         collector = self._begun()
         if collector is not None and not collector.skipped:
             self._leave_out(collector, reason)
+        self.close(last)
+
+    def leave_out(self, last: bool) -> None:
+        """Leave this micro-batch, for which no backward runs, out of its optimizer step.
+
+        Args:
+            last: as for ``close``.
+        """
+        if self._context is not None:
+            self._context.close()
+        self._context, self.measured = None, False
         self.close(last)
 
     def _begun(self) -> Collector | None:

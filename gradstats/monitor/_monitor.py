@@ -395,9 +395,9 @@ class Monitor:
     def _end(self) -> None:
         """End an optimizer step."""
         if self._collector is not None:
-            collector = self._collector
-            self._pending = self.steps, collector.skipped, collector.finish()
-            self._collector = None
+            collector, self._collector = self._collector, None
+            pending = collector.finish()
+            self._pending = self.steps, collector.skipped, pending
         self.steps += 1
 
     def _settle(self) -> None:

@@ -59,17 +59,14 @@ class Collector:
         self._used: set[str] = set()
         self._without: set[str] = set()
         self._scalar: Tensor | None = None
-        self._last = True
 
-    def open(self, batch_size: int, segments: Segments | None, last: bool) -> Tracker:
+    def open(self, batch_size: int, segments: Segments | None) -> Tracker:
         """Return the tracking context for one micro-batch, opened.
 
         Args:
             batch_size: its examples.
             segments: whose its rows are, where examples are packed into one row.
-            last: whether the step may end with this micro-batch.
         """
-        self._last = last
         options = self.options
         tracker = Tracker(
             self.model,
@@ -129,11 +126,9 @@ class Collector:
         """Read the gradients before anything clips them."""
         if not self.reads_gradients:
             return
-        self._left = gradient_sqnorms(self._parameters)
-        if self._last:
-            self._gradient = self._left
-            named = zip(self.names, self._parameters, strict=True)
-            self._without = {name for name, parameter in named if parameter.grad is None}
+        self._gradient = self._left = gradient_sqnorms(self._parameters)
+        named = zip(self.names, self._parameters, strict=True)
+        self._without = {name for name, parameter in named if parameter.grad is None}
 
     def _note_changes(self, held: Tensor | None) -> None:
         """Note which gradients are not as the backward before left them.
@@ -188,6 +183,7 @@ class Collector:
 
     def finish(self) -> Pending:
         """Return the step, gathered from all processes, still on the device."""
+        self.skipped = self.skipped or not self._batches
         vector = self._of_nothing() if self.skipped else self._vector()
         vectors = [vector] if self.group is None else gather(vector, self.group)
         shared = None

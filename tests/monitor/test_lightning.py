@@ -274,6 +274,42 @@ def test_a_module_that_skips_the_rest_of_an_epoch():
             assert metrics[name] == pytest.approx(truth[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+@pytest.mark.parametrize("alignment", [True, False])
+def test_micro_batches_that_the_module_skips(alignment):
+    """The first of a step, the last of another, and all of a third; the others make the step."""
+    skipped, recorder = (0, 3, 4), Recorder()
+
+    class Skips(module_of(lightning)):
+        def training_step(self, batch, index):
+            return None if index in skipped else super().training_step(batch, index)
+
+    callback = callback_module.GradStatsCallback(every=1, ids=2, alignment=alignment)
+    trainer, module = fit(callback, module=Skips(), recorder=recorder, epochs=1)
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    logged = trainer.loggers[0].logged
+    assert list(logged) == [0, 1] and callback.monitor.metrics() == {}
+    expected = np.zeros(COUNT)
+    for (network, batches), kept, metrics in zip(
+        recorder.steps[:2], (1, 0), logged.values(), strict=True
+    ):
+        rows = gradient_rows(network, batches[kept], losses_of)
+        truth = metrics_of(rows)
+        assert metrics["grad_norm"] == pytest.approx(truth["grad_norm"] / ACCUMULATE)
+        for name in ("example_grad_norm/max", "gns/tr_sigma", "gns/g2", "m_coherence"):
+            assert metrics[name] == pytest.approx(truth[name]), name
+        if alignment:
+            name = "align/mean_cos_to_mean"
+            assert metrics[name] == pytest.approx(truth[name])
+        assert metrics["batch_loss"] == pytest.approx(
+            losses_of(network, batches[kept]).mean().item()
+        )
+        np.add.at(expected, batches[kept][2].numpy() - 1000, 0.2 * (rows**2).sum(1))
+    table = callback.monitor.self_influence
+    assert table.ids.tolist() == (np.flatnonzero(expected) + 1000).tolist()
+    np.testing.assert_allclose(table.values, expected[expected > 0])
+
+
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
 def test_a_module_without_an_optimizer():
     """Lightning puts an optimizer in its place that has no parameters; the module steps itself."""
