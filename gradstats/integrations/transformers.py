@@ -126,6 +126,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._step: MonitorStep | None = None
         self._hooks: list[Any] = []
         self._handler: CallbackHandler | None = None
+        self._before: dict[str, Any] | None = None
         self._called: nn.Module | None = None
         self._leave_trainer: Callable[[], None] = nothing
         self._in_step = False
@@ -143,6 +144,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
         self.close()
+        starts_again = args.auto_find_batch_size and self._leave_trainer is not nothing
         self._leave_trainer()
         self._unfinished = False
         refuse_what_cannot_be_measured(args)
@@ -173,7 +175,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             resumes = False
         else:
             monitor = self.monitor = Monitor(model, self.every, **run)
-        if self.saved is not None:
+        if starts_again and self._before is not None:
+            # With smaller batches, after one that did not fit: the Trainer's log starts again too.
+            monitor.load_state_dict(self._before)
+        elif self.saved is not None:
             monitor.load_state_dict(from_json(self.saved))
             self.saved = None
         elif resumes and not args.restore_callback_states_from_checkpoint:
@@ -181,6 +186,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                 "the run resumes from a checkpoint but gradstats' averages and self-influence "
                 "start anew: set restore_callback_states_from_checkpoint=True to restore them.",
             )
+        if args.auto_find_batch_size:
+            self._before = monitor.state_dict()
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         assert self.monitor is not None

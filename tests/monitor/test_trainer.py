@@ -280,6 +280,38 @@ def test_another_train_of_the_model_continues(tmp_path):
     assert callback.monitor is not monitor and callback.monitor.history["step"] == [0]
 
 
+class Small(transformers.Trainer):
+    """Has no memory for batches of eight, as it finds in its third step."""
+
+    def compute_loss(self, model, inputs, **options):
+        loss = super().compute_loss(model, inputs, **options)
+        if len(inputs["labels"]) == 8 and self.state.global_step == 2:
+            raise RuntimeError("CUDA out of memory.")
+        return loss
+
+
+def test_a_smaller_batch_is_found(tmp_path):
+    """Like the Trainer's log, the records start again with it; those of an earlier run stay."""
+    options = {"gradient_accumulation_steps": 1, "max_steps": 5, "auto_find_batch_size": True}
+    model, callback = Classifier(), GradStatsCallback(every=2)
+    trainer_for(model, [callback], tmp_path, Images(48), per_device_train_batch_size=4, **options)
+    monitor = callback.monitor
+    before = {name: list(values) for name, values in monitor.history.items()}
+    assert before["step"] == [0, 2, 4]
+    trainer = trainer_for(
+        model, [callback], tmp_path, Images(48), trainer=Small, per_device_train_batch_size=8,
+        **options,
+    )  # fmt: skip
+    assert callback.monitor is monitor and monitor.history["step"] == [0, 2, 4] * 2
+    ours = logged(trainer, "gns/tr_sigma")
+    assert list(ours) == [1, 3, 5]
+    for name, values in before.items():
+        own = [entry.get(name) for entry in ours.values()]
+        np.testing.assert_array_equal(monitor.history[name][:3], values)
+        if name != "step":
+            np.testing.assert_array_equal(monitor.history[name][3:], own)
+
+
 def test_off_steps_touch_nothing(tmp_path):
     model = language_model()
     found: list[tuple] = []
