@@ -60,6 +60,7 @@ class Data:
         self._hashes: dict[int, str] = {}
         self._counted = self._covered = True
         named: list[int | str] = []
+        seen: set[int | str] = set()
         if self._index_lists is not None and ids is None and not layout.packed:
             # The sampler says how many examples each batch has.
             self._counted = self._covered = False
@@ -78,7 +79,11 @@ class Data:
                 if layout.packed:
                     content.add(layout.bounds(batch))
                 if ids is not None:
-                    named.extend(pick(batch, ids, size))
+                    own = pick(batch, ids, size)
+                    named.extend(own)
+                    if not seen.isdisjoint(own):
+                        break  # refused below; a loader that goes round has no end
+                    seen.update(own)
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
         self.ids = np.arange(self.examples) if ids is None else _as_ids(named)
@@ -232,15 +237,14 @@ def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
     that another process can go on.
     """
     batches = loader.batch_sampler
-    assert batches is not None
     if not named or type(batches) is not BatchSampler:
         # Loaders of other classes may keep their workers by a sampler that never ends, and say
         # themselves how many batches a pass has.
         most = None if type(loader) is DataLoader else length_hint(loader, sys.maxsize)
         with _undrawn(loader):
-            return [list(indices) for indices in islice(batches, most)]
+            return list(islice(_drawn(loader, role), most))
     with _undrawn(loader):
-        indices, others = (sorted(i for each in batches for i in each) for _ in range(2))
+        indices, others = (sorted(i for b in _drawn(loader, role) for i in b) for _ in range(2))
     if indices != others:
         raise LoaderError(
             f"the {role} loader draws other examples in each pass (its sampler is "
@@ -250,6 +254,23 @@ def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
         )
     size = batches.batch_size
     return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def _drawn(loader: DataLoader, role: str) -> Iterator[list[int]]:
+    """Yield which examples a sampler draws for each batch, no more than the data set has."""
+    assert loader.batch_sampler is not None
+    most, count = length_hint(loader.dataset, sys.maxsize), 0
+    for indices in loader.batch_sampler:
+        yield [*indices]
+        count += len(indices)
+        if count > most:
+            raise LoaderError(
+                f"the {role} loader draws more examples than the {most} of its data set (its "
+                f"sampler is {type(loader.sampler).__name__}, its batch sampler "
+                f"{type(loader.batch_sampler).__name__}): with repetitions, perhaps without end. "
+                "Expected each example once: give a DataLoader of the same data set with "
+                "shuffle=False and no sampler of its own."
+            )
 
 
 @contextmanager

@@ -653,6 +653,56 @@ def test_ids_that_name_nothing(setting, ids, message):
         score(setting, setting.train_batches, ids=ids)
 
 
+class Endless(BatchSampler):
+    """Draws batches for ever."""
+
+    def __init__(self, data):
+        super().__init__(SequentialSampler(data), 4, drop_last=False)
+
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+
+
+class EndlessSampler(SequentialSampler):
+    """Draws examples for ever."""
+
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+
+
+class EndlessStream(IterableDataset):
+    """Gives the examples of a data set for ever."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        while True:
+            yield from (self.data[index] for index in range(len(self.data)))
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (lambda data: DataLoader(data, batch_sampler=Endless(data)), "Endless.*without end"),
+        (lambda data: DataLoader(data, 4, sampler=EndlessSampler(data)), "EndlessSampler"),
+        (lambda data: DataLoader(EndlessStream(data), 4), "ids are not unique"),
+    ],
+)
+def test_a_loader_without_end_is_refused(setting, form, message):
+    data = Numbered(setting.train)
+    with pytest.raises(gs.LoaderError, match=message):
+        score(setting, form(data), dict_loss, ids="number")
+
+
+def test_a_batch_sampler_without_end_is_refused(setting):
+    data = TensorDataset(*setting.train)
+    with pytest.raises(gs.LoaderError, match="draws more examples than the 11 of its data set"):
+        score(setting, DataLoader(data, batch_sampler=Endless(data)))
+
+
 def list_of_tensors(ids):
     return [torch.tensor(each) for each in ids]
 
