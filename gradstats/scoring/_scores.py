@@ -47,7 +47,8 @@ class Partial:
             * (np.broadcast_to(np.sqrt(self.query_sqnorm)[None], shape)[key])
         )
         zeros = np.zeros(np.shape(lengths))
-        return np.divide(values, lengths, out=zeros, where=lengths != 0)
+        with np.errstate(invalid="ignore"):  # of infinite gradients there is no cosine: NaN
+            return np.divide(values, lengths, out=zeros, where=lengths != 0)
 
 
 class InfluenceScores(Rankings):

@@ -136,7 +136,8 @@ def lengths_along_mean(step: StepGradients) -> np.ndarray:
     """Return (N,) p_i / Ḡ_k, the length of g_i along ḡ_k; NaN where Ḡ_k is zero."""
     lengths = []
     for _, alignment, weight in _batches(step):
-        square = float(weight @ alignment)
+        with np.errstate(invalid="ignore"):  # infinite ones of both signs
+            square = float(weight @ alignment)
         lengths.append(alignment / (math.sqrt(square) if 0 < square < math.inf else NAN))
     return np.concatenate(lengths)
 

@@ -1240,3 +1240,20 @@ def test_orthogonal_gradients_are_not_against_each_other(dtype):
         loss.backward()
     metrics = monitor.metrics()
     assert metrics["confusion/fraction_negative"] == metrics["align/fraction_negative"] == 0
+
+
+def test_infinite_products_of_both_signs():
+    """Without a warning of NumPy, which tests turn into errors."""
+    model = nn.Linear(1, 1, bias=False)
+    x = torch.tensor([[torch.inf], [3.0], [-2.0]])
+    monitor = gs.Monitor(model, every=1)
+    for _ in range(7):
+        model.zero_grad()
+        with monitor.step(batch_size=3):
+            model(x).mean().backward()
+    for by in ("norm", "alignment"):
+        records = {each.position: each for each in monitor.examples(3, by=by)}
+        assert [records[row].norm for row in range(3)] == pytest.approx([np.inf, 3, 2])
+        assert all(math.isnan(each.alignment) for each in records.values())
+    assert monitor.metrics()["nonfinite/examples"] == 1 and len(monitor.spikes) == 1
+    assert monitor.histograms()["example_grad_norm"].tolist() == pytest.approx([3, 2])

@@ -554,6 +554,20 @@ def test_non_finite_gradients_may_be_kept(setting):
     np.testing.assert_allclose(scores[others], expected[others], rtol=1e-10)
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_an_infinite_gradient_has_no_cosine(top_k):
+    """Without a warning of NumPy, which tests turn into errors."""
+    model = nn.Linear(2, 1, bias=False)
+    train = [torch.tensor([[torch.inf, 1.0], [3.0, 4.0], [-2.0, 0.0]])]
+    scores = gs.influence(
+        model, train, [torch.tensor([[2.0, 0.0]])], lambda model, x: model(x).sum(1),
+        gs.Checkpoints([model.state_dict()], lr=1.0), normalize="cosine", top_k=top_k,
+        nonfinite="keep", progress=False,
+    ).proponents(0, 3)  # fmt: skip
+    assert scores.positions.tolist() == [1, 2, 0]
+    np.testing.assert_allclose(scores.scores, [0.6, -1.0, np.nan])
+
+
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_scores_that_are_not_numbers_come_last(k):
     """After those that are infinite, whatever the length of the list."""
