@@ -853,3 +853,17 @@ def test_labels_that_look_like_the_starts_of_bags_are_said_beside_coupled_exampl
     assert "integers of shape (2,) that may say where its examples begin" in coupling.detail
     batch["labels"] = torch.tensor([0, 3])
     assert gs.verify(Sentences(), batch, loss, cu_seqlens=bounds).ok
+
+
+def test_the_workspace_is_that_of_the_norms_it_verifies(batch, monkeypatch):
+    used = []
+
+    def norms(*args, **options):
+        used.append(options["workspace"])
+        return gs.per_example_norms(*args, **options)
+
+    monkeypatch.setattr(_verify, "per_example_norms", norms)
+    assert gs.verify(network(), batch, classify, workspace=1000).ok
+    assert len(used) > 1 and set(used) == {1000}
+    with pytest.raises(gs.TrackingError, match="workspace"):
+        gs.verify(network(), batch, classify, workspace=-1)

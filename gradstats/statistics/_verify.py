@@ -20,6 +20,7 @@ from gradstats.statistics._arguments import (
     LossFunction,
     check_call,
     check_choice,
+    check_workspace,
     excluding,
 )
 from gradstats.statistics._batches import Division, on_a_copy
@@ -45,6 +46,7 @@ def verify(
     cu_seqlens: Tensor | None = None,
     parameters: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str = (),
+    workspace: int | None = None,
     fallback: str | None = None,
     examples: int = 3,
     tolerance: float | None = None,
@@ -68,8 +70,8 @@ def verify(
     - *precision*: how far the model's own dtype changes the norms.
 
     Args:
-        model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, fallback: as for
-            per_example_norms. The model's parameters, buffers, gradients, mode and the random
+        model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, fallback: as
+            for per_example_norms. The model's parameters, buffers, gradients, mode and the random
             generators are left as they were; your hooks run as in any forward.
         examples: how many examples to compare, spread over the batch.
         tolerance: largest relative error of a squared norm; by default 1e-6 in float64, 1e-3 in
@@ -88,6 +90,7 @@ def verify(
     """
     check_call(model, loss_fn)
     check_choice("fallback", fallback, (None, "vmap"))
+    check_workspace(workspace)
     wanted = integer(examples)
     if wanted is None or wanted < 1:
         raise TrackingError(f"examples is {examples!r}, expected a positive number of examples.")
@@ -112,6 +115,7 @@ def verify(
         "cu_seqlens": cu_seqlens,
         "parameters": parameters,
         "exclude": exclude,
+        "workspace": workspace,
         "fallback": fallback,
     }
     with state_kept(model) as state, torch.enable_grad():
