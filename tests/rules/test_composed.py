@@ -246,6 +246,46 @@ def test_kronecker_products(rows):
         )
 
 
+def test_chains_of_products():
+    parameters = {"w": (WIDTH, 5), "u": (5, 3), "v": (3,)}
+    for shape in ((), (WIDTH,)):
+        check_operation(
+            lambda m, x: torch.linalg.multi_dot([x.view(-1, WIDTH), m.w, m.u, m.v]).view(BATCH, -1),
+            parameters,
+            normal(BATCH, *shape, WIDTH),
+        )
+    check_operation(
+        lambda m, x: torch.linalg.multi_dot([x, m.w, m.w.mT, m.w @ m.u]),
+        {"w": (WIDTH, 5), "u": (5, 3)},
+        normal(BATCH, WIDTH),
+    )
+
+
+@pytest.mark.parametrize("scales", [{}, {"beta": 0.5, "alpha": 2.0}], ids=str)
+def test_outer_products_that_are_added(scales):
+    def function(m, x):
+        rows = torch.addr(x, x[:, 0], m.w, **scales)
+        return rows + x.T.addr(m.w, x[:, 1], **scales).T * m.w.addr(m.w, m.w)[:1]
+
+    check_operation(function, {"w": (WIDTH,)}, normal(BATCH, WIDTH))
+
+
+@pytest.mark.parametrize("count", [2, BATCH])
+def test_elements_taken_along_an_axis(count):
+    """At indices of the examples: of a table that all share, broadcast, or of all its elements."""
+
+    def function(m, x):
+        places = (x[:, None, :] > 0).long()
+        whole = torch.take_along_dim(m.w, places.flatten(1) * count).view(BATCH, -1)
+        return (
+            m.w[None].take_along_dim(places, 1).flatten(1)
+            * torch.take_along_dim((x @ m.w.T)[:, :, None], places[:, :, :1], dim=-2).flatten(1)
+            + whole
+        )
+
+    check_operation(function, {"w": (count, WIDTH)}, normal(BATCH, WIDTH))
+
+
 def test_elements_selected_by_a_mask():
     def function(m, x):
         result = torch.zeros_like(x)

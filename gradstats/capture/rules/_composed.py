@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -205,6 +205,27 @@ def dot(input: Tensor, tensor: Tensor) -> Tensor:
     return (input * tensor).sum(0)
 
 
+def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta=1, alpha=1) -> Tensor:
+    """β times a matrix and α times the products of all elements of two vectors."""
+    return beta * input + alpha * torch.outer(vec1, vec2)
+
+
+def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
+    """The product of matrices, of which the first and the last may be vectors."""
+    return reduce(torch.matmul, tensors)
+
+
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """The elements at indices along an axis, both broadcast along all others."""
+    if dim is None:
+        return input.flatten()[indices.flatten()]
+    rows, places = [*input.shape], [*indices.shape]
+    rows[dim] = places[dim] = 1
+    shape = [*torch.broadcast_shapes(rows, places)]
+    shape[dim] = -1  # as it is
+    return input.expand(shape).gather(dim, indices.expand(shape))
+
+
 def vecdot(tracker: Context, func, *args, **kwargs):
     """The operation itself where autocast runs it in lower precision, as it does no product."""
     rule = Grafted if torch._C._is_any_autocast_enabled() else Composed
@@ -274,6 +295,9 @@ RULES = {
     functional.pairwise_distance: Composed(pairwise_distance),
     **dict.fromkeys(OUTER_PRODUCTS, Composed(outer)),
     **dict.fromkeys(variants("dot"), Composed(dot)),
+    **dict.fromkeys(variants("addr"), Grafted(addr)),
+    torch.linalg.multi_dot: Grafted(multi_dot),
+    **dict.fromkeys(variants("take_along_dim"), Composed(take_along_dim)),
     torch.linalg.vecdot: vecdot,
     torch.linalg.solve: Composed(solve),
     torch.linalg.solve_triangular: Composed(solve_triangular),
