@@ -1,6 +1,7 @@
 """Contractions against the definition: factor.dense(), squared and summed in float64."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -56,6 +57,11 @@ def rows(counts, width=2, table=4) -> Rows:
         len(counts),
         (table, width),
     )
+
+
+def ragged(lengths: list[int], p: int = 3, q: int = 2) -> Ragged:
+    offsets = (0, *torch.tensor(lengths).cumsum(0).tolist())
+    return Ragged(normal(offsets[-1], p), normal(offsets[-1], q), offsets, (p, q))
 
 
 def vectors() -> list[Vector]:
@@ -279,7 +285,7 @@ def test_what_a_convolution_writes_anew_is_limited():
 
 
 @pytest.mark.parametrize("counts", [[3, 2, 4], [0, 3, 0], [0, 0, 5, 0], [0, 0], [1]], ids=str)
-def test_rows_of_examples_with_any_number_of_ids(counts):
+def test_rows_of_examples_with_any_number_of_ids(counts, monkeypatch):
     factor = rows(counts)
     expected = torch.zeros(len(counts), 4, 2).double()
     for n, example in enumerate(factor.example.tolist()):
@@ -287,6 +293,11 @@ def test_rows_of_examples_with_any_number_of_ids(counts):
     torch.testing.assert_close(factor.dense(), expected)
     assert_exact(contractions.sqnorm([factor], WORKSPACE), factor)
     assert_exact(contractions.sqnorm([factor], TINY), factor)
+    keys = (factor.example * 4 + factor.ids).sort().values
+    ascending = replace(factor, ids=keys % 4)  # equal ids are neighbours
+    assert_exact(contractions.sqnorm([ascending], WORKSPACE), ascending)
+    monkeypatch.setattr(_rows, "BLOCK", 1)  # a few examples at a time
+    assert_exact(contractions.sqnorm([factor], WORKSPACE), factor)
 
 
 @pytest.mark.parametrize("scratch", [2**20, 1])
@@ -376,6 +387,19 @@ def test_cross_term_of_a_projection_and_an_embedding(workspace, counts):
     assert cross.dtype == torch.float64
 
 
+@pytest.mark.parametrize("workspace", [WORKSPACE, TINY])
+@pytest.mark.parametrize("kind", [outer, ragged], ids=lambda kind: kind.__name__)
+def test_cross_term_with_rows_of_which_shapes_tell_how_many(kind, workspace):
+    left = outer(p=4) if kind is outer else ragged([3, 0, 2], p=4)
+    alike = replace(rows([2, 2, 2]), longest=2)
+    # As many rows as two for each example, but not two for each.
+    uneven = _rows.merge([replace(rows([2, 0, 1]), longest=2), rows([0, 3, 0])])
+    assert (alike.each, uneven.each) == (2, None)
+    for right in (alike, uneven):
+        expected = (left.dense() * right.dense()).sum((1, 2))
+        torch.testing.assert_close(_tied.inner_with_rows(left, right, workspace), expected)
+
+
 class Ledger(TorchDispatchMode):
     """Records the largest storage that an operation created."""
 
@@ -409,11 +433,6 @@ def test_nothing_larger_than_the_workspace_is_created():
         with Ledger() as ledger:
             call()
         assert 0 < ledger.largest <= workspace
-
-
-def ragged(lengths: list[int], p: int = 3, q: int = 2) -> Ragged:
-    offsets = (0, *torch.tensor(lengths).cumsum(0).tolist())
-    return Ragged(normal(offsets[-1], p), normal(offsets[-1], q), offsets, (p, q))
 
 
 class Counter(TorchDispatchMode):

@@ -38,11 +38,7 @@ from tests.test_contractions import (
     ragged,
     rows,
 )
-from tests.test_precision import ADVERSARIAL, cancelling
-
-
-def wide(factor):
-    return map_tensors(factor, lambda x: x.double() if x.is_floating_point() else x)
+from tests.test_precision import ADVERSARIAL, cancelling, wide
 
 
 def gradient_rows(factors) -> Tensor:
@@ -71,9 +67,9 @@ def assert_inner(first: list[Factor], second: list[Factor], rtol: float = 1e-12)
         expected = (left[common] * right[common]).sum(1)
         assert diagonal.dtype == torch.float64 and diagonal.shape == expected.shape
         assert bool(((diagonal - expected).abs() <= rtol * norms[0] * norms[1] + 1e-200).all())
-    itself = contractions.inner_pairs(first, first, WORKSPACE, (sizes[0], sizes[0]))
-    allowed = rtol * sizes[0][:, None] * sizes[0] + 1e-200
-    assert bool(((itself - left @ left.T).abs() <= allowed).all())
+        itself = contractions.inner_pairs(first, first, workspace, (sizes[0], sizes[0]))
+        allowed = rtol * sizes[0][:, None] * sizes[0] + 1e-200
+        assert bool(((itself - left @ left.T).abs() <= allowed).all())
     direction = torch.randn(first[0].shape, dtype=torch.float64)
     for workspace in (WORKSPACE, TINY):
         along = contractions.direction_inner(first, direction, workspace)
@@ -92,7 +88,6 @@ def assert_inner(first: list[Factor], second: list[Factor], rtol: float = 1e-12)
 def test_outer(batch, other, groups, positions, longer, p, q):
     first, second = outer(batch, groups, positions, p, q), outer(other, groups, longer, p, q)
     assert_inner([first], [second])
-    sizes = sizes_of([first], [second])
     expected = gradient_rows([first]) @ gradient_rows([second]).T
     if positions:
         for workspace in (WORKSPACE, 200, TINY):
@@ -101,7 +96,6 @@ def test_outer(batch, other, groups, positions, longer, p, q):
             same = _outer_pairs.gram_pairs(first, first, workspace)
             torch.testing.assert_close(same, gradient_rows([first]) @ gradient_rows([first]).T)
     torch.testing.assert_close(_tiles.dense_pairs([first], [second], 100), expected)
-    assert len(sizes) == 2
 
 
 @pytest.mark.parametrize("positions", [(1, 1), (2, 3), (40, 50), (1, 60)])
@@ -190,7 +184,8 @@ def test_images_and_distances():
 def test_rows():
     first, second = rows([3, 0, 4]), rows([2, 5, 1, 3])
     assert_inner([first], [second])
-    assert_inner([rows([0, 0])], [second])
+    for one, two in ((rows([0, 0]), second), (second, rows([0, 0]))):
+        assert_inner([one], [two])
     assert_inner([rows([2, 1]), rows([0, 3])], [second])
 
 
@@ -199,12 +194,19 @@ def test_ids_that_all_have_and_ids_that_few_have():
 
     def factor(batch):
         common = torch.arange(4).repeat(batch)
-        rare = 4 + torch.randint(0, 500, (batch, 6)).flatten()
+        rare = 4 + torch.randint(0, 100, (batch, 6)).flatten()
         ids = torch.cat([common.view(batch, 4), rare.view(batch, 6)], 1).flatten()
         example = torch.arange(batch).repeat_interleave(10)
-        return Rows(ids, normal(10 * batch, 3), example, batch, (504, 3))
+        return Rows(ids, normal(10 * batch, 3), example, batch, (104, 3))
 
-    assert_inner([factor(8)], [factor(9)])
+    first, second = factor(8), factor(9)
+    counts = [torch.bincount(_row_pairs._runs(each).ids, minlength=104) for each in (first, second)]
+    few = 2 * _cost.ELEMENT_COST * counts[0] * counts[1] <= 8 * 9
+    assert few[(counts[0] > 0) & (counts[1] > 1)].any()
+    # The last row that the one side has is beyond all that the other has.
+    assert first.ids.max() != second.ids.max()
+    assert_inner([first], [second])
+    assert_inner([second], [first])
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
@@ -370,9 +372,10 @@ def test_doubtful_pairs_are_replaced(mine, theirs):
     assert bool(again_there[mine[:, None] * theirs > _cost.GUARD_TOLERANCE].all())
 
 
+@pytest.mark.parametrize("positions", [1, 3])
 @pytest.mark.parametrize("size", [1e-17, 1e17])
-def test_products_that_leave_the_range_of_float32(size):
-    first = outer(3, 1, 1, 8, 6)
+def test_products_that_leave_the_range_of_float32(size, positions):
+    first = outer(3, 1, positions, 8, 6)
     first = Outer((first.left * size).float(), first.right.float(), first.shape)
     second = Outer(first.left[:2] * 1.5, first.right[:2], first.shape)
     vectors = Vector(first.left[:, 0, 0], (8,)), Vector(second.left[:, 0, 0], (8,))

@@ -1,5 +1,8 @@
 """What rounding does to contractions in float32, bfloat16 and float16, and the guard against it."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +10,9 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats import _cost, contractions
-from gradstats._factors import Outer, Rows, Vector
+from gradstats._factors import Outer, Path, Rows, Vector, map_tensors
 from gradstats.contractions import _outer
+from gradstats.contractions._result import Contraction, WellConditioned, sum_of_parts
 from tests.oracle import perturbed
 from tests.test_contractions import WORKSPACE, assert_exact, defined, in_a_graph, outer
 
@@ -29,6 +33,10 @@ def test_uses_that_cancel_each_other(kind):
     expected = (gradient + opposite.double()).square().sum((1, 2))
     result = contractions.sqnorm([large, other], WORKSPACE)
     torch.testing.assert_close(result.value, expected, rtol=2e-3, atol=0)
+
+
+def wide(factor):
+    return map_tensors(factor, lambda x: x.double() if x.is_floating_point() else x)
 
 
 def cancelling(dtype: torch.dtype, noise: float, width: int = 64, batch: int = 8) -> Outer:
@@ -181,6 +189,10 @@ def test_the_bound_of_groups_of_one_position_each(small, large):
     stats = gs.per_example_norms(model, (x, z), losses)
     error = (stats.norm.double().square() / expected - 1).abs()
     assert bool((error <= stats.error_bound + 2e-6).all())
+    # Every square of a wide row is lost.
+    vanishing = Outer(torch.full((2, 3, 1, 64), 2.5e-23), 1e3 * torch.ones(2, 3, 1, 5), (3, 64, 5))
+    result = _outer.rank_one(vanishing)
+    assert bool(((result.value - defined(wide(vanishing))).abs() <= result.bound).all())
 
 
 def tiny_losses(model, batch):
@@ -220,10 +232,10 @@ def test_sums_over_positions_of_low_precision_data_accumulate_in_float32(dtype, 
     stats = gs.per_example_norms(model, (x, weights), losses)
     with gs.track(model, batch_size=4) as tracker:
         tracker.backward(losses(model, (x, weights)))
-    wide = weights.double(), x.double()
+    double = weights.double(), x.double()
     expected = {
-        "scale": (wide[0] * wide[1]).sum(1).square().sum(1),
-        "shift": wide[0].sum(1).square().sum(1),
+        "scale": (double[0] * double[1]).sum(1).square().sum(1),
+        "shift": double[0].sum(1).square().sum(1),
     }
     for name, sqnorm in expected.items():
         for found in (stats, tracker.stats):
@@ -309,6 +321,82 @@ def test_bounds_of_double_precision(model):
     ids = torch.randint(8, (4, 5))
     stats = gs.per_example_norms(model().double(), ids, lambda m, x: m(x).square().sum((1, 2)))
     assert stats.error_bound.max() < 1e-13
+
+
+RESULTS = {
+    "norms": ["one norm", "one norm"],
+    "norms and products of norms": ["one norm", "two norms", "none"],
+    "sums of terms of either sign": ["bound", "bound"],
+    "everything": ["bound", "one norm", "none", "two norms", "bound"],
+    "both precisions": ["one norm", "double", "two norms"],
+    "double precision": ["double", "double"],
+}
+
+
+@pytest.mark.parametrize("order", [None, torch.tensor([2, 0, 1])], ids=["in order", "reordered"])
+@pytest.mark.parametrize("kinds", RESULTS.values(), ids=RESULTS)
+def test_the_bound_of_a_sum_is_the_sum_of_the_bounds(kinds, order):
+    """Of squares so small that what underflows is as large as what is rounded."""
+    smallest = 2.0**-1074 if set(kinds) == {"double"} else 2.0**-149
+    results, shapes, expected = [], [], 3.0 * smallest
+    for number, kind in enumerate(kinds):
+        shape = (4 * number + 2, 3, 2)
+        norm = 1e-19 * (1 + torch.rand(3))
+        bound = torch.zeros(3).double()
+        if kind == "two norms":
+            other = 1 + torch.rand(3)
+            result = WellConditioned((norm, other), torch.float32)
+            others = norm.double().square() + other.double().square()
+            bound = 4 * 2.0**-24 * result.value + max(shape[0], 6) * smallest * others
+        elif kind == "one norm":
+            result = WellConditioned((norm,), torch.float32)
+            bound = 4 * 2.0**-24 * norm.double().square()
+        elif kind == "double":
+            result = WellConditioned((norm.double(),), torch.float64)
+            bound = 4 * 2.0**-53 * norm.double().square()
+        elif kind == "bound":
+            bound = 1e-44 * (1 + torch.rand(3).double())
+            result = Contraction(norm.double().square(), bound)
+        else:
+            result = None
+        if result is not None:
+            torch.testing.assert_close(result.whole_bound(shape), bound, rtol=1e-12, atol=0)
+        if kind != "two norms":
+            bound = bound + math.prod(shape) * smallest
+        results.append(result)
+        shapes.append(shape)
+        expected = expected + bound
+    values = contractions.stack(results, 3, torch.device("cpu"))
+    if order is not None:
+        values, expected = values[:, order], expected[order]
+    total = values.sum(0)
+    found = contractions.relative_error(
+        results, values, total, shapes=shapes, order=order, unit=3.0
+    )
+    torch.testing.assert_close(found, expected / total, rtol=1e-12, atol=0)
+
+
+def test_the_bounds_of_uses_and_of_disjoint_parts_add_up():
+    first = Contraction(torch.tensor([4.0, 9]).double(), torch.tensor([1e-6, 2e-6]).double())
+    second = Contraction(torch.tensor([1.0, 16]).double(), torch.tensor([3e-6, 4e-6]).double())
+    both = sum_of_parts([first, second], [torch.tensor([-1.5, 10]).double()], torch.float32)
+    assert both.value.tolist() == [2, 45]
+    expected = first.bound + second.bound + 2.0**-22 * torch.tensor([8, 45])
+    torch.testing.assert_close(both.bound, expected, rtol=1e-12, atol=0)
+
+    uses = [outer(p=4), Vector(torch.randn(3, 4, 2).double(), (4, 2))]  # formed, then added
+    sizes = sum(defined(use).sqrt() for use in uses)
+    expected = 2.0**-51 * sizes * defined(*uses).sqrt()
+    formed = contractions.sqnorm(uses, WORKSPACE)
+    torch.testing.assert_close(formed.bound, expected, rtol=1e-9, atol=0)
+
+    paths = [Path((("chunk", "3", number),), 9 * number, 9 * number + 8) for number in range(3)]
+    parts = [SimpleNamespace(path=path, inner=outer()) for path in paths]
+    whole = contractions.sqnorm(parts, WORKSPACE)
+    each = [contractions.sqnorm([part.inner], WORKSPACE) for part in parts]
+    for name in ("value", "bound"):
+        expected = sum(getattr(result, name) for result in each)
+        torch.testing.assert_close(getattr(whole, name), expected, rtol=1e-12, atol=0)
 
 
 def test_zero_gradients_are_exact():
