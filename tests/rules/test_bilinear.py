@@ -59,13 +59,14 @@ def test_bilinear_of_examples_along_different_axes_is_refused():
         normal(BATCH, BATCH, 4),
         match="bilinear.*different axes",
     )
-    check_refused(
-        lambda m, x: m.layer(x, m.queries.expand(BATCH, 4)),
-        {"layer": nn.Bilinear(4, 4, 3), "queries": (4,)},
-        normal(BATCH, 4),
-        error=gs.UnsupportedOperationError,
-        match="bilinear.*tracked input",
-    )
+    for order in (1, -1):
+        check_refused(
+            lambda m, x, order=order: m.layer(*(x, m.queries.expand(BATCH, 4))[::order]),
+            {"layer": nn.Bilinear(4, 4, 3), "queries": (4,)},
+            normal(BATCH, 4),
+            error=gs.UnsupportedOperationError,
+            match="bilinear.*tracked input",
+        )
 
 
 def test_memory_is_not_that_of_a_gradient():
