@@ -3,7 +3,7 @@
 _checkpoint_files, _rates, _checkpoints    reading checkpoints, and their learning rates
 _borrowed       lending the user's model to other weights; _renewal what it caches from them
 _surroundings   attributes and containers of modules, and restoring them
-_weights        checkpoints fitted to the model, and loaded
+_weights        checkpoints fitted to the model, and loaded; _renamed names of transformers
 _content, _loaders, _batches    data that are read several times, and identified
 _layout         where the examples of their batches lie
 _work           a model with its loss, and the options of a call

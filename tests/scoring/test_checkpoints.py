@@ -899,6 +899,12 @@ def test_untied_weights_do_not_fit_a_model_that_ties_them(make):
     assert len(table) == 5
 
 
+def next_token_loss(model, batch):
+    logits = model(input_ids=batch[0]).logits[:, :-1]
+    losses = functional.cross_entropy(logits.transpose(1, 2), batch[0][:, 1:], reduction="none")
+    return losses.mean(1)
+
+
 def test_a_tied_transformer_as_saved_by_its_library(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -908,18 +914,74 @@ def test_a_tied_transformer_as_saved_by_its_library(tmp_path):
     model, other = (transformers.GPT2LMHeadModel(config).double().eval() for _ in range(2))
     other.save_pretrained(tmp_path)
     tokens = torch.randint(13, (4, 6))
-
-    def next_token(model, batch):
-        logits = model(input_ids=batch[0]).logits[:, :-1]
-        losses = functional.cross_entropy(logits.transpose(1, 2), batch[0][:, 1:], reduction="none")
-        return losses.mean(1)
-
     table = gs.self_influence(
-        model, [(tokens,)], next_token, gs.Checkpoints(f"{tmp_path}/*.safetensors", lr=0.5),
+        model, [(tokens,)], next_token_loss, gs.Checkpoints(f"{tmp_path}/*.safetensors", lr=0.5),
         progress=False,
     )  # fmt: skip
-    expected = sum(oracle_sqnorms(other, (tokens,), next_token).values())
+    expected = sum(oracle_sqnorms(other, (tokens,), next_token_loss).values())
     np.testing.assert_allclose(table.self_influence, 0.5 * expected.numpy(), rtol=1e-9)
+
+
+def image_loss(model, batch):
+    return functional.cross_entropy(model(pixel_values=batch[0]).logits, batch[1], reduction="none")
+
+
+def a_renamed_model(name):
+    """Two models whose library saves them under other names, and what they are trained on."""
+    transformers = pytest.importorskip("transformers")
+    shared = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "vit":
+        config = transformers.ViTConfig(
+            **shared, intermediate_size=8, image_size=4, patch_size=2, num_channels=1, num_labels=3
+        )
+        made, data = transformers.ViTForImageClassification, (
+            torch.randn(4, 1, 4, 4, dtype=torch.float64), torch.randint(3, (4,)),
+        )  # fmt: skip
+        return *(made(config).double().eval() for _ in range(2)), data, image_loss
+    config = transformers.MixtralConfig(
+        **shared, intermediate_size=8, vocab_size=13, num_key_value_heads=2, num_local_experts=2,
+        experts_implementation="eager",
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    made, data = transformers.MixtralForCausalLM, (torch.randint(13, (4, 6)),)
+    return *(made(config).double().eval() for _ in range(2)), data, next_token_loss
+
+
+@pytest.mark.parametrize("name", ["vit", "mixtral"])
+def test_weights_that_their_library_saves_under_other_names(tmp_path, name, capfd):
+    model, other, data, loss_fn = a_renamed_model(name)
+    model.config.dtype = torch.float16  # as it was loaded once; what was saved has more digits
+    other.save_pretrained(tmp_path)
+    capfd.readouterr()
+    saved = load_file(tmp_path / "model.safetensors")
+    assert not set(saved) <= set(model.state_dict())
+    random, before = torch.get_rng_state(), snapshot(model)
+    table = gs.self_influence(
+        torch.compile(model) if name == "vit" else model,
+        [data], loss_fn, gs.Checkpoints(f"{tmp_path}/*.safetensors", lr=0.5), progress=False,
+    )  # fmt: skip
+    expected = sum(oracle_sqnorms(other, data, loss_fn).values())
+    np.testing.assert_allclose(table.self_influence, 0.5 * expected.numpy(), rtol=1e-9)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert_unchanged(model, before)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("ignored", [None, ["classifier.weight", "cls_token"]])
+def test_weights_under_other_names_are_not_made_up(tmp_path, monkeypatch, ignored):
+    model, other, data, loss_fn = a_renamed_model("vit")
+    # What this class' from_pretrained initialises without a word.
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_missing", ignored)
+    other.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    for lost in ("classifier.weight", "vit.embeddings.cls_token"):
+        some = {name: value for name, value in saved.items() if name != lost}
+        with pytest.raises(gs.CheckpointError, match="does not fit the model: it lacks"):
+            run = gs.Checkpoints([some], lr=0.5)
+            gs.self_influence(model, [data], loss_fn, run, progress=False)
+    more = saved | {"classifier.scale": torch.ones(3)}
+    with pytest.raises(gs.CheckpointError, match="does not fit the model"):
+        gs.self_influence(model, [data], loss_fn, gs.Checkpoints([more], lr=0.5), progress=False)
 
 
 def test_checkpoints_are_asked_for_by_name(setting):
