@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -12,9 +14,21 @@ from torch.overrides import TorchFunctionMode
 from gradstats.errors import GradStatsError
 from gradstats.statistics._loss import order_here
 
-# The first arguments of both functions by position, and the label that they ignore by default.
+# Losses of one class among several, by the probabilities (B, K) that they make of their input; the
+# first arguments of these by position, and the label that they ignore by default.
+SEVERAL = {
+    functional.cross_entropy: lambda logits: logits.softmax(1),
+    functional.nll_loss: lambda logarithms: logarithms.exp(),
+}
 ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index")
 IGNORED = -100
+# Losses of two classes, likewise: probabilities (B, 2) of an input (B,). An example has one number.
+BINARY = {
+    functional.binary_cross_entropy_with_logits: lambda logits: torch.stack(
+        [-logits, logits], 1
+    ).sigmoid(),
+    functional.binary_cross_entropy: lambda one: torch.stack([1 - one, one], 1),
+}
 
 
 def margin(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
@@ -46,7 +60,9 @@ class Prediction:
 
 
 class CrossEntropyWatch(TorchFunctionMode):
-    """Sees the logits and labels that reach ``cross_entropy`` or ``nll_loss`` inside the context.
+    """Sees the logits and labels that reach a loss of classes inside the context.
+
+    A binary cross-entropy is that of two classes, where there is no other.
 
     Attributes:
         reason: why there is no prediction, None where there is one.
@@ -54,7 +70,7 @@ class CrossEntropyWatch(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self._seen: list[tuple[bool, Tensor, Tensor, int]] = []
+        self._seen: list[tuple[Callable, Tensor, Tensor, int]] = []
         # The example of each of the logits' rows, None for the batch's order; why it is not known.
         self._order: Tensor | None = None
         self._problem: str | None = None
@@ -62,11 +78,10 @@ class CrossEntropyWatch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is functional.cross_entropy or func is functional.nll_loss:
+        if func in SEVERAL or func in BINARY:
             given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
             ignored = given.get("ignore_index", IGNORED)
-            seen = (func is functional.nll_loss, given["input"], given["target"], ignored)
-            self._seen.append(seen)
+            self._seen.append((func, given["input"], given["target"], ignored))
         return func(*args, **kwargs)
 
     def __enter__(self) -> CrossEntropyWatch:
@@ -81,6 +96,7 @@ class CrossEntropyWatch(TorchFunctionMode):
     def _settle(self) -> None:
         """Find the examples of the logits' rows; for compiled functions, known after they ran."""
         self._order = self._problem = None
+        self._seen = [seen for seen in self._seen if seen[0] in SEVERAL] or self._seen
         for _, logits, *_ in self._seen[:1]:
             try:
                 self._order = order_here(logits)
@@ -92,11 +108,12 @@ class CrossEntropyWatch(TorchFunctionMode):
         seen, self._seen = self._seen, []
         if len(seen) != 1:
             self.reason = (
-                f"the loss calls cross_entropy or nll_loss {len(seen)} times, expected once"
+                "the loss calls cross_entropy (or nll_loss, or a binary_cross_entropy) "
+                f"{len(seen)} times, expected once"
             )
             return None
-        logarithmic, logits, labels, ignored = seen[0]
-        if logits.dim() != 2 or len(logits) != batch_size or tuple(labels.shape) != (batch_size,):
+        func, logits, labels, ignored = seen[0]
+        if not _is_one_for_each(func, logits, labels, batch_size):
             self.reason = (
                 f"the cross-entropy of {batch_size} examples sees logits of shape "
                 f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)}, expected one "
@@ -110,12 +127,25 @@ class CrossEntropyWatch(TorchFunctionMode):
         if self._order is not None:
             place = self._order.argsort()
             logits, labels = logits[place], labels[place]
-        probability = (logits.exp() if logarithmic else logits.softmax(1)).cpu().numpy()
-        label = labels.cpu().numpy()
-        if bool(((label == ignored) | (label < 0) | (label >= logits.shape[1])).any()):
+        if func in BINARY:
+            logits, labels = logits.reshape(batch_size), labels.reshape(batch_size)
+            if not bool(((labels == 0) | (labels == 1)).all()):
+                self.reason = "some labels of the binary cross-entropy are neither 0 nor 1"
+                return None
+        probability = (SEVERAL | BINARY)[func](logits).cpu().numpy()
+        label = labels.long().cpu().numpy()
+        if bool(((label == ignored) | (label < 0) | (label >= probability.shape[1])).any()):
             self.reason = "some labels are ignored by the cross-entropy"
             return None
         if not bool(np.isfinite(probability).all()):
             self.reason = "some logits are not finite"
             return None
         return Prediction(probability, label)
+
+
+def _is_one_for_each(func: Callable, logits: Tensor, labels: Tensor, batch_size: int) -> bool:
+    """Whether each of B examples has one row of logits, or one number, and one label."""
+    if func in BINARY:
+        first = logits.shape[:1].numel()
+        return first == logits.numel() == batch_size and labels.shape == logits.shape
+    return logits.dim() == 2 and len(logits) == batch_size and tuple(labels.shape) == (batch_size,)

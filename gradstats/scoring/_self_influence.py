@@ -72,7 +72,8 @@ def self_influence(
             same batches in each pass, which is checked. Under torch.distributed every process
             passes the whole data, which is checked too, and takes its share of it.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are computed
-            from the logits given to its cross-entropy (or nll_loss).
+            from what it gives to ``cross_entropy`` or ``nll_loss`` or, as of two classes, to a
+            ``binary_cross_entropy``.
         checkpoints: gs.Checkpoints, each loaded once.
         ids: where a batch holds the ids of its examples: a key, a position, or a function of the
             batch. This takes one more pass over the data, shared with ``out``. By default an

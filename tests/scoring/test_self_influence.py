@@ -139,6 +139,36 @@ def test_log_probabilities_and_modules_are_seen(setting):
             np.testing.assert_allclose(got.columns[name], expected.columns[name], rtol=1e-10)
 
 
+def two_classes(model, batch):
+    """The first logit, of labels that are 0 or 1: a column, sorted, and one number for each."""
+    order = batch[0][:, 0].argsort()
+    return model(batch[0][order])[:, :1], (batch[1][order] % 2)[:, None].double()
+
+
+def binary(model, batch):
+    logits, labels = two_classes(model, batch)
+    loss = functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    return loss[:, 0]
+
+
+def binary_of_probabilities(model, batch):
+    logits, labels = two_classes(model, batch)
+    return nn.BCELoss(reduction="none")(logits[:, 0].sigmoid(), labels[:, 0])
+
+
+@pytest.mark.parametrize("loss", [binary, binary_of_probabilities])
+def test_binary_classification(setting, loss):
+    def as_two_classes(model, batch):
+        logits, labels = two_classes(model, batch)
+        logits = functional.pad(logits, (1, 0))
+        return functional.cross_entropy(logits, labels[:, 0].long(), reduction="none")
+
+    table, expected = run(setting, loss), run(setting, as_two_classes)
+    assert table.reason is None and np.isfinite(table.margin).all()
+    for name, values in expected.columns.items():
+        np.testing.assert_allclose(table.columns[name], values, rtol=1e-10, err_msg=name)
+
+
 def squared(model, batch):
     return (model(batch[0]).sum(1) - batch[1]).square()
 
@@ -160,6 +190,26 @@ def smoothed(model, batch):
     )
 
 
+def binary_smoothed(model, batch):
+    logits, labels = two_classes(model, batch)
+    return functional.binary_cross_entropy_with_logits(
+        logits[:, 0], 0.9 * labels[:, 0] + 0.05, reduction="none"
+    )
+
+
+def several_labels(model, batch):
+    labels = functional.one_hot(batch[1], 3).double()
+    return functional.binary_cross_entropy_with_logits(
+        model(batch[0]), labels, reduction="none"
+    ).sum(1)
+
+
+def beside_a_scalar(model, batch):
+    """A term that is the same for all, and in which the model plays no part."""
+    alike = functional.binary_cross_entropy(batch[0].new_tensor(0.5), batch[0].new_tensor(1.0))
+    return squared(model, batch) + alike
+
+
 def in_pairs(model, batch):
     logits = model(batch[0]).repeat_interleave(2, 0)
     labels = batch[1].repeat_interleave(2, 0)
@@ -169,8 +219,11 @@ def in_pairs(model, batch):
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (squared, "cross_entropy or nll_loss 0 times"),
-        (twice, "cross_entropy or nll_loss 2 times"),
+        (squared, r"calls cross_entropy \(or nll_loss, or a binary_cross_entropy\) 0 times"),
+        (twice, r"calls cross_entropy \(or nll_loss, or a binary_cross_entropy\) 2 times"),
+        (binary_smoothed, "some labels of the binary cross-entropy are neither 0 nor 1"),
+        (beside_a_scalar, r"logits of shape \(\)"),
+        (several_labels, r"logits of shape \(3, 3\) and labels of shape \(3, 3\)"),
         (smoothed, r"labels of shape \(3, 3\)"),
         (in_pairs, r"of 3 examples sees logits of shape \(6, 3\)"),
     ],
@@ -392,7 +445,10 @@ def test_the_rows_that_another_score_puts_first(setting):
         with pytest.raises(gs.ScoreError, match=f"^{re.escape(message)}$"):
             table.top(4, by=by)
     regression = run(setting, lambda model, batch: model(batch[0]).square().sum(1))
-    message = "there is no margin: the loss calls cross_entropy or nll_loss 0 times, expected once."
+    message = (
+        "there is no margin: the loss calls cross_entropy (or nll_loss, or a binary_cross_entropy) "
+        "0 times, expected once."
+    )
     with pytest.raises(gs.ScoreError, match=f"^{re.escape(message)}$"):
         regression.top(4, by="margin")
     assert regression.top(2, by="loss").loss.tolist() == sorted(regression.loss)[:-3:-1]
