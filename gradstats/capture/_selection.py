@@ -75,9 +75,12 @@ class Anatomy:
                 found = _matching(pattern, own)
                 chosen[-1].update(found)
                 if not found:
+                    wider = f"*{pattern}*"
+                    more = len(_matching(wider, own))
                     raise CoverageError(
-                        f"the pattern {pattern!r} matches no {which}. Expected a pattern of one "
-                        f"of {list(own)[:8]}{' …' if len(own) > 8 else ''}."
+                        f"the pattern {pattern!r} matches no {which}. Expected a pattern of whole "
+                        f"names, of one of {list(own)[:8]}{' …' if len(own) > 8 else ''}."
+                        f"{f' {wider!r} matches {more} of them.' if more else ''}"
                         f"{self._tied_under(pattern, own)}"
                     )
         names = chosen[0] - chosen[1]

@@ -169,7 +169,8 @@ class Data:
                 )
                 raise LoaderError(
                     f"batch {number} of the {self._role} loader has {size} examples, expected "
-                    f"{self.sizes[number]} as {reason}; for another example axis pass batch_dim=."
+                    f"{self.sizes[number]} as {reason}; for another example axis pass batch_dim=, "
+                    "for examples packed into one row cu_seqlens=."
                 )
             self._compare(number, batch)
             count += 1
