@@ -54,23 +54,12 @@ class Checkpoints:
         gs.Checkpoints([early, late], lr=[0.1, 0.01])          # state dicts in memory
         gs.Checkpoints("run/*.safetensors", lr={"head.*": 0.1, "body.*": 0.01})
         gs.Checkpoints("run/checkpoint-*/model.safetensors", lr="optimizer")   # transformers
-        gs.Checkpoints([{**model.state_dict(), **load_file(f)} for f in adapters], lr=1e-4)
+        gs.Checkpoints("run/checkpoint-*/adapter_model.safetensors", lr="optimizer")   # and peft
+        gs.Checkpoints([{**model.state_dict(), **load_file(f)} for f in saved], lr=1e-4)
 
-    Each checkpoint must hold the model's whole state dict. The last line takes what was not trained
-    and not saved from the model, which needs no memory; the names must be those of the model. peft
-    saves adapters under other names, and maps them back to those of the model:
-
-        def adapted(folder):                                   # run/checkpoint-500, of transformers
-            saved = load_file(f"{folder}/adapter_model.safetensors")
-            peft.set_peft_model_state_dict(model, saved)
-            named = model.named_parameters()
-            trained = {name: p.detach().clone() for name, p in named if p.requires_grad}
-            return {
-                "model": {**model.state_dict(), **trained},
-                "optimizer": torch.load(f"{folder}/optimizer.pt"),
-            }
-
-        gs.Checkpoints([adapted(folder) for folder in folders], lr="optimizer")
+    Each checkpoint must hold the model's whole state dict, except that adapters of peft, which must
+    be all that is trained, may stand alone. The last line takes what was not trained and not saved
+    from the model, which needs no memory; the names must be those of the model.
 
     Args:
         sources: a glob (matches in natural order: epoch-2 before epoch-10), a file, a state dict,

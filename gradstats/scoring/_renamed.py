@@ -1,4 +1,4 @@
-"""Weights that transformers saves under other names than the model's own."""
+"""Weights that transformers and peft save under other names than the model's own."""
 
 from __future__ import annotations
 
@@ -16,26 +16,44 @@ from gradstats.scoring._checkpoints import Checkpoint
 
 
 def in_own_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the names of the model, where transformers saved it under others.
-
-    ``save_pretrained`` gives the weights of many models (ViT, Swin) the names, and those of experts
-    (Mixtral) the shapes, that they had in earlier versions. ``from_pretrained`` knows them all. It
-    makes a second model, of which only the weights are taken, and only if every one was given.
-    """
-    modelling = sys.modules.get("transformers.modeling_utils")
+    """Return a checkpoint with the names of the model, where its library saved it under others."""
     inner = model.get_submodule(wrapper_prefix(model).rstrip("."))
-    if modelling is None or not isinstance(inner, modelling.PreTrainedModel):
-        return checkpoint
     names = matching_names(checkpoint.weights, own := inner.state_dict().keys())
     weights = {names[name]: value for name, value in checkpoint.weights.items()}
     if weights.keys() <= own:
         return checkpoint
-    found = _loaded(inner, weights, modelling.logging)
+    modelling, peft = (sys.modules.get(name) for name in ("transformers.modeling_utils", "peft"))
+    found = None
+    if peft is not None and isinstance(inner, peft.PeftModel):
+        found = _with_adapters(inner, weights, peft)
+    elif modelling is not None and isinstance(inner, modelling.PreTrainedModel):
+        found = _loaded(inner, weights, modelling.logging)
     return checkpoint if found is None else replace(checkpoint, weights=found)
 
 
+def _with_adapters(model: Any, weights: dict[str, Any], peft: Any) -> dict[str, Any] | None:
+    """Return a state dict with peft's adapters, None where these are not all that is trained.
+
+    The rest is the model's own: peft applies adapters to whatever model they are given.
+    """
+    state = model.state_dict()
+    saved = peft.get_peft_model_state_dict(
+        model, state, adapter_name=model.active_adapters[0], save_embedding_layers=False
+    )
+    names = {id(value): name for name, value in state.items()}
+    if saved.keys() != weights.keys() or any(id(value) not in names for value in saved.values()):
+        return None
+    held = {names[id(value)]: weights[name] for name, value in saved.items()}
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    return {**state, **held} if trained <= held.keys() else None
+
+
 def _loaded(model: Any, weights: dict[str, Any], logging: Any) -> dict[str, Any] | None:
-    """Return the state dict of a new model with these weights, None where they do not fit."""
+    """Return the state dict of a new model with these weights, None where they do not fit.
+
+    ``save_pretrained`` gives the weights of many models (ViT, Swin) the names, and those of experts
+    (Mixtral) the shapes, that they had in earlier versions, and ``from_pretrained`` knows them.
+    """
     dtypes = [value.dtype for value in weights.values() if isinstance(value, Tensor)]
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
