@@ -41,11 +41,14 @@ def _with_adapters(model: Any, weights: dict[str, Any], peft: Any) -> dict[str, 
         model, state, adapter_name=model.active_adapters[0], save_embedding_layers=False
     )
     names = {id(value): name for name, value in state.items()}
-    if saved.keys() != weights.keys() or any(id(value) not in names for value in saved.values()):
-        return None
-    held = {names[id(value)]: weights[name] for name, value in saved.items()}
+    own = {name: names.get(id(value), "") for name, value in saved.items()}
+    # Embeddings that adapters were put on are saved with these, under their own names.
+    others = {name: value for name, value in weights.items() if name not in saved}
+    held = {own[name]: value for name, value in weights.items() if name in saved}
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
-    return {**state, **held} if trained <= held.keys() else None
+    if not (own.keys() <= weights.keys() and others.keys() <= state.keys() - held.keys()):
+        return None
+    return {**state, **others, **held} if trained <= held.keys() <= state.keys() else None
 
 
 def _loaded(model: Any, weights: dict[str, Any], logging: Any) -> dict[str, Any] | None:

@@ -228,7 +228,9 @@ def _unfitting(
     if unexpected and any(hasattr(module, "peft_config") for module in model.modules()):
         remedy += (
             " peft saves adapters under names without the adapter's own: pass its files as they "
-            "are, for a model in which they hold all that is trained."
+            "are, for a model in which they hold all that is trained. Otherwise "
+            "peft.set_peft_model_state_dict(model, saved) gives them to the model, whose state "
+            "dict has the names."
         )
     return CheckpointError(
         f"{checkpoint} does not fit the model: {', and '.join(lacks + holds)}. Expected the state "
