@@ -49,23 +49,29 @@ def versions() -> dict[str, str]:
 
 
 class Folder:
-    """A folder with a manifest.
+    """A folder of results with a manifest.
 
     Args:
-        path: the folder; made if missing.
-        description: what the results belong to; must equal what the manifest says.
-        ids: name → ids, written beside.
-        resume: whether to go on with results that are there.
-
-    Raises:
-        StoreError: if the folder holds something else, with the differences.
+        path: the folder.
     """
 
-    def __init__(
-        self, path: Path, description: dict[str, Any], ids: Mapping[str, np.ndarray], resume: bool
-    ):
+    def __init__(self, path: Path):
         self.path = path
-        description = {"format": FORMAT, **json.loads(json.dumps(description))}
+
+    def begin(
+        self, description: dict[str, Any], ids: Mapping[str, np.ndarray], resume: bool
+    ) -> None:
+        """Make the folder, or check that what it holds belongs to a call.
+
+        Args:
+            description: what the results belong to; must equal what the manifest says.
+            ids: name → ids, written beside.
+            resume: whether to go on with results that are there.
+
+        Raises:
+            StoreError: if the folder holds something else, with the differences.
+        """
+        path, description = self.path, {"format": FORMAT, **json.loads(json.dumps(description))}
         try:
             path.mkdir(parents=True, exist_ok=True)
             own = (_lock(path).name, _beside(path / MANIFEST).name)
@@ -78,11 +84,9 @@ class Folder:
                 )
             with locked(path):
                 if (path / MANIFEST).exists():
-                    self.manifest = read_manifest(path)
                     self._check(description, resume)
                 else:
-                    self.manifest = {**description, "checkpoints": {}}
-                    self._write()
+                    self._write({**description, "checkpoints": {}})
                 # After the manifest, whose hashes cover the ids: a kill in between leaves them out,
                 # and files may have been damaged since.
                 for name, values in ids.items():
@@ -93,18 +97,8 @@ class Folder:
                 f"{path} cannot be used: {error.strerror}. Name a folder that can be written."
             ) from error
 
-    @classmethod
-    def opened(cls, path: Path, manifest: dict[str, Any]) -> Folder:
-        """Return a folder that this process, or another, has checked."""
-        folder = cls.__new__(cls)
-        folder.path, folder.manifest = path, manifest
-        return folder
-
     def prepare(
-        self,
-        entry: dict[str, Any],
-        circumstances: dict[str, str],
-        tiling: Tiling,
+        self, entry: dict[str, Any], circumstances: dict[str, str], tiling: Tiling
     ) -> Tiles:
         """Return the tiles of a checkpoint, made or checked; one process does this for all.
 
@@ -113,43 +107,37 @@ class Folder:
             circumstances: on which the bits of tiles depend: the same for all of a checkpoint.
             tiling: of the tiles.
         """
+        entry = json.loads(json.dumps(entry))
+        name, folder = entry["name"], f"checkpoint-{entry['weights'][:12]}"
         with locked(self.path):
-            # Other calls may have added checkpoints.
-            self.manifest = read_manifest(self.path)
-            return self._prepare(json.loads(json.dumps(entry)), circumstances, tiling)
-
-    def _prepare(self, entry, circumstances: dict[str, str], tiling: Tiling) -> Tiles:
-        known = self.manifest["checkpoints"]
-        folder = f"checkpoint-{entry['weights'][:12]}"
-        if folder in known:
-            held = {key: known[folder].get(key) for key in entry if key != "name"}
-            self._refuse(_differences(held, {k: entry[k] for k in held}), entry["name"])
-        tiles = Tiles(self.path / folder, tiling)
-        tiles.create_or_check()
-        if folder not in known:
-            self._warn_of_another(entry["name"])
-            known[folder] = {**entry, "circumstances": circumstances}
-            self._write()
-        elif tiles.done.any() and not tiles.done.all():
-            self.check_circumstances(known[folder]["circumstances"], circumstances, entry["name"])
+            manifest = read_manifest(self.path)
+            known = manifest["checkpoints"]
+            if folder in known:
+                held = {key: known[folder].get(key) for key in entry if key != "name"}
+                self._refuse(_differences(held, {key: entry[key] for key in held}), name)
+            tiles = Tiles(self.path / folder, tiling)
+            tiles.create_or_check()
+            if folder not in known:
+                if any(other["name"] == name for other in known.values()) and Path(name).is_file():
+                    warn(
+                        f"{self.path} holds the scores of {name} at other weights, which the file "
+                        "had before. Both stay there, and what reads the folder without naming "
+                        "checkpoints (load) adds them up. Name another folder with out= if only "
+                        "one of them counts.",
+                    )
+                known[folder] = {**entry, "circumstances": circumstances}
+                self._write(manifest)
+            elif tiles.done.any() and not tiles.done.all():
+                self.check_circumstances(known[folder]["circumstances"], circumstances, name)
         return tiles
 
     def check_circumstances(self, held: dict[str, str], now: dict[str, str], what: str) -> None:
         """Raise if unfinished results were computed under other circumstances."""
         self._refuse(_differences(held, now), what)
 
-    def _warn_of_another(self, name: str) -> None:
-        """Say that a file held other weights when it was scored before."""
-        held = any(entry["name"] == name for entry in self.manifest["checkpoints"].values())
-        if held and Path(name).is_file():
-            warn(
-                f"{self.path} holds the scores of {name} at other weights, which the file had "
-                "before. Both stay there, and what reads the folder without naming checkpoints "
-                "(load) adds them up. Name another folder with out= if only one of them counts.",
-            )
-
     def _check(self, description: dict[str, Any], resume: bool) -> None:
-        held = {key: value for key, value in self.manifest.items() if key != "checkpoints"}
+        held = read_manifest(self.path)
+        del held["checkpoints"]
         # Of results of another kind all else differs too.
         of_kind = _differences(held.get("kind"), description.get("kind"), "kind")
         self._refuse(of_kind or _differences(held, description), "this call")
@@ -168,8 +156,8 @@ class Folder:
                 "folder with out=."
             )
 
-    def _write(self) -> None:
-        text = json.dumps(self.manifest, indent=2) + "\n"
+    def _write(self, manifest: dict[str, Any]) -> None:
+        text = json.dumps(manifest, indent=2) + "\n"
         write_whole(self.path / MANIFEST, lambda file: file.write(text.encode()))
 
 

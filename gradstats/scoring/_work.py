@@ -286,7 +286,9 @@ def open_folder(
     path: Path, description: dict[str, Any], ids: dict[str, np.ndarray], resume: bool
 ) -> Folder:
     """Return the folder of a call, the same for every process."""
-    return Folder.opened(path, _ranks.on_first(Folder, path, description, ids, resume).manifest)
+    folder = Folder(path)
+    _ranks.on_first(folder.begin, description, ids, resume)
+    return folder
 
 
 def open_tiles(
