@@ -2,9 +2,10 @@
 
 Everything stays on the model's device until the copy, in one float64 vector:
 
-    header          how many micro-batches, the loss scale, flags; 0 alone where one was skipped
-    parameters      ‖G_p‖² of the gradient; the same of what .grad held before, if it held anything;
-                    whether it was changed between micro-batches, if there were several
+    header          how many micro-batches, the loss scale, whether the gradient was read; 0 alone
+                    where a micro-batch was skipped
+    parameters      ‖G_p‖² of the gradient; the same of what .grad held before; whether it was
+                    changed between micro-batches
     optimizer       the learning rate of each of its groups
     micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
                     where asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
@@ -29,7 +30,7 @@ from gradstats.monitor._layers import Layers
 from gradstats.statistics._training import StepGradients
 
 # Entries of the header, and of what stands before the examples of a micro-batch.
-H_BATCHES, H_SCALE, H_MEASURED, H_STALE, H_CHANGED = range(5)
+H_BATCHES, H_SCALE, H_MEASURED = range(3)
 B_SIZE, B_DIVISOR, B_WEIGHT, B_HAS_IDS, B_LOSS = range(5)
 # Of the pairs i ≠ j of a micro-batch: the sums of cosines and of signs over pairs of which neither
 # gradient is zero, how many these are, the least product, and how many products are negative.
@@ -149,27 +150,22 @@ class Pending:
         starts = np.cumsum([0, *lengths[:-1]])
         if not flat[starts].all():
             return None
-        headers, gradients, batches = [], [], []
-        held, changed = np.zeros((2, len(self._names)))
+        headers, read, batches = [], [], []
         rates = None
         end = 0
         for length in lengths:
             reader = _Reader(flat[end : end + length])
             end += length
-            header = reader.take(H_CHANGED + 1)
-            headers.append(header)
-            gradients.append(reader.take(len(self._names)))
-            if header[H_STALE]:
-                held += reader.take(len(self._names))
-            if header[H_CHANGED]:
-                changed += reader.take(len(self._names))
+            headers.append(reader.take(H_MEASURED + 1))
+            read.append(reader.take(3, len(self._names)))
             if self._groups is not None:
                 rates = reader.take(len(self._groups))
-            batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
-        self._check(held, changed, np.stack(gradients), batches)
+            batches += [self._batch(reader) for _ in range(int(headers[-1][H_BATCHES]))]
+        gradients, held, changed = np.stack(read, axis=1)
+        self._check(held.any(0), changed.any(0), gradients, batches)
         gradient: np.ndarray | None = None
         if headers[0][H_MEASURED]:
-            gradient = sum(gradients[1:], gradients[0])
+            gradient = gradients.sum(0)
             if self._shared is not None:
                 gradient = gradient / self._shared
         return self._measured(headers[0][H_SCALE], len(lengths), gradient, rates, batches)
@@ -193,7 +189,7 @@ class Pending:
         gradients: np.ndarray,
         batches: Sequence[Batch],
     ) -> None:
-        stale = self._where(held != 0)
+        stale = self._where(held)
         if stale:
             raise TrackingError(
                 "the parameters held a gradient when the first micro-batch's backward started "
@@ -201,7 +197,7 @@ class Pending:
                 "optimizer.zero_grad() before it, model.zero_grad() where the optimizer does not "
                 "hold them all; to accumulate gradients, say so with accumulation=(k, K)."
             )
-        touched = self._where(changed != 0)
+        touched = self._where(changed)
         if touched:
             raise TrackingError(
                 f"the gradient of {quoted(touched)} was changed between the micro-batches of the "

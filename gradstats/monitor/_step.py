@@ -18,7 +18,7 @@ from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.monitor._arguments import optimizers_of
 from gradstats.monitor._layers import Layers
-from gradstats.monitor._measured import AGREEMENT, Options, Pending
+from gradstats.monitor._measured import AGREEMENT, H_SCALE, Options, Pending
 from gradstats.monitor._ranks import check_divisors, gather, gradient_sqnorms, processes_with
 from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale
@@ -204,20 +204,12 @@ class Collector:
     def _vector(self) -> Tensor:
         """Return what this process measured, as ``_measured`` has it."""
         device = self._batches[0][0].device
-        gradient = self._gradient
-        notes = (self._stale, self._changed)
-        known = [float(note is not None) for note in (gradient, *notes)]
-        flags = [len(self._batches), self._scale, *known]
-        if any(isinstance(flag, Tensor) for flag in flags):
-            header = torch.cat(
-                [_column(torch.as_tensor(flag, dtype=torch.float64), device) for flag in flags]
-            )
-        else:
-            header = torch.tensor(flags, dtype=torch.float64).to(device)
-        if gradient is None:
-            gradient = header.new_zeros(len(self.names))
-        pieces = [header, gradient.to(device)]
-        pieces += [_column(note, device) for note in notes if note is not None]
+        flags = [len(self._batches), 1, self._gradient is not None]
+        header = torch.tensor(flags, dtype=torch.float64).to(device)
+        header[H_SCALE] = self._scale
+        nothing = header.new_zeros(len(self.names))
+        read = (self._gradient, self._stale, self._changed)
+        pieces = [header, *(_column(nothing if r is None else r, device) for r in read)]
         if self._rates is not None:
             pieces.append(_column(self._rates, device))
         return torch.cat([*pieces, *(part for batch in self._batches for part in batch)])
