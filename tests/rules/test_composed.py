@@ -119,6 +119,13 @@ def test_cosine_similarity(dim):
     )
 
 
+def test_cosine_similarity_along_an_axis_counted_from_the_front_of_the_larger():
+    check_operation(
+        lambda m, x: functional.cosine_similarity(m.w, x), {"w": (2, WIDTH)},
+        normal(BATCH, 2, WIDTH),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("size", [1e-9, 0.0])
 def test_cosine_similarity_of_vectors_shorter_than_epsilon(size):
     """PyTorch divides by epsilon there, and differentiates as if by the norm."""
