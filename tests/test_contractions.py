@@ -418,6 +418,7 @@ def test_nothing_larger_than_the_workspace_is_created():
     workspace = 64 * 1024
     wide = outer(16, positions=40, p=100, q=120)  # a gradient of 96 kB for each example
     large = rows([50] * 16, width=64, table=500)  # a gradient of 256 kB for each example
+    longer = rows([400, 50], width=64, table=500)  # rows of 200 kB for one example
     table = Outer(normal(16, 1, 4, 500), normal(16, 1, 4, 64), (500, 64))
     images = patches(batch=64)
     for call in (
@@ -425,6 +426,7 @@ def test_nothing_larger_than_the_workspace_is_created():
         lambda: _outer.direct(wide, workspace),
         lambda: contractions.sqnorm([wide], workspace),
         lambda: contractions.sqnorm([large], workspace),
+        lambda: contractions.sqnorm([longer], workspace),
         lambda: contractions.sqnorm([images], workspace),
         lambda: _tied.inner_with_rows(table, large, workspace),
         lambda: contractions.sqnorm([table, large], workspace),
