@@ -316,17 +316,17 @@ def test_a_custom_operator(batch, call, registered):
         check_model(model, batch, classify)
 
 
+@pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated")
 def test_an_operation_of_pytorch_without_a_rule(batch):
-    def product(tensors):
-        first, second = tensors
+    def product(first, second):
         return first @ second
 
     def multiply(x, w):
-        rows = torch.linalg.multi_dot((x.flatten(0, 1), w.expand(WIDTH, WIDTH)))
+        rows = torch.chain_matmul(x.flatten(0, 1), w.expand(WIDTH, WIDTH))
         return rows.view_as(x) * 1.0
 
     model = Model(multiply).double()
-    with gs.register_rule(torch.linalg.multi_dot, product):
+    with gs.register_rule(torch.chain_matmul, product):
         check_model(model, batch, classify)
 
 

@@ -608,10 +608,10 @@ def test_a_trained_value_filled_in_place_is_refused():
 
 def test_an_operation_without_a_rule_is_refused():
     check_refused(
-        lambda m, x: torch.linalg.multi_dot((x, m.w)),
-        {"w": (2, 4)},
+        lambda m, x: torch.linalg.householder_product(m.w.expand(3, 4, 2), x),
+        {"w": (4, 2)},
         normal(3, 2),
-        match=r"multi_dot.*'w'.*exclude=\['w'\]",
+        match=r"householder_product.*'w'.*exclude=\['w'\]",
     )
 
 
