@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradstats._notebooks import Printed
+from gradstats._requirements import require
 from gradstats._values import integer
 from gradstats._warnings import warn
 from gradstats.errors import ScoreError
 from gradstats.scoring._loaders import Data
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.figure import Figure
     from typing_extensions import Self
 
@@ -162,6 +164,37 @@ class Rankings:
         k = min(PICTURED, self._listed) if k is None else k
         rankings = self.proponents(query, k), self.opponents(query, k)
         return draw_query(self.query_ids[query], rankings, self._data, query)
+
+    def to_pandas(self, k: int | None = None) -> pandas.DataFrame:
+        """Return the strongest training examples of all queries as one pandas DataFrame.
+
+        Args:
+            k: how many proponents and how many opponents of each query, as for ``proponents``.
+
+        Returns:
+            A row for each query and example, in the order of the lists: ``query``, the query's id;
+            ``kind``, "proponent" or "opponent"; ``rank``, from 1; ``id`` and ``score``.
+
+        Raises:
+            MissingPackageError: without pandas.
+            ScoreError: as for ``proponents``.
+        """
+        with require("tables"):
+            import pandas
+        number = self._number(k)
+        lists = [
+            {
+                "query": self.query_ids[query],
+                "kind": kind,
+                "rank": np.arange(1, len(ranking) + 1),
+                "id": ranking.ids,
+                "score": ranking.scores,
+            }
+            for query in range(len(self.query_ids))
+            for kind, sign in (("proponent", 1), ("opponent", -1))
+            for ranking in [self._ranking(query, number, sign)]
+        ]
+        return pandas.concat(map(pandas.DataFrame, lists), ignore_index=True)
 
     def warn_if_alike(self, k: int) -> None:
         """Warn if the strongest examples hardly differ between queries.

@@ -246,6 +246,22 @@ def test_proponents_and_opponents(setting):
     assert header.split() == ["score", "id"] and line.split()[1] == str(order[0])
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_the_strongest_of_all_queries_as_one_table(setting, top_k):
+    def names(batch):
+        return [str(value.item()) for value in batch[0].flatten(1)[:, 0]]
+
+    expected = oracle_influence(setting)
+    table = run(setting, top_k=top_k, query_ids=names).to_pandas(2)
+    assert len(table) == 6 * 2 * 2 and table["rank"].tolist() == [1, 2] * 12
+    for query, name in enumerate(names(setting.query)):
+        order = expected[:, query].argsort(descending=True)
+        for kind, best in (("proponent", order[:2]), ("opponent", order.flip(0)[:2])):
+            rows = table[(table["query"] == name) & (table["kind"] == kind)]
+            assert rows["id"].tolist() == best.tolist()
+            np.testing.assert_allclose(rows["score"], expected[best, query], rtol=1e-9)
+
+
 def test_ties_go_to_the_first_example(setting):
     """Two checkpoints of the same examples twice over: every score occurs twice."""
     doubled = [torch.cat([each, each]) for each in setting.train]
