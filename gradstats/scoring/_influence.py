@@ -151,7 +151,8 @@ def influence(
     Returns:
         InfluenceScores (N, Q), float64 sums of terms in the model's precision: in memory both
         forms, 16 bytes per score; on disk one matrix per checkpoint, in the model's precision.
-        TopScores with ``top_k``.
+        TopScores with ``top_k``. Both have ``proponents``, ``opponents``, ``to_pandas`` and
+        ``plot``.
 
     Raises:
         CheckpointError, LoaderError, StoreError, NonFiniteGradientError, and what
