@@ -124,7 +124,6 @@ MIXES = {
         h[:, None].expand(-1, 5, -1).transpose(0, 1).reshape(BATCH, -1)
     ),
     "repeated pairs": lambda h: grid(h).repeat_interleave(2, 0)[:2].flatten(0, 1),
-    "turned pairs": lambda h: torch.flipud(grid(h)).flatten(0, 1),
     "sorted pairs": lambda h: grid(h).sort(1).values.view(BATCH, -1),
     "pairs of which one is cut off": lambda h: functional.pad(grid(h), (0, 0, 1, -1)).flatten(0, 1),
     "products of pairs": lambda h: torch.bmm(SQUARE[:2, :2].expand(2, 2, 2), grid(h)).flatten(0, 1),
@@ -299,6 +298,12 @@ APART = {
     ),
     "groups repeated, padded and cut": lambda h, x: (
         functional.pad(grid(h).repeat(1, 1, 2), (1, 1))[..., 1:4].square().flatten(0, 1).sum(1)
+    ),
+    "groups turned and turned back": lambda h, x: (
+        torch.fliplr(torch.flipud(grid(h).rot90(2, (0, 1)).sin())).square().flatten(0, 1).sum(1)
+    ),
+    "groups shifted and shifted back": lambda h, x: turned(
+        torch.fft.fftshift(grid(h.roll(-1, 0)).sin(), 1).flip(1).square().flatten(0, 1).sum(1)
     ),
     "conv1d on channels": lambda h, x: (
         functional.conv1d(h[:, None], torch.ones(2, 1, 2).double()).sin().sum((1, 2))
