@@ -293,6 +293,15 @@ def test_elements_taken_along_an_axis(count):
     check_operation(function, {"w": (count, WIDTH)}, normal(BATCH, WIDTH))
 
 
+@pytest.mark.parametrize("dim", [0, -2])
+def test_rows_taken_along_the_first_axis(dim):
+    ids = torch.randint(3, (BATCH, WIDTH))
+    check_operation(
+        lambda m, x: torch.take_along_dim(m.w, ids[: len(x)] * (x > 0), dim) * x,
+        {"w": (3, WIDTH)}, normal(BATCH, WIDTH),
+    )  # fmt: skip
+
+
 def test_elements_selected_by_a_mask():
     def function(m, x):
         result = torch.zeros_like(x)

@@ -219,11 +219,14 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     """The elements at indices along an axis, both broadcast along all others."""
     if dim is None:
         return input.flatten()[indices.flatten()]
-    rows, places = [*input.shape], [*indices.shape]
-    rows[dim] = places[dim] = 1
-    shape = [*torch.broadcast_shapes(rows, places)]
-    shape[dim] = -1  # as it is
-    return input.expand(shape).gather(dim, indices.expand(shape))
+    where: list[Tensor] = []
+    for axis, (size, places) in enumerate(zip(input.shape, indices.shape, strict=True)):
+        if axis == dim % input.dim():
+            where.append(indices)
+        else:  # the same place, or the only one
+            own = torch.arange(size) if size > 1 else torch.zeros(places, dtype=torch.long)
+            where.append(own.to(indices.device).view(-1, *[1] * (input.dim() - 1 - axis)))
+    return input[tuple(where)]
 
 
 def vecdot(tracker: Context, func, *args, **kwargs):
