@@ -52,18 +52,21 @@ def _with_adapters(model: Any, weights: dict[str, Any], peft: Any) -> dict[str, 
 
 
 def _loaded(model: Any, weights: dict[str, Any], logging: Any) -> dict[str, Any] | None:
-    """Return the state dict of a new model with these weights, None where they do not fit.
+    """Return the state dict of a copy with these weights, None where they do not fit.
 
     ``save_pretrained`` gives the weights of many models (ViT, Swin) the names, and those of experts
     (Mixtral) the shapes, that they had in earlier versions, and ``from_pretrained`` knows them.
     """
-    dtypes = [value.dtype for value in weights.values() if isinstance(value, Tensor)]
-    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    floating = [
+        value.dtype
+        for value in weights.values()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)  # names that do not fit are an error of our own
     try:
-        made, misfits = type(model).from_pretrained(
+        made, misfits = _made_as(model).from_pretrained(
             None,
             config=copy.deepcopy(model.config),
             state_dict=weights,
@@ -77,8 +80,22 @@ def _loaded(model: Any, weights: dict[str, Any], logging: Any) -> dict[str, Any]
         logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
-    state = made.state_dict()
-    # Some classes initialise what is missing without a word. No conversion changes the count.
-    own = {value.data_ptr(): value.numel() for value in state.values()}
-    given = sum(value.numel() for value in weights.values() if isinstance(value, Tensor))
-    return None if any(misfits.values()) or sum(own.values()) > given else state
+    return None if any(misfits.values()) else made.state_dict()
+
+
+def _made_as(model: Any) -> Any:
+    """Return a class that makes, of whatever arguments, a copy of a model without its numbers.
+
+    A model may have been changed since it was made, such as by another head, and its class may need
+    other arguments than a configuration.
+    """
+    empty = copy.deepcopy(
+        model,
+        {
+            id(each): nn.Parameter(each.detach().to("meta"), requires_grad=each.requires_grad)
+            for each in model.parameters()
+        }
+        | {id(each): each.to("meta") for each in model.buffers()},
+    )
+    empty._keys_to_ignore_on_load_missing = None  # these would be made up
+    return type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: empty})

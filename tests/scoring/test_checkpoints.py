@@ -992,6 +992,30 @@ def test_weights_under_other_names_are_not_made_up(tmp_path, monkeypatch, ignore
         gs.self_influence(model, [data], loss_fn, gs.Checkpoints([more], lr=0.5), progress=False)
 
 
+@pytest.mark.parametrize("change", ["head", "class"])
+def test_models_changed_since_they_were_made_are_read_under_other_names(tmp_path, change):
+    model, other, data, loss_fn = a_renamed_model("vit")
+
+    class Wide(type(model)):
+        def __init__(self, config, width):
+            super().__init__(config)
+            self.classifier = nn.Linear(8, width)
+
+    if change == "class":
+        model, other = (Wide(each.config, 5).double().eval() for each in (model, other))
+    else:
+        for each in (model, other):
+            each.classifier = nn.Sequential(nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 7)).double()
+    other.save_pretrained(tmp_path)
+    assert not set(load_file(tmp_path / "model.safetensors")) <= set(model.state_dict())
+    before = snapshot(model)
+    run = gs.Checkpoints(f"{tmp_path}/*.safetensors", lr=0.5)
+    table = gs.self_influence(model, [data], loss_fn, run, progress=False)
+    expected = sum(oracle_sqnorms(other, data, loss_fn).values())
+    np.testing.assert_allclose(table.self_influence, 0.5 * expected.numpy(), rtol=1e-9)
+    assert_unchanged(model, before)
+
+
 def test_checkpoints_are_asked_for_by_name(setting):
     with pytest.raises(gs.CheckpointError, match=r"checkpoints is list, expected gs.Checkpoints"):
         score(setting, setting.states)
