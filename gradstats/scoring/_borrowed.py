@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradstats._comparison import same_bits
-from gradstats.capture._selection import quoted
 from gradstats.capture.operations._memory import parts_of
 from gradstats.capture.parameters._attributes import kept_by, tensors_kept
-from gradstats.errors import CheckpointError
 from gradstats.scoring import _ranks
-from gradstats.scoring._renewal import Renewal
+from gradstats.scoring._renewal import Renewal, merging
 from gradstats.scoring._surroundings import Surroundings, ordinary_modules
 
 
@@ -34,9 +32,9 @@ def borrowed(model: nn.Module, renewal: Renewal, losses: Callable[[], Tensor]) -
         losses: computes those of a batch, for what the user's code does as it sets the mode.
 
     Raises:
-        CheckpointError: if eval mode changes weights, as layers do that merge their adapters then:
-            a checkpoint's weights would not be computed with as they were; or if it is not known
-            whether what the model holds is of its weights.
+        CheckpointError: if eval mode changes weights, as layers do that merge their adapters then
+            (or have merged): a checkpoint's would not be computed with as they were; or if it is
+            not known whether what the model holds is of its weights.
     """
     modes = [(module, module.training) for module in model.modules()]
     overridden = overrides_modes(model)
@@ -59,8 +57,10 @@ def borrowed(model: nn.Module, renewal: Renewal, losses: Callable[[], Tensor]) -
             move(tensors, set(map(id, tensors if overridden else _written(model))))
             model.eval()
             if overridden:
-                _check_unchanged(model, tensors, memory)
                 held = [*zip(tensors, memory, strict=True)]
+                changed = [each for each, own in held if not same_bits(each.detach(), own)]
+                if changed:
+                    raise merging(model, changed)
                 _ranks.together(renewal.try_out, model, held, losses)
             renewal.begin(Surroundings(model))
             yield
@@ -113,20 +113,6 @@ def _has_extra_state(module: nn.Module) -> bool:
         kind.get_extra_state is not plain.get_extra_state
         and kind.set_extra_state is not plain.set_extra_state
     )
-
-
-def _check_unchanged(model: nn.Module, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
-    """Raise where tensors are not what they were, each in its memory then."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    names = [name for name, tensor in named for _ in parts_of(tensor)]
-    pairs = zip(names, tensors, memory, strict=False)  # what shares their memory comes after them
-    changed = [name for name, tensor, own in pairs if not same_bits(tensor.detach(), own)]
-    if changed:
-        raise CheckpointError(
-            f"model.eval() changes {quoted(changed)}, so that a checkpoint's weights would not be "
-            "computed with as they were. Expected weights that do not depend on the mode: have "
-            "adapters not merged into them (loralib: merge_weights=False)."
-        )
 
 
 def model_tensors(model: nn.Module) -> list[Tensor]:

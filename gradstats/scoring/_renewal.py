@@ -9,13 +9,14 @@ values. So it is tried out first, and done only if a batch has the same losses a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import half_the_digits, same_bits
 from gradstats.capture._selection import quoted
+from gradstats.capture.operations._memory import parts_of
 from gradstats.capture.parameters._attributes import kept_by, tensors_kept
 from gradstats.errors import CheckpointError
 from gradstats.scoring._surroundings import Surroundings
@@ -46,7 +47,7 @@ class Renewal:
     def try_out(
         self,
         model: nn.Module,
-        memory: Iterable[tuple[Tensor, Tensor]],
+        memory: Sequence[tuple[Tensor, Tensor]],
         losses: Callable[[], Tensor],
     ) -> None:
         """Find out what setting the mode of a model to training and back does, and undo it.
@@ -57,18 +58,24 @@ class Renewal:
             losses: computes those of a batch.
 
         Raises:
-            CheckpointError: if the model drops tensors that a forward makes again, and more with
-                them.
+            CheckpointError: if eval mode changes weights that training mode changes back, or if the
+                model drops tensors that a forward makes again, and more with them.
         """
         surroundings = Surroundings(model)
         modes = [(module, module.training) for module in model.modules()]
         trained = [(each, each.requires_grad) for each in model.parameters()]
         dropped: set[str] = set()
+        merged: list[Tensor] = []
         try:
             before = losses()
             parts, held = _parts(model), _tensors_held(model)
             versions = Versions((*model.parameters(), *model.buffers()))
-            _there_and_back(model)
+            model.train(True)
+            changed = [each for each, own in memory if not same_bits(each.detach(), own)]
+            unmerged = [each.detach().clone() for each in changed]
+            model.eval()
+            pairs = zip(changed, unmerged, strict=True)
+            merged = [each for each, other in pairs if not same_bits(each.detach(), other)]
             now = _tensors_held(model)
             dropped = held.keys() - now.keys()
             known = {id(tensor) for tensors in held.values() for tensor in tensors}
@@ -87,6 +94,8 @@ class Renewal:
         for tensor, own in memory:
             if not same_bits(tensor.detach(), own):
                 tensor.detach().copy_(own)
+        if merged:
+            raise merging(model, merged)
         if made_again and not self._resets_mode:
             raise CheckpointError(
                 f"the model drops {quoted(sorted(made_again))} in training mode and computes it "
@@ -95,6 +104,18 @@ class Renewal:
                 "had before, call model.train() and model.eval(). If something else changes with "
                 "it, keep that as it is in training mode."
             )
+
+
+def merging(model: nn.Module, changed: Sequence[Tensor]) -> CheckpointError:
+    """Return the error for tensors of a model that eval mode changes."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    places = set(map(id, changed))
+    names = [name for name, each in named if not places.isdisjoint(map(id, parts_of(each)))]
+    return CheckpointError(
+        f"model.eval() changes {quoted(names)}, so that a checkpoint's weights would not be "
+        "computed with as they were. Expected weights that do not depend on the mode: have "
+        "adapters not merged into them (loralib: merge_weights=False)."
+    )
 
 
 def _there_and_back(model: nn.Module) -> None:
