@@ -1,9 +1,10 @@
 """Scores of whole data sets: self-influence and influence over a run's checkpoints.
 
-_checkpoint_files, _rates, _checkpoints    reading checkpoints, and their learning rates
+_checkpoint_files, _rates, _checkpoints    reading checkpoints, and their learning rates; _renamed
+                names under which transformers and peft save them
 _borrowed       lending the user's model to other weights; _renewal what it caches from them
 _surroundings   attributes and containers of modules, and restoring them
-_weights        checkpoints fitted to the model, and loaded; _renamed names of transformers
+_weights        checkpoints fitted to the model, and loaded
 _content, _loaders, _batches    data that are read several times, and identified
 _layout         where the examples of their batches lie
 _work           a model with its loss, and the options of a call

@@ -30,6 +30,7 @@ from gradstats.scoring._rates import (
     from_patterns,
     is_zero,
 )
+from gradstats.scoring._renamed import in_own_names
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Checkpoints:
                 f"the learning rate of every parameter is zero in {name}, so it adds nothing to "
                 "any score. Leave it out, or pass the rates of the steps before it with lr=.",
             )
-        return Checkpoint(name, content.weights, rates)
+        return Checkpoint(name, in_own_names(model, content.weights), rates)
 
     def _rates_at(
         self, index: int, content: Content, model: nn.Module, names: Sequence[str]
@@ -178,9 +179,10 @@ class WeightsOnly:
     def __len__(self) -> int:
         return len(self._sources)
 
-    def load(self, index: int) -> Checkpoint:
-        """Return one checkpoint."""
-        return Checkpoint(self.names[index], _read(self._sources[index]).weights, None)
+    def load(self, index: int, model: nn.Module) -> Checkpoint:
+        """Return one checkpoint for a model."""
+        weights = in_own_names(model, _read(self._sources[index]).weights)
+        return Checkpoint(self.names[index], weights, None)
 
 
 def _read(source: Path | Content) -> Content:

@@ -45,7 +45,7 @@ class Pairs:
     def load(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
         """Return the checkpoints of both sides; None where the query side's is the train side's."""
         train = self._train.load(number, self._work.model, self._work.names)
-        return train, None if self._query is None else self._query.load(number)
+        return train, None if self._query is None else self._query.load(number, self._work.model)
 
 
 class Passes:

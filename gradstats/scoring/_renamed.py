@@ -5,30 +5,29 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradstats.capture._selection import matching_names, wrapper_prefix
-from gradstats.scoring._checkpoints import Checkpoint
 
 
-def in_own_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the names of the model, where its library saved it under others."""
+def in_own_names(model: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a checkpoint's weights by the model's names, where its library saved others."""
     inner = model.get_submodule(wrapper_prefix(model).rstrip("."))
-    names = matching_names(checkpoint.weights, own := inner.state_dict().keys())
-    weights = {names[name]: value for name, value in checkpoint.weights.items()}
+    names = matching_names(saved, own := inner.state_dict().keys())
+    weights = {names[name]: value for name, value in saved.items()}
     if weights.keys() <= own:
-        return checkpoint
+        return saved
     modelling, peft = (sys.modules.get(name) for name in ("transformers.modeling_utils", "peft"))
     found = None
     if peft is not None and isinstance(inner, peft.PeftModel):
         found = _with_adapters(inner, weights, peft)
     elif modelling is not None and isinstance(inner, modelling.PreTrainedModel):
         found = _loaded(inner, weights, modelling.logging)
-    return checkpoint if found is None else replace(checkpoint, weights=found)
+    return saved if found is None else found
 
 
 def _with_adapters(model: Any, weights: dict[str, Any], peft: Any) -> dict[str, Any] | None:

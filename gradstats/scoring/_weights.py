@@ -17,7 +17,6 @@ from gradstats.scoring._borrowed import memory_of, model_tensors, move, override
 from gradstats.scoring._checkpoint_files import index_of
 from gradstats.scoring._checkpoints import Checkpoint
 from gradstats.scoring._content import ContentHash
-from gradstats.scoring._renamed import in_own_names
 from gradstats.scoring._renewal import Renewal
 
 
@@ -27,7 +26,6 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, renewal: Renewal) -> 
     What its forwards at other weights have left in it is taken away, and with it what was derived
     when these were loaded.
     """
-    checkpoint = in_own_names(model, checkpoint)
     if not any(_changed(model.state_dict(), fitted(model, checkpoint))):
         return
     renewal.begin_anew()
@@ -283,8 +281,7 @@ def weights_hash(model: nn.Module, checkpoint: Checkpoint) -> str:
     """Return a SHA-256 over names, shapes, dtypes and values of a checkpoint of a model."""
     content = ContentHash()
     prefix = wrapper_prefix(model)
-    entries = fitted(model, in_own_names(model, checkpoint))
-    held = {clean_name(name, prefix): value for name, value in entries.items()}
+    held = {clean_name(name, prefix): v for name, v in fitted(model, checkpoint).items()}
     content.add(dict(sorted(held.items())))
     return content.hexdigest()
 
