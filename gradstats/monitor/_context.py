@@ -107,7 +107,7 @@ class MonitorStep:
                         context, self._batch_size, self._ids, self._weights, self._divisor
                     )
                 else:
-                    self._leave_out(
+                    self._skip_step(
                         collector,
                         "no backward ran inside this step of gradstats.Monitor, so that its "
                         "optimizer step is not measured. Where the loop skips it on purpose that "
@@ -133,7 +133,7 @@ class MonitorStep:
         """
         collector = self._begun()
         if collector is not None and not collector.skipped:
-            self._leave_out(collector, reason)
+            self._skip_step(collector, reason)
         self.close(last)
 
     def leave_out(self, last: bool) -> None:
@@ -153,7 +153,7 @@ class MonitorStep:
             self._monitor._begin(single=self._last is True)
         return self._monitor._collector
 
-    def _leave_out(self, collector: Collector, reason: str) -> None:
+    def _skip_step(self, collector: Collector, reason: str) -> None:
         """Leave an optimizer step out that loops skip, as they do where a loss is not finite."""
         collector.skipped, self.measured = True, False
         warn(reason)

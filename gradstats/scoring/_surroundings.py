@@ -19,7 +19,6 @@ class Surroundings:
 
     Among them are their parts, tensors and hooks: a forward may register others. Tensors are not
     copied: what is written into them stays.
-
     """
 
     def __init__(self, model: nn.Module):

@@ -33,8 +33,9 @@ def in_place_variants(*names: str) -> list[Any]:
     return [getattr(Tensor, key) for key in keys if hasattr(Tensor, key)]
 
 
-# Sums and differences of two operands.
-ADDS = frozenset([*function_variants("add", "sub", "subtract"), torch.rsub])
+# Differences of two operands; and sums as well.
+SUBTRACTS = frozenset([*function_variants("sub", "subtract"), torch.rsub])
+ADDS = SUBTRACTS | frozenset(function_variants("add"))
 ADDS_IN_PLACE = frozenset(in_place_variants("add", "sub", "subtract"))
 
 # Operations whose result has the numbers of the first operand in their places, perhaps rounded.

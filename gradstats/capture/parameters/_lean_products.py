@@ -28,7 +28,7 @@ from gradstats._factors import (
     tensors_of,
 )
 from gradstats.capture.operations._nested import argument_of
-from gradstats.capture.operations._operations import function_variants
+from gradstats.capture.operations._operations import SUBTRACTS
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._replay import FunctionStep
@@ -37,8 +37,6 @@ from gradstats.contractions import lean, row_products
 Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
 
 DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
-
-SUBTRACTS = frozenset([*function_variants("sub", "subtract"), torch.rsub])
 
 # Differences whose first operand is subtracted, rather than the second.
 REVERSED = frozenset({Tensor.__rsub__, torch.rsub})
