@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import re
 
@@ -52,12 +53,61 @@ def check_packed_language_model_loss(loss_fn, bounds):
         torch.testing.assert_close(norm, torch.cat([each.flatten() for each in gradients]).norm())
 
 
+def check_through_adam(through_adam):
+    """Compare with what leaving single examples out of one of Adam's steps does to the loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model.double()
+    rate, size, options = 1e-5, 16, {"betas": (0.0, 0.999), "eps": 1e-4}
+    # Groups of their own, in another order than the model's.
+    groups = [{"params": model[2].parameters(), "eps": 1.0}, {"params": model[0].parameters()}]
+    optimizer = torch.optim.Adam(groups, lr=rate, **options)
+
+    def loss_fn(model, batch):
+        return (model(batch[0]) - batch[1]).square().sum(1)
+
+    def batch():
+        x = torch.randn(size, 4, dtype=torch.float64) * torch.tensor([4.0, 1.0, 0.5, 0.1])
+        return x, x.sin().sum(1, keepdim=True)
+
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss_fn(model, batch()).mean().backward()
+        optimizer.step()
+    last, validation = batch(), batch()
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def after(weights):
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(copy.deepcopy(start[1]))
+        optimizer.zero_grad()
+        (loss_fn(model, last) @ weights / size).backward()
+        optimizer.step()
+        with torch.no_grad():
+            return loss_fn(model, validation).mean()
+
+    whole = torch.ones(size, dtype=torch.float64)
+    without = whole - torch.eye(size, dtype=torch.float64)
+    lowered = torch.stack([after(weights) for weights in without]) - after(whole)
+
+    model.load_state_dict(start[0])
+    optimizer.load_state_dict(start[1])
+    optimizer.zero_grad()
+    loss_fn(model, validation).mean().backward()
+    scores = gs.alignment(model, last, loss_fn, through_adam(model, optimizer))
+    error = (scores * rate / size - lowered).norm() / lowered.norm()
+    # Of what an example changes in the mean of squares.
+    assert error < 0.01, error
+
+
 def run(page, names: dict) -> None:
     """Run a page's code from top to bottom, and check what its functions compute."""
     for number, block in enumerate(blocks(page)):
         code = compile(block, f"{page.name}, block {number}", "exec")
         if TRAINERS not in block:
             exec(code, names)
+        if "def through_adam" in block:
+            check_through_adam(names["through_adam"])
         if importlib.util.find_spec("transformers"):
             if "def language_model_loss" in block:
                 check_language_model_loss(names["language_model_loss"])
