@@ -57,6 +57,14 @@ MATRICES = {
     "unbind": ((WIDTH, 3, 2), lambda w: w.unbind(1)[2]),
     "two chunks": ((WIDTH, 4), lambda w: w.chunk(2, 1)[0] + 2 * w.chunk(2, 1)[1]),
     "1 + w": ((WIDTH, 2), lambda w: 1 + w),
+    "1 - w": ((WIDTH, 2), lambda w: 1 - w),
+    "chunk of a sum": ((WIDTH, 4), lambda w: (w + mixed(WIDTH, 4)).chunk(2, 1)[1]),
+    "chunk of a sum with itself": ((WIDTH, 4), lambda w: (w + w.exp()).chunk(2, 1)[0]),
+    "chunk of a multiple added": (
+        (WIDTH, 4),
+        lambda w: torch.add(mixed(WIDTH, 4), w, alpha=3).chunk(2, 1)[0],
+    ),
+    "chunk of a row added to all": ((1, 4), lambda w: (mixed(WIDTH, 4) + w).chunk(2, 1)[1]),
     "exp": ((WIDTH, 2), lambda w: w.exp()),
     "-exp": ((WIDTH, 2), lambda w: -torch.exp(w)),
     "softplus": ((WIDTH, 2), functional.softplus),
@@ -128,6 +136,36 @@ MATRICES = {
     # More steps than Python's stack is deep.
     "400 sines": ((WIDTH, 2), lambda w: repeated(lambda m: 1.001 * torch.sin(m), w, 400)),
 }
+
+
+# Constants that bfloat16 rounds to ones, each multiplied by a parameter of whole numbers.
+ROUNDED = torch.full((WIDTH, WIDTH), 1 + 2**-9)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x @ (m.w @ ROUNDED),
+        lambda m, x: x @ (ROUNDED @ m.w),
+        lambda m, x: x * (m.w @ ROUNDED[0]),
+        lambda m, x: x * (ROUNDED @ m.w[0]),
+        lambda m, x: x * (ROUNDED[0] @ m.w),
+        lambda m, x: x * functional.linear(ROUNDED, m.w)[1],
+        lambda m, x: x * functional.linear(m.w, ROUNDED, m.w[0])[1],
+    ],
+)
+def test_products_with_constants_that_autocast_rounds(function):
+    model = Operation(function, {"w": torch.randint(-1, 2, (WIDTH, WIDTH))}, upstream=False).float()
+    x, scale = torch.randint(-1, 2, (BATCH, WIDTH)).float(), torch.tensor([1.0, -2.0, 4.0, 1.0])
+
+    def loss(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (model(x).float() * scale).sum(1)
+
+    got = gs.per_example_norms(model, x, loss).by_parameter["w"]
+    for row, sqnorm in zip(x, got, strict=True):
+        (gradient,) = torch.autograd.grad(loss(model, row[None]).sum(), model.w)
+        assert gradient.square().sum().item() == pytest.approx(sqnorm.item(), rel=1e-6)
 
 
 def repeated(function, value, times):
@@ -234,6 +272,18 @@ def test_position_embedding(ids, positions):
     check_operation(lambda m, x: m.table(ids(x)) * x, parameters, x)
 
 
+def test_a_number_for_each_example_expanded_to_all_positions():
+    x = normal(BATCH, POSITIONS, WIDTH)
+    for axes in ((BATCH, 1), (1, BATCH, 1)):
+        check_operation(
+            lambda m, x, axes=axes: (x.sum(2) * m.w.expand(*axes[:-1], POSITIONS)).reshape(
+                x.shape[:2]
+            ),
+            {"w": axes},
+            x,
+        )
+
+
 def test_position_embedding_with_padding_and_with_registered_ids():
     class Positions(nn.Module):
         def __init__(self):
@@ -247,6 +297,15 @@ def test_position_embedding_with_padding_and_with_registered_ids():
     for positions in (BATCH, POSITIONS):
         x = normal(BATCH, positions, WIDTH)
         check_operation(lambda m, x: m.layer(x), {"layer": Positions()}, x)
+
+
+def test_positions_whose_gradients_are_divided_by_how_often_they_occur():
+    table = nn.Embedding(7, WIDTH, scale_grad_by_freq=True)
+    check_operation(
+        lambda m, x: x + m.table(torch.arange(x.shape[1]) // 2),
+        {"table": table},
+        normal(BATCH, POSITIONS, WIDTH),
+    )
 
 
 @pytest.mark.parametrize("padding", [1, -2])

@@ -83,6 +83,19 @@ def test_one_expert_used_twice():
     check_operation(function, {"up": (EXPERTS, WIDTH, WIDTH)}, normal(6, WIDTH), **SINGLE)
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (2, 1, 0), (0, 2, 1)])
+def test_experts_along_another_axis_of_a_parameter(order):
+    ends = torch.tensor([2, 3, 3, 5, 6], dtype=torch.int32)
+    sizes = EXPERTS, WIDTH, 8
+    shape = tuple(sizes[order.index(axis)] for axis in range(3))
+    check_operation(
+        lambda m, x: multiply(x, m.w.permute(order).contiguous(), ends),
+        {"w": shape},
+        normal(6, WIDTH),
+        **SINGLE,
+    )
+
+
 def test_products_of_groups_of_columns_are_refused():
     check_refused(
         lambda m, x: grouped_mm(x, m.w, offs=torch.tensor([2, 4], dtype=torch.int32)),

@@ -171,6 +171,11 @@ CONVOLUTIONS = {
             m.weight.detach()[None], None, None, m.length.view(-1), m.shift, True, 0.1, 0.05
         ).squeeze(0), {}
     ),
+    "batch_norm of two": (
+        lambda m: functional.batch_norm(
+            m.weight.reshape(2, 6, -1), None, None, m.length.view(-1), m.shift, True
+        ).view_as(m.weight), {}
+    ),
     "layer_norm": (by_layer_norm, {"stride": 2}),
     "layer_norm of all axes": (
         lambda m: functional.layer_norm(m.weight, m.weight.shape[1:], eps=0.05), {}

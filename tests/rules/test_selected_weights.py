@@ -41,6 +41,12 @@ def written_over(m):
     return whole
 
 
+def written_into(m):
+    whole = m.v.sin()
+    whole[1, 2] = m.w[0]
+    return whole
+
+
 # name: (shapes of the parameters, what makes a matrix of them)
 MATRICES = {
     "rows": ({"v": (2, WIDTH), "u": (1, WIDTH), "w": (3, WIDTH)}, joined(0)),
@@ -67,6 +73,7 @@ MATRICES = {
     ),
     "written": ({"v": (WIDTH,), "w": (6,)}, in_steps),
     "written over": ({"v": (3, WIDTH), "w": (3, WIDTH)}, written_over),
+    "written into": ({"v": (3, WIDTH), "w": (2,)}, written_into),
 }
 
 
