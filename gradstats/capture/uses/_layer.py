@@ -59,13 +59,15 @@ class Layer(Joinable):
         raise NotImplementedError
 
     def is_contracted_here(self, use: Use, factor: Factor, want_sum: bool) -> bool:
-        """Whether the norms of the weight's factor are computed in the backward of the layer.
+        """Whether the weight's gradient comes from the same pass as the norms of its factor.
 
         In a graph only if a kernel gives both: loops over the examples would be unrolled there.
         """
+        if not (want_sum and use.settings.fused):
+            return False
         if isinstance(factor, Images) or (is_compiling() and not on_chip(factor)):
             return False  # summing images takes a separate product
-        return want_sum and use.settings.fused and use.is_sole(0)
+        return use.is_sole(0) or (use.settings.consumer is None and use.is_tied(factor))
 
     def of_bias(self, grad: Tensor) -> Vector | Elementwise:
         """Return the factor of the bias."""

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._compiler import is_compiling
 from gradstats._factors import Outer, Ragged, cast
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.uses._layer import Layer
 from gradstats.capture.uses._together import is_small
-from gradstats.capture.uses._uses import Settings, Use
-from gradstats.contractions import Contraction, on_chip, one_position
+from gradstats.capture.uses._uses import Settings
+from gradstats.contractions import Contraction, one_position
 from gradstats.contractions._multiply import multiply, pays
 
 
@@ -63,16 +62,6 @@ class LinearFactors(Layer):
 
     def adjoint(self, grad: Tensor, x: Tensor) -> LinearFactors:
         return LinearFactors(True, False, self.examples, self.shape, not self.inputs_first)
-
-    def is_contracted_here(self, use: Use, factor: Outer | Ragged, want_sum: bool) -> bool:  # type: ignore[override]
-        settings = use.settings
-        with_sum = want_sum and settings.fused
-        if is_compiling() and not on_chip(factor):
-            return False
-        # A consumer that wants no sum has its own way to norms and products.
-        if use.is_sole(0):
-            return with_sum or settings.consumer is None
-        return with_sum and settings.consumer is None and use.is_tied(factor)
 
     def gradients(
         self, settings: Settings, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]

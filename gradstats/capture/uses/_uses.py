@@ -26,7 +26,7 @@ from gradstats.capture.parameters._lineage import Pulled, pull_back
 from gradstats.capture.parameters._nodes import Node, Root, closed_before, unique_roots
 from gradstats.capture.parameters._slices import as_slices
 from gradstats.capture.parameters._transforms import HiddenError, transform_level
-from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
+from gradstats.contractions import Fused, lean, sqnorm, sqnorm_and_sum
 from gradstats.contractions._precision import without_autocast
 from gradstats.errors import UnsupportedOperationError
 
@@ -98,14 +98,15 @@ class Use:
             return all([root.has_one_use for root in self.roots])
         return all(map(self.is_sole, range(len(self.nodes))))
 
-    def is_tied(self, factor: Outer | Ragged) -> bool:
+    def is_tied(self, factor: Factor) -> bool:
         """Whether the first node is a parameter whose other uses are all look-ups of its rows.
 
         Then only the norms of this use's factor are kept, and its products with the look-ups.
         """
         node = self.nodes[0]
-        tied = isinstance(node, Root) and self.direct and node.is_projection
-        return tied and factor.spans_rows
+        if not (isinstance(node, Root) and self.direct and node.is_projection):
+            return False
+        return isinstance(factor, (Outer, Ragged)) and factor.spans_rows
 
     def check_numbers(self) -> None:
         """Raise if a parameter no longer has the values that it was used with."""
@@ -143,7 +144,11 @@ class Use:
             settings = self.settings
             for root, factor in zip(self.roots, factors, strict=True):
                 if factor is not None and settings.consumer is None and root.has_one_use:
-                    root.settle_alone(_norms(factor, settings))
+                    root.settle_alone(
+                        factor.norms
+                        if isinstance(factor, Fused)
+                        else sqnorm([factor], settings.workspace)
+                    )
                     continue
                 if factor is not None:
                     root.deliver(_held(factor, root))
@@ -183,13 +188,6 @@ def given_others(what: str, remedy: str) -> UnsupportedOperationError:
         "losses are made, so that the backward may compute with these in place of those of the "
         f"forward. Expected the numbers of the forward: {remedy}."
     )
-
-
-def _norms(factor: Factor | Fused, settings: Settings) -> Contraction:
-    """Return the squared norms of the only factor of a parameter."""
-    if isinstance(factor, Fused):
-        return factor.norms
-    return sqnorm([factor], settings.workspace)
 
 
 def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
