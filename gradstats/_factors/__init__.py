@@ -17,6 +17,7 @@ _path       which elements of a parameter a tensor derived from it has, and wher
 """
 
 from gradstats._factors._distances import Distances as Distances
+from gradstats._factors._factor import Changed as Changed
 from gradstats._factors._factor import Factor as Factor
 from gradstats._factors._factor import Undivided as Undivided
 from gradstats._factors._factor import cast as cast

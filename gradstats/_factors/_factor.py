@@ -49,7 +49,10 @@ class Undivided:
 
 
 class Changed:
-    """A factor that modifies the gradients of another factor of the same shape."""
+    """Gradients that are computed from those of another factor, example by example.
+
+    For dataclasses. Shape and granule are the other factor's, unless a class has its own.
+    """
 
     inner: Any
 
@@ -64,6 +67,9 @@ class Changed:
     @property
     def granule(self) -> int:
         return self.inner.granule
+
+    def select(self, rows) -> Any:
+        return replace(self, inner=self.inner.select(rows))  # type: ignore[type-var]
 
 
 def selected(rows, batch: int) -> Tensor:

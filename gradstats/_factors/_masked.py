@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -23,9 +23,6 @@ class Masked(Changed):
 
     inner: Outer | Patches | Ragged
     mask: Tensor
-
-    def select(self, rows) -> Masked:
-        return replace(self, inner=self.inner.select(rows))
 
     @property
     def layout(self) -> int:

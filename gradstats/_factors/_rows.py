@@ -80,14 +80,8 @@ class Rows:
         number[chosen] = torch.arange(chosen.numel(), device=self.ids.device)
         keep = (number[self.example] >= 0).nonzero().squeeze(1)
         # Ascending order of examples survives: callers select ascending rows.
-        return Rows(
-            self.ids[keep],
-            self.grad[keep],
-            number[self.example[keep]],
-            chosen.numel(),
-            self.shape,
-            self.longest,
-        )
+        ids, grad, example = self.ids[keep], self.grad[keep], number[self.example[keep]]
+        return Rows(ids, grad, example, chosen.numel(), self.shape, self.longest)
 
     def in_order(self) -> Rows:
         """Return the rows sorted by example, as a factor requires."""

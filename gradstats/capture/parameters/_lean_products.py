@@ -95,8 +95,6 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if not isinstance(factor, Scaled):
         return None
     value = other_operand(node, parent)
-    if isinstance(value, Tensor) and value.layout != torch.strided:
-        return None
     dtype = compute_dtype(node.value, *tensors_of(factor))
     scale = torch.as_tensor(value, dtype=dtype, device=node.value.device)
     if node.function in DIVISIONS:
@@ -148,11 +146,11 @@ def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     factor = lean(factor)
     if not isinstance(factor, Vector) or factor.axis is not None or len(weight.shape) != 2:
         return None
-    dtype = compute_dtype(node.value, factor.values)
-    grad = cast(factor.values, dtype).reshape(factor.batch, -1, node.shape[-1])
     if parent is bias:
         return _multiple(factor, 1, node, parent)  # it may have been broadcast
     node.check_step()
+    dtype = compute_dtype(node.value, factor.values)
+    grad = cast(factor.values, dtype).reshape(factor.batch, -1, node.shape[-1])
     # Autocast may have rounded it first.
     other = numbers_of(x if parent is weight else weight).to(node.value.dtype).to(dtype)
     if parent is weight:

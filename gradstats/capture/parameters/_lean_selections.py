@@ -62,9 +62,6 @@ def is_assignment(function: Any) -> bool:
 # their factors would be mostly zeros.
 MOST_LEFT_OUT = 4
 
-# Elements are numbered with 32 bits: the most that are.
-MOST_ELEMENTS = 2**31 - 1
-
 # Number of places processed at once.
 SLICE = 2**17
 
@@ -80,14 +77,8 @@ def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor 
     if node.function not in OF_ALL:
         node.check_step()  # indices may have changed
     # Once for all operands: there may be thousands.
-    numbering = node.once(factor, lambda: _numbered(node, places))
-    return numbering and PICKED[type(inner)](inner, numbering.places_of(parent))
-
-
-def _numbered(node: Derived, places: int) -> Numbering | None:
-    """Return where the elements of all operands are; None if they are too many."""
-    count = sum(each.shape.numel() for each in node.parents)
-    return Numbering(node) if max(places, count) <= MOST_ELEMENTS else None
+    numbering = node.once(factor, lambda: Numbering(node))
+    return PICKED[type(inner)](inner, numbering.places_of(parent))
 
 
 def _pads_with_numbers(node: Derived) -> bool:
@@ -113,8 +104,10 @@ class Numbering:
         operands = list(dict.fromkeys(node.parents))
         *starts, end = accumulate([each.shape.numel() for each in operands], initial=1)
         self.first = dict(zip(operands, starts, strict=True))
-        numbers = self._run(node).reshape(-1)
-        self.size = len(numbers)
+        self.size = node.shape.numel()
+        # Half of the memory, where it is enough.
+        dtype = torch.int32 if max(end, self.size) <= torch.iinfo(torch.int32).max else torch.int64
+        numbers = self._run(node, dtype).reshape(-1)
         self.where: Tensor | None = numbers.new_full((end - 1,), -1)
         standing = 0
         for start in range(0, self.size, SLICE):
@@ -128,9 +121,9 @@ class Numbering:
             self.numbers, order = numbers[places].sort(stable=True)
             self.places = places[order]
 
-    def _run(self, node: Derived) -> Tensor:
+    def _run(self, node: Derived, dtype: torch.dtype) -> Tensor:
         """Run the operation on the numbers of its operands' elements."""
-        kind: dict[str, Any] = {"dtype": torch.int32, "device": node.value.device}
+        kind: dict[str, Any] = {"dtype": dtype, "device": node.value.device}
 
         def numbered(item):
             if isinstance(item, Node) and item in self.first:

@@ -111,13 +111,8 @@ def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     return None
 
 
-def _same_shape(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """Casts and copies: the gradient has the same values, in the root's dtype."""
-    return factor if node.value.shape == parent.shape else None
-
-
 def _same_numbers(factor: Factor, node: Derived, parent: Node) -> Factor:
-    """A complex tensor viewed as pairs of real numbers, or the reverse: the same to factors."""
+    """Casts, copies, and complex numbers viewed as pairs of real ones, or the reverse."""
     return factor
 
 
@@ -231,6 +226,9 @@ def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
 
+# To factors, a complex number is two real ones, so that these change nothing.
+SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
+
 LEAN_STEPS = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(REDUCES.keys() | MEASURES, reduced),
@@ -238,7 +236,7 @@ LEAN_STEPS = {
     # Some of the following are elementwise too; their own steps are leaner.
     # T and mT: the other getters conjugate as well.
     **dict.fromkeys([*variants("t", "transpose", "permute"), *TRANSPOSING_GETTERS[:2]], _permuted),
-    **dict.fromkeys(CASTS, _same_shape),
+    **dict.fromkeys(CASTS | SAME_NUMBERS, _same_numbers),
     **dict.fromkeys(ADDS, summed),
     **dict.fromkeys(function_variants("neg", "negative"), negated),
     **dict.fromkeys([*function_variants("mul"), *DIVISIONS], scaled),
@@ -250,8 +248,6 @@ LEAN_STEPS = {
     torch._weight_norm: weight_normalised,
     torch.nn.functional.batch_norm: standardised,
     torch.nn.functional.layer_norm: standardised,
-    torch.view_as_real: _same_numbers,
-    torch.view_as_complex: _same_numbers,
     **dict.fromkeys(
         variants("view", "view_as", "reshape", "reshape_as", "unsqueeze", "squeeze", "flatten"),
         _reshaped,
@@ -278,12 +274,5 @@ OF_SEVERAL = frozenset(
     }
 )
 
-SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
-
 # Steps that only rearrange the elements of the gradient.
-ISOMETRIC_STEPS = frozenset({_permuted, _same_shape, _reshaped, _same_numbers})
-
-
-def is_cast(node: Derived) -> bool:
-    """Whether a tensor is a cast or a copy."""
-    return LEAN_STEPS.get(node.function) is _same_shape
+ISOMETRIC_STEPS = frozenset({_permuted, _reshaped, _same_numbers})

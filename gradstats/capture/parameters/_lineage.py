@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from gradstats._complex import real_shape
 from gradstats._cost import pays_to_pull_apart, pulled_chunk
-from gradstats._factors import Factor, Outer, Path, Undivided, compute_dtype
+from gradstats._factors import Changed, Factor, Outer, Path, Undivided, compute_dtype
 from gradstats.capture.following._indexing import is_sequence
 from gradstats.capture.operations._memory import extent
 from gradstats.capture.operations._nested import rebuild
-from gradstats.capture.operations._operations import variants
+from gradstats.capture.operations._operations import CASTS, variants
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._lean_normalisations import Flattened
 from gradstats.capture.parameters._lean_products import only_adds, summed
@@ -33,7 +33,6 @@ from gradstats.capture.parameters._lean_steps import (
     LEAN_STEPS,
     SAME_NUMBERS,
     index_items,
-    is_cast,
     lean_step,
 )
 from gradstats.capture.parameters._nodes import Node, Root, same_storage
@@ -58,7 +57,7 @@ FUNCTION_CHUNK = 8
 
 
 @dataclass(frozen=True)
-class Pulled(Undivided):
+class Pulled(Undivided, Changed):
     """The factor of a parameter that is given by a factor of a tensor derived from it.
 
     Attributes:
@@ -75,10 +74,6 @@ class Pulled(Undivided):
     together: dict[Root, Contraction | None]
 
     @property
-    def batch(self) -> int:
-        return self.inner.batch
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return real_shape(self.root.parameter)
 
@@ -90,9 +85,6 @@ class Pulled(Undivided):
     def path(self) -> Path | None:
         """How the root's elements were rearranged; None if anything else was done to them."""
         return rearrangement(self.node)
-
-    def select(self, rows) -> Pulled:
-        return replace(self, inner=self.inner.select(rows))
 
     def dense(self) -> Tensor:
         (pulled,) = self.replay().pull_each(self.inner)
@@ -126,7 +118,7 @@ class Pulled(Undivided):
 
 
 @dataclass(frozen=True)
-class Frozen(Undivided):
+class Frozen(Undivided, Changed):
     """A ``Pulled`` factor that outlives its context and later changes of the model's weights.
 
     Attributes:
@@ -140,19 +132,12 @@ class Frozen(Undivided):
     path: Path | None
 
     @property
-    def batch(self) -> int:
-        return self.inner.batch
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.replay.leaves[0].shape)
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape) + self.replay.widest
-
-    def select(self, rows) -> Frozen:
-        return replace(self, inner=self.inner.select(rows))
 
     def dense(self) -> Tensor:
         (pulled,) = self.replay.pull_each(self.inner)
@@ -288,7 +273,8 @@ def rearrangement(node: Node) -> Path | None:
         if not is_isometric(node):
             return None
         # The arguments of a cast or a copy do not affect which elements it holds.
-        arguments = "" if is_cast(node) else repr(rebuild((node.args[1:], node.kwargs), _form_of))
+        casts = node.function in CASTS
+        arguments = "" if casts else repr(rebuild((node.args[1:], node.kwargs), _form_of))
         steps.append((node.function, arguments, node.index))
         if view is None and same_storage(node.value, root.value):
             view = node.value

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Factor
+from gradstats.capture.operations._operations import CASTS
 from gradstats.capture.parameters._derivation import Derived
-from gradstats.capture.parameters._lean_steps import is_cast
 from gradstats.capture.parameters._lineage import Pulled, is_isometric, sqnorms_together
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.contractions import Contraction, merge
@@ -114,7 +114,7 @@ def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction
 
 def _whole_of(node: Node) -> Node:
     """Return the largest derived tensor of which a node is a part; the node if there is none."""
-    while isinstance(node, Derived) and is_isometric(node) and not is_cast(node):
+    while isinstance(node, Derived) and is_isometric(node) and node.function not in CASTS:
         if not isinstance(node.parents[0], Derived):
             break
         node = node.parents[0]
