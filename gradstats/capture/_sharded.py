@@ -29,12 +29,12 @@ class ShardedParameters:
     Args:
         anatomy: the model's.
         roots: all tracked parameters, sharded or not.
-        track: called with a root and its whole parameter when that first appears.
-        ignore: called with a whole parameter that is not tracked when it first appears.
+        meet: called with a whole parameter when it first appears, and its root; None for the root
+            of one that is not tracked.
     """
 
-    def __init__(self, anatomy: Anatomy, roots: Iterable[Root], track, ignore):
-        self._track, self._ignore = track, ignore
+    def __init__(self, anatomy: Anatomy, roots: Iterable[Root], meet):
+        self._meet = meet
         self._roots: dict[int, Root] = {}
         # For each managed module, where its parameters are: (owner, name, root of the shard).
         self._places: dict[nn.Module, list[tuple[nn.Module, str, Root | None]]] = {}
@@ -99,10 +99,7 @@ class ShardedParameters:
             if is_sharded(whole):
                 raise _tensor_parallel(name if root is None else root.describe())
             self._whole[id(whole)] = whole
-            if root is None:
-                self._ignore(whole)
-            else:
-                self._track(root, whole)
+            self._meet(whole, root)
 
     def knows(self, leaf: torch.Tensor) -> bool:
         """Whether a leaf of the graph is a whole parameter that was seen."""

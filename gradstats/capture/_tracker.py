@@ -126,7 +126,7 @@ class Tracker(Context):
         # Parameters that did not require grad at first, and those of them unfrozen since.
         self._untrained = {id(each) for each in self._parameters if not each.requires_grad}
         self._unfrozen: list[Tensor] = []
-        self.sharded = ShardedParameters(anatomy, self.roots, self._track_whole, self._ignore_whole)
+        self.sharded = ShardedParameters(anatomy, self.roots, self._meet_whole)
 
     def _form_of_graphs(self, selection: tuple[Any, ...]) -> str:
         """Return a key of everything that recorded graphs depend on; "" if none serve this context.
@@ -239,12 +239,13 @@ class Tracker(Context):
                 if module.running_mean is running_mean and module.num_batches_tracked is not None:
                     module.num_batches_tracked.sub_(1)
 
-    def _track_whole(self, root: Root, parameter: nn.Parameter) -> None:
-        root.parameter = parameter
-        self._track(root)
-
-    def _ignore_whole(self, parameter: nn.Parameter) -> None:
-        self.marks.keep_constant([parameter])
+    def _meet_whole(self, parameter: nn.Parameter, root: Root | None) -> None:
+        """Track the whole of a sharded parameter, or note that one without a root is constant."""
+        if root is None:
+            self.marks.keep_constant([parameter])
+        else:
+            root.parameter = parameter
+            self._track(root)
 
     def close(self) -> None:
         """Restore the parameters, leaving no trace of the context."""
