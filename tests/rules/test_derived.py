@@ -16,7 +16,13 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.contractions import _dense
-from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
+from tests.oracle import (
+    assert_sqnorms,
+    check_model,
+    check_products,
+    oracle_gradients,
+    oracle_sqnorms,
+)
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, POSITIONS, WIDTH = 3, 5, 4
@@ -150,8 +156,8 @@ ROUNDED = torch.full((WIDTH, WIDTH), 1 + 2**-9)
         lambda m, x: x * (m.w @ ROUNDED[0]),
         lambda m, x: x * (ROUNDED @ m.w[0]),
         lambda m, x: x * (ROUNDED[0] @ m.w),
-        lambda m, x: x * functional.linear(ROUNDED, m.w)[1],
-        lambda m, x: x * functional.linear(m.w, ROUNDED, m.w[0])[1],
+        lambda m, x: (x[:, None] * functional.linear(ROUNDED, m.w)).sum(1),
+        lambda m, x: (x[:, None] * functional.linear(m.w, ROUNDED)).sum(1),
     ],
 )
 def test_products_with_constants_that_autocast_rounds(function):
@@ -166,6 +172,29 @@ def test_products_with_constants_that_autocast_rounds(function):
     for row, sqnorm in zip(x, got, strict=True):
         (gradient,) = torch.autograd.grad(loss(model, row[None]).sum(), model.w)
         assert gradient.square().sum().item() == pytest.approx(sqnorm.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda w: torch.cat([torch.ones(5).double(), w.flatten()])[5:].view_as(w),
+        lambda w: w.t().contiguous().t(),
+    ],
+    ids=["in a larger tensor", "by columns"],
+)
+def test_pieces_of_weights_that_two_models_keep_in_memory_differently(kept):
+    def function(m, x):
+        left, right = m.w[:, :3], m.w[1:, 2:]
+        return x @ left @ mixed(3, 2) + (x[:, 1:] @ right).sum(1, keepdim=True)
+
+    model = Operation(function, {"w": (WIDTH, 5)}, upstream=False)
+    other = Operation(function, {"w": kept(torch.randn(WIDTH, 5).double())}, upstream=False)
+    assert other.w.stride() != model.w.stride() or other.w.storage_offset()
+    batch, theirs = (normal(BATCH, WIDTH),), (normal(BATCH + 1, WIDTH),)
+    one = oracle_gradients(model, batch, uneven_loss)["w"].flatten(1)
+    two = oracle_gradients(other, theirs, uneven_loss)["w"].flatten(1)
+    got = gs.inner_products(model, batch, other, theirs, uneven_loss)
+    torch.testing.assert_close(got, one @ two.T)
 
 
 def repeated(function, value, times):

@@ -54,6 +54,7 @@ MATRICES = {
     "blocks": ({"v": (2, 3), "w": (3, 1)}, lambda m: torch.block_diag(m.v, m.w)),
     "quaternion": (dict.fromkeys("vuwk", (2, 1)), quaternion),
     "beside constants": ({"v": (2, 3)}, lambda m: functional.pad(m.v, (1, 0), value=2.0)),
+    "a row beside ones": ({"v": (1, 3)}, lambda m: functional.pad(m.v, (1, 0), value=1.0)),
     "circular": ({"v": (2, 2)}, lambda m: functional.pad(m.v[None], (1, 1), mode="circular")[0]),
     "several axes": (
         {"v": (2, 2, 3), "w": (2, 2, 3)},
