@@ -526,7 +526,7 @@ def test_what_cannot_be_registered(function, decomposition, message):
 def test_registered_twice():
     with (
         gs.register_rule(ScaledSiLU, scaled_silu),
-        pytest.raises(gs.TrackingError, match=r"ScaledSiLU has a rule already.*remove"),
+        pytest.raises(gs.TrackingError, match=r"ScaledSiLU.apply has a rule already.*remove"),
     ):
         gs.register_rule(ScaledSiLU, scaled_silu)
 

@@ -38,6 +38,8 @@ from gradstats._factors._ragged import Experts as Experts
 from gradstats._factors._ragged import Ragged as Ragged
 from gradstats._factors._rows import Lookup as Lookup
 from gradstats._factors._rows import Rows as Rows
+from gradstats._factors._rows import embedding_rows as embedding_rows
+from gradstats._factors._rows import rows_looked_up as rows_looked_up
 from gradstats._factors._segments import Segments as Segments
 from gradstats._factors._segments import add_at as add_at
 from gradstats._factors._segments import added as added

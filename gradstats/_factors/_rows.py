@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,3 +99,22 @@ class Rows:
         values = cast(self.grad, compute_dtype(self.grad))
         gradient = added(values, place, self.batch * self.shape[0])
         return gradient.view(self.batch, *self.shape)
+
+
+def embedding_rows(
+    ids: Tensor, grad: Tensor, table: tuple[int, ...], padding_idx: int | None
+) -> Rows:
+    """Return the factor of a table for ids (B, *) and gradients (B, *, width)."""
+    flat, example = rows_looked_up(ids)
+    grad = grad.reshape(flat.numel(), math.prod(table[1:]))
+    if padding_idx is not None:
+        grad = grad.masked_fill((flat == padding_idx % table[0]).unsqueeze(1), 0)
+    positions = flat.numel() // max(1, ids.shape[0])
+    return Rows(flat, grad, example, ids.shape[0], table, positions)
+
+
+def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that ids (B, *) look up, and the example of each: (N,) both."""
+    positions = ids.numel() // max(1, ids.shape[0])
+    example = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(positions)
+    return ids.reshape(-1).long(), example

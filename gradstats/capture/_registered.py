@@ -92,21 +92,20 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
             "the same arguments as the operation and is written with PyTorch's own operations."
         )
     # The class itself, or its ``apply``.
-    function_class = function_class_of(getattr(function, "apply", function))
-    keys: list[Any]
-    undo: list[Callable[[], Any]]
+    function_class: Any = function_class_of(getattr(function, "apply", function))
     # Each class has its own ``apply``, so a rule for their base class would never run.
-    if function_class not in (None, torch.autograd.Function):
-        apply, restore = _make_visible(function_class)
-        keys, undo = [apply], [restore]
-    else:
-        keys, undo = _overridable(function), []
+    of_class = function_class not in (None, torch.autograd.Function)
+    keys = [function_class.apply] if of_class else _overridable(function)
     for key in keys:
         if key in RULES:
             raise TrackingError(
                 f"{function_name(key)} has a rule already. Expected an operation without one; if "
                 "you registered that rule, remove it first with its handle's remove()."
             )
+    undo: list[Callable[[], Any]] = []
+    if of_class:
+        apply, restore = _make_visible(function_class)
+        keys, undo = [apply], [restore]
     rule = Grafted(decomposition, uses_all=True)
     for key in keys:
         RULES[key] = rule
@@ -136,11 +135,6 @@ class VisibleApply(staticmethod):
 def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None]]:
     """Let contexts see calls of an autograd Function; return its ``apply`` and how to undo that."""
     inner = function_class.apply
-    if inner in RULES:
-        raise TrackingError(
-            f"{function_class.__name__} has a rule already. Expected an operation without one: "
-            "remove the registered rule first with its handle's remove()."
-        )
 
     def apply(*args, **kwargs):
         if has_torch_function(args):

@@ -22,11 +22,11 @@ from gradstats._factors import (
     Outer,
     Patches,
     Ragged,
-    Rows,
     Vector,
     added,
     cast,
     compute_dtype,
+    embedding_rows,
 )
 from gradstats.capture.following._reductions import REDUCES
 from gradstats.capture.operations._names import function_class_of
@@ -203,25 +203,6 @@ def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         return None
     node.check_constants()
     return _of_table(factor, ids, parent, node.kwargs.get("padding_idx"))
-
-
-def embedding_rows(
-    ids: Tensor, grad: Tensor, table: tuple[int, ...], padding_idx: int | None
-) -> Rows:
-    """Return the factor of a table for ids (B, *) and gradients (B, *, width)."""
-    flat, example = rows_looked_up(ids)
-    grad = grad.reshape(flat.numel(), math.prod(table[1:]))
-    if padding_idx is not None:
-        grad = grad.masked_fill((flat == padding_idx % table[0]).unsqueeze(1), 0)
-    positions = flat.numel() // max(1, ids.shape[0])
-    return Rows(flat, grad, example, ids.shape[0], table, positions)
-
-
-def rows_looked_up(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that ids (B, *) look up, and the example of each: (N,) both."""
-    positions = ids.numel() // max(1, ids.shape[0])
-    example = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(positions)
-    return ids.reshape(-1).long(), example
 
 
 ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL

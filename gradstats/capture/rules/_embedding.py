@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._compiler import is_compiling
-from gradstats._factors import Lookup, Rows, cast, compute_dtype
+from gradstats._factors import Lookup, Rows, cast, compute_dtype, embedding_rows, rows_looked_up
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._indexing import axis_of, found_at, items_of
 from gradstats.capture.following._sequences import layout_of_bags, starts_of_bags
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.parameters._derived import derive
-from gradstats.capture.parameters._lean_steps import embedding_rows, rows_looked_up
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
