@@ -89,6 +89,22 @@ def made_before(m, q):
     return m.layers[1](m.layers[0](m.queries).relu().expand(len(q), -1, -1)).sigmoid()
 
 
+class Mirrored(torch.autograd.Function):
+    """Each example beside the one as far from the end of the batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2 + x.flip(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 + grad.flip(0)
+
+
+def mirrored(m, q):
+    return m.layers[1](Mirrored.apply(m.layers[0](q))).sigmoid()
+
+
 TOWERS = {
     "residual": residual,
     "among themselves": among_themselves,
@@ -99,6 +115,7 @@ TOWERS = {
     "made before": made_before,
     "less their mean": less_their_mean,
     "of the next": of_the_next,
+    "mirrored": mirrored,
 }
 
 

@@ -175,21 +175,19 @@ def test_products_with_constants_that_autocast_rounds(function):
 
 
 @pytest.mark.parametrize(
-    "kept",
+    ("second", "kept"),
     [
-        lambda w: torch.cat([torch.ones(5).double(), w.flatten()])[5:].view_as(w),
-        lambda w: w.t().contiguous().t(),
+        (lambda w: w[2:].T, lambda w: torch.cat([w, w, w])[2 * WIDTH :]),
+        (lambda w: w[:, 2:], lambda w: w.t().contiguous().t()),
     ],
     ids=["in a larger tensor", "by columns"],
 )
-def test_pieces_of_weights_that_two_models_keep_in_memory_differently(kept):
+def test_pieces_of_weights_that_two_models_keep_in_memory_differently(second, kept):
     def function(m, x):
-        left, right = m.w[:, :3], m.w[1:, 2:]
-        return x @ left @ mixed(3, 2) + (x[:, 1:] @ right).sum(1, keepdim=True)
+        return (x @ m.w[:2].T).square() + x @ second(m.w)
 
-    model = Operation(function, {"w": (WIDTH, 5)}, upstream=False)
-    other = Operation(function, {"w": kept(torch.randn(WIDTH, 5).double())}, upstream=False)
-    assert other.w.stride() != model.w.stride() or other.w.storage_offset()
+    model = Operation(function, {"w": (WIDTH, WIDTH)}, upstream=False)
+    other = Operation(function, {"w": kept(normal(WIDTH, WIDTH))}, upstream=False)
     batch, theirs = (normal(BATCH, WIDTH),), (normal(BATCH + 1, WIDTH),)
     one = oracle_gradients(model, batch, uneven_loss)["w"].flatten(1)
     two = oracle_gradients(other, theirs, uneven_loss)["w"].flatten(1)
@@ -488,12 +486,25 @@ def test_parts_of_what_a_network_made(parts, options):
         x = x * m.v[:, :1] if apart == "v" else x * m.w[0, :WIDTH] if apart == "w" else x
         for weight in parts((m.v.tanh() @ m.w).view(2, WIDTH, WIDTH).sin()):
             x = functional.linear(x, weight).tanh()
+            x = x * m.w.cumsum(1)[0, :WIDTH] if apart == "between" else x
         return x * m.w.mean() if apart == "mean" else x
 
     shapes = {"v": (1, 3), "w": (3, 2 * WIDTH**2)}
-    for apart in (None, "v", "w", "mean"):
+    for apart in (None, "v", "w", "mean", "between"):
         used = partial(function, apart=apart)
         check_operation(used, shapes, normal(BATCH, POSITIONS, WIDTH), **options)
+
+
+def test_parts_of_what_a_network_made_in_another_precision():
+    def function(m, x):
+        for weight in (m.v.tanh() @ m.w).view(2, WIDTH, WIDTH).sin().float().unbind():
+            x = functional.linear(x.float(), weight).tanh()
+        return x.double()
+
+    model = Operation(function, {"v": (1, 3), "w": (3, 2 * WIDTH**2)}, upstream=False)
+    batch = (normal(BATCH, WIDTH),)
+    expected = oracle_sqnorms(model, batch, uneven_loss)
+    assert_sqnorms(gs.per_example_norms(model, batch, uneven_loss), expected, 1e-5)
 
 
 @pytest.fixture

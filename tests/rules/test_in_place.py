@@ -505,11 +505,28 @@ def part_changed_after_a_move(m, x):
     return x * tensor * part
 
 
+def made_of_what_is_shown(m, x):
+    source = m.w * 2
+    tensor = source.sin()
+    part = tensor[1:]
+    tensor.mul_(3)
+    return x * tensor * part * source
+
+
+def part_detached_before(m, x):
+    tensor = m.w * 2
+    part = tensor[1:]
+    seen = part.detach()
+    part.mul_(3)
+    return x * tensor * seen
+
+
 @pytest.mark.parametrize(
     "function",
     [
         with_a_view, with_its_base, detached_before, shown_without_gradients,
-        moved_then_changed_while_shown, part_changed_after_a_move,
+        moved_then_changed_while_shown, part_changed_after_a_move, made_of_what_is_shown,
+        part_detached_before,
     ],
 )  # fmt: skip
 def test_what_another_tensor_shows_is_not_changed_in_place(function):
