@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 
 LENGTHS, WIDTH = [3, 1, 4], 4
 ROWS = sum(LENGTHS)
@@ -238,6 +238,87 @@ def test_kept_apart(name):
     model, rows = Attends(APART[name]).double(), torch.randn(ROWS, WIDTH).double()
     got = gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
     assert_sqnorms(got, oracle_sqnorms(model, rows, loss_fn), 1e-9)
+
+
+class Packs(Attends):
+    """The same for padded examples, which the model itself puts into one row."""
+
+    def forward(self, padded):
+        parts = zip(padded, LENGTHS, strict=True)
+        return super().forward(torch.cat([example[:length] for example, length in parts]))
+
+
+IN_THE_MODEL = {
+    "boolean mask": sdpa(attn_mask=~OTHERS),
+    "added mask": sdpa(attn_mask=NEGATIVE.clamp(min=torch.finfo(torch.float32).min)),
+    "queries piece by piece": lambda q, k, v: MASKED["queries piece by piece"](q, k, v, OTHERS),
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_MODEL)
+def test_packed_by_the_model_and_kept_apart(name):
+    torch.manual_seed(0)
+    model = Packs(IN_THE_MODEL[name]).double()
+    padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).double()
+    check_model(model, padded, loss_fn)
+    check_products(model, padded, loss_fn)
+
+
+BY_THE_MODEL_AND_MEET = {
+    "no mask": sdpa(),
+    "causal": sdpa(is_causal=True),
+    "faint mask": sdpa(attn_mask=-10.0 * OTHERS),
+    "leak": sdpa(attn_mask=~LATER_LEAK),
+    "features": lambda q, k, v: functional.scaled_dot_product_attention(q.T, k.T, v.T).T,
+    "keys of a batch": lambda q, k, v: functional.scaled_dot_product_attention(
+        q[None], *(torch.stack([part[:1] for part in x.split(LENGTHS)]) for x in (k, v))
+    ).sum(0),
+    "queries of a batch": lambda q, k, v: (
+        v
+        + functional.scaled_dot_product_attention(
+            torch.stack([part[:1] for part in q.split(LENGTHS)]), k[None], v[None]
+        ).mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_THE_MODEL_AND_MEET)
+def test_packed_by_the_model_and_meeting(name):
+    torch.manual_seed(0)
+    model = Packs(BY_THE_MODEL_AND_MEET[name]).double()
+    padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).double()
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, padded, loss_fn)
+
+
+def test_one_layer_alone_lets_examples_meet():
+    """The masks of two layers, or of two calls, differ in their values alone."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.masks = []
+
+        def forward(self, x):
+            rows = x.flatten(0, 1)[None]
+            for mask in self.masks:
+                q = self.layer(rows)
+                rows = functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+            return rows.view_as(x).sin().sum((1, 2))
+
+    torch.manual_seed(0)
+    model, x = Twice().double(), torch.randn(3, 2, WIDTH).double()
+    owner = torch.arange(3).repeat_interleave(2)
+    apart = owner[:, None] == owner
+    leak = apart | (torch.arange(6)[:, None] == 5)
+    model.masks = [apart, apart]
+    for _ in range(2):
+        check_model(model, x, lambda model, x: model(x))
+        for model.masks in ([apart, leak], [leak, apart], [apart, apart]):
+            if model.masks[0] is not model.masks[1]:
+                with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+                    gs.per_example_norms(model, x, lambda model, x: model(x))
 
 
 OF_TWO = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]).double()

@@ -70,8 +70,11 @@ def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bo
 
 def attention_keeps_apart(marks: Marks, call: Call) -> bool:
     """Whether ``scaled_dot_product_attention`` keeps packed examples along its last axes apart."""
-    query, *rest = (_along_last_axes(marks, call, place) for place in range(3))
+    layouts = [_from_the_right(marks, call, place) for place in range(3)]
+    query, *rest = (each if each is not None and each.axis >= -2 else None for each in layouts)
     keys = [layout for layout in rest if layout is not None]
+    if (query or keys) and any(each is not None and each.axis < -2 for each in layouts):
+        return False  # each row of a batch meets rows of all examples
     if not keys:
         return query is None or query.axis == -2
     if query is None and (own := marks.by_contract(call.result)) is not None:
@@ -115,16 +118,11 @@ def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
     return not meets
 
 
-def _along_last_axes(marks: Marks, call: Call, place: int) -> Examples | None:
-    """Return where examples lie in an operand of attention, if along its last two axes.
-
-    These are counted from the right.
-    """
+def _from_the_right(marks: Marks, call: Call, place: int) -> Examples | None:
+    """Return where examples lie in an operand of attention, with axes counted from the right."""
     item = call.argument(place, ("query", "key", "value")[place])
     layout = marks.layout_of(item) if any(item is tensor for tensor in call.data) else None
-    if layout is None or layout.axis < item.dim() - 2:
-        return None
-    return layout.along(layout.axis - item.dim())
+    return layout and layout.along(layout.axis - item.dim())
 
 
 def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:

@@ -143,15 +143,15 @@ def _of_row_pairs(marks: Marks, call: Call) -> Layout | Unchanged:
 
 
 def _of_attention(marks: Marks, call: Call) -> Layout | Unchanged:
-    if marks.packed and call.result.requires_grad:
-        if not attention_keeps_apart(marks, call):
-            marks.meetings.note(call.result)
-            return None
-        query = call.argument(0, "query")
-        rows = marks.layout_of(query) if marks.is_of_data(query) else None
-        if rows is not None and rows.axis == query.dim() - 2:
-            # The queries may differ from the keys, as when they are processed in pieces.
-            return without_columns(rows).behind(call.result.dim() - query.dim())
+    trained = call.result.requires_grad
+    if marks.packed and trained and not attention_keeps_apart(marks, call):
+        marks.meetings.note(call.result)
+        return None
+    query = call.argument(0, "query")
+    rows = marks.layout_of(query) if trained and marks.is_of_data(query) else None
+    if rows is not None and rows.axis == query.dim() - 2:
+        # The queries may differ from the keys, as when they are processed in pieces.
+        return without_columns(rows).behind(call.result.dim() - query.dim())
     return by_first(marks, call)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradstats.capture.following._apart import after_scores
+from gradstats.capture.following._apart import after_scores, attention_keeps_apart
 from gradstats.capture.following._examples import (
     APART,
     MIXED,
@@ -209,6 +209,8 @@ def _runs_over_examples(marks: Marks, call: Call) -> bool:
         # Packed rows are positions too: masks keep those of different examples apart, and
         # values without a gradient may run over all of them, such as counts.
         return False
+    if func is ATTENTION and attention_keeps_apart(marks, call):
+        return False  # the model itself packed them
     for item in operands:
         if marks.is_of_data(item):
             layout = marks.layout_of(item)

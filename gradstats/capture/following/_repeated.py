@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._layout import FOLLOWED
 from gradstats.capture.following._marks import CONSTANTS, LAYOUT, Marks
-from gradstats.capture.following._reductions import QUANTILES
+from gradstats.capture.following._reductions import ATTENTION, QUANTILES, runs_over
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._results import follow_results
 from gradstats.capture.following._sequences import PRESCRIBES
@@ -118,6 +118,8 @@ def likeness(
                 return None
         if not operands or (func is Tensor.__getitem__ and len(operands) > 1):
             return None  # the numbers in an index tensor matter
+        if func is ATTENTION and _runs_over_rows(marks, operands):
+            return None  # the values of its mask matter
         results: list[Tensor] = []
         for item in (result,) if isinstance(result, Tensor) else result:
             if item is operands[0]:
@@ -137,6 +139,12 @@ def likeness(
         if len({*every}) < len(every):
             key.append((*map(every.index, every),))
     return tuple(key), results
+
+
+def _runs_over_rows(marks: Marks, operands: list[Tensor]) -> bool:
+    """Whether attention runs over rows of several examples, which only its mask can keep apart."""
+    layouts = ((item, marks.layout_of(item)) for item in operands if node_of(item) is None)
+    return any(own and runs_over(ATTENTION, (item,), {}, own.axis) for item, own in layouts)
 
 
 def _add_argument(marks: Marks, item: Any, key: list[Any], operands: list[Tensor]) -> bool:
