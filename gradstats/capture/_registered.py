@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from gradstats.capture.operations._names import function_class_of, function_name
 from gradstats.capture.parameters._functions import note_shown
 from gradstats.capture.rules import RULES
-from gradstats.capture.uses._grafted import Grafted
+from gradstats.capture.uses._grafted import Registered
 from gradstats.errors import TrackingError
 
 
@@ -106,7 +106,7 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
     if of_class:
         apply, restore = _make_visible(function_class)
         keys, undo = [apply], [restore]
-    rule = Grafted(decomposition, uses_all=True)
+    rule = Registered(decomposition)
     for key in keys:
         RULES[key] = rule
         undo.append(partial(RULES.pop, key))

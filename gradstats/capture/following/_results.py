@@ -19,7 +19,7 @@ from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._reductions import OVER_AXES
 from gradstats.capture.following._returned import follow_gradients
 from gradstats.capture.following._sequences import PRESCRIBES
-from gradstats.capture.following._signatures import NUMPYS, by_place, in_pytorchs_names
+from gradstats.capture.following._signatures import RENAMED, by_place, in_pytorchs_names
 from gradstats.capture.following._taken import is_given, takes_for_data, took_given, without_given
 from gradstats.capture.following._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
 from gradstats.capture.following._written import Change, follow_change, follow_move, follow_write
@@ -89,7 +89,7 @@ def follow_results(
 
 def _by_place(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Return an operation in a canonical form, with arguments by position."""
-    if kwargs and not NUMPYS.isdisjoint(kwargs):
+    if kwargs and not RENAMED.isdisjoint(kwargs):
         kwargs = in_pytorchs_names(func, kwargs)
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
         args, kwargs = by_place(func, args, kwargs)

@@ -23,17 +23,26 @@ BY_PLACE = FOLLOWED | PRESCRIBES.keys() | WRITES.keys()
 # PyTorch's names for arguments that its own functions take by NumPy's as well.
 PYTORCHS = {"axis": "dim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 NUMPYS = frozenset(PYTORCHS)
+# Names that ``in_pytorchs_names`` handles.
+RENAMED = NUMPYS | {"out"}
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def in_pytorchs_names(func, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the named arguments of an operation, with NumPy's names replaced by PyTorch's."""
+    """Return the named arguments of an operation, with NumPy's names replaced by PyTorch's.
+
+    Without an ``out`` of None, which says nothing.
+    """
     # Those of a user's own operations may mean anything.
     own = NUMPYS - {"axis"}
     if func in BY_PLACE:
         own = frozenset(name for names in names_of(func) for name in names)
-    return {name if name in own else PYTORCHS.get(name, name): kwargs[name] for name in kwargs}
+    return {
+        name if name in own else PYTORCHS.get(name, name): item
+        for name, item in kwargs.items()
+        if not (name == "out" and item is None)
+    }
 
 
 def by_place(

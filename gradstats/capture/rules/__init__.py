@@ -33,7 +33,7 @@ from gradstats.capture.rules import (
     _sampling,
     _single,
 )
-from gradstats.capture.uses._grafted import Grafted
+from gradstats.capture.uses._grafted import Registered
 
 RULES: dict[Any, Any] = {
     **_products.RULES,
@@ -54,4 +54,4 @@ RULES.update({function: _single.alone(function, RULES[function]) for function in
 
 def is_registered(function: Any) -> bool:
     """Whether a user registered the rule of an operation."""
-    return isinstance(RULES.get(function), Grafted)
+    return isinstance(RULES.get(function), Registered)

@@ -180,7 +180,7 @@ def _order(equation: str, operands: Sequence[Tensor]) -> Sequence[tuple[int, ...
     return [(0, 1), *((left, 0) for left in range(len(operands) - 2, 0, -1))]
 
 
-def tensordot(a: Tensor, b: Tensor, dims=2, out=None) -> Tensor:
+def tensordot(a: Tensor, b: Tensor, dims=2) -> Tensor:
     """The sum of products along some axes of both."""
     (first, second), out = tensor_product(dims, a.dim(), b.dim())
     return torch.einsum("{},{}->{}".format(*map("".join, (first, second, out))), a, b)
@@ -220,8 +220,9 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     if dim is None:
         return input.flatten()[indices.flatten()]
     where: list[Tensor] = []
+    along = range(input.dim())[dim]
     for axis, (size, places) in enumerate(zip(input.shape, indices.shape, strict=True)):
-        if axis == dim % input.dim():
+        if axis == along:
             where.append(indices)
         else:  # the same place, or the only one
             own = torch.arange(size) if size > 1 else torch.zeros(places, dtype=torch.long)
@@ -255,16 +256,16 @@ def _by_columns(matrices: Tensor) -> Tensor:
     return matrices.mT.contiguous().mT
 
 
-def solve_triangular(A: Tensor, B: Tensor, *, left: bool = True, **triangle: bool) -> Tensor:
-    """The same for a triangular A."""
-    one = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    inverse = torch.linalg.solve_triangular(A, one.expand_as(A), **triangle)
+def solve_triangular(input: Tensor, B: Tensor, *, left: bool = True, **triangle: bool) -> Tensor:
+    """The same for a triangular matrix, PyTorch's ``input``."""
+    one = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
+    inverse = torch.linalg.solve_triangular(input, one.expand_as(input), **triangle)
     return _by_columns(inverse @ B if left else B @ inverse)
 
 
-def cholesky_solve(B: Tensor, L: Tensor, upper: bool = False) -> Tensor:
-    """The same for A = L Lᵀ, given L."""
-    return _by_columns(torch.cholesky_inverse(L, upper=upper) @ B)
+def cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
+    """The same for L Lᵀ, where L is ``input2`` and the right-hand side ``input``."""
+    return _by_columns(torch.cholesky_inverse(input2, upper=upper) @ input)
 
 
 def masked_select(input: Tensor, mask: Tensor) -> Tensor:

@@ -217,6 +217,10 @@ def _with_whole_variance(tracker: Context, args, kwargs):
 def class_loss(tracker: Context, func, input, target, *args, **kwargs):
     """Losses of classes, with tracked scores for each example: of a start that all have alike."""
     _check_reduction(func, (input, target, *args), kwargs)
+    weight = argument_of(args, kwargs, 0, "weight")
+    if node_of(weight) is not None:
+        remedy = "Multiply in the model: -(weight * target * input.log_softmax(1)).sum(1)."
+        refuse(func, first_node(weight), "with a tracked weight of the classes has no rule", remedy)
     node = first_node(input, target)
     examples = rows_along(tracker, func, node, (input, target), 0)
     operands = (as_data(tracker, func, node, item, examples) for item in (input, target))

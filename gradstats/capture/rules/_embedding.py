@@ -311,6 +311,8 @@ def index_select(tracker: Context, func, input, dim, index):
     node = first_node(input, index)
     if node_of(input) is None or node_of(index) is not None:
         refuse(func, node, "of data by tracked indices has no rule")
+    if input.dim() == 0:
+        refuse(func, node, "of a single number has no rule", "Expand it instead: w.expand(n).")
     dim %= input.dim()
     examples = locate(tracker, func, node, index, folds=True)
     result = func(value_of(input), dim, index)
@@ -324,7 +326,7 @@ def gather(tracker: Context, func, input, dim, index, **kwargs):
     node = first_node(input, index)
     if node_of(input) is None or not tracker.marks.is_of_data(index):
         refuse(func, node, "of data by tracked indices has no rule")
-    if input.dim() == 1 and not any(kwargs.values()):
+    if input.dim() < 2 and not any(kwargs.values()):
         return index_select(tracker, func, input, dim, index)  # which is the same
     examples = locate(tracker, func, node, index, folds=True)
     if dim % input.dim() == examples.axis:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture.following._signatures import NUMPYS, in_pytorchs_names
+from gradstats.capture.following._signatures import RENAMED, in_pytorchs_names
 from gradstats.capture.operations._memory import unwrapped
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of, rebuild, tensors_in
@@ -35,7 +35,7 @@ from gradstats.capture.parameters._nodes import Node, unique_roots
 from gradstats.capture.parameters._refusals import check_nested, refuse
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.parameters._transforms import HiddenError, transform_level
-from gradstats.capture.uses._grafted import Grafted
+from gradstats.capture.uses._grafted import Grafted, Registered
 from gradstats.errors import TrackingError
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def dispatch(
             if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
                 refuse(func, nodes[0], "of complex numbers has no rule")
         if rule is not None:
-            if kwargs and not (NUMPYS.isdisjoint(kwargs) or isinstance(rule, Grafted)):
+            if not (RENAMED.isdisjoint(kwargs) or isinstance(rule, Registered)):
+                if kwargs.get("out") is not None:
+                    return func(*args, **kwargs)  # which PyTorch refuses
                 kwargs = in_pytorchs_names(func, kwargs)
             return rule(tracker, func, *args, **kwargs)
         if not is_compiling():

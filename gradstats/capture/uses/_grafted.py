@@ -16,7 +16,7 @@ from gradstats.capture.operations._nested import flatten, operands_of, rebuild, 
 from gradstats.capture.parameters._derivation import Derived, reached
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of, wrap
-from gradstats.errors import UnsupportedOperationError
+from gradstats.errors import GradStatsError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -32,12 +32,10 @@ class Grafted:
 
     Attributes:
         decomposition: returns what the operation returns.
-        uses_all: whether its results have to depend on every tracked operand.
     """
 
-    def __init__(self, decomposition: Callable[..., Any], uses_all: bool = False):
+    def __init__(self, decomposition: Callable[..., Any]):
         self.decomposition = decomposition
-        self.uses_all = uses_all
 
     def __call__(self, tracker: Context, func, *args, **kwargs):
         trains = tracker.settings.weight_gradients
@@ -74,7 +72,7 @@ class Grafted:
         if [item._version for item in shown] != before:
             raise self._wrong(func, node, "changed an operand in place, expected no side effects")
         self._check(func, node, results, shadows)
-        if self.uses_all and torch.is_grad_enabled():
+        if isinstance(self, Registered) and torch.is_grad_enabled():
             self._check_use(func, list(stand_ins.values()), shadows)
         for number, (first, second) in enumerate(zip(results, shadows, strict=True)):
             if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
@@ -140,6 +138,10 @@ class Grafted:
             ". Correct the decomposition, or remove the rule with its handle's remove().",
             node.names,
         )
+
+
+class Registered(Grafted):
+    """The rule that a user registered: its results have to depend on every tracked operand."""
 
 
 def _readable(marks: Marks, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -247,7 +249,13 @@ class Composed:
     def __call__(self, tracker: Context, func, *args, **kwargs):
         if tracker.settings.exact:
             return Grafted(self.composition)(tracker, func, *args, **kwargs)
-        return watched(tracker, self.composition, *args, **kwargs)
+        try:
+            return watched(tracker, self.composition, *args, **kwargs)
+        except GradStatsError:
+            raise
+        except Exception:
+            func(*rebuild(args, value_of), **rebuild(kwargs, value_of))  # PyTorch's own error
+            raise
 
 
 def watched(tracker: Context, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
