@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import islice
 from operator import length_hint
@@ -245,7 +245,9 @@ def _index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
         with _undrawn(loader):
             return list(islice(_drawn(loader, role), most))
     with _undrawn(loader):
-        indices, others = (sorted(i for b in _drawn(loader, role) for i in b) for _ in range(2))
+        indices, others = ([i for b in _drawn(loader, role) for i in b] for _ in range(2))
+    with suppress(TypeError):  # keys of no order are to be drawn in the same one
+        indices, others = sorted(indices), sorted(others)
     if indices != others:
         raise LoaderError(
             f"the {role} loader draws other examples in each pass (its sampler is "
@@ -262,6 +264,12 @@ def _drawn(loader: DataLoader, role: str) -> Iterator[list[int]]:
     assert loader.batch_sampler is not None
     most, count = length_hint(loader.dataset, sys.maxsize), 0
     for indices in loader.batch_sampler:
+        if not isinstance(indices, Iterable):
+            raise LoaderError(
+                f"the batch sampler of the {role} loader gives {indices!r} for a batch, expected a "
+                "list of its examples' indices: where a data set takes slices or gives whole "
+                "batches, pass its batches in a list, or list the indices."
+            )
         yield [*indices]
         count += len(indices)
         if count > most:
@@ -339,6 +347,8 @@ def _check_order(loader: Any, role: str, ids: Source) -> None:
     sampler = getattr(loader, "sampler", None)
     iterable = isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
     if ids is None and sampler is not None and not iterable:
+        if isinstance(sampler, BatchSampler):  # of a data set that gives whole batches
+            sampler = sampler.sampler
         if not isinstance(sampler, SequentialSampler):
             raise _unordered(role, f"its sampler is {type(sampler).__name__}")
     workers = getattr(loader, "num_workers", 0)

@@ -121,6 +121,57 @@ def test_random_numbers_stay_as_they_would_be(setting):
         assert random.getstate() == before[3]
 
 
+class ByKey(Rows):
+    """Takes keys that are no numbers, which cannot be ordered, or slices of numbers."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key["row"] if isinstance(key, dict) else key)
+
+    def __getitems__(self, keys):
+        keys = range(len(self))[keys] if isinstance(keys, slice) else keys
+        return [self[key] for key in keys]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_data_set_that_gives_whole_batches(setting, drop_last):
+    data = TensorDataset(*setting.train)
+    sampler = BatchSampler(SequentialSampler(data), 4, drop_last)
+    expected = reference(setting)
+    expected = expected[: len(expected) // 4 * 4] if drop_last else expected
+    found = score(setting, DataLoader(data, batch_size=None, sampler=sampler)).self_influence
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected))
+    sampler = BatchSampler(RandomSampler(data), 4, drop_last)
+    with pytest.raises(gs.LoaderError, match="its sampler is RandomSampler"):
+        score(setting, DataLoader(data, batch_size=None, sampler=sampler))
+
+
+def test_keys_of_no_order(setting):
+    numbered = Numbered(setting.train)
+
+    class Keyed(ByKey):
+        def __getitem__(self, key):
+            return numbered[key["row"]]
+
+    keys = [{"row": row} for row in (3, 1, 2)]
+    table = score(
+        setting, DataLoader(Keyed(setting.train), 2, sampler=keys), dict_loss, ids="number"
+    )
+    assert table.ids.tolist() == [103, 101, 102]
+    torch.testing.assert_close(
+        torch.as_tensor(table.self_influence), torch.as_tensor(reference(setting)[[3, 1, 2]])
+    )
+    once = (key for key in keys)
+    with pytest.raises(gs.LoaderError, match="its sampler is generator"):
+        score(setting, DataLoader(Keyed(setting.train), 2, sampler=once), dict_loss, ids="number")
+
+
+@pytest.mark.parametrize("batch", [slice(0, 4), 3, None])
+def test_a_batch_sampler_that_gives_no_list(setting, batch):
+    loader = DataLoader(ByKey(setting.train), batch_sampler=[batch])
+    with pytest.raises(gs.LoaderError, match=r"batch sampler of the training loader gives .* list"):
+        score(setting, loader)
+
+
 def test_a_sampler_that_draws_other_examples_each_time_is_refused(setting, tmp_path):
     data = Numbered(setting.train)
     own = torch.Generator().manual_seed(0)
