@@ -777,3 +777,32 @@ def test_rows_moved_beside_a_view():
 
     parameters = {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)}
     check_operation(function, parameters, normal(BATCH, WIDTH))
+
+
+class Assigned(torch.autograd.Function):
+    """Writes a value into memory of its own unseen, as solvers keep the stages of a step."""
+
+    @staticmethod
+    def forward(ctx, memory, value, index):
+        ctx.index = index
+        memory.data[index] = value
+        return memory
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[ctx.index], None
+
+
+@pytest.mark.parametrize("blank", [torch.empty, torch.zeros])
+def test_stages_of_a_solver_as_many_as_examples(blank):
+    """A part of the memory is as long as the batch along two axes."""
+
+    def function(m, x):
+        h = m.first(x)
+        stages = blank(*h.shape, BATCH + 1, dtype=h.dtype)
+        for stage in range(BATCH):
+            stages = Assigned.apply(stages, h, (..., stage))
+            h = m.first(x + (stages[..., : stage + 1] * 0.1 / (stage + 1)).sum(-1)).tanh()
+        return stages[..., :BATCH].flatten(1)
+
+    check_operation(function, {"first": nn.Linear(WIDTH, WIDTH)}, normal(BATCH, WIDTH))
