@@ -229,3 +229,81 @@ def test_beside_objects_that_cannot_be_read(made):
 
     expected = squared(gradients(model, z, losses))
     assert_sqnorms(gs.per_example_norms(model, z, losses), expected, 1e-9)
+
+
+def standardised_generator():
+    torch.manual_seed(2)
+    layers = nn.Linear(4, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
+    return nn.Sequential(*layers).double().train()
+
+
+def made(generate, z, way):
+    """What a generator makes, without a gradient to pass on."""
+    if way == "detached":
+        return generate(z).detach()
+    with torch.no_grad():
+        return generate(z)
+
+
+@pytest.mark.parametrize("size", [2, WIDTH, HIDDEN])
+@pytest.mark.parametrize("way", ["detached", "no_grad"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_discriminator_of_what_is_made_by_statistics_of_the_batch(joined, way, size):
+    """Its generator is in training mode; what that makes of the whole batch is given."""
+    generate = standardised_generator()
+    critic = discriminator(parametrizations.spectral_norm).eval()
+    batch = torch.randn(size, WIDTH).double(), torch.randn(size, 4).double()
+
+    def losses(m, batch):
+        real, z = batch
+        fake = made(generate, z, way)
+        if joined:
+            scores = m(torch.cat([real, fake])).squeeze(1)
+            return functional.softplus(-scores[: len(z)]) + functional.softplus(scores[len(z) :])
+        return (functional.softplus(-m(real)) + functional.softplus(m(fake))).squeeze(1)
+
+    expected = gradients(critic, batch, losses)
+    assert_sqnorms(gs.per_example_norms(critic, batch, losses), squared(expected), 1e-9)
+    for _ in range(2):
+        with gs.track(critic, batch_size=size) as tracker:
+            losses(critic, batch).mean().backward()
+        assert_sqnorms(tracker.stats, squared(expected), 1e-9)
+    assert generate.training and generate[1].num_batches_tracked == 4
+
+
+def test_statistics_of_a_batch_that_pass_gradients_on():
+    """A generator by a discriminator that standardises what it sees, or by one that did not."""
+    model, z = generator(), torch.randn(3, 4).double()
+    critic = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    losses = of_a_closure(critic)
+    with pytest.raises(gs.CoupledExamplesError, match="statistics of the batch"):
+        gs.per_example_norms(model, z, losses)
+    with (
+        pytest.raises(gs.CoupledExamplesError, match="statistics of the batch"),
+        gs.track(model, batch_size=3),
+    ):
+        losses(model, z).mean().backward()
+    critic.eval()
+    expected = gradients(model, z, losses)
+    assert_sqnorms(gs.per_example_norms(model, z, losses), squared(expected), 1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_statistics_of_one_example_alone(size):
+    """Of its own positions: nothing meets there."""
+    model, x = nn.Linear(4, 4).double(), torch.randn(size, 6, 4).double()
+    critic = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()).double()
+
+    def losses(m, x):
+        each = [critic(m(row).transpose(1, 2)).square().sum() for row in x.split(1)]
+        return torch.stack(each)
+
+    expected = gradients(model, x, losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), squared(expected), 1e-9)
+
+
+def test_a_layer_of_the_model_that_takes_statistics_of_the_batch():
+    """Refused also where no gradient passes through it."""
+    model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1)).double()
+    with pytest.raises(gs.CoupledExamplesError, match="batch normalisation in training mode"):
+        gs.per_example_norms(model, torch.randn(3, 4).double(), lambda m, x: m(x).squeeze(1))

@@ -98,6 +98,10 @@ class Context:
         """Return the autograd nodes of the parameters' aliases."""
         return [node for root in self.roots for node in root.alias_nodes]
 
+    def is_beside(self, running_mean: Tensor | None) -> bool:
+        """Whether a layer that keeps running statistics is of another module than the model."""
+        return False
+
     def take_back_count(self, running_mean: Tensor | None) -> None:
         """Take back a layer's count of the batch, made just before its statistics were refused."""
 

@@ -232,6 +232,12 @@ class Tracker(Context):
         """Return the names of the parameters that the model has now, by their ids."""
         return {id(own): name for name, own in self._modules[0].named_parameters()}
 
+    def is_beside(self, running_mean: Tensor | None) -> bool:
+        """Whether a layer that keeps running statistics is of another module than the model."""
+        if running_mean is None:
+            return False
+        return all(buffer is not running_mean for buffer in self._modules[0].buffers())
+
     def take_back_count(self, running_mean: Tensor | None) -> None:
         """Take back a layer's count of the batch, made just before its statistics were refused."""
         for module in self._modules:

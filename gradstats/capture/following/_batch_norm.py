@@ -1,10 +1,24 @@
-"""Batch normalisation, refused if it takes its statistics from the batch."""
+"""Batch normalisation, refused if it takes its statistics from the batch.
+
+By layers of other modules than the model, such as a generator or a teacher, it is refused only
+where a loss's gradient passes through it: what they make of the batch is given.
+"""
 
 from __future__ import annotations
 
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._formats import BATCH_NORMS
 from gradstats.capture.operations._modes import ContextMode
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import CoupledExamplesError
+
+
+def note_statistics(marks: Marks, call: Call) -> None:
+    """Note that a batch normalisation of data brought the examples together."""
+    if call.func in BATCH_NORMS and call.argument(5, "training"):
+        if call.result.requires_grad and marks.batch_size > 1:
+            marks.meetings.couple(call.result, "normalises by statistics of the batch")
 
 
 def check_statistics(
@@ -12,7 +26,7 @@ def check_statistics(
     weight=None, bias=None, training=False, *_, **__,
 ) -> None:  # fmt: skip
     """Check a batch normalisation of data before it runs."""
-    if not mode.tracker.marks.is_of_data(input):
+    if not mode.tracker.marks.is_of_data(input) or mode.tracker.is_beside(running_mean):
         return
     try:
         check_batch_norm(running_mean, weight, bias, training)
@@ -25,7 +39,7 @@ def check_native_statistics(
     mode: ContextMode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
     """The same for ``torch.batch_norm``, which all others call."""
-    if mode.tracker.marks.is_of_data(input):
+    if mode.tracker.marks.is_of_data(input) and not mode.tracker.is_beside(running_mean):
         check_batch_norm(running_mean, weight, bias, training)
 
 
