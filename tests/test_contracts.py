@@ -353,6 +353,26 @@ def test_one_context_one_backward(model, batch):
     assert tracker.stats.sqnorm.isfinite().all()
 
 
+def test_a_backward_inside_the_loss(model, batch):
+    """As of examples made to mislead the model: it would be taken for that of the losses."""
+
+    def misled(m, batch):
+        inputs = batch[0].clone().requires_grad_()
+        functional.cross_entropy(m(inputs), batch[1]).backward()
+        return per_example_cross_entropy(m, (batch[0] + 0.1 * inputs.grad.sign(), batch[1]))
+
+    def misled_too(m, batch):
+        inputs = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(functional.cross_entropy(m(inputs), batch[1]), inputs)
+        return per_example_cross_entropy(m, (batch[0] + 0.1 * slope.sign(), batch[1]))
+
+    with pytest.raises(gs.TrackingError, match=r"second backward.*torch.autograd.grad"):
+        gs.per_example_norms(model, batch, misled)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    model.zero_grad()
+    check_model(model.double(), (batch[0].double(), batch[1]), misled_too)
+
+
 def test_a_backward_after_the_context_closed(model, batch):
     with gs.track(model, batch_size=B) as tracker:
         losses = per_example_cross_entropy(model, batch)

@@ -248,16 +248,59 @@ def penalty_of(model):
 def test_a_penalty_on_a_reduced_loss_is_refused_with_the_ways_on(model, batch, join):
     state = snapshot(model)
     with (
-        pytest.raises(gs.ExampleAxisError, match=r"scalar .* parameters alone.*\(losses \+ penal"),
+        pytest.raises(gs.ExampleAxisError, match=r"parameters alone.* scalar .* \+ penalty\)"),
         gs.track(model, batch_size=B),
     ):
         join(losses_of(model, batch).mean(), penalty_of(model)).backward()
     assert_unchanged(model, state)
 
 
+class Uncertain(nn.Module):
+    """Two tasks, whose losses are weighed by trained variances."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.variances = nn.Linear(4, 3), nn.Parameter(torch.tensor([0.3, -0.5]))
+
+
+def tasks(model, batch, reduction):
+    out = model.body(batch[0])
+    losses = functional.cross_entropy(out, batch[1], reduction=reduction)
+    return losses, functional.smooth_l1_loss(out[:, 0], batch[0][:, 0], reduction=reduction)
+
+
+WEIGHED = {
+    "one by one": lambda s, parts: sum((-s[i]).exp() * part + s[i] for i, part in enumerate(parts)),
+    "together": lambda s, parts: ((-s).exp() * torch.stack([*parts]) + s).sum(),
+    "a product": lambda s, parts: torch.stack([*parts]) @ (-s).exp() + s.sum(),
+}
+
+
+@pytest.mark.parametrize("weighed", WEIGHED.values(), ids=WEIGHED)
+def test_trained_weights_of_reduced_losses(weighed):
+    """Refused with the ways on, each of which is right."""
+    model = Uncertain().double()
+    batch = torch.randn(B, 4).double(), torch.randint(3, (B,))
+    ways = r"parameters alone.*weight of a loss.*examples were summed.*weight \* losses.*exclude="
+    with pytest.raises(gs.ExampleAxisError, match=ways), gs.track(model, batch_size=B):
+        weighed(model.variances, tasks(model, batch, "mean")).backward()
+
+    def losses(m, batch):
+        return WEIGHED["one by one"](m.variances, tasks(m, batch, "none"))
+
+    expected = oracle_sqnorms(model, batch, losses)
+    with gs.track(model, batch_size=B) as tracker:
+        losses(model, batch).mean().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    with gs.track(model, batch_size=B, exclude="variances") as tracker:
+        weighed(model.variances, tasks(model, batch, "mean")).backward()
+    del expected["variances"]
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
 def test_a_refusal_names_the_first_of_many_parameters():
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(30)))
-    message = r"parameter '1.bias' \(of module '1'\) and 56 more: a scalar"
+    message = r"parameter '1.bias' \(of module '1'\) and 56 more: what is computed"
     with (
         pytest.raises(gs.ExampleAxisError, match=message) as caught,
         gs.track(model, batch_size=B),

@@ -380,7 +380,8 @@ class Tracker(Context):
             raise TrackingError(
                 "a second backward was started in one tracking context. One context serves one "
                 "batch and one backward; to accumulate gradients, open one context for each "
-                f"micro-batch. {ONE_OF_SEVERAL}"
+                "micro-batch. Gradients that the losses are computed from, such as those of "
+                f"adversarial examples, are for torch.autograd.grad. {ONE_OF_SEVERAL}"
             )
         if not nested:
             check_data(losses)

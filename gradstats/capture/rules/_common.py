@@ -85,14 +85,15 @@ def locate(
             "operation; recurrent and attention layers take batch_first=.",
             node.names,
         )
-    if layout is None and data.dim() == 0 and node.value.dim() == 0:
+    if layout is None and _is_of_reduced_losses(tracker.marks, node, data):
         raise ExampleAxisError(
-            f"{function_name(func)} on {node.describe()}: a scalar that is computed from "
-            "parameters alone, such as a penalty on the weights, meets a scalar in which the "
-            f"{tracker.batch_size} examples were summed, so that its share in the loss of each is "
-            "not known. Add it to the unreduced losses, (losses + penalty).mean(), so that each "
-            "example's loss contains it; or run its own backward once the context has closed, or "
-            "let the optimizer's weight_decay do it, so that no example's loss does.",
+            f"{function_name(func)} on {node.describe()}: what is computed from parameters alone, "
+            "such as a penalty on the weights or a trained weight of a loss, meets "
+            f"{'values' if data.dim() else 'a scalar'} in which the {tracker.batch_size} examples "
+            "were summed, so that its share in the loss of each is not known. Combine it with the "
+            "unreduced losses, (weight * losses + penalty).mean(), so that each example's loss "
+            "contains it. So that none does, leave out parameters of no other use with exclude=; "
+            "run a penalty's own backward once the context has closed, or use weight_decay.",
             node.names,
         )
     if layout is None or not (layout.plain or folds):
@@ -106,6 +107,13 @@ def locate(
             node.names,
         )
     return layout
+
+
+def _is_of_reduced_losses(marks: Marks, node: Node, data: Tensor) -> bool:
+    """Whether data may be a reduced loss, or several, and a tracked operand a number for each."""
+    if data.dim() == 0 and node.value.dim() == 0:
+        return True
+    return data.dim() <= 1 and node.value.dim() <= 1 and marks.values.is_sum(data)
 
 
 def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
