@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 
 from .oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
+from .pages import page_with
 
 
 def laplacian(model, points):
@@ -642,3 +643,43 @@ def test_weights_that_each_example_adapts_for_itself():
     model = Learner()
     check_model(model, tasks, losses, fusing=(True,))
     check_products(model, tasks, losses)
+
+
+def test_the_recipe_for_weights_that_each_example_adapts():
+    """As the guide has it; nearer at hand are ``new_zeros`` and derivatives by the weights."""
+    made = "torch.zeros_like(x[:, :1, None]).expand(-1, *w.shape).clone().requires_grad_()"
+    page_with(f"`delta = {made}`")
+    model, x = nn.Linear(4, 3, bias=False).double(), torch.randn(5, 4).double()
+
+    def losses(model, x, made=made):
+        w = model.weight
+        delta = eval(made, {"torch": torch, "x": x, "w": w})
+        first = ((w + delta) @ x[..., None]).tanh() - x[:, :3, None].sin()
+        (step,) = torch.autograd.grad(first.square().sum(), delta, create_graph=True)
+        return ((w + delta - 0.1 * step) @ x.cos()[..., None]).square().sum((1, 2))
+
+    check_model(model, x, losses, fusing=(True,))
+    with pytest.raises(gs.UnsupportedOperationError, match="belongs to no example"):
+        elsewhere = "x.new_zeros(len(x), *w.shape).requires_grad_()"
+        gs.per_example_norms(model, x, partial(losses, made=elsewhere))
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_gradients_of_weights_in_the_loss_say_how_to_write_them(differentiated):
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+
+    def losses(model, x):
+        each = model(x).square().sum(1)
+        (found,) = torch.autograd.grad(
+            each.mean(), model.weight, retain_graph=True, create_graph=differentiated
+        )
+        return each / found.norm()
+
+    with pytest.raises(gs.CoupledExamplesError, match=r"zeros_like\(x\[:, :1, None\]\)") as caught:
+        gs.per_example_norms(model, x, losses)
+    assert ("gs.track" in str(caught.value)) is not differentiated
+    if not differentiated:
+        expected = oracle_sqnorms(model, x, losses)
+        with gs.track(model, batch_size=5) as tracker:
+            tracker.backward(losses(model, x))
+        assert_sqnorms(tracker.stats, expected, 1e-4)

@@ -207,13 +207,16 @@ def _check_inputs(tracker: Context, inputs: tuple, create_graph: bool) -> None:
                 node.names,
             )
         if create_graph or not tracker.settings.weight_gradients:
+            as_numbers = " Where it only says how losses weigh, use gs.track, which computes it."
             raise CoupledExamplesError(
                 f"torch.autograd.grad inside the context asks for the gradient of "
                 f"{node.describe()}, which sums over the examples: a loss that contains it has "
-                "no per-example gradient. If each example adapts a copy of its own (MAML), write "
-                "it as w + delta, with a delta of zeros made of the batch (zeros_like), (B, ...), "
-                "and differentiate by delta. Otherwise compute it outside the context, or leave "
-                f"the parameter out by name with exclude={node.names!r}."
+                f"no per-example gradient.{'' if create_graph else as_numbers} If each example "
+                "adapts a copy of its own (MAML), write it as w + delta and differentiate by "
+                "delta, zeros made of the batch, for x (B, d) and a matrix w "
+                "zeros_like(x[:, :1, None]).expand(-1, *w.shape).clone().requires_grad_(). "
+                "Otherwise compute it outside the context, or leave the parameter out by name with "
+                f"exclude={node.names!r}."
             )
 
 
