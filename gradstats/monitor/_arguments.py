@@ -64,8 +64,11 @@ def optimizers_of(optimizer: Any) -> list[Any]:
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
-def checked_accumulation(accumulation) -> tuple[int, int]:
-    """Return (k, K), or raise."""
+def checked_accumulation(accumulation, optimizer: Any) -> tuple[int, int]:
+    """Return (k, K), or raise; (0, 1) where it was not given."""
+    if accumulation is None:
+        _check_not_accelerated(optimizer)
+        return 0, 1
     is_pair = isinstance(accumulation, (tuple, list)) and len(accumulation) == 2
     index, count = accumulation if is_pair else (None, None)
     if not (is_count(index) and is_count(count) and index < count):
@@ -73,6 +76,19 @@ def checked_accumulation(accumulation) -> tuple[int, int]:
             f"accumulation is {accumulation!r}, expected (k, K) with 0 ≤ k < K: micro-batch k of K."
         )
     return index, count
+
+
+def _check_not_accelerated(optimizer: Any) -> None:
+    """Raise if accelerate divides losses by a number of micro-batches."""
+    for each in optimizers_of(optimizer):
+        count = getattr(getattr(each, "gradient_state", None), "num_steps", 1)
+        if count != 1:
+            raise TrackingError(
+                f"the optimizer is one of accelerate's, with gradient_accumulation_steps={count}, "
+                f"so that its backward divides each loss by {count}, but accumulation= was not "
+                f"given. Pass accumulation=(k, {count}) for micro-batch k of an optimizer step, or "
+                "accumulation=(0, 1) if the losses are not divided."
+            )
 
 
 def checked_weights(weights, batch_size: int) -> Tensor:

@@ -210,7 +210,7 @@ class Monitor:
         ids: Sequence[int] | np.ndarray | Tensor | None = None,
         *,
         weights: Tensor | None = None,
-        accumulation: tuple[int, int] = (0, 1),
+        accumulation: tuple[int, int] | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> MonitorStep:
         """Return the context for one forward and backward.
@@ -222,7 +222,7 @@ class Monitor:
                 ``self_influence``.
             weights: (B,) positive, if the scalar is Σ weights_i ℓ_i rather than ``loss_reduction``.
             accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
-                optimizer step, and its scalar is divided by K.
+                optimizer step, and its scalar is divided by K; (0, 1) by default.
             cu_seqlens: (B + 1,) bounds of examples packed into one row; see per_example_norms.
 
         Returns:
@@ -230,12 +230,13 @@ class Monitor:
             ``measured`` says whether this step is measured.
 
         Raises:
-            TrackingError: micro-batches out of order; when the context opens on a measured step,
-                ids or weights that do not fit.
+            TrackingError: micro-batches out of order, or none where accelerate's optimizer
+                accumulates several; when the context opens on a measured step, ids or weights that
+                do not fit.
             ExampleAxisError: when the context opens on a measured step, an invalid ``batch_size``
                 or ``cu_seqlens``.
         """
-        index, count = checked_accumulation(accumulation)
+        index, count = checked_accumulation(accumulation, self.optimizer)
         if index not in (0, self._next):
             raise TrackingError(
                 f"accumulation is {accumulation!r} where micro-batch {self._next} was expected: "

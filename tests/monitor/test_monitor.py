@@ -168,6 +168,33 @@ def test_accumulated_micro_batches_are_one_step(model, reduction, alignment):
     np.testing.assert_allclose([norms[i] for i in range(B)], np.linalg.norm(rows, axis=1))
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_accumulation_by_accelerate_that_the_monitor_was_not_told_of(model, several):
+    """Its backward divides by a number that the loop does not show: norms would be as small."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    try:
+        weights = list(model.parameters())
+        parts = [weights[:1], weights[1:]] if several else [weights]
+        optimizers = [accelerator.prepare(torch.optim.SGD(part, lr=0.1)) for part in parts]
+        optimizer = optimizers if several else optimizers[0]
+        monitor, batch = gs.Monitor(model, every=2, optimizer=optimizer), batch_of()
+        norms = np.linalg.norm(gradient_rows(model, batch, losses_of), axis=1)
+        for _ in range(2):
+            with pytest.raises(gs.TrackingError, match=r"_steps=2.*accumulation=\(k, 2\)"):
+                monitor.step(batch_size=B)
+        for k in range(2):
+            half = tuple(part[3 * k : 3 * k + 3] for part in batch)
+            with monitor.step(batch_size=3, accumulation=(k, 2)):
+                accelerator.backward(losses_of(model, half).mean())
+        assert monitor.metrics()["example_grad_norm/mean"] == pytest.approx(norms.mean())
+        accelerator.gradient_accumulation_steps = 1
+        monitor.step(batch_size=B)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_step_whose_micro_batches_begin_anew(model, every):
     """An epoch ended within it, and the loop drops what it had accumulated."""
