@@ -29,8 +29,8 @@ class ShardedParameters:
     Args:
         anatomy: the model's.
         roots: all tracked parameters, sharded or not.
-        meet: called with a whole parameter when it first appears, and its root; None for the root
-            of one that is not tracked.
+        meet: called with a whole parameter and its root when it first appears; each time that it
+            appears, with None for its root, if it is not tracked.
     """
 
     def __init__(self, anatomy: Anatomy, roots: Iterable[Root], meet):
@@ -94,12 +94,11 @@ class ShardedParameters:
         for owner, name, root in self._places[module]:
             whole = owner._parameters[name]
             assert whole is not None
-            if id(whole) in self._whole:
-                continue
             if is_sharded(whole):
                 raise _tensor_parallel(name if root is None else root.describe())
+            if root is None or id(whole) not in self._whole:
+                self._meet(whole, root)
             self._whole[id(whole)] = whole
-            self._meet(whole, root)
 
     def knows(self, leaf: torch.Tensor) -> bool:
         """Whether a leaf of the graph is a whole parameter that was seen."""

@@ -249,6 +249,7 @@ class Tracker(Context):
         """Track the whole of a sharded parameter, or note that one without a root is constant."""
         if root is None:
             self.marks.keep_constant([parameter])
+            self.marks.written.discard(parameter)  # gathering its shards is seen as a write
         else:
             root.parameter = parameter
             self._track(root)

@@ -340,8 +340,8 @@ def check_gradients_that_are_not_averaged(rank: int) -> None:
             monitor.metrics()
 
 
-def shard(model):
-    mesh = init_device_mesh("cpu", (RANKS,))
+def shard(model, mesh=None):
+    mesh = mesh or init_device_mesh("cpu", (RANKS,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -373,11 +373,13 @@ def check_norms_of_a_sharded_model(rank: int) -> None:
         stats = gs.per_example_norms(model, tuple(item[mine] for item in batch), losses_of)
         np.testing.assert_allclose(stats.norm.numpy(), expected[mine], rtol=1e-9)
         assert hooks_and_classes(model) == before
-    some = gs.per_example_norms(
-        model, tuple(item[mine] for item in batch), losses_of, exclude="blocks.0.*"
-    )
-    for name, square in some.by_parameter.items():
-        np.testing.assert_allclose(square.numpy(), stats.by_parameter[name].numpy(), rtol=1e-9)
+    one_each = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("rank", "shard"))["shard"]
+    for sharded in (model, shard(alone, one_each)):
+        some = gs.per_example_norms(
+            sharded, tuple(item[mine] for item in batch), losses_of, exclude="blocks.0.*"
+        )
+        for name, square in some.by_parameter.items():
+            np.testing.assert_allclose(square.numpy(), stats.by_parameter[name].numpy(), rtol=1e-9)
 
 
 def check_sums_over_processes(rank: int) -> None:

@@ -26,6 +26,11 @@ class WrittenMemory:
         if storage is not None:
             self.storages[storage._cdata] = storage
 
+    def discard(self, tensor: Tensor) -> None:
+        storage = storage_of(tensor)
+        if storage is not None:
+            self.storages.pop(storage._cdata, None)
+
     def clear(self) -> None:
         self.storages.clear()
 
