@@ -149,8 +149,6 @@ class Reports:
     def contract(self, root: Root, delivered: Sequence[Factor | Fused | Projected]) -> Contraction:
         """Return the squared norms of the sum of one root's factors, and pass the factors on."""
         consumer, fused = self._settings.consumer, delivered[0]
-        if not root.parameter.numel():
-            consumer = None  # without elements, it adds nothing, like an unused parameter
         projected = next((item for item in delivered if isinstance(item, Projected)), None)
         if projected is not None:
             rows = [item for item in delivered if isinstance(item, Rows)]

@@ -192,15 +192,6 @@ def quoted(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
 
 
-def without_elements(parameters: Collection[nn.Parameter]) -> set[int]:
-    """Return the ids of parameters that need not be tracked, because they have no elements.
-
-    Empty if there are no others: then these have to show that the losses come from the model.
-    """
-    found = {id(each) for each in parameters if type(each) is nn.Parameter and not each.numel()}
-    return found if len(found) < len(parameters) else set()
-
-
 def check_trackable(root: Root) -> None:
     """Raise for a parameter whose class cannot be changed for the duration of a context."""
     parameter = root.parameter

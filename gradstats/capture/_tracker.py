@@ -20,7 +20,7 @@ from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._mode import FollowingMode
 from gradstats.capture._replaced import replace_in_compiler, replace_in_pytorch
 from gradstats.capture._reports import ONE_OF_SEVERAL, Reports
-from gradstats.capture._selection import anatomy_of, check_trackable, without_elements
+from gradstats.capture._selection import anatomy_of, check_trackable
 from gradstats.capture._sharded import ShardedParameters
 from gradstats.capture._visibility import Visibility
 from gradstats.capture.compiled._graphs import admits
@@ -99,8 +99,7 @@ class Tracker(Context):
         # tensors in plain attributes and in caches.
         kept: list[Tensor] = []
         attributes: list[Tensor] = []
-        self._empty = without_elements(named.values())
-        tracked = set(map(id, named.values())) - self._empty
+        tracked = set(map(id, named.values()))
         if len(tracked) < len(self._parameters):
             kept += [p for p in self._parameters if id(p) not in tracked]
         for module in self._modules:
@@ -160,8 +159,7 @@ class Tracker(Context):
     def _open(self) -> None:
         self.visibility.begin()
         for root in self.sharded.others(self.roots):
-            if id(root.parameter) not in self._empty:
-                self._track(root)
+            self._track(root)
         self.sharded.open()
         if self.form:
             replace_in_compiler()
@@ -182,6 +180,9 @@ class Tracker(Context):
     def _track(self, root: Root) -> None:
         parameter = root.parameter
         check_trackable(root)
+        if not parameter.numel():
+            self._ignore(parameter)  # nothing of it has a gradient
+            return
         self._tracked[id(parameter)] = parameter
         parameter.__class__ = TrackedParameter
         parameter._gradstats = root  # type: ignore[attr-defined]

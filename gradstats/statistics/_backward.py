@@ -92,7 +92,8 @@ def run_examples(
         raise NothingUsedError(
             "the losses use none of the tracked parameters: no backward reached them. Expected "
             "losses computed with the model that loss_fn is given, its first argument. Does it "
-            "use another model, or do parameters= and exclude= leave only what it does not use?"
+            "use another model, or do parameters= and exclude= leave only what it does not use, or "
+            "what has no elements?"
         )
     return tracker, losses
 
