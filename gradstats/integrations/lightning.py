@@ -99,10 +99,8 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
                 "the module optimizes manually, so that the callback cannot know which backwards "
                 "make one optimizer step. Use gs.Monitor inside training_step instead."
             )
-        # Of a module without an optimizer Lightning has one without parameters.
-        optimizers = [each for each in trainer.optimizers if each.param_groups]
         run = {
-            "optimizer": optimizers[0] if optimizers else None,
+            "optimizer": trainer.optimizers,
             "scaler": getattr(trainer.precision_plugin, "scaler", None),
             "process_group": group_of(trainer.strategy.model),
             **self._options,

@@ -1,6 +1,8 @@
 """Gradient statistics of a training run.
 
 _layers     groups of parameters by a pattern
+_rates      learning rates of the optimizers
+_gradients  what backwards leave in .grad
 _ranks      communication between processes
 _measured   one measured optimizer step on the host
 _arguments  checks of the caller's arguments

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradstats._values import integer, unlike_numbers
 from gradstats.errors import TrackingError
 from gradstats.monitor._measured import REDUCTIONS
+from gradstats.monitor._rates import optimizers_of
 from gradstats.statistics._arguments import check_flags, check_scaler, check_workspace
 from gradstats.statistics._loss import loss_weights
 
@@ -55,13 +56,6 @@ def check_monitor(
     check_scaler(scaler)
     check_workspace(workspace)
     check_flags(**flags)
-
-
-def optimizers_of(optimizer: Any) -> list[Any]:
-    """Return the optimizers that take a step together: none, one, or those of a list."""
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
 def checked_accumulation(accumulation, optimizer: Any) -> tuple[int, int]:

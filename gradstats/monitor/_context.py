@@ -102,18 +102,18 @@ class MonitorStep:
                 context.close()
                 if collector is None:
                     self.measured = False  # another state was loaded inside the step
-                elif context.backward_ran:
+                elif context.reports.any:
                     collector.add(
                         context, self._batch_size, self._ids, self._weights, self._divisor
                     )
                 else:
                     self._skip_step(
                         collector,
-                        "no backward ran inside this step of gradstats.Monitor, so that its "
-                        "optimizer step is not measured. Where the loop skips it on purpose that "
-                        "is all; otherwise run loss.backward() inside the with block, on losses "
-                        "that were computed there: what torch.autograd.grad returns is not "
-                        "measured.",
+                        "no backward reached the measured parameters inside this step of "
+                        "gradstats.Monitor, so that its optimizer step is not measured. Where the "
+                        "loop skips it on purpose, or its losses do not use them, that is all; "
+                        "otherwise run loss.backward() inside the with block, on losses that were "
+                        "computed there: what torch.autograd.grad returns is not measured.",
                     )
             except BaseException:
                 monitor._collector = None

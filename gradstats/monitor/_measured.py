@@ -4,8 +4,8 @@ Everything stays on the model's device until the copy, in one float64 vector:
 
     header          how many micro-batches, the loss scale, whether the gradient was read; 0 alone
                     where a micro-batch was skipped
-    parameters      ‖G_p‖² of the gradient; the same of what .grad held before; whether it was
-                    changed between micro-batches
+    parameters      ‖G_p‖² of the gradient; whether .grad held one before; whether it was changed
+                    between micro-batches
     optimizer       the learning rate of each of its groups
     micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
                     where asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
@@ -26,11 +26,12 @@ from torch import Tensor
 
 from gradstats.capture._selection import quoted
 from gradstats.errors import TrackingError
-from gradstats.monitor._layers import Layers
+from gradstats.monitor._gradients import AGREEMENT
+from gradstats.monitor._layers import layers_of
 from gradstats.statistics._training import StepGradients
 
 # Entries of the header, and of what stands before the examples of a micro-batch.
-H_BATCHES, H_SCALE, H_MEASURED = range(3)
+H_BATCHES, H_SCALE, H_READ = range(3)
 B_SIZE, B_DIVISOR, B_WEIGHT, B_HAS_IDS, B_LOSS = range(5)
 # Of the pairs i ≠ j of a micro-batch: the sums of cosines and of signs over pairs of which neither
 # gradient is zero, how many these are, the least product, and how many products are negative.
@@ -40,10 +41,6 @@ GRAM_STATISTICS = GRAM_NEGATIVE + 1
 # How the scalar of a micro-batch is formed; ``Monitor`` has the formulas.
 REDUCTIONS = ("mean", "sum", "step_mean")
 MAX_ID = 2**53
-
-# Relative to a squared norm, more than rounding makes of one gradient that is read twice, or on two
-# processes.
-AGREEMENT = 1e-3
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class Pending:
 
     Args:
         vectors: what every process collected.
-        options, layers, names: of the monitor, and of the parameters.
+        options, names: of the monitor, and of the parameters.
         shared: how many processes hold each element of a parameter's gradient; None if alone.
         groups: (G, P) which group of the optimizer moves which parameter; None without one.
         lost: names of the parameters whose gradients were gone when they were to be read.
@@ -132,43 +129,37 @@ class Pending:
         self,
         vectors: list[Tensor],
         options: Options,
-        layers: Layers,
         names: list[str],
         shared: list[float] | None,
         groups: np.ndarray | None,
         lost: list[str],
     ):
-        self._vectors, self._options = vectors, options
-        self._layers, self._names, self._shared = layers, names, shared
-        self._groups, self._lost = groups, lost
+        self._vectors, self._options, self._names = vectors, options, names
+        self._shared, self._groups, self._lost = shared, groups, lost
 
     def read(self) -> Measured | None:
         """Copy everything to the host at once, and rescale it; None for a skipped step."""
-        lengths = [len(vector) for vector in self._vectors]
         whole = torch.cat(self._vectors) if len(self._vectors) > 1 else self._vectors[0]
-        flat = whole.cpu().numpy()
-        starts = np.cumsum([0, *lengths[:-1]])
-        if not flat[starts].all():
+        ends = np.cumsum([len(vector) for vector in self._vectors])
+        ranks = np.split(whole.cpu().numpy(), ends[:-1])
+        if not all(rank[H_BATCHES] for rank in ranks):
             return None
-        headers, read, batches = [], [], []
-        rates = None
-        end = 0
-        for length in lengths:
-            reader = _Reader(flat[end : end + length])
-            end += length
-            headers.append(reader.take(H_MEASURED + 1))
-            read.append(reader.take(3, len(self._names)))
+        seen, rates = [], None
+        batches: list[Batch] = []
+        for reader in map(_Reader, ranks):
+            header = reader.take(H_READ + 1)
+            seen.append(reader.take(3, len(self._names)))
             if self._groups is not None:
                 rates = reader.take(len(self._groups))
-            batches += [self._batch(reader) for _ in range(int(headers[-1][H_BATCHES]))]
-        gradients, held, changed = np.stack(read, axis=1)
+            batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
+        gradients, held, changed = np.stack(seen, axis=1)
         self._check(held.any(0), changed.any(0), gradients, batches)
         gradient: np.ndarray | None = None
-        if headers[0][H_MEASURED]:
+        if header[H_READ]:
             gradient = gradients.sum(0)
             if self._shared is not None:
                 gradient = gradient / self._shared
-        return self._measured(headers[0][H_SCALE], len(lengths), gradient, rates, batches)
+        return self._measured(header[H_SCALE], len(ranks), gradient, rates, batches)
 
     def _batch(self, reader: _Reader) -> Batch:
         sizes = reader.take(B_LOSS + 1)
@@ -288,11 +279,10 @@ class Pending:
                     None if along is None else along[parameters].sum(0),
                 )
 
-            names, layer_of = self._layers.names, self._layers.index
-            members = [[p for p, its in enumerate(layer_of) if its == k] for k in range(len(names))]
             step = over(slice(None))
-            layers = dict(zip(names, map(over, members), strict=True))
-            parts = np.stack([layers[name].sqnorm for name in names]) if names else sqnorm
+            members = layers_of(self._names, self._options.layers)
+            layers = {name: over(places) for name, places in members.items()}
+            parts = np.stack([each.sqnorm for each in layers.values()]) if layers else sqnorm
             influence, learning_rate = None, math.nan
             if rates is not None:
                 influence = rates @ self._groups @ sqnorm
@@ -306,7 +296,7 @@ class Pending:
             loss=float(loss),
             ids=np.concatenate(ids).astype(np.int64) if len(ids) == len(batches) else None,
             parts=parts,
-            names=names or self._names,
+            names=list(layers) or self._names,
             influence=influence,
             learning_rate=learning_rate,
             gram=_over_pairs(batches, number, unit / weight / scale)
@@ -343,11 +333,9 @@ class _Reader:
     """Reads a vector from its beginning."""
 
     def __init__(self, vector: np.ndarray):
-        self._vector, self._place = vector, 0
+        self._left = vector
 
-    def take(self, rows: int, columns: int | None = None) -> np.ndarray:
-        """Return the next (rows,) or (rows, columns) numbers."""
-        begin = self._place
-        self._place = begin + rows * (1 if columns is None else columns)
-        taken = self._vector[begin : self._place]
-        return taken if columns is None else taken.reshape(rows, columns)
+    def take(self, *shape: int) -> np.ndarray:
+        """Return the next numbers, as an array of this shape."""
+        taken, self._left = np.split(self._left, [math.prod(shape)])
+        return taken.reshape(shape)

@@ -359,7 +359,7 @@ class Monitor:
             )
         run = Run(*self._choices)
         try:
-            steps = state["steps"]
+            steps = int(state["steps"])
             run.load_state_dict(state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TrackingError(

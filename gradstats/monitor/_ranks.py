@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradstats._complex import as_real
 from gradstats.capture._selection import data_parallel_in
 from gradstats.errors import TrackingError
 
@@ -55,39 +51,6 @@ def gather(vector: Tensor, group) -> list[Tensor]:
     vectors = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(vectors, padded, group=group)
     return [received[:length] for received, length in zip(vectors, lengths, strict=True)]
-
-
-def gradient_sqnorms(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """Return the squared norms of the gradients that this process holds, (P,) float64.
-
-    Of a sharded gradient that is its shard, of any other the whole. None where there are none.
-
-    Args:
-        parameters: whose ``grad`` is read.
-    """
-    gradients: list[Any] = [parameter.grad for parameter in parameters]
-    if all(gradient is None for gradient in gradients):
-        return None
-    device = parameters[0].device
-    rows = []
-    for gradient in gradients:
-        if gradient is None:
-            rows.append(torch.zeros(1, device=device))
-            continue
-        if hasattr(gradient, "to_local"):
-            gradient = gradient.to_local()
-        gradient = gradient.detach()
-        if gradient.is_sparse:
-            # As embeddings with sparse=True leave it: a row may stand there several times.
-            gradient = gradient.coalesce().values()
-        gradient = as_real(gradient)
-        if gradient.dim() > 1:
-            # Row by row: one float32 sum over all elements would lose digits.
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            gradient = torch.linalg.vector_norm(gradient.flatten(0, -2), dim=1, dtype=dtype)
-        rows.append(gradient)
-    norms = torch._foreach_norm(rows, 2, dtype=torch.float64)
-    return torch.stack([norm.to(device) for norm in norms]).square_()
 
 
 def check_divisors(model: nn.Module, ranks: int) -> None:

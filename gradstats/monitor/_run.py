@@ -127,7 +127,8 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take in what ``state_dict`` returned, where nothing was measured yet."""
-        self._undefined, self._nonfinite_steps = state["undefined"], state["nonfinite_steps"]
+        self._undefined = int(state["undefined"])
+        self._nonfinite_steps = int(state["nonfinite_steps"])
         self.nonfinite.extend((step, name) for step, name in state["nonfinite"])
         for name, saved in state["ratios"].items():
             self._ratio(name).load_state_dict(saved)

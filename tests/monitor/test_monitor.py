@@ -618,7 +618,9 @@ def test_a_state_replaces_all_that_was_measured(model):
     np.testing.assert_equal(used.history, fresh.history)
     state = used.state_dict()
     del state["self_influence"]
-    for damaged in ({**state, "steps": 0}, {"version": state["version"]}):
+    whole = fresh.state_dict()
+    numbers = [{**whole, name: None} for name in ("steps", "undefined", "nonfinite_steps")]
+    for damaged in ({**state, "steps": 0}, {"version": state["version"]}, *numbers):
         with pytest.raises(gs.TrackingError, match="state is damaged"):
             used.load_state_dict(damaged)
     np.testing.assert_equal(used.history, fresh.history)
@@ -705,13 +707,16 @@ def test_bad_arguments(model, call, message):
         (False, range(B), r"lacked the optimizer.*Monitor\(optimizer="),
         (True, None, r"lacked the examples' ids: monitor\.step\(.*ids="),
         (None, range(B), "lacked a learning rate"),
+        ([], range(B), "lacked the optimizer"),
     ],
-    ids=["no optimizer", "no ids", "no learning rate"],
+    ids=["no optimizer", "no ids", "no learning rate", "no groups of parameters"],
 )
 def test_self_influence_that_no_step_could_give_is_said(model, given, ids, lacked):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if given is None:
         optimizer.param_groups[0]["lr"] = None
+    elif given == []:
+        optimizer.param_groups.clear()
     monitor = gs.Monitor(model, every=1, optimizer=None if given is False else optimizer)
     assert monitor.self_influence.top(3) == []  # nothing was measured yet
     with monitor.step(B, ids=ids):
@@ -1215,13 +1220,29 @@ def test_a_step_that_the_loop_skips(model, count):
 
     assert step(skipped=False)
     first = monitor.metrics()
-    with pytest.warns(gs.GradStatsWarning, match="no backward ran inside this step"):
+    with pytest.warns(gs.GradStatsWarning, match="no backward reached the measured param"):
         assert not step(skipped=True)
     assert monitor.metrics() == {}
     assert_unchanged(model, state)
     assert step(skipped=False)
     assert monitor.history["step"] == [0, 2] and monitor.steps == 3
     assert monitor.metrics()["grad_norm"] == first["grad_norm"]
+
+
+def test_a_step_whose_losses_do_not_use_what_is_measured(model):
+    """One of several heads, trained in turn."""
+    heads = nn.ModuleList([model, copy.deepcopy(model)])
+    monitor = gs.Monitor(heads, every=1, parameters="1.*")
+    state = snapshot(heads)
+    for turn in range(3):
+        unused = pytest.warns(gs.GradStatsWarning, match="no backward reached the measured param")
+        with contextlib.nullcontext() if turn % 2 else unused:
+            with monitor.step(B) as step:
+                losses_of(heads[turn % 2], batch_of()).mean().backward()
+        assert step.measured == bool(monitor.metrics()) == bool(turn % 2)
+        heads.zero_grad()
+        assert_unchanged(heads, state)
+    assert monitor.steps == 3 and monitor.history["step"] == [1]
 
 
 def test_a_state_that_is_loaded_inside_a_step(model):
