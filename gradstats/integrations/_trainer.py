@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -22,46 +21,6 @@ PAIRS = (
     "If each example has several rows in the batch, as in TRL's trainers on pairs (DPOTrainer, "
     "RewardTrainer), say so: GradStatsCallback(rows_per_example=2)."
 )
-
-
-class Hook:
-    """A hook of the model that copies of it do not have: an average of its weights, say.
-
-    A copied method would have a callback of its own, with a copy of all that it refers to.
-    """
-
-    def __init__(self, call: Callable[..., None], close: Callable[[], None]):
-        self._call, self.close = call, close
-
-    def __call__(self, *args) -> None:
-        self._call(*args)
-
-    def __reduce__(self):
-        return Hook, (nothing, nothing)
-
-
-def nothing(*args) -> None:
-    """Do nothing."""
-
-
-def bounds_in(inputs: dict[str, Any]) -> Tensor | None:
-    """Return the bounds of examples that a collator has packed into one row; None for a plain row.
-
-    Args:
-        inputs: of the model, by name.
-    """
-    bounds = inputs.get("cu_seq_lens_q")
-    if isinstance(bounds, Tensor):
-        return bounds
-    positions = inputs.get("position_ids")
-    # Beside a mask the models attend to whole rows, wherever positions begin: in padding, perhaps.
-    masked = inputs.get("attention_mask") is not None
-    if masked or not isinstance(positions, Tensor) or positions.dim() != 2:
-        return None
-    starts = (positions[0] == 0).nonzero()[:, 0]
-    if len(starts) < 2 or starts[0] != 0:
-        return None
-    return torch.cat([starts, starts.new_tensor([positions.shape[1]])])
 
 
 def calling_trainer() -> Trainer:

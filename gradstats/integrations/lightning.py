@@ -16,8 +16,9 @@ from torch import Tensor
 
 from gradstats._requirements import require
 from gradstats.errors import TrackingError
+from gradstats.integrations._callback import check_options, monitor_of_run
 from gradstats.monitor._context import MonitorStep
-from gradstats.monitor._monitor import Monitor, check_options
+from gradstats.monitor._monitor import Monitor
 from gradstats.monitor._ranks import group_of
 from gradstats.statistics._loss import infer_batch_size
 
@@ -105,10 +106,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             "process_group": group_of(trainer.strategy.model),
             **self._options,
         }
-        if self.monitor is not None and self.monitor.model is pl_module:
-            self.monitor.continue_in(run["optimizer"], run["scaler"], run["process_group"])
-        else:
-            self.monitor = Monitor(pl_module, self.every, **run)
+        self.monitor = monitor_of_run(self.monitor, pl_module, self.every, **run)
         if self._saved is not None:
             self.monitor.load_state_dict(self._saved)
             self._saved = None

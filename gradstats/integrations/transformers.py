@@ -13,28 +13,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradstats._requirements import require
 from gradstats._values import integer
 from gradstats._warnings import warn
-from gradstats.capture.following._assigned import assign_rows
 from gradstats.errors import CoupledExamplesError, TrackingError
+from gradstats.integrations._callback import check_options, monitor_of_run
+from gradstats.integrations._forwards import Forwards, close_all, nothing
 from gradstats.integrations._trainer import (
     PAIRS,
-    Hook,
-    bounds_in,
     calling_trainer,
     from_json,
-    nothing,
     refuse_what_cannot_be_measured,
     to_json,
 )
 from gradstats.integrations._trl import register_rules
 from gradstats.monitor._context import MonitorStep
-from gradstats.monitor._monitor import Monitor, check_options
+from gradstats.monitor._monitor import Monitor
 from gradstats.monitor._ranks import group_of
-from gradstats.statistics._loss import infer_batch_size
 
 with require("transformers"):
     from transformers import Trainer
@@ -123,15 +120,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             raise TrackingError(
                 f"rows_per_example is {rows_per_example!r}, expected a positive number of rows."
             )
-        self._step: MonitorStep | None = None
-        self._hooks: list[Any] = []
+        self._forwards: Forwards | None = None
         self._handler: CallbackHandler | None = None
         self._before: dict[str, Any] | None = None
-        self._called: nn.Module | None = None
         self._leave_trainer: Callable[[], None] = nothing
-        self._in_step = False
-        self._rows: int | None = None
-        self._size = 0
         self._first = self._measures = self._unfinished = False
         self._accumulation = 1
         try:
@@ -149,15 +141,15 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._unfinished = False
         refuse_what_cannot_be_measured(args)
         trainer = calling_trainer()
-        self._enter_trainer(trainer)
         self._handler = trainer.callback_handler
         # Hooks of a compiled model are compiled with it; those of the module around it are not.
         around = trainer.model_wrapped
-        self._called = around if "_orig_mod" in around._modules else model
-        for module in around.modules():
-            for hook in [*module._forward_pre_hooks.values()]:
-                if isinstance(hook, Hook):
-                    hook.close()  # another callback's, in a run that broke off
+        called = around if "_orig_mod" in around._modules else model
+        close_all(around)
+        self._forwards = Forwards(
+            called, getattr(model, "main_input_name", None), self._ids, self._rows_per_example,
+            self._begin,
+        )  # fmt: skip
         self._accumulation = args.gradient_accumulation_steps
         group = group_of(model)
         if group is None and args.world_size > 1:
@@ -169,12 +161,9 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             "loss_reduction": "step_mean",
             **self._options,
         }
-        monitor, resumes = self.monitor, state.global_step > 0
-        if monitor is not None and monitor.model is model:
-            monitor.continue_in(run["optimizer"], run["scaler"], run["process_group"])
-            resumes = False
-        else:
-            monitor = self.monitor = Monitor(model, self.every, **run)
+        before = self.monitor
+        monitor = self.monitor = monitor_of_run(before, model, self.every, **run)
+        resumes = state.global_step > 0 and monitor is not before
         if starts_again and self._before is not None:
             # With smaller batches, after one that did not fit: the Trainer's log starts again too.
             monitor.load_state_dict(self._before)
@@ -188,6 +177,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             )
         if args.auto_find_batch_size:
             self._before = monitor.state_dict()
+        self._enter_trainer(trainer, self._forwards)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         assert self.monitor is not None
@@ -195,7 +185,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._first, self._measures = True, state.global_step % self.every == 0
         if self._unfinished:
             # Its next micro-batch, which hooks may be waiting for, never came.
-            self._remove_hooks()
+            self.close()
             if self._measures:
                 self._measures = False
                 warn(
@@ -205,11 +195,11 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                     "gradient_accumulation_steps divides, or a data set whose length is known.",
                 )
         self._unfinished = True
-        self._start()
+        self._wait()
 
     def on_substep_end(self, args, state, control, **kwargs) -> None:
         self._close(last=False)
-        self._start()
+        self._wait()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
         self._close(last=True)
@@ -233,23 +223,23 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self.close()
         self._leave_trainer()
 
-    def _enter_trainer(self, trainer: Trainer) -> None:
+    def _enter_trainer(self, trainer: Trainer, forwards: Forwards) -> None:
         """Run the Trainer's steps, whose exceptions no callback is told of."""
         step, rules = trainer.training_step, register_rules()
 
         @functools.wraps(step)
         def training_step(*args, **kwargs):
-            self._in_step = True
+            forwards.in_step = True
             try:
                 return step(*args, **kwargs)
             except BaseException as error:
-                self.close()
+                forwards.close()
                 rules.close()
                 if isinstance(error, CoupledExamplesError) and self._rows_per_example == 1:
                     raise CoupledExamplesError(f"{error} {PAIRS}", error.parameters) from error
                 raise
             finally:
-                self._in_step = False
+                forwards.in_step = False
 
         own = vars(trainer).get("training_step")
         trainer.training_step = training_step
@@ -278,113 +268,29 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             "attributes": {"saved": saved},
         }
 
-    def _start(self) -> None:
-        """Wait for the forward of the next micro-batch: it says how many examples there are."""
+    def _wait(self) -> None:
+        """Wait for the forward of the next micro-batch, if its step is measured."""
         if self._measures:
-            assert self._called is not None
-            self._hooks = [
-                self._called.register_forward_pre_hook(
-                    Hook(self._before_forward, self.close), with_kwargs=True
-                ),
-                self._called.register_forward_hook(
-                    Hook(self._after_forward, self.close), always_call=True
-                ),
-            ]
+            assert self._forwards is not None
+            self._forwards.wait()
 
-    def _before_forward(self, model, args, kwargs) -> None:
-        if not (self._in_step and model.training and torch.is_grad_enabled()):
-            return
-        try:
-            if self._step is None:
-                self._open(args, kwargs)
-            else:
-                self._check_rows(kwargs)
-            if self._rows_per_example != 1:
-                self._assign_rows([*args, *kwargs.values()])
-        except BaseException:
-            # Not in _after_forward: hooks may not be removed while others of them run.
-            self.close()
-            raise
-
-    def _open(self, args, kwargs) -> None:
-        """Start measuring a micro-batch, given what the model is called with."""
-        assert self.monitor is not None
-        inputs = self._main_input(kwargs)
-        given = [*args, *kwargs.values()] if inputs is None else inputs
-        size, bounds = infer_batch_size(given, 0), None
-        if size == 1 and (bounds := bounds_in(kwargs)) is not None:
-            size = len(bounds) - 1
-            if self._rows_per_example != 1:
-                raise TrackingError(
-                    f"the collator packed {size} examples into one row, whereas rows_per_example="
-                    f"{self._rows_per_example} is of batches with rows of their own. Expected one "
-                    "of the two: train without padding_free, or without rows_per_example=."
-                )
-        size, left = divmod(size, self._rows_per_example)
-        if left:
-            raise TrackingError(
-                f"the model was called with {left} more than {size} times the "
-                f"{self._rows_per_example} rows that rows_per_example= says each example has."
-            )
-        self._size = size
-        ids = None if self._ids is None else self._ids_in(kwargs)
-        self._rows = None if inputs is None else len(inputs)
-        self._step = self._micro_batch(size, ids, cu_seqlens=bounds)
-        self._step.open()
-
-    def _assign_rows(self, inputs: list[Any]) -> None:
-        """Say which example each row belongs to of all that the model is called with."""
-        owner = torch.arange(self._size).repeat(self._rows_per_example)
-        for item in inputs:
-            if isinstance(item, Tensor) and item.dim() and len(item) == len(owner):
-                assign_rows(item, owner)
-
-    def _main_input(self, kwargs) -> Tensor | None:
-        """Return what the model calls its main input, if it is called with that by name."""
-        assert self.monitor is not None
-        inputs = kwargs.get(getattr(self.monitor.model, "main_input_name", None))
-        return inputs if isinstance(inputs, Tensor) else None
-
-    def _check_rows(self, kwargs) -> None:
-        """Raise where the model is called for another number of rows in one micro-batch."""
-        inputs = self._main_input(kwargs)
-        rows = None if inputs is None or not inputs.dim() else len(inputs)
-        if None not in (rows, self._rows) and rows != self._rows:
-            raise TrackingError(
-                f"the model was called with {self._rows} rows and then, in the same training step, "
-                f"with {rows}, so that it is not known which are the examples. Expected calls with "
-                "one row for each example in the steps that are measured: run what is shared by "
-                "them under torch.no_grad(), or measure with gs.Monitor in a loop of your own."
-            )
-
-    def _micro_batch(self, size: int, ids: Tensor | None = None, **options: Any) -> MonitorStep:
+    def _begin(self, size: int, ids: Tensor | None, bounds: Tensor | None) -> MonitorStep:
         """Return the context of the next micro-batch."""
         assert self.monitor is not None
         first, self._first = self._first, False
         last = True if self._accumulation == 1 else None
-        return MonitorStep(self.monitor, size, ids, first=first, last=last, divisor=1, **options)
-
-    def _after_forward(self, model, args, output) -> None:
-        if output is None:  # the forward raised
-            self.close()
-
-    def _ids_in(self, kwargs) -> Tensor:
-        if self._ids not in kwargs:
-            raise TrackingError(
-                f"the model was not given the input {self._ids!r} that ids= names; it was given "
-                f"{sorted(kwargs)}. Set remove_unused_columns=False and let the data collator "
-                "return it."
-            )
-        return kwargs[self._ids]
+        return MonitorStep(
+            self.monitor, size, ids, cu_seqlens=bounds, first=first, last=last, divisor=1
+        )
 
     def _close(self, last: bool) -> None:
-        self._remove_hooks()
-        if self._step is not None:
-            step, self._step = self._step, None
+        """End the micro-batch at hand."""
+        assert self.monitor is not None and self._forwards is not None
+        step = self._forwards.take()
+        if step is not None:
             step.close(last)
         elif self._measures:
-            assert self.monitor is not None
-            self._micro_batch(0).skip(
+            self._begin(0, None, None).skip(
                 last,
                 f"optimizer step {self.monitor.steps} was not measured: no forward of the model in "
                 "training mode was seen in one of its micro-batches. Expected a call of the whole "
@@ -394,12 +300,5 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def close(self) -> None:
         """Leave the model as it was, whatever was going on."""
-        self._remove_hooks()
-        if self._step is not None:
-            step, self._step = self._step, None
-            step.abandon()
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._forwards is not None:
+            self._forwards.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -419,14 +418,3 @@ class Monitor:
                 )
             return
         self._metrics = self._run.add(number, measured)
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise unless a monitor, and so a trainer's callback, has these options."""
-    known = list(inspect.signature(Monitor).parameters)[2:]
-    for name in options:
-        if name not in known:
-            raise TypeError(
-                f"GradStatsCallback has no option {name!r}, expected one of its own or of "
-                f"gs.Monitor: {', '.join(known)}."
-            )

@@ -1,0 +1,46 @@
+"""What the callbacks of all trainers have in common."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from gradstats.monitor._monitor import Monitor
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise unless a monitor, and so a callback, has these options."""
+    known = list(inspect.signature(Monitor).parameters)[2:]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"GradStatsCallback has no option {name!r}, expected one of its own or of "
+                f"gs.Monitor: {', '.join(known)}."
+            )
+
+
+def monitor_of_run(
+    before: Monitor | None,
+    model: nn.Module,
+    every: int,
+    *,
+    optimizer: Any,
+    scaler: Any,
+    process_group: Any,
+    **options: Any,
+) -> Monitor:
+    """Return the monitor of a run: that of the run before, if its model is the same, or a new one.
+
+    Args:
+        before: the monitor of the run before, if any.
+        model, every, optimizer, scaler, process_group, options: as for ``gs.Monitor``.
+    """
+    if before is not None and before.model is model:
+        before.continue_in(optimizer, scaler, process_group)
+        return before
+    return Monitor(
+        model, every, optimizer=optimizer, scaler=scaler, process_group=process_group, **options
+    )

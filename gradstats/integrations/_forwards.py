@@ -1,0 +1,195 @@
+"""The forwards of the model in a Trainer's steps: how many examples a micro-batch has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradstats.capture.following._assigned import assign_rows
+from gradstats.errors import TrackingError
+from gradstats.monitor._context import MonitorStep
+from gradstats.statistics._loss import infer_batch_size
+
+
+class Forwards:
+    """Opens the context of each micro-batch at its first forward, which says how many examples.
+
+    Args:
+        called: the module that is called for the whole model.
+        main_input: the name of the input that has one row for each example; None where unknown.
+        ids: the name of the input that holds the examples' ids, or None.
+        rows_per_example: how many rows each example has.
+        begin: makes the context, given the number of examples, their ids and, of examples packed
+            into one row, their bounds.
+
+    Attributes:
+        in_step: whether the Trainer is in a training step: all other calls are not looked at.
+    """
+
+    def __init__(
+        self,
+        called: nn.Module,
+        main_input: str | None,
+        ids: str | None,
+        rows_per_example: int,
+        begin: Callable[[int, Tensor | None, Tensor | None], MonitorStep],
+    ):
+        self.in_step = False
+        self._called, self._begin = called, begin
+        self._main_input, self._ids = main_input, ids
+        self._rows_per_example = rows_per_example
+        self._hooks: list[Any] = []
+        self._step: MonitorStep | None = None
+        self._examples = 0
+        self._rows: int | None = None
+
+    def wait(self) -> None:
+        """Wait for the forward of the next micro-batch."""
+        before, after = Hook(self._before, self.close), Hook(self._after, self.close)
+        self._hooks = [
+            self._called.register_forward_pre_hook(before, with_kwargs=True),
+            self._called.register_forward_hook(after, always_call=True),
+        ]
+
+    def take(self) -> MonitorStep | None:
+        """Stop waiting, and return the context that was opened; None if no forward came."""
+        for hook in self._hooks:
+            hook.remove()
+        step, self._step, self._hooks = self._step, None, []
+        return step
+
+    def close(self) -> None:
+        """Leave the model as it was, whatever was going on."""
+        step = self.take()
+        if step is not None:
+            step.abandon()
+
+    def _before(self, model, args, kwargs) -> None:
+        if not (self.in_step and model.training and torch.is_grad_enabled()):
+            return
+        try:
+            if self._step is None:
+                self._open(args, kwargs)
+            else:
+                self._check_rows(kwargs)
+            if self._rows_per_example != 1:
+                self._assign_rows([*args, *kwargs.values()])
+        except BaseException:
+            # Not in _after: hooks may not be removed while others of them run.
+            self.close()
+            raise
+
+    def _after(self, model, args, output) -> None:
+        if output is None:  # the forward raised
+            self.close()
+
+    def _open(self, args, kwargs) -> None:
+        """Open the context of a micro-batch, given what the model is called with."""
+        inputs = self._main_input_in(kwargs)
+        given = [*args, *kwargs.values()] if inputs is None else inputs
+        rows, bounds = infer_batch_size(given, 0), None
+        if rows == 1 and (bounds := bounds_in(kwargs)) is not None:
+            rows = len(bounds) - 1
+            if self._rows_per_example != 1:
+                raise TrackingError(
+                    f"the collator packed {rows} examples into one row, whereas rows_per_example="
+                    f"{self._rows_per_example} is of batches with rows of their own. Expected one "
+                    "of the two: train without padding_free, or without rows_per_example=."
+                )
+        self._examples, left = divmod(rows, self._rows_per_example)
+        if left:
+            raise TrackingError(
+                f"the model was called with {left} more than {self._examples} times the "
+                f"{self._rows_per_example} rows that rows_per_example= says each example has."
+            )
+        self._rows = None if inputs is None else len(inputs)
+        self._step = self._begin(self._examples, self._ids_in(kwargs), bounds)
+        self._step.open()
+
+    def _assign_rows(self, inputs: list[Any]) -> None:
+        """Say which example each row belongs to of all that the model is called with."""
+        owner = torch.arange(self._examples).repeat(self._rows_per_example)
+        for item in inputs:
+            if isinstance(item, Tensor) and item.dim() and len(item) == len(owner):
+                assign_rows(item, owner)
+
+    def _main_input_in(self, kwargs) -> Tensor | None:
+        """Return what the model calls its main input, if it is called with that by name."""
+        inputs = kwargs.get(self._main_input)
+        return inputs if isinstance(inputs, Tensor) and inputs.dim() else None
+
+    def _check_rows(self, kwargs) -> None:
+        """Raise where the model is called for another number of rows in one micro-batch."""
+        inputs = self._main_input_in(kwargs)
+        if inputs is None or self._rows is None:
+            return
+        if len(inputs) != self._rows:
+            raise TrackingError(
+                f"the model was called with {self._rows} rows and then, in the same training step, "
+                f"with {len(inputs)}, so that it is not known which are the examples. Expected "
+                "calls with one row for each example in the steps that are measured: run what is "
+                "shared by them under torch.no_grad(), or measure with gs.Monitor in a loop of "
+                "your own."
+            )
+
+    def _ids_in(self, kwargs) -> Tensor | None:
+        if self._ids is None:
+            return None
+        if self._ids not in kwargs:
+            raise TrackingError(
+                f"the model was not given the input {self._ids!r} that ids= names; it was given "
+                f"{sorted(kwargs)}. Set remove_unused_columns=False and let the data collator "
+                "return it."
+            )
+        return kwargs[self._ids]
+
+
+class Hook:
+    """A hook of the model that copies of it do not have: an average of its weights, say.
+
+    A copied method would have a callback of its own, with a copy of all that it refers to.
+    """
+
+    def __init__(self, call: Callable[..., None], close: Callable[[], None]):
+        self._call, self.close = call, close
+
+    def __call__(self, *args) -> None:
+        self._call(*args)
+
+    def __reduce__(self):
+        return Hook, (nothing, nothing)
+
+
+def nothing(*args) -> None:
+    """Do nothing."""
+
+
+def close_all(model: nn.Module) -> None:
+    """Close what callbacks have opened, or wait to open, on a model: of runs that broke off."""
+    for module in model.modules():
+        for hook in [*module._forward_pre_hooks.values()]:
+            if isinstance(hook, Hook):
+                hook.close()
+
+
+def bounds_in(inputs: dict[str, Any]) -> Tensor | None:
+    """Return the bounds of examples that a collator has packed into one row; None for a plain row.
+
+    Args:
+        inputs: of the model, by name.
+    """
+    bounds = inputs.get("cu_seq_lens_q")
+    if isinstance(bounds, Tensor):
+        return bounds
+    positions = inputs.get("position_ids")
+    # Beside a mask the models attend to whole rows, wherever positions begin: in padding, perhaps.
+    masked = inputs.get("attention_mask") is not None
+    if masked or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return None
+    starts = (positions[0] == 0).nonzero()[:, 0]
+    if len(starts) < 2 or starts[0] != 0:
+        return None
+    return torch.cat([starts, starts.new_tensor([positions.shape[1]])])
