@@ -446,6 +446,15 @@ def test_nested_contexts(model, batch):
     gs.per_example_norms(model, batch, per_example_cross_entropy)
 
 
+def test_a_context_within_itself(model, batch):
+    with gs.track(model, batch_size=B) as tracker:
+        with pytest.raises(gs.TrackingError, match="open, or was used before"), tracker:
+            raise AssertionError("not reached")
+        tracker.backward(per_example_cross_entropy(model, batch))
+    expected = oracle_sqnorms(model, batch, per_example_cross_entropy)
+    assert_sqnorms(tracker.stats, expected, 1e-4)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_contexts_of_two_models_at_once(model, batch, apart):
     """Their backward reaches one of them: the way on is one context of both."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradstats.errors import LoaderError
 from gradstats.scoring._batches import Source, look_up
 from gradstats.statistics._arguments import Options
-from gradstats.statistics._batches import Division
+from gradstats.statistics._division import Division
 from gradstats.statistics._loss import check_batch_dim, checked_bounds, infer_batch_size
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradstats._requirements import require
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.scoring._loaders import Data
-from gradstats.statistics._batches import Division
+from gradstats.statistics._division import Division
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -81,7 +81,7 @@ class Renewal:
             known = {id(tensor) for tensors in held.values() for tensor in tensors}
             # They may be made of the weights, by the mode that is set.
             made = any(id(tensor) not in known for tensors in now.values() for tensor in tensors)
-            others = made or versions.are_old or _parts(model) != parts
+            others = made or versions.changed or _parts(model) != parts
             self._resets_mode = _agree(losses(), before, model) and not others
         except Exception:  # the user's: it may not be meant to be trained, or need what it dropped
             pass

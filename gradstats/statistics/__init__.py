@@ -1,7 +1,8 @@
 """Per-example gradient norms and inner products, and what follows from these two alone.
 
 _arguments      checks of the caller's arguments
-_batches        batches: searched, divided into examples, converted to another precision
+_batches        batches: searched, copied, converted to another precision
+_division       how they divide into examples
 _state          side effects of a forward, and undoing them
 _loss           losses, example axes and weights, checked
 _backward       the forward and backward behind every function that is given a loss function

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from gradstats.statistics._arguments import LossFunction
-from gradstats.statistics._batches import Division, map_tensors
+from gradstats.statistics._batches import map_tensors
+from gradstats.statistics._division import Division
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._reference import TOLERANCE, Example, Subject
 from gradstats.statistics._verify_report import Check, summary

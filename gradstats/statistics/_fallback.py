@@ -30,8 +30,9 @@ from gradstats.errors import (
 )
 from gradstats.statistics._arguments import LossFunction, excluding
 from gradstats.statistics._backward import NothingUsedError
-from gradstats.statistics._batches import Division, map_tensors
+from gradstats.statistics._batches import map_tensors
 from gradstats.statistics._differentiable import differentiable
+from gradstats.statistics._division import Division
 from gradstats.statistics._loss import check_losses
 from gradstats.statistics._result import GradientNorms, summarise
 from gradstats.statistics._state import State

@@ -159,7 +159,7 @@ def per_example_norms(
 class _ScaleAtBackward:
     """Notes the loss scale as the backward starts: it may be updated before the context closes."""
 
-    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device):
+    def __init__(self, scaler: torch.amp.GradScaler | None, device: torch.device):
         self._scaler, self._device = scaler, device
         self.value: Tensor | float = 1.0
 
@@ -274,14 +274,15 @@ class track:
             parameters=parameters,
             exclude=exclude,
         )
+        self._scale = _ScaleAtBackward(scaler, self._tracker.device)
         if scaler is not None:
-            self._tracker.listener = _ScaleAtBackward(scaler, self._tracker.device)
+            self._tracker.listener = self._scale
 
     def __enter__(self) -> track:
-        if self._tracker.closed:
+        if self._opened or self._tracker.closed:
             raise TrackingError(
-                "this tracking context was used before. One context serves one batch: open a new "
-                "one."
+                "this tracking context is open, or was used before. One context serves one batch: "
+                "open a new one."
             )
         check_recording()
         try:
@@ -297,12 +298,11 @@ class track:
             explain(self._tracker.marks, value)
         finally:
             self._tracker.close()
-        listener, self._tracker.listener = self._tracker.listener, None
         if kind is None and self._tracker.reports.any:
-            scale = float(listener.value) if isinstance(listener, _ScaleAtBackward) else 1.0
             self._stats = statistics_of(
-                self._tracker, self._losses, self._weights, self._nonfinite, scale
-            )
+                self._tracker, self._losses, self._weights, self._nonfinite,
+                float(self._scale.value),
+            )  # fmt: skip
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.

@@ -55,7 +55,7 @@ class Versions:
         return list(map(_version_of, self._tensors))
 
     @property
-    def are_old(self) -> bool:
+    def changed(self) -> bool:
         """Whether one of the tensors has been written into since."""
         return self._now() != self._then
 
@@ -85,7 +85,7 @@ class Start:
 
     def restore(self) -> bool:
         """Return to that state; False if kept tensors have been written into."""
-        if self._versions.are_old:
+        if self._versions.changed:
             return False
         torch.set_rng_state(self._numbers)
         for module, attributes, buffers in self._held:

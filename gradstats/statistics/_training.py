@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,11 +106,11 @@ def inner_product_test(step: StepGradients) -> float:
         Bollapragada et al., arXiv 1710.11258.
     """
     above = below = 0.0
-    for _, alignment, weight in _batches(step):
-        size, square = 1 / float(weight @ weight), float(weight @ alignment)
-        if size > 1:
-            above += float(weight @ (alignment - square) ** 2) * size / (size - 1)
-            below += size * square * square
+    for part in _micro_batches(step):
+        if part.size > 1:
+            spread = float(part.weight @ (part.alignment - part.square) ** 2)
+            above += spread * part.size / (part.size - 1)
+            below += part.size * part.square * part.square
     return root(_ratio(above, below))
 
 
@@ -122,24 +123,23 @@ def orthogonality_test(step: StepGradients) -> float:
         Bollapragada et al., arXiv 1710.11258.
     """
     above = below = 0.0
-    for sqnorm, alignment, weight in _batches(step):
-        size, square = 1 / float(weight @ weight), float(weight @ alignment)
-        if size > 1:
+    for part in _micro_batches(step):
+        if part.size > 1:
+            along = _ratio(float(part.weight @ part.alignment**2), part.square)
+            across = float(part.weight @ part.sqnorm) - along
             # Not negative by Cauchy and Schwarz, but for rounding.
-            across = float(weight @ sqnorm) - _ratio(float(weight @ alignment**2), square)
-            above += (max(across, 0.0) if math.isfinite(across) else NAN) * size / (size - 1)
-            below += size * square
+            across = max(across, 0.0) if math.isfinite(across) else NAN
+            above += across * part.size / (part.size - 1)
+            below += part.size * part.square
     return root(_ratio(above, below))
 
 
 def lengths_along_mean(step: StepGradients) -> np.ndarray:
     """Return (N,) p_i / Ḡ_k, the length of g_i along ḡ_k; NaN where Ḡ_k is zero."""
-    lengths = []
-    for _, alignment, weight in _batches(step):
-        with np.errstate(invalid="ignore"):  # infinite ones of both signs
-            square = float(weight @ alignment)
-        lengths.append(alignment / (math.sqrt(square) if 0 < square < math.inf else NAN))
-    return np.concatenate(lengths)
+    return np.concatenate([
+        part.alignment / (math.sqrt(part.square) if 0 < part.square < math.inf else NAN)
+        for part in _micro_batches(step)
+    ])  # fmt: skip
 
 
 def cosines_to_mean(step: StepGradients) -> np.ndarray:
@@ -156,7 +156,7 @@ def fraction_against(step: StepGradients) -> float:
     have left of zero does not count. NaN where a product is not finite.
     """
     beyond = [
-        alignment - (1 - ROUNDING) * weight * sqnorm for sqnorm, alignment, weight in _batches(step)
+        part.alignment - (1 - ROUNDING) * part.weight * part.sqnorm for part in _micro_batches(step)
     ]
     kept = [rows for rows in beyond if len(rows) > 1]
     if not kept or not all(np.isfinite(rows).all() for rows in kept):
@@ -223,13 +223,26 @@ class RunningRatio:
         self._sums = [float(entry) for entry in state["sums"]]
 
 
-def _batches(step: StepGradients) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (n, p, weights of sum one) of each micro-batch."""
+class _MicroBatch(NamedTuple):
+    """The examples of one micro-batch: n_i, p_i, weights of sum one; 1 / Σ w_i², and Ḡ_k²."""
+
+    sqnorm: np.ndarray
+    alignment: np.ndarray
+    weight: np.ndarray
+    size: float
+    square: float
+
+
+def _micro_batches(step: StepGradients) -> Iterator[_MicroBatch]:
+    """Yield the micro-batches of a step whose inner products were measured."""
     assert step.alignment is not None
     for number in np.unique(step.batch):
         rows = step.batch == number
-        weight = step.weight[rows]
-        yield step.sqnorm[rows], step.alignment[rows], weight / weight.sum()
+        alignment, weight = step.alignment[rows], step.weight[rows] / step.weight[rows].sum()
+        with np.errstate(invalid="ignore"):  # infinite ones of both signs
+            square = float(weight @ alignment)
+        size = 1 / float(weight @ weight)
+        yield _MicroBatch(step.sqnorm[rows], alignment, weight, size, square)
 
 
 def _ratio(above: float, below: float) -> float:

@@ -23,8 +23,9 @@ from gradstats.statistics._arguments import (
     check_workspace,
     excluding,
 )
-from gradstats.statistics._batches import Division, on_a_copy
+from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._differentiable import differentiable
+from gradstats.statistics._division import Division
 from gradstats.statistics._elsewhere import Elsewhere
 from gradstats.statistics._loss import check_losses, examples_in, packed_segments
 from gradstats.statistics._norms import per_example_norms

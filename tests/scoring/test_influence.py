@@ -17,7 +17,7 @@ from tqdm import tqdm
 import gradstats as gs
 from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._memory import Halving
-from gradstats.statistics._batches import Division
+from gradstats.statistics._division import Division
 from tests.oracle import assert_unchanged, snapshot
 from tests.scoring import processes
 from tests.scoring.setting import (

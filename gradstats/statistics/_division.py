@@ -1,0 +1,226 @@
+"""How batches divide into examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradstats.capture.operations._nested import tensors_in
+from gradstats.statistics._batches import can_be_looked_into, map_tensors, with_items
+
+
+def _is_alike(entries: Sequence[Any]) -> bool:
+    """Whether entries are of one kind, as those of examples are."""
+    if len({*map(type, entries)}) > 1:
+        return False
+    if isinstance(entries[0], Tensor):
+        return len({(each.dim(), each.shape[1:]) for each in entries}) == 1
+    if isinstance(entries[0], Mapping):
+        return all(each.keys() == entries[0].keys() for each in entries)
+    return True
+
+
+def _is_list(item: Any) -> bool:
+    """Whether an item is a list, or a tuple without names."""
+    return isinstance(item, list) or type(item) is tuple
+
+
+def _is_size(item: Any) -> bool:
+    """Whether an item is a tuple of numbers."""
+    return type(item) is tuple and all(isinstance(each, numbers.Number) for each in item)
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a batch divides into examples.
+
+    Attributes:
+        batch_size: number of examples B.
+        batch_dim: the example axis; a tensor of fewer axes counts examples along its last, as
+            labels do.
+        bounds: where packed examples begin, and the number of rows; None where each example is
+            one slice.
+    """
+
+    batch_size: int
+    batch_dim: int
+    bounds: tuple[int, ...] | None = None
+
+    def axis(self, tensor: Tensor) -> int | None:
+        """Return the axis of one slice for each example, None if all share the tensor."""
+        axis = self._axis(tensor)
+        return axis if tensor.dim() > 0 and tensor.shape[axis] == self.batch_size else None
+
+    def _axis(self, values: Tensor | np.ndarray) -> int:
+        return min(self.batch_dim, values.ndim - 1)
+
+    def entries(self, held: Any) -> int | None:
+        """Return how many entries of examples a list, tuple or array holds; None if it holds none.
+
+        There is one for each example, or for each packed row: strings, numbers, tensors of one
+        example each, which are all alike. A list whose tensors hold all examples has no entries of
+        examples, nor has a tuple of numbers, such as a size.
+        """
+        if isinstance(held, np.ndarray):
+            count = held.shape[self._axis(held)] if held.ndim else -1
+        elif _is_list(held):
+            divided = list(map(self._is_divided, tensors_in(held)))
+            whole = all(divided) or not _is_alike(held) if divided else _is_size(held)
+            count = -1 if whole else len(held)
+        else:
+            return None
+        rows = self.batch_size if self.bounds is None else self.bounds[-1]
+        return count if count in (self.batch_size, rows) else None
+
+    def _is_divided(self, tensor: Tensor) -> bool:
+        return self.axis(tensor) is not None or self.packed_axis(tensor) is not None
+
+    def has_entries(self, batch: Any) -> bool:
+        """Whether a batch holds entries of examples outside of tensors that hold all."""
+        return bool(self._parts(batch)[1])
+
+    def _parts(self, batch: Any) -> tuple[list[Tensor], list[Any], list[Any]]:
+        """Return a batch's tensors, the lists and arrays of entries of examples, and all else."""
+        tensors: list[Tensor] = []
+        entries: list[Any] = []
+        others: list[Any] = []
+
+        def see(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        def ask(held: Any) -> tuple[Any] | None:
+            if self.entries(held) is None:
+                others.append(held)
+                return None
+            entries.append(held)
+            return (held,)  # what they are is not looked into
+
+        map_tensors(batch, see, ask)
+        return tensors, entries, others
+
+    def packed_axis(self, tensor: Tensor) -> int | None:
+        """Return the axis of packed rows, perhaps the one after an axis of size 1."""
+        if self.bounds is None or tensor.dim() <= self.batch_dim:
+            return None
+        sizes = tensor.shape[self.batch_dim : self.batch_dim + 2]
+        if sizes[0] == self.bounds[-1]:
+            return self.batch_dim
+        return self.batch_dim + 1 if tuple(sizes) == (1, self.bounds[-1]) else None
+
+    def obstacle(self, batch: Any) -> str | None:
+        """Return why ``take`` may not return the examples of a batch; None if it does."""
+        tensors, _, others = self._parts(batch)
+        for held in (batch, *others):
+            if not can_be_looked_into(held):
+                return f"the batch holds a {type(held).__name__}, which cannot be taken apart"
+        if self.bounds is None:
+            return None
+        for tensor in tensors:
+            known = self._is_owner(tensor) or self._bounds_in(tensor)
+            axis = self.axis(tensor) if self.packed_axis(tensor) is None else 0
+            if not known and axis is None and tensor.dim() > 0 and not tensor.is_floating_point():
+                return (
+                    f"the batch holds integers of shape {tuple(tensor.shape)}, which may be "
+                    "numbers of rows or examples (edges of graphs) that are others in another batch"
+                )
+        return None
+
+    def doubt(self, batch: Any) -> str | None:
+        """Return what ``take`` may wrongly leave undivided; None if there is nothing.
+
+        It divides what has the size of the examples; of what has not, it does not know.
+        """
+        tensors, entries, others = self._parts(batch)
+        for held in entries:
+            if len(held) and isinstance(held[0], numbers.Number):
+                return (
+                    f"it holds a {type(held).__name__} of {len(held)} numbers, which may be others "
+                    "than one for each example (if they are, make it a tensor)"
+                )
+        for held in filter(_is_list, others):
+            of_tensors = any(True for _ in tensors_in(held))
+            # As many tensors that have rows of all examples may be one for each after all.
+            if len(held) == self.batch_size or (held and not (of_tensors or _is_size(held))):
+                what = "tensors" if of_tensors else "entries"
+                return f"it holds a {type(held).__name__} of {len(held)} {what}"
+        for tensor in tensors:
+            if self.bounds is None and self.axis(tensor) is None:
+                return (
+                    f"it holds a tensor of shape {tuple(tensor.shape)} without an axis of "
+                    f"{self.batch_size} at {self.batch_dim}"
+                )
+            if self._bounds_in(tensor) == self.batch_size:
+                return (
+                    f"it holds integers of shape {tuple(tensor.shape)} that may say where its "
+                    "examples begin, or be one for each of them, such as labels"
+                )
+        return None
+
+    def _bounds_in(self, tensor: Tensor) -> int:
+        """Return how many bounds a tensor holds: all, all but the last as bags have them, or 0."""
+        if self.bounds is None or tensor.dim() != 1 or tensor.is_floating_point():
+            return 0
+        count = len(tensor)
+        starts = count == self.batch_size and max(self._lengths) > 1
+        known = (starts or count == len(self.bounds)) and tensor.tolist() == [*self.bounds[:count]]
+        return count if known else 0
+
+    def _is_owner(self, tensor: Tensor) -> bool:
+        """Whether a tensor says whose each row is."""
+        if self.bounds is None or max(self._lengths) < 2 or tensor.is_floating_point():
+            return False
+        return tuple(tensor.shape) in ((self.bounds[-1],), (1, self.bounds[-1])) and (
+            tensor.flatten().tolist() == _owners(self._lengths)
+        )
+
+    @property
+    def _lengths(self) -> list[int]:
+        assert self.bounds is not None
+        return [end - start for start, end in itertools.pairwise(self.bounds)]
+
+    def take(self, batch: Any, examples: list[int]) -> Any:
+        """Return the batch of some of the examples, in the order given."""
+        rows, bounds = list(examples), [0]
+        if self.bounds is not None:
+            spans = [range(self.bounds[i], self.bounds[i + 1]) for i in examples]
+            rows = [row for span in spans for row in span]
+            for span in spans:
+                bounds.append(bounds[-1] + len(span))
+
+        def pick(tensor: Tensor) -> Tensor:
+            held = self._bounds_in(tensor)
+            if held:
+                return tensor.new_tensor(bounds[:-1] if held == self.batch_size else bounds)
+            if self._is_owner(tensor):
+                owners = _owners([self._lengths[i] for i in examples])
+                return tensor.new_tensor(owners).view(*tensor.shape[:-1], -1)
+            axis, indices = self.packed_axis(tensor), rows
+            if axis is None:
+                axis, indices = self.axis(tensor), examples
+            if axis is None:
+                return tensor
+            index = torch.tensor(indices, dtype=torch.long, device=tensor.device)
+            return tensor.detach().index_select(axis, index).requires_grad_(tensor.requires_grad)
+
+        def choose(held: Any) -> tuple[Any] | None:
+            count = self.entries(held)
+            if count is None:
+                return None
+            chosen = examples if count == self.batch_size else rows
+            if isinstance(held, np.ndarray):
+                return (held.take(chosen, self._axis(held)),)
+            return (with_items(held, [held[place] for place in chosen]),)
+
+        return map_tensors(batch, pick, choose)
+
+
+def _owners(lengths: Sequence[int]) -> list[int]:
+    return [number for number, length in enumerate(lengths) for _ in range(length)]
