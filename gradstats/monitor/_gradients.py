@@ -60,10 +60,11 @@ class Gradients:
         The squared norm of its gradient, zero where there is none or it was not wanted; whether it
         held one before the first backward; whether it was changed between two.
         """
+        first, *others = self._disturbed
+        changed = [each for each in others if each is not None]
+        rows = (self._left, first, torch.stack(changed).any(0) if changed else None)
         nothing = torch.zeros(len(self._parameters), device=self._parameters[0].device)
-        first, *others = (nothing if each is None else each for each in self._disturbed)
-        changed = torch.stack([nothing, *others]).any(0)
-        return [nothing if self._left is None else self._left, first, changed]
+        return [nothing if row is None else row for row in rows]
 
     def lost(self, used: Iterable[str]) -> list[str]:
         """Return which of the parameters that losses used had no gradient to be read."""

@@ -20,8 +20,9 @@ def layers_of(
     that none matches belong to no layer. A pattern may match none of them: others may be frozen.
     """
     layers: dict[str, list[int]] = {}
+    listed = _listed(patterns)
     for place, name in enumerate(parameters):
-        layer = _layer(name, _listed(patterns))
+        layer = _layer(name, listed)
         if layer is not None:
             layers.setdefault(layer, []).append(place)
     return layers

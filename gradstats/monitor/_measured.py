@@ -337,5 +337,6 @@ class _Reader:
 
     def take(self, *shape: int) -> np.ndarray:
         """Return the next numbers, as an array of this shape."""
-        taken, self._left = np.split(self._left, [math.prod(shape)])
+        size = math.prod(shape)
+        taken, self._left = self._left[:size], self._left[size:]
         return taken.reshape(shape)

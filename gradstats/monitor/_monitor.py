@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,6 @@ from gradstats.monitor._ranks import group_of
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
 from gradstats.monitor._run import Run
 from gradstats.monitor._step import Collector
-
-STATE_VERSION = 1
 
 
 class Monitor:
@@ -334,7 +332,7 @@ class Monitor:
             Nested dicts and lists of numbers, strings and tensors only.
         """
         self._settle()
-        return {"version": STATE_VERSION, "steps": self.steps, **self._run.state_dict()}
+        return self._run.state_dict(self.steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; what was measured before is replaced.
@@ -347,26 +345,9 @@ class Monitor:
         Raises:
             TrackingError: ``state`` is something else, or from another version of gradstats.
         """
-        if not isinstance(state, Mapping):
-            raise TrackingError(
-                f"state is {type(state).__name__}, expected what monitor.state_dict() returned."
-            )
-        if state.get("version") != STATE_VERSION:
-            raise TrackingError(
-                f"the monitor's state has version {state.get('version')!r}, expected "
-                f"{STATE_VERSION}: it was saved by another version of gradstats. Start without it."
-            )
         run = Run(*self._choices)
-        try:
-            steps = int(state["steps"])
-            run.load_state_dict(state)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TrackingError(
-                f"the monitor's state is damaged ({type(error).__name__}: {error}), expected what "
-                "monitor.state_dict() returned. Start without it."
-            ) from error
-        # All of it was there: nothing is lost to a state that is not whole.
-        self._run, self.steps = run, steps
+        # Nothing is lost to a state that is not whole.
+        self._run, self.steps = run, run.load_state_dict(state)
         self._collector, self._pending, self._metrics, self._next = None, None, {}, 0
 
     def continue_in(self, optimizer, scaler, process_group) -> None:

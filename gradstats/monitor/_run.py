@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,8 @@ from gradstats.monitor._measured import Measured
 from gradstats.monitor._metrics import step_metrics
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
 from gradstats.statistics._training import RunningRatio, cosines_to_mean, lengths_along_mean
+
+STATE_VERSION = 1
 
 # Quantities that spikes are looked for in, and how many measured steps their median is taken over.
 WATCHED = ("grad_norm", "example_grad_norm/max")
@@ -109,9 +112,15 @@ class Run:
         order = np.argsort(-np.where(np.isfinite(known), key, np.inf), kind="stable")
         return [_record(measured, position) for position in order[:k]]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all but the last measured step: numbers, strings and tensors only."""
+    def state_dict(self, steps: int) -> dict[str, Any]:
+        """Return all but the last measured step: numbers, strings and tensors only.
+
+        Args:
+            steps: number of optimizer steps completed.
+        """
         return {
+            "version": STATE_VERSION,
+            "steps": steps,
             "undefined": self._undefined,
             "nonfinite_steps": self._nonfinite_steps,
             "nonfinite": [list(item) for item in self.nonfinite],
@@ -125,20 +134,40 @@ class Run:
             "self_influence": self.self_influence.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take in what ``state_dict`` returned, where nothing was measured yet."""
-        self._undefined = int(state["undefined"])
-        self._nonfinite_steps = int(state["nonfinite_steps"])
-        self.nonfinite.extend((step, name) for step, name in state["nonfinite"])
-        for name, saved in state["ratios"].items():
-            self._ratio(name).load_state_dict(saved)
-        for name, recent in self._recent.items():
-            recent.extend(state["recent"][name])
-        self.spikes.extend(map(Spike.from_state, state["spikes"]))
-        self.history = {
-            name: torch.as_tensor(values).tolist() for name, values in state["history"].items()
-        }
-        self.self_influence.load_state_dict(state["self_influence"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> int:
+        """Take in what ``state_dict`` returned, where nothing was measured yet; return ``steps``.
+
+        Raises:
+            TrackingError: it is something else, or from another version of gradstats.
+        """
+        if not isinstance(state, Mapping):
+            raise TrackingError(
+                f"state is {type(state).__name__}, expected what monitor.state_dict() returned."
+            )
+        if state.get("version") != STATE_VERSION:
+            raise TrackingError(
+                f"the monitor's state has version {state.get('version')!r}, expected "
+                f"{STATE_VERSION}: it was saved by another version of gradstats. Start without it."
+            )
+        try:
+            self._undefined = int(state["undefined"])
+            self._nonfinite_steps = int(state["nonfinite_steps"])
+            self.nonfinite.extend((step, name) for step, name in state["nonfinite"])
+            for name, saved in state["ratios"].items():
+                self._ratio(name).load_state_dict(saved)
+            for name, recent in self._recent.items():
+                recent.extend(state["recent"][name])
+            self.spikes.extend(map(Spike.from_state, state["spikes"]))
+            self.history = {
+                name: torch.as_tensor(values).tolist() for name, values in state["history"].items()
+            }
+            self.self_influence.load_state_dict(state["self_influence"])
+            return int(state["steps"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TrackingError(
+                f"the monitor's state is damaged ({type(error).__name__}: {error}), expected what "
+                "monitor.state_dict() returned. Start without it."
+            ) from error
 
     def _look_for_spikes(self, number: int, measured: Measured, metrics: dict[str, float]) -> bool:
         found = False
