@@ -95,9 +95,9 @@ class MonitorStep:
         Args:
             last: whether this was the last micro-batch of the optimizer step.
         """
-        monitor, context, collector = self._monitor, self._context, self._monitor._collector
+        monitor, collector = self._monitor, self._monitor._collector
+        context, self._context = self._context, None
         if context is not None:
-            self._context = None
             try:
                 context.close()
                 if collector is None:
@@ -116,7 +116,7 @@ class MonitorStep:
                         "computed there: what torch.autograd.grad returns is not measured.",
                     )
             except BaseException:
-                monitor._collector = None
+                self.abandon()
                 raise
         monitor._next = 0 if last else monitor._next + 1
         if last:
@@ -160,7 +160,7 @@ class MonitorStep:
 
     def abandon(self) -> None:
         """Leave the model as it was and forget the step; nothing is counted."""
-        context, self._context = self._context, None
+        context, self._context, self.measured = self._context, None, False
         self._monitor._collector, self._monitor._next = None, 0
         if context is not None:
             context.close()

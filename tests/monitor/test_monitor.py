@@ -653,11 +653,11 @@ def test_a_history_over_other_options_is_aligned_with_its_steps(model):
 def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
     monitor = gs.Monitor(model, every=1, alignment=False)
     state = snapshot(model)
-    with pytest.raises(RuntimeError, match="the user's own"), monitor.step(batch_size=B):
+    with pytest.raises(RuntimeError, match="the user's own"), monitor.step(batch_size=B) as step:
         losses_of(model, batch_of())
         raise RuntimeError("the user's own")
     assert_unchanged(model, state)
-    assert monitor.steps == 0 and monitor.metrics() == {}
+    assert monitor.steps == 0 and monitor.metrics() == {} and not step.measured
     with monitor.step(batch_size=B):
         losses_of(model, batch_of()).mean().backward()
     assert monitor.metrics()["grad_norm"] > 0
