@@ -19,7 +19,7 @@ from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged, Rows
 from gradstats.contractions import (
     _outer,
     _patches,
-    _result,
+    _rounding,
     _triton,
     _triton_layers,
     direction_inner,
@@ -68,7 +68,7 @@ def _are_single(operands):
 @pytest.fixture
 def tensor_cores(monkeypatch):
     """Take float32 operands to lie on CUDA; yields what sets whether TF32 is allowed."""
-    monkeypatch.setattr(_result, "_on_tensor_cores", _are_single)
+    monkeypatch.setattr(_rounding, "_on_tensor_cores", _are_single)
     allowed = torch.backends.cuda.matmul.allow_tf32
 
     def allow(value):
@@ -82,14 +82,14 @@ def test_the_roundoff_of_products_is_that_of_their_dtype_device_and_settings():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def roundoffs():
-        return [_result.product_roundoff(each, each) for each in (*wide, *narrow, *on_cpu)]
+        return [_rounding.product_roundoff(each, each) for each in (*wide, *narrow, *on_cpu)]
 
     allowed = torch.backends.cuda.matmul.allow_tf32
     dtypes = torch.float32, torch.float64, torch.bfloat16, torch.float16
     with FakeTensorMode():
         wide = [torch.empty(1, dtype=dtype, device="cuda") for dtype in dtypes[:2]]
         narrow = [torch.empty(1, dtype=dtype, device="cuda") for dtype in dtypes[2:]]
-        mixed = _result.product_roundoff(wide[0], narrow[0])
+        mixed = _rounding.product_roundoff(wide[0], narrow[0])
     on_cpu = [torch.empty(1, dtype=dtype) for dtype in dtypes]
     single, double, split = 2.0**-24, 2.0**-53, 2.0**-24 + 2.0**-22
     assert mixed == split

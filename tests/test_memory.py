@@ -19,7 +19,7 @@ from benchmarks.ledger import MemoryLedger, peak_memory
 from benchmarks.workloads import Transformer, classification, next_token
 from gradstats import _cost
 from gradstats._factors import ConvolutionGeometry, Outer, Patches
-from gradstats.contractions import _outer, _patches, _rows
+from gradstats.contractions import _outer, _patches, _rows, sqnorm
 from gradstats.statistics._kept import keep
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
@@ -513,6 +513,18 @@ def test_operands_that_are_cast_count_against_the_workspace(with_sum):
     result = found[0][0] if with_sum else found[0]
     torch.testing.assert_close(result.value, expected, rtol=1e-5, atol=0)
     assert ledger.peak <= MIB // 4 + 64 * 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_uses_that_are_formed_and_added_fit_the_workspace(dtype):
+    """Of a matrix and its transpose, whose products have no rule."""
+    sides = [torch.randn(64, 1, 3, 32, dtype=dtype) for _ in range(4)]
+    uses = [Outer(*sides[:2], (32, 32)), Outer(*sides[2:], (32, 32), (1, 0), (32, 32))]
+    expected = sum(use.dense().double() for use in uses).square().sum((1, 2))
+    found = []
+    ledger = peak_memory(lambda: found.append(sqnorm(uses, MIB // 4)))
+    torch.testing.assert_close(found[0].value, expected, rtol=1e-5, atol=0)
+    assert ledger.peak <= MIB // 4 + 16 * 1024
 
 
 @pytest.mark.parametrize("with_sum", [False, True])

@@ -10,6 +10,7 @@ One factor: squared norms, products with a dense direction, sums over the exampl
     _distances   the modules
     _merge       several uses of one parameter as fewer factors
     _tied        a projection and the look-ups tied to it
+    _gram        outer products through products between positions
     _dense       by definition
     _formed      gradients of outer products, formed one by one, at once, or a few at a time
 
@@ -21,6 +22,7 @@ Inner products
 
 Used by all of them
     _result      what contractions return, and how doubtful results are found and recomputed
+    _rounding    how much one operation rounds
     _precision, _multiply, _tensor_cores    the precision of products, their library, their hardware
     _triton, _triton_layers    the kernels, on CUDA
 """

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from gradstats import _cost
 from gradstats._factors import elements_of, tensors_of
-from gradstats.contractions._result import Contraction, squared_norms, unit_roundoff
+from gradstats.contractions._result import Contraction, squared_norms
+from gradstats.contractions._rounding import relative_bound
+from gradstats.contractions._tiles import dtype_of
 
 
 def sqnorm(factor, workspace: int) -> Contraction:
@@ -21,10 +23,11 @@ def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
     """Return ‖Σ_u F_u[i]‖² from the per-example gradients of chunks of examples.
 
     Cost: the products that form the gradients; scratch of two gradients for each example of a
-    chunk, which is never less than one example.
+    chunk, or three where they are added, and a chunk is never less than one example.
     """
     batch = factors[0].batch
-    held = 2 * 4 * max(map(elements_of, factors))
+    held = (2 if len(factors) == 1 else 3) * dtype_of(factors).itemsize
+    held *= max(map(elements_of, factors))
     launched = tensors_of(factors[0])[0].is_cuda
     chunk = _cost.direct_chunk(held, batch, workspace, launched=launched)
     values, bounds = [], []
@@ -40,7 +43,7 @@ def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
         value = rows_squared_norms(total)
         values.append(value)
         # Where the uses cancel each other, what is left is rounded relative to their sizes.
-        bounds.append(4 * unit_roundoff(dtype) * size * value.sqrt())
+        bounds.append(relative_bound(dtype) * size * value.sqrt())
     return Contraction(torch.cat(values), torch.cat(bounds))
 
 

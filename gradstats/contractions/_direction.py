@@ -124,7 +124,7 @@ def _formed_direction(factor: Factor, direction: Tensor, workspace: int) -> Tens
     """Return the products of per-example gradients formed a few examples at a time."""
     result = _tiles.zeros([factor], factor.batch)
     flat = direction.flatten()
-    size = 2 * flat.numel() * direction.dtype.itemsize
+    size = 2 * flat.numel() * _tiles.dtype_of([factor]).itemsize
     for here in _tiles.chunks(
         factor.batch, _cost.examples_per_chunk(size, factor.batch, workspace)
     ):

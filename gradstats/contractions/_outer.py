@@ -21,23 +21,20 @@ from gradstats._factors import (
     ConvolutionGeometry,
     Factor,
     Outer,
-    cast,
     compute_dtype,
     weight_gradient,
 )
 from gradstats.contractions import _triton
 from gradstats.contractions._formed import form_at_once, form_chunks, form_each
+from gradstats.contractions._gram import gram
 from gradstats.contractions._multiply import SCRATCH, multiply_groups, pays
 from gradstats.contractions._result import (
-    SMALLEST,
     Contraction,
     WellConditioned,
-    product_roundoff,
     recompute_suspects,
-    relative_bound,
-    row_sizes,
     well_conditioned,
 )
+from gradstats.contractions._rounding import SMALLEST, product_roundoff, relative_bound
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.contractions._tiles import chunks, zeros
 
@@ -142,96 +139,6 @@ def guarded_gram(factor: Outer, workspace: int) -> Contraction:
     return recompute_suspects(
         gram(factor, workspace), lambda rows: direct(factor.select(rows), workspace)
     )
-
-
-def gram(factor: Outer, workspace: int) -> Contraction:
-    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), computing half of the terms.
-
-    Cost: about T(T + block)/2 · (p + q) multiply-adds an example; scratch of two T/2 × T/2 tiles,
-    of two T × block tiles where that is too much.
-    """
-    dtype = compute_dtype(factor.left, factor.right)
-    batch, groups, positions, p = factor.left.shape
-    q = factor.right.shape[3]
-    itemsize = dtype.itemsize
-    # Operands may be copied: to cast them, or because the rows of examples are not adjacent.
-    alike = all(
-        side.dtype == dtype and side.is_contiguous() for side in (factor.left, factor.right)
-    )
-    halvings, tile = _cost.gram_halvings(positions, 2 * groups * itemsize, workspace)
-    chunk = _cost.examples_per_chunk(
-        groups * (2 * tile + (0 if alike else positions * (p + q))) * itemsize, batch, workspace
-    )
-    parts = []
-    for start in range(0, batch, chunk):
-        left, right = factor.left, factor.right
-        if chunk < batch:
-            left, right = left[start : start + chunk], right[start : start + chunk]
-        left, right = cast(left, dtype).flatten(0, 1), cast(right, dtype).flatten(0, 1)
-        whole = _gram_rows(left, right) if halvings is None else _gram_halves(left, right, halvings)
-        parts.append(whole)
-    total, size = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|.
-    bound = size.double().square_().mul_(product_roundoff(factor.left, factor.right))
-    if groups > 1:
-        total, bound = total.view(-1, groups).sum(1), bound.view(-1, groups).sum(1)
-    return Contraction(total, bound)
-
-
-def _gram_halves(left: Tensor, right: Tensor, halvings: int) -> tuple[Tensor, Tensor]:
-    """Return Σ_{t,s} (left_t·left_s)(right_t·right_s) in float64, and Σ_t ‖left_t‖‖right_t‖.
-
-    Products of the first half of the positions with the second count twice, for their mirror
-    images; then each half is treated as an example of its own.
-
-    Args:
-        left, right: (n, T, p) and (n, T, q).
-        halvings: how often to halve; 2^halvings divides T.
-    """
-    count, positions, _ = left.shape
-    if halvings:
-        left, right = _evenly_spaced(left), _evenly_spaced(right)
-    apart = None
-    for halving in range(halvings):
-        halves = count << halving, 2, positions >> (halving + 1)
-        a, b = left.view(*halves, left.shape[2]), right.view(*halves, right.shape[2])
-        products = torch.bmm(a[:, 0], a[:, 1].mT).mul_(torch.bmm(b[:, 0], b[:, 1].mT))
-        part = products.view(count, -1).sum(1)
-        apart = part if apart is None else apart + part
-    blocks = count << halvings, positions >> halvings
-    a, b = left.view(*blocks, left.shape[2]), right.view(*blocks, right.shape[2])
-    products, others = torch.bmm(a, a.mT), torch.bmm(b, b.mT)
-    sizes = row_sizes(products, others)
-    total = products.mul_(others).view(count, -1).sum(1).double()
-    if apart is not None:
-        total.add_(apart, alpha=2)
-    return total, sizes.view(count, -1).sum(1)
-
-
-def _evenly_spaced(rows: Tensor) -> Tensor:
-    """Return (n, T, width) with evenly spaced rows, so that they can be regrouped as views."""
-    even = rows.stride(0) == rows.shape[1] * rows.stride(1)
-    return rows if even else rows.contiguous()
-
-
-def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``_gram_halves``, by products of a few positions with all that follow them."""
-    count, positions, _ = left.shape
-    block = _cost.GRAM_BLOCK
-    sizes = left.new_empty(count, positions)
-    rows = range(0, positions, block)
-    wholes, tiles = left.new_empty(2, len(rows), count).unbind()
-    for row, whole, tile in zip(rows, wholes.unbind(), tiles.unbind(), strict=True):
-        here = slice(row, row + block)
-        products = torch.bmm(left[:, here], left[:, row:].mT)
-        others = torch.bmm(right[:, here], right[:, row:].mT)
-        sizes[:, here] = row_sizes(products, others)
-        products.mul_(others)
-        torch.sum(products, (1, 2), out=whole)
-        torch.sum(products[:, :, :block], (1, 2), out=tile)
-    # What lies right of the diagonal tile counts twice, for its mirror image.
-    total = 2 * wholes.sum(0, dtype=torch.float64) - tiles.sum(0, dtype=torch.float64)
-    return total, sizes.sum(1)
 
 
 def direct(factor: Outer, workspace: int) -> Contraction:

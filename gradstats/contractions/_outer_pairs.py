@@ -32,7 +32,7 @@ from gradstats._factors import (
 )
 from gradstats.contractions import _outer, _patches, _ragged, _tiles, _triton
 from gradstats.contractions._multiply import multiply_groups
-from gradstats.contractions._result import product_roundoff
+from gradstats.contractions._rounding import product_roundoff
 
 # Bytes of a Gram tile and its partner; larger tiles are no faster.
 GRAM_TILE_BYTES = 32 * 1024 * 1024

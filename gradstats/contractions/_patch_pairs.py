@@ -15,7 +15,7 @@ from gradstats import _cost
 from gradstats._factors import Patches
 from gradstats.contractions import _outer_pairs, _tiles, _triton, _triton_layers
 from gradstats.contractions._outer_pairs import Sizes
-from gradstats.contractions._result import product_roundoff
+from gradstats.contractions._rounding import product_roundoff
 
 
 def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tensor:

@@ -20,10 +20,10 @@ from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._result import (
     Contraction,
     concatenated,
-    product_roundoff,
     squared_norms,
     well_conditioned,
 )
+from gradstats.contractions._rounding import product_roundoff
 from gradstats.contractions._tiles import chunks, zeros
 
 

@@ -14,7 +14,8 @@ from gradstats._factors import Ragged, compute_dtype, segment_sum
 from gradstats.contractions import _outer, _triton
 from gradstats.contractions._formed import form_each
 from gradstats.contractions._multiply import WORTH_CALLING, multiply
-from gradstats.contractions._result import Contraction, product_roundoff, well_conditioned
+from gradstats.contractions._result import Contraction, well_conditioned
+from gradstats.contractions._rounding import product_roundoff
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.contractions._tiles import chunks
 

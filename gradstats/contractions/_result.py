@@ -12,28 +12,8 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats._cost import GUARD_TOLERANCE
-from gradstats._factors import Factor, compute_dtype
-
-UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64)}
-# The smallest positive number: a square below the range of normal numbers is a multiple of it.
-SMALLEST = {
-    dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in UNIT_ROUNDOFF
-}
-
-# Bounds of rounding errors count the product of two rows' squared norms as at least LEAST_PRODUCT,
-# and each squared norm as at least LEAST_SQUARE. One rounding of these covers what underflow loses
-# below the normal numbers: in one product, and in the 2^17 products that a squared norm may add up.
-LEAST_PRODUCT = {dtype: SMALLEST[dtype] / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
-LEAST_SQUARE = {dtype: 2.0**18 * least for dtype, least in LEAST_PRODUCT.items()}
-# A squared norm of zero may be that of a row whose squares underflow. Multiplied by one of at most
-# this it may count as zero: the product with 2^12 such squares would underflow too.
-MOST_BESIDE_ZERO = {dtype: 2.0**-12 / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
-
-# TF32 keeps 11 bits of either factor.
-TF32_ROUNDOFF = 2.0**-11
-# Where TF32 is not allowed, the tensor cores may split either factor into two such parts: the
-# product of the low parts, at most 2^-22 of the whole, is left out.
-SPLIT_ROUNDOFF = 2.0**-24 + 2.0**-22
+from gradstats._factors import Factor
+from gradstats.contractions._rounding import SMALLEST, relative_bound
 
 
 @dataclass
@@ -322,50 +302,6 @@ def sum_of_parts(
     # Each part's bound is relative to its own size, which counts where the parts cancel.
     bound = reduce(torch.add, [part.bound for part in parts])
     return Contraction(value, bound + relative_bound(dtype) * size)
-
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the relative error of one rounded operation in the accumulation dtype."""
-    return UNIT_ROUNDOFF[dtype]
-
-
-def product_roundoff(*operands: Tensor) -> float:
-    """Return the relative error of one product of operands, as matrix products form it.
-
-    Products of half-precision numbers are exact before they are added in float32.
-    """
-    dtype = compute_dtype(*operands)
-    # A compiler cannot read torch's settings, and takes forms that need no guard.
-    if not _on_tensor_cores(operands) or is_compiling():
-        return unit_roundoff(dtype)
-    from gradstats.kernels._precision import tf32_allowed
-
-    return TF32_ROUNDOFF if tf32_allowed() else SPLIT_ROUNDOFF
-
-
-def _on_tensor_cores(operands: Sequence[Tensor]) -> bool:
-    """Whether products of operands on one device may be formed of parts of float32 numbers."""
-    dtypes = [operand.dtype for operand in operands] if operands[0].is_cuda else []
-    return torch.float32 in dtypes and torch.float64 not in dtypes
-
-
-def row_sizes(left: Tensor, right: Tensor) -> Tensor:
-    """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T), for a bound of errors.
-
-    Rows so small that their products underflow count for more, so that the bound covers what is
-    lost there. Rows of zeros lose nothing and count as zero, except beside rows so large that much
-    would be lost if they were not zero.
-    """
-    left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
-    square, product = LEAST_SQUARE[left.dtype], LEAST_PRODUCT[left.dtype]
-    sizes = (left + square).mul_(right + square).add_(product).sqrt_()
-    large = torch.maximum(left, right) > MOST_BESIDE_ZERO[left.dtype]
-    return sizes.mul_((left * right != 0) | large)
-
-
-def relative_bound(dtype: torch.dtype) -> float:
-    """Return a bound on the relative error of a sum of squares accumulated in a dtype."""
-    return 4 * unit_roundoff(dtype)
 
 
 def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:

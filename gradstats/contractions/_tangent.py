@@ -7,7 +7,8 @@ from torch import Tensor
 from gradstats._factors import Tangent, compute_dtype
 from gradstats.contractions import _table
 from gradstats.contractions._dense import sqnorm_of_sum
-from gradstats.contractions._result import Contraction, recompute_suspects, relative_bound
+from gradstats.contractions._result import Contraction, recompute_suspects
+from gradstats.contractions._rounding import relative_bound
 
 
 def sqnorm(factor: Tangent, workspace: int) -> Contraction:

@@ -15,12 +15,8 @@ from torch import Tensor
 
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import Outer, Patches, Ragged
-from gradstats.contractions._result import (
-    Contraction,
-    product_roundoff,
-    relative_bound,
-    well_conditioned,
-)
+from gradstats.contractions._result import Contraction, well_conditioned
+from gradstats.contractions._rounding import product_roundoff, relative_bound
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.errors import BackendError
 

@@ -1,0 +1,49 @@
+"""How much one operation on floating-point numbers rounds, and what underflow loses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats._factors import compute_dtype
+
+# The relative error of one rounded operation in the accumulation dtype.
+UNIT_ROUNDOFF = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float32, torch.float64)}
+# The smallest positive number: a square below the range of normal numbers is a multiple of it.
+SMALLEST = {
+    dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in UNIT_ROUNDOFF
+}
+
+# TF32 keeps 11 bits of either factor.
+TF32_ROUNDOFF = 2.0**-11
+# Where TF32 is not allowed, the tensor cores may split either factor into two such parts: the
+# product of the low parts, at most 2^-22 of the whole, is left out.
+SPLIT_ROUNDOFF = 2.0**-24 + 2.0**-22
+
+
+def relative_bound(dtype: torch.dtype) -> float:
+    """Return a bound on the relative error of a sum of squares accumulated in a dtype."""
+    return 4 * UNIT_ROUNDOFF[dtype]
+
+
+def product_roundoff(*operands: Tensor) -> float:
+    """Return the relative error of one product of operands, as matrix products form it.
+
+    Products of half-precision numbers are exact before they are added in float32.
+    """
+    dtype = compute_dtype(*operands)
+    # A compiler cannot read torch's settings, and takes forms that need no guard.
+    if not _on_tensor_cores(operands) or is_compiling():
+        return UNIT_ROUNDOFF[dtype]
+    from gradstats.kernels._precision import tf32_allowed
+
+    return TF32_ROUNDOFF if tf32_allowed() else SPLIT_ROUNDOFF
+
+
+def _on_tensor_cores(operands: Sequence[Tensor]) -> bool:
+    """Whether products of operands on one device may be formed of parts of float32 numbers."""
+    dtypes = [operand.dtype for operand in operands] if operands[0].is_cuda else []
+    return torch.float32 in dtypes and torch.float64 not in dtypes
