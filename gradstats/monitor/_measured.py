@@ -6,7 +6,7 @@ Everything stays on the model's device until the copy, in one float64 vector:
                     where a micro-batch was skipped
     parameters      ‖G_p‖² of the gradient; whether .grad held one before; whether it was changed
                     between micro-batches
-    optimizer       the learning rate of each of its groups
+    optimizer       the learning rate of each of its groups that moves measured parameters
     micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
                     where asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
 
@@ -70,7 +70,8 @@ class Measured:
         parts, names: (K, N) the squared norms n_i of each layer, of each parameter where no layers
             were asked for; and what these are called.
         influence: (N,) Σ_p η_p ‖g_i,p‖² over parameters p, or None without an optimizer.
-        learning_rate: that of all groups of the optimizer, NaN if they differ or there are none.
+        learning_rate: that of all groups that move measured parameters, NaN if they differ or there
+            are none.
         gram: stiffness and confusion, over pairs that share a micro-batch, or None.
     """
 
@@ -121,7 +122,7 @@ class Pending:
         vectors: what every process collected.
         options, names: of the monitor, and of the parameters.
         shared: how many processes hold each element of a parameter's gradient; None if alone.
-        groups: (G, P) which group of the optimizer moves which parameter; None without one.
+        groups: (G, P) which group of the optimizer moves which parameter; None without groups.
         lost: names of the parameters whose gradients were gone when they were to be read.
     """
 
@@ -286,7 +287,8 @@ class Pending:
             influence, learning_rate = None, math.nan
             if rates is not None:
                 influence = rates @ self._groups @ sqnorm
-                learning_rate = float(rates[0]) if (rates == rates[0]).all() else math.nan
+                alike = len(set(rates.tolist())) == 1
+                learning_rate = float(rates[0]) if alike else math.nan
             loss = sizes[:, B_LOSS].sum() / scale / ranks / whole
         ids = [batch.ids for batch in batches if batch.ids is not None]
         return Measured(

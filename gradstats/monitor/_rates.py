@@ -28,18 +28,23 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 def learning_rates(
     groups: Sequence[dict[str, Any]], parameters: Sequence[nn.Parameter]
 ) -> tuple[Tensor, np.ndarray]:
-    """Return (G,) the learning rates as they stand, and (G, P) whose parameters they move."""
+    """Return the learning rates as they stand of the groups that move some of the parameters.
+
+    Returns:
+        (G,) the rates; (G, P) whose parameters they move.
+    """
     members = [set(map(id, group["params"])) for group in groups]
     moves = np.array([[id(p) in group for p in parameters] for group in members])
+    moving = np.flatnonzero(moves.any(1)).tolist()
     # Adafactor has None where it makes its own.
-    known = (group.get("lr") for group in groups)
+    known = (groups[place].get("lr") for place in moving)
     rates = [math.nan if rate is None else rate for rate in known]
     if not any(isinstance(rate, Tensor) for rate in rates):
-        return torch.tensor(rates, dtype=torch.float64), moves
+        return torch.tensor(rates, dtype=torch.float64), moves[moving]
     device = next(rate.device for rate in rates if isinstance(rate, Tensor))
     # A copy: schedulers write into rates that are tensors.
     columns = [torch.as_tensor(r).to(device, torch.float64).reshape(-1) for r in rates]
-    return torch.cat(columns), moves
+    return torch.cat(columns), moves[moving]
 
 
 def warn_of_another_model(

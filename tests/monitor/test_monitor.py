@@ -1133,6 +1133,15 @@ def test_an_optimizer_that_has_no_learning_rate(model, tensor_rates):
     metrics = monitor.metrics()
     assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
     assert math.isnan(metrics["cabs"]) and len(monitor.self_influence) == 0
+    # That of parameters that are not measured need not be known.
+    model.zero_grad()
+    monitor = gs.Monitor(model, every=1, optimizer=optimizer, exclude="2.*")
+    with monitor.step(B, ids=range(B)):
+        losses_of(model, batch).mean().backward()
+    first = rows[:, : model[0].weight.numel() + model[0].bias.numel()]
+    np.testing.assert_allclose(monitor.self_influence.values, 0.1 * (first**2).sum(1), rtol=1e-6)
+    expected = 0.1 * noise(first)[0] / losses_of(model, batch).mean().item()
+    assert monitor.metrics()["cabs"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("way", ["two losses", "a vector", "a gradient"])
