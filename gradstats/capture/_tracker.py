@@ -249,11 +249,15 @@ class Tracker(Context):
     def _meet_whole(self, parameter: nn.Parameter, root: Root | None) -> None:
         """Track the whole of a sharded parameter, or note that one without a root is constant."""
         if root is None:
-            self.marks.keep_constant([parameter])
-            self.marks.written.discard(parameter)  # gathering its shards is seen as a write
+            self._ignore(parameter)
         else:
             root.parameter = parameter
             self._track(root)
+
+    def _ignore(self, parameter: nn.Parameter) -> None:
+        """Treat a parameter as a constant."""
+        self.marks.keep_constant([parameter])
+        self.marks.written.discard(parameter)  # gathering its shards is seen as a write
 
     def close(self) -> None:
         """Restore the parameters, leaving no trace of the context."""
