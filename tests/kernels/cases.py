@@ -100,6 +100,14 @@ CASES = {
     "all empty": ragged([0, 0], 16, 16, back=3),
 }
 
+# Every case in float32, and the same code on each kind of case in the others: what follows from a
+# type does not follow from the case.
+SPANNED = [
+    *((name, torch.float32) for name in CASES),
+    ("prime", torch.float16), ("ragged in padding", torch.float16), ("sliced", torch.bfloat16),
+    ("channels first", torch.bfloat16), ("ragged", torch.bfloat16),
+]  # fmt: skip
+
 
 def cancelling(dtype, block, device, d_in=24, d_out=40):
     """Second half repeats the first with the gradient's sign turned and a small rest: the terms

@@ -95,11 +95,7 @@ def is_compiled_by_the_gate(
     own = layouts(operation)
     if kind != "half" or layout != own[-1 if aligned else 0]:
         return False
-    if architecture == 90:
-        return True
-    if operation in ALIKE:
-        return False
-    return aligned == (operation in PATCHES_AND_ROWS or architecture == 100)
+    return architecture == 90 if operation in ALIKE else aligned == (architecture != 80)
 
 
 def cases() -> Iterator[Case]:

@@ -16,7 +16,7 @@ from gradstats.kernels import (
 from gradstats.kernels._config import TileConfig
 
 from tests.kernels import reference
-from tests.kernels.cases import CASES, random
+from tests.kernels.cases import CASES, SPANNED, random
 from tests.kernels.reference import assert_close
 
 BLOCK = 16
@@ -50,8 +50,12 @@ def pair_scale(a1, g1, a2, g2, bounds1=None, bounds2=None):
     return reference.pairwise_reference(*absolute, bounds1, bounds2)
 
 
-@pytest.mark.parametrize("name", DENSE_PAIRS)
-def test_all_pairs(dtype, name):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in DENSE_PAIRS), ("prime and one", torch.float16),
+     ("three and five", torch.bfloat16)],
+)  # fmt: skip
+def test_all_pairs(name, dtype):
     (batch1, positions1), (batch2, positions2) = DENSE_PAIRS[name]
     factors = *factor(batch1, positions1, dtype, 1), *factor(batch2, positions2, dtype, 5)
     want = reference.pairwise_reference(*factors)
@@ -82,8 +86,8 @@ def test_all_pairs_with_itself_are_symmetric_with_the_norms_on_the_diagonal(dtyp
         assert_close(got.diagonal(), reference.sqnorm_reference(a, g), scale.diagonal())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "one example"])
-def test_pairs_of_views_and_segments(dtype, name):
+@pytest.mark.parametrize(("name", "dtype"), [each for each in SPANNED if each[0] != "one example"])
+def test_pairs_of_views_and_segments(name, dtype):
     a, g, bounds = CASES[name](dtype, BLOCK, "cpu")
     if bounds is None:
         a2, g2, bounds2 = a.flip(0), g.flip(0), None
@@ -100,8 +104,8 @@ def test_pairs_of_views_and_segments(dtype, name):
     assert_close(pairwise_direct.pairwise_direct(*factors, **options), want, scale)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_diagonal(dtype, name):
+@pytest.mark.parametrize(("name", "dtype"), SPANNED)
+def test_diagonal(name, dtype):
     a, g, bounds = CASES[name](dtype, BLOCK, "cpu")
     a2, g2 = random(a.shape, dtype, "cpu", 3), random(g.shape, dtype, "cpu", 4)
     factors = (a, g, a2, g2)
@@ -137,8 +141,8 @@ def test_pairs_with_no_examples():
         assert rows_pairs.pairwise_rows(*rows).shape == shape
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_direction(dtype, name):
+@pytest.mark.parametrize(("name", "dtype"), SPANNED)
+def test_direction(name, dtype):
     a, g, bounds = CASES[name](dtype, BLOCK, "cpu")
     d_in, d_out = a.shape[-1], g.shape[-1]
     for direction_dtype in {dtype, torch.float32}:

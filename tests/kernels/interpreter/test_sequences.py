@@ -12,7 +12,7 @@ from gradstats.kernels._config import TileConfig
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats.contractions._triton import rounding
 from tests.kernels import reference
-from tests.kernels.cases import CASES, cancelling, dense, random
+from tests.kernels.cases import CASES, SPANNED, cancelling, dense, random
 from tests.kernels.mutants import mutant
 from tests.kernels.reference import NOBODY_SUSPECT, assert_close
 
@@ -44,9 +44,10 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(params=CASES)
-def case(request, dtype):
-    return CASES[request.param](dtype, BLOCK, "cpu")
+@pytest.fixture(params=SPANNED, ids=lambda item: f"{item[0]}-{names(item[1])}")
+def case(request):
+    name, dtype = request.param
+    return CASES[name](dtype, BLOCK, "cpu")
 
 
 def test_gram(case):
