@@ -1,7 +1,9 @@
 """The GPU scripts parse, refuse to run without a GPU, and write the table that is committed."""
 
+import contextlib
 import csv
 import dataclasses
+import importlib
 import os
 import runpy
 import subprocess
@@ -20,8 +22,10 @@ from benchmarks import (
     gpu,
     kernel_harness,
     limited,
+    step_overhead,
     tune_linear_kernels,
 )
+from tests.turns import in_this_process
 
 
 @pytest.mark.parametrize("script", [bench_linear_kernels, bench_layer_kernels, tune_linear_kernels])
@@ -36,7 +40,22 @@ def test_help_and_the_need_for_a_gpu(script, capsys):
         assert "CUDA device" in capsys.readouterr().err
 
 
-def test_the_one_command_runs_to_its_end(tmp_path, capsys):
+def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
+    """With processes for the steps that need one, to interpret kernels or to collect tests."""
+
+    def run_python(command, seconds, log, variables):
+        _, module, *arguments = command
+        if variables or module == "pytest":
+            return limited.run_python(command, seconds, log, variables)
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        with contextlib.redirect_stdout(log):
+            try:
+                return importlib.import_module(module).main() or 0
+            except SystemExit as done:
+                return done.code
+
+    monkeypatch.setattr(gpu, "run_python", run_python)
+    monkeypatch.setattr(step_overhead, "take_turns", in_this_process)
     assert gpu.main(["--out", str(tmp_path), "--dry-run"]) == 0, capsys.readouterr().out
     first, *printed = capsys.readouterr().out.splitlines()
     assert first == gpu.versions() and "setuptools " in first
