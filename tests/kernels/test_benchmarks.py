@@ -41,12 +41,15 @@ def test_help_and_the_need_for_a_gpu(script, capsys):
 
 
 def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
-    """With processes for the steps that need one, to interpret kernels or to collect tests."""
+    """The steps that interpret kernels have a test of their own in that lane."""
 
     def run_python(command, seconds, log, variables):
         _, module, *arguments = command
-        if variables or module == "pytest":
+        if module == "pytest":
             return limited.run_python(command, seconds, log, variables)
+        if variables:
+            assert variables == {"TRITON_INTERPRET": "1"}
+            return 0
         monkeypatch.setattr(sys, "argv", [module, *arguments])
         with contextlib.redirect_stdout(log):
             try:
@@ -64,14 +67,8 @@ def test_the_one_command_runs_to_its_end(tmp_path, monkeypatch, capsys):
         "times: ok", "kernels: ok", "layers: ok", "tests: ok",
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "kernel_times.csv", "kernels.csv", "layers.csv", "log.txt", "step_overhead.csv"
+        "kernel_times.csv", "log.txt", "step_overhead.csv"
     ]  # fmt: skip
-    with (tmp_path / "layers.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["provider"].startswith("gradstats")]
-    kinds = {row["kind"] for row in rows}
-    norms = {"layer_norm", "rms_norm", "group_norm", "scale", "scale_first"}
-    assert kinds == {"convolution", "embedding", *norms}
-    assert all(float(row["ms"]) > 0 and row["note"] == "" for row in rows)
 
 
 def test_a_step_that_fails_keeps_no_other_from_running(tmp_path, monkeypatch, capsys):

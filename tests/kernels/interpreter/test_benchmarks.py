@@ -1,9 +1,13 @@
 """The benchmark's calls and references, on shapes that the interpreter can run."""
 
+import csv
+import importlib
+import sys
+
 import pytest
 import torch
 
-from benchmarks import bench_layer_kernels, layer_kernels
+from benchmarks import bench_layer_kernels, gpu, layer_kernels
 from benchmarks.bench_linear_kernels import Shape, operands, providers
 from benchmarks.kernel_harness import error
 
@@ -41,3 +45,25 @@ def test_every_provider_of_a_layer_runs_and_is_right(layer):
             assert off < 1e-5, (provider.operation, provider.name, off)
             ours += provider.name.startswith("gradstats")
         assert ours >= 2
+
+
+KINDS = {
+    "quick": {None},
+    "layers": {
+        "convolution", "embedding", "layer_norm", "rms_norm", "group_norm", "scale", "scale_first",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "step", [each for each in gpu.steps() if each.dry], ids=lambda step: step.name
+)
+def test_dry_runs_come_to_their_end(step, tmp_path, monkeypatch):
+    command = [part.replace("{out}", str(tmp_path)) for part in (*step.command, *step.dry)]
+    monkeypatch.setattr(sys, "argv", command[1:])
+    assert not importlib.import_module(command[1]).main()
+    (table,) = tmp_path.iterdir()
+    with table.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["provider"].startswith("gradstats")]
+    assert {row.get("kind") for row in rows} == KINDS[step.name]
+    assert all(float(row["ms"]) > 0 and row["note"] == "" for row in rows)
