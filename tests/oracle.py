@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gradstats as gs
 from gradstats.capture.uses import _together
+from gradstats.statistics._kept import keep, products
 
 
 def to_float64(batch):
@@ -204,6 +205,8 @@ def check_products(
 ) -> None:
     """Check inner products within a batch, with another checkpoint, and with directions.
 
+    What is kept of the batch serves products with all examples and on the diagonal.
+
     Args:
         model, batch, loss_fn: as for gs.inner_products.
         other: another model and batch; by default the model with other weights, the same batch.
@@ -222,16 +225,15 @@ def check_products(
     torch.testing.assert_close(
         stats.cosine.double(), cosines, rtol=0, atol=10 * rtol, equal_nan=True
     )
-    assert_products(gs.inner_products(model, batch, model, batch, loss_fn, **options), rows, rows,
-                    rtol)  # fmt: skip
 
     model_b, batch_b = other or (perturbed(model), batch)
     columns = flat(oracle_gradients(model_b, batch_b, loss_fn))
-    arguments = (model, batch, model_b, batch_b, loss_fn)
-    assert_products(gs.inner_products(*arguments, **options), rows, columns, rtol)
-    if len(rows) == len(columns):
-        diagonal = gs.inner_products(*arguments, pairs="diagonal", **options)
-        assert_products(diagonal, rows, columns, rtol)
+    kept = keep(model, batch, loss_fn, **options)
+    for diagonal in (False, True) if len(rows) == len(columns) else (False,):
+        (found,) = products(
+            [kept], model_b, batch_b, loss_fn, diagonal=diagonal, consume=diagonal, **options
+        )
+        assert_products(found.values, rows, columns, rtol)
 
     generator = torch.Generator().manual_seed(2)
     parameters = dict(model.named_parameters())
