@@ -29,11 +29,17 @@ def attend(m, query, key, value, **options):
     return m.attention(query, key, value, **options)[0]
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("lengths", [(2, 5), (BATCH, BATCH)], ids=["L != S", "L == S == B"])
-def test_forms(form, lengths, need_weights):
-    form = {"batch_first": True, **form}
+# Every form with each length and with and without weights, which take turns.
+@pytest.mark.parametrize(
+    ("name", "lengths", "need_weights"),
+    [
+        (name, lengths, (number + turn) % 2 == 0)
+        for number, name in enumerate(FORMS)
+        for turn, lengths in enumerate([(2, 5), (BATCH, BATCH)])
+    ],
+)
+def test_forms(name, lengths, need_weights):
+    form = {"batch_first": True, **FORMS[name]}
     attention = nn.MultiheadAttention(WIDTH, HEADS, **form)
     queries, keys = lengths
     data = (
@@ -102,9 +108,10 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("extra", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    ("need_weights", "padded", "extra"),
+    [(True, False, False), (False, True, False), (False, False, True), (True, True, True)],
+)
 @pytest.mark.parametrize("mask", [*MASKS, None])
 def test_masks(mask, need_weights, padded, extra):
     length = 4

@@ -137,6 +137,8 @@ MATRICES = {
     "added to a multiple": ((WIDTH, 2), lambda w: w.add(mixed(WIDTH, 2), alpha=3)),
     "rounded fraction": ((WIDTH, 2), lambda w: w + torch.div(w, 0.3, rounding_mode="floor")),
     "stack of matrices times it": ((3,), lambda w: mixed(WIDTH * 2, 3).view(WIDTH, 2, 3) @ w),
+}
+LONG = {
     # The ways back to the parameter double with every step.
     "orthonormal": ((WIDTH, 2), lambda w: repeated(lambda m: 1.5 * m - m @ m.T @ m / 2, w / 4, 50)),
     # More steps than Python's stack is deep.
@@ -215,6 +217,13 @@ def test_matrices(case):
     )
 
 
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
+def test_long_ways_back(case):
+    shape, make = case
+    x = normal(BATCH, POSITIONS, WIDTH)
+    check_operation(lambda m, x: x @ make(m.w), {"w": shape}, x)
+
+
 CASTS = {
     "float": lambda w: w.float().double(),
     "to": lambda w: w.to(torch.float32).to(w.dtype),
@@ -233,7 +242,7 @@ def test_casts(cast):
     check_operation(lambda m, x: x * cast(m.w), {"w": (POSITIONS, WIDTH)}, x, **tolerances)
 
 
-@pytest.mark.parametrize("case", MATRICES.values(), ids=MATRICES)
+@pytest.mark.parametrize("case", [*MATRICES.values(), *LONG.values()], ids=[*MATRICES, *LONG])
 def test_matrices_with_a_tiny_workspace(case):
     shape, make = case
     model = Operation(lambda m, x: x @ make(m.w), {"w": shape}, upstream=False)
@@ -374,8 +383,11 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("make", SEVERAL.values(), ids=SEVERAL)
-@pytest.mark.parametrize("shape", [(BATCH, WIDTH), (BATCH, POSITIONS, WIDTH)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"workspace": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((BATCH, WIDTH), {}), ((BATCH, POSITIONS, WIDTH), {"workspace": 1})],
+    ids=str,
+)
 def test_matrices_of_two_parameters(make, shape, options):
     parameters = {"v": (WIDTH, 3), "w": (WIDTH, 3)}
     check_operation(lambda m, x: x @ make(m), parameters, normal(*shape), **options)

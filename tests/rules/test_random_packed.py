@@ -22,7 +22,7 @@ WIDTH = 4
 LENGTHS = [[2, 3], [2, 0], [0, 5], [1, 0, 2], [3, 1, 5], [2, 2, 2, 2], [1, 1, 0, 2], [5, 0, 1, 1]]
 
 # Programs of each part, and how many of them have to be followed.
-PROGRAMS, FOLLOWED = 350, {False: 195, True: 125}
+PROGRAMS, FOLLOWED = 200, {False: 100, True: 65}
 
 
 class Packed:

@@ -22,7 +22,7 @@ WIDTH = 4
 LENGTHS = [[2, 3], [3, 1, 4], [2, 2], [1, 2, 1], [4, 0, 2], [1, 1, 1, 1]]
 
 # Programs of each part, and how many of them have to be followed.
-PROGRAMS, FOLLOWED = 350, {False: 60, True: 32}
+PROGRAMS, FOLLOWED = 200, {False: 34, True: 18}
 
 
 def written(scores: Tensor, mask: Tensor, value: float) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional
 import gradstats as gs
 from tests.oracle import flat, oracle_gradients
 
-PROGRAMS = 150
+PROGRAMS = 100
 
 # A step takes a matrix, and a function that returns a parameter of a shape.
 Step = Callable[[Tensor, Callable[..., Tensor]], Tensor]

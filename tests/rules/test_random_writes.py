@@ -20,7 +20,7 @@ BATCH, WIDTH = 3, 4
 FORMS = [(3, 4), (3, 2, 2), (3, 1, 4), (1, 3, 4), (6, 2), (2, 3, 2), (4, 3)]
 
 # Programs of each part, and how many of them have to be followed.
-PROGRAMS, FOLLOWED = 1000, 400
+PROGRAMS, FOLLOWED = 500, 200
 
 
 def shuffled(draw, count: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Samples of one image for all examples, as neural fields take them of grids and planes."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -22,16 +24,21 @@ def places(*shape: int) -> torch.Tensor:
     return 1.3 * torch.randn(shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("mode, padding, corners", MODES + CUBIC)
-def test_points_of_all_examples_in_one_grid(mode, padding, corners):
+# As many points as rows of the image, and as channels: only the grid tells them apart.
+SIZES = ((3, 4, 5), (2, 3, 3), (2, 1, 4))
+
+
+@pytest.mark.parametrize(
+    "mode, padding, corners, sizes",
+    [(*way, sizes) for way, sizes in zip(MODES + CUBIC, itertools.cycle(SIZES), strict=False)],
+)
+def test_points_of_all_examples_in_one_grid(mode, padding, corners, sizes):
     def function(m, x):
         grid = x.reshape(1, 1, -1, 2)
         found = functional.grid_sample(m.plane, grid, mode, padding, align_corners=corners)
         return found[0, :, 0].T * 2
 
-    # As many points as rows of the image, and as channels: only the grid tells them apart.
-    for sizes in ((3, 4, 5), (2, 3, 3), (2, 1, 4)):
-        check_operation(function, {"plane": (1, *sizes)}, places(3, 2))
+    check_operation(function, {"plane": (1, *sizes)}, places(3, 2))
 
 
 @pytest.mark.parametrize("mode, padding, corners", MODES)

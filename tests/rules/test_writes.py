@@ -172,12 +172,10 @@ FOLLOWED = {
 BY_SHAPE = ("through a view", "moved in place")
 
 
-@pytest.mark.parametrize("positions", [2, BATCH])
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_writes_that_are_followed(name, positions):
-    write = FOLLOWED[name]
-    if name in BY_SHAPE:
-        positions = 2
+def test_writes_that_are_followed(name):
+    """With as many positions as examples, unless shape has to tell."""
+    write, positions = FOLLOWED[name], 2 if name in BY_SHAPE else BATCH
 
     def function(m, x):
         return m.second(write(torch.tanh(m.first(x)))) + x
