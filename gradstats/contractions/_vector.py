@@ -69,7 +69,7 @@ def total(factor: Vector) -> Tensor:
 
 
 def merge(factors: list[Vector]) -> Vector:
-    """Return the sum of several uses as one."""
+    """Return the sum of several uses, in all of which examples have the same slices, as one."""
     first = factors[0]
     dtype = compute_dtype(*(factor.values for factor in factors))
     total = reduce(torch.add, (factor.values.to(dtype) for factor in factors))

@@ -56,19 +56,15 @@ def log_probabilities(
     logits = logits_of(hidden, weight, bias, logit_scale, final_logit_softcapping, temperature)
     logs = logits.log_softmax(-1)
 
-    given = logits.detach()  # what else is asked for has no gradient
-
-    def asked_for(name: str) -> Tensor | None:
-        if name not in outputs:
-            return None
-        if name == "entropy":
-            return -(logs.exp() * logs).sum(-1)
-        if name == "log_sum_sq_probs":
-            return (2 * logs.detach()).logsumexp(-1)
-        return given.mean(-1) if name == "mean_logits" else given.argmax(-1) == targets
-
     found = logs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return (found, *map(asked_for, OUTPUTS))
+    given = logits.detach()  # all but the entropy has no gradient
+    more: dict[str, Callable[[], Tensor]] = {
+        "entropy": lambda: -(logs.exp() * logs).sum(-1),
+        "log_sum_sq_probs": lambda: (2 * logs.detach()).logsumexp(-1),
+        "mean_logits": lambda: given.mean(-1),
+        "is_top1": lambda: given.argmax(-1) == targets,
+    }
+    return (found, *(form() if name in outputs else None for name, form in more.items()))
 
 
 def divergences(

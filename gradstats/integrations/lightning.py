@@ -127,14 +127,14 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
         self._step.open()
 
     def on_after_backward(self, trainer, pl_module) -> None:
-        if self._step is not None:
-            step, self._step = self._step, None
+        step = self._taken()
+        if step is not None:
             step.close(self._last)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         assert self.monitor is not None
-        if self._step is not None:  # training_step returned None, and no backward ran
-            step, self._step = self._step, None
+        step = self._taken()
+        if step is not None:  # training_step returned None, and no backward ran
             step.leave_out(self._last)
         if not self._last:
             return
@@ -172,9 +172,14 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
 
     def _abandon(self) -> None:
         """Close a context whose backward never came."""
-        if self._step is not None:
-            step, self._step = self._step, None
+        step = self._taken()
+        if step is not None:
             step.abandon()
+
+    def _taken(self) -> MonitorStep | None:
+        """Return the context that is open, which is then somebody else's; None if there is none."""
+        step, self._step = self._step, None
+        return step
 
     def _ids_of(self, batch) -> Tensor | None:
         if self._ids is None or callable(self._ids):
