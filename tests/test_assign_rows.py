@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms
+from tests.oracle import assert_sqnorms, check_model
 from tests.test_packed import Packed, check_packed, sqnorms_alone
 
 SIZES = [(3, 1, 5), (2, 2, 2), (1, 1, 1), (4,)]
@@ -258,3 +258,29 @@ def test_compiled_models_that_assign_rows(graphs, request):
     torch.testing.assert_close(loss_fn(whole, batch), loss_fn(model, batch))
     compiled = torch.compile(model, backend="aot_eager")
     assert_sqnorms(gs.per_example_norms(compiled, batch, loss_fn), expected, 1e-9)
+
+
+LENGTH, WIDTH = 4, 3
+BESIDE = {
+    "times a parameter": lambda m, h, mask: h + mask.T[:, :, None] * m.weight[0],
+    "where": lambda m, h, mask: torch.where(mask.T[:, :, None] > 0, h, m.weight[0]),
+    "numbers to look up": lambda m, h, mask: h + m.weight[mask.long()].transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_mask_with_its_examples_along_another_axis_than_batch_dim(name):
+    """As many positions as examples: what is not said is refused, with what to say."""
+
+    def losses(model, batch, assign=True):
+        x, mask = batch
+        if assign:
+            gs.assign_rows(mask, torch.arange(LENGTH), 0)
+        return model(BESIDE[name](model, model(x), mask)).sin().sum((0, 2))
+
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH).double()
+    batch = torch.randn(LENGTH, LENGTH, WIDTH).double(), torch.randint(2, (LENGTH, LENGTH)).double()
+    check_model(model, batch, losses, batch_dim=1)
+    with pytest.raises(gs.GradStatsError, match=r"gs.assign_rows\(mask, torch.arange\(B\), 0\)"):
+        gs.per_example_norms(model, batch, lambda m, b: losses(m, b, assign=False), batch_dim=1)

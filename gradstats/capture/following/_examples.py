@@ -17,6 +17,12 @@ IF_A_CONSTANT = (
     "where it is made of parameters."
 )
 
+IF_KNOWN = (
+    "If you know whose each row is, say so with gs.assign_rows: of a graph's edges, or of an input "
+    "whose examples lie along another axis than batch_dim= says, as those of a mask (B, T) beside "
+    "(T, B, d): gs.assign_rows(mask, torch.arange(B), 0)."
+)
+
 WHERE_THE_NUMBER_IS_FROM = (
     "If the number of examples is wrong: it is batch_size= of a context, elsewhere the size of the "
     "batch's first tensor along batch_dim=, and for packed examples what cu_seqlens= says."

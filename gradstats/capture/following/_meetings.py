@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
-from gradstats.capture.following._examples import IF_A_CONSTANT
+from gradstats.capture.following._examples import IF_A_CONSTANT, IF_KNOWN
 from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._memory import storage_of
 from gradstats.errors import CoupledExamplesError
@@ -114,5 +114,6 @@ class Meetings:
             f"{node.name()} {how}: each loss depends on several examples, and their "
             "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
             "losses that depend on one example each: detach what comes from the others, or combine "
-            f"each example with its own values alone, as (x * y).sum(-1) does. {IF_A_CONSTANT}"
+            "each example with its own values alone, as (x * y).sum(-1) does. "
+            f"{IF_A_CONSTANT} {IF_KNOWN}"
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradstats.capture.following._examples import (
     IF_A_CONSTANT,
+    IF_KNOWN,
     MIXED,
     WHERE_THE_NUMBER_IS_FROM,
     Examples,
@@ -143,7 +144,7 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
     remedies += [
         "If examples are folded together with positions or moved to another axis, keep the example "
         "axis as it is up to this operation; if they are taken out one by one, take x[i : i + 1].",
-        "If you know whose each row is, as features of a graph's edges, say so: gs.assign_rows.",
+        IF_KNOWN,
         'Otherwise per_example_norms(..., fallback="vmap") computes this parameter one example at '
         "a time, and exclude= leaves it out.",
     ]
@@ -202,7 +203,13 @@ def common_rows(func, node: Node, layouts: list[Examples]) -> Examples:
     """Return the layout that all operands share, or refuse."""
     first = layouts[0]
     if any(other.axis != first.axis or not same_rows(first, other) for other in layouts[1:]):
-        refuse(func, node, "of operands whose examples lie along different axes has no rule")
+        refuse(
+            func,
+            node,
+            "of operands whose examples lie along different axes has no rule",
+            f"Move them to the same axis. {IF_KNOWN} Otherwise per_example_norms(..., "
+            'fallback="vmap") computes this parameter one example at a time.',
+        )
     return first
 
 
