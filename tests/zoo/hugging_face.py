@@ -124,6 +124,17 @@ def tower_losses(model: nn.Module, batch) -> Tensor:
     return uneven(out.text_embeds) + 2 * uneven(out.image_embeds)
 
 
+def images_of_several_sizes():
+    return torch.randn(BATCH, 3, 16, 16), torch.tensor([[16, 16], [8, 16], [12, 8]])
+
+
+def packed_image_losses(model: nn.Module, batch) -> Tensor:
+    """The model puts the patches of all images into one row, (1, N, d)."""
+    pixels, sizes = batch
+    patches = model(pixels, image_sizes=sizes).last_hidden_state[0]
+    return torch.cat([uneven(each[None]) for each in patches.split((sizes // 4).prod(1).tolist())])
+
+
 def mixture(model: str, config: str, **options: Any):
     make = build(model, config, **options)
 
@@ -305,6 +316,17 @@ CASES = [
         ),
         image,
         image_losses,
+    ),
+    Case(
+        "Pixtral, images in one row",
+        build(
+            "PixtralVisionModel", "PixtralVisionConfig", hidden_size=WIDTH, intermediate_size=24,
+            num_hidden_layers=LAYERS, num_attention_heads=HEADS, head_dim=8, image_size=16,
+            patch_size=4, num_channels=3,
+        ),
+        images_of_several_sizes,
+        packed_image_losses,
+        True,
     ),
     Case(
         "CLIP",

@@ -16,8 +16,8 @@ from gradstats.errors import CoupledExamplesError
 MEETS = "combines trained values of different examples"
 NO_SUM = "makes more than a sum of the values of several examples"
 BROUGHT_BACK = (
-    "brings what was computed over all examples (a sum, a mean or a norm along their axis) back to "
-    "each of them"
+    "brings what was computed over all examples (a sum, a mean, a norm or a maximum along their "
+    "axis) back to each of them"
 )
 
 EXCHANGED = "gives each process what was computed from the examples of others"
