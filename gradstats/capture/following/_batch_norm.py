@@ -13,12 +13,16 @@ from gradstats.capture.operations._modes import ContextMode
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import CoupledExamplesError
 
+BY_THE_BATCH = (
+    "normalises by statistics of the batch, as a layer in training mode does (call .eval() on it)"
+)
+
 
 def note_statistics(marks: Marks, call: Call) -> None:
     """Note that a batch normalisation of data brought the examples together."""
     if call.func in BATCH_NORMS and call.argument(5, "training"):
         if call.result.requires_grad and marks.batch_size > 1:
-            marks.meetings.couple(call.result, "normalises by statistics of the batch")
+            marks.meetings.couple(call.result, BY_THE_BATCH)
 
 
 def check_statistics(
