@@ -179,18 +179,20 @@ def test_products_with_constants_that_autocast_rounds(function):
 @pytest.mark.parametrize(
     ("second", "kept"),
     [
-        (lambda w: w[2:].T, lambda w: torch.cat([w, w, w])[2 * WIDTH :]),
-        (lambda w: w[:, 2:], lambda w: w.t().contiguous().t()),
+        (lambda w: w[12:].T, lambda w: torch.cat([w, w, w])[2 * len(w) :]),
+        (lambda w: w[:, 12:], lambda w: w.t().contiguous().t()),
     ],
     ids=["in a larger tensor", "by columns"],
 )
 def test_pieces_of_weights_that_two_models_keep_in_memory_differently(second, kept):
-    def function(m, x):
-        return (x @ m.w[:2].T).square() + x @ second(m.w)
+    width = 24  # so that gradients take more memory than their factors
 
-    model = Operation(function, {"w": (WIDTH, WIDTH)}, upstream=False)
-    other = Operation(function, {"w": kept(normal(WIDTH, WIDTH))}, upstream=False)
-    batch, theirs = (normal(BATCH, WIDTH),), (normal(BATCH + 1, WIDTH),)
+    def function(m, x):
+        return (x @ m.w[:12].T).square() + x @ second(m.w)
+
+    model = Operation(function, {"w": (width, width)}, upstream=False)
+    other = Operation(function, {"w": kept(normal(width, width))}, upstream=False)
+    batch, theirs = (normal(BATCH, width),), (normal(BATCH + 1, width),)
     one = oracle_gradients(model, batch, uneven_loss)["w"].flatten(1)
     two = oracle_gradients(other, theirs, uneven_loss)["w"].flatten(1)
     got = gs.inner_products(model, batch, other, theirs, uneven_loss)
@@ -496,9 +498,10 @@ def test_parts_of_what_a_network_made(parts, options):
     def function(m, x, apart):
         # Further uses of either parameter, before the parts are used and after it.
         x = x * m.v[:, :1] if apart == "v" else x * m.w[0, :WIDTH] if apart == "w" else x
-        for weight in parts((m.v.tanh() @ m.w).view(2, WIDTH, WIDTH).sin()):
+        made = parts((m.v.tanh() @ m.w).view(2, WIDTH, WIDTH).sin())
+        for number, weight in enumerate(made):
             x = functional.linear(x, weight).tanh()
-            x = x * m.w.cumsum(1)[0, :WIDTH] if apart == "between" else x
+            x = x * m.w.cumsum(1)[0, :WIDTH] if (apart, number) == ("between", 0) else x
         return x * m.w.mean() if apart == "mean" else x
 
     shapes = {"v": (1, 3), "w": (3, 2 * WIDTH**2)}

@@ -536,6 +536,26 @@ class Scaled(torch.autograd.Function):
         return grad * scale, (grad * weight).sum()
 
 
+class Overwriting(torch.autograd.Function):
+    """Its backward writes into the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.flip(0) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.mul_(2).flip(0)
+
+
+def test_a_backward_that_writes_into_the_gradient_it_is_given():
+    check_operation(
+        lambda m, x: x @ Overwriting.apply(m.w).sin(),
+        {"w": (WIDTH, WIDTH)},
+        normal(BATCH, POSITIONS, WIDTH),
+    )
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_gradient_that_is_nothing_but_rounding_is_not_refused(seed):
     torch.manual_seed(seed)

@@ -513,6 +513,12 @@ def made_of_what_is_shown(m, x):
     return x * tensor * part * source
 
 
+def written_from_another_part(m, x):
+    tensor = m.w * 2
+    tensor[:1] = tensor[1:]
+    return x * tensor
+
+
 def part_detached_before(m, x):
     tensor = m.w * 2
     part = tensor[1:]
@@ -526,7 +532,7 @@ def part_detached_before(m, x):
     [
         with_a_view, with_its_base, detached_before, shown_without_gradients,
         moved_then_changed_while_shown, part_changed_after_a_move, made_of_what_is_shown,
-        part_detached_before,
+        part_detached_before, written_from_another_part,
     ],
 )  # fmt: skip
 def test_what_another_tensor_shows_is_not_changed_in_place(function):

@@ -157,7 +157,7 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
                 func(*args, **kwargs)
                 _stand_for(changed, target)
             return _returned(func, target)
-    if isinstance(own, Derived) and own.index is None and not own.aliased:
+    if isinstance(own, Derived) and own.index is None:
         base, others, named = own.args[0], own.args[1:], own.kwargs
         whole = base.shown() if isinstance(base, Derived) else None
         if whole is not None and same_storage(own.value, base.value):

@@ -34,8 +34,7 @@ def merge_uses(factors: list[Factor]) -> list[Factor]:
             found.append(factor)
     for first, *more in uses.values():
         merged = merge([each.inner for each in (first, *more)])
-        together: dict[Root, Contraction | None] = {first.root: None} if more else first.together
-        found += [replace(first, inner=inner, together=together) for inner in merged]
+        found += [replace(first, inner=inner) for inner in merged]
     return found
 
 
