@@ -177,19 +177,18 @@ def test_products_with_constants_that_autocast_rounds(function):
 
 
 @pytest.mark.parametrize(
-    ("second", "kept"),
+    ("function", "kept"),
     [
-        (lambda w: w[12:].T, lambda w: torch.cat([w, w, w])[2 * len(w) :]),
-        (lambda w: w[:, 12:], lambda w: w.t().contiguous().t()),
+        (
+            lambda m, x: (x @ m.w[:12].T).square() + x @ m.w[12:].T,
+            lambda w: torch.cat([w, w, w])[2 * len(w) :],
+        ),
+        (lambda m, x: x[:, 12:] @ m.w[12:, :1], lambda w: w.t().contiguous().t()),
     ],
     ids=["in a larger tensor", "by columns"],
 )
-def test_pieces_of_weights_that_two_models_keep_in_memory_differently(second, kept):
+def test_pieces_of_weights_that_two_models_keep_in_memory_differently(function, kept):
     width = 24  # so that gradients take more memory than their factors
-
-    def function(m, x):
-        return (x @ m.w[:12].T).square() + x @ second(m.w)
-
     model = Operation(function, {"w": (width, width)}, upstream=False)
     other = Operation(function, {"w": kept(normal(width, width))}, upstream=False)
     batch, theirs = (normal(BATCH, width),), (normal(BATCH + 1, width),)
