@@ -60,12 +60,20 @@ def find_files(pattern: str | Path) -> list[Path]:
         known = (name for name in usual if any(any(path.glob(name)) for path in paths))
         raise CheckpointError(
             f"{pattern} matches folders only, expected files. Pass a glob, such as "
-            f"'{pattern}/{next(known, '*.pt')}'."
+            f"'{Path(pattern) / next(known, '*.pt')}'."
         )
     if not files:
         raise CheckpointError(
             f"no checkpoint matches {str(pattern)!r}, looking from {Path.cwd()}. Expected a file, "
             "or a glob that matches at least one."
+        )
+    beside = [path for path in files if OPTIMIZER_FILE.fullmatch(path.name)]
+    if beside and len(beside) < len(files):
+        weights = (name for name in WEIGHTS_FILES if (beside[0].parent / name).is_file())
+        raise CheckpointError(
+            f"{pattern} matches {beside[0]} too, which holds an optimizer's state, expected files "
+            "of weights alone. Pass a glob of these, such as "
+            f"'{Path(pattern).parent / next(weights, '*.safetensors')}'."
         )
     return files
 

@@ -131,6 +131,18 @@ def test_learning_rates_from_a_file_beside_the_weights(setting, tmp_path, file):
     np.testing.assert_allclose(got, expected(setting, setting.states, [0.5, 0.05]), rtol=1e-10)
 
 
+@pytest.mark.parametrize("file", ["optimizer.pt", "optimizer.bin"])
+def test_a_pattern_that_matches_what_lies_beside_the_weights(setting, tmp_path, file):
+    """Each file would be a checkpoint of its own, and the optimizer's nobody's."""
+    folders(setting, tmp_path, file)
+    for place in ("checkpoint-*", "checkpoint-0", "**"):
+        with pytest.raises(gs.CheckpointError, match=rf"matches .*{file} too") as caught:
+            gs.Checkpoints(f"{tmp_path}/{place}/*", lr="optimizer")
+        advice = f"{tmp_path}/{place}/model.safetensors"
+        assert f"such as '{advice}'" in str(caught.value)
+        gs.Checkpoints(advice, lr="optimizer")
+
+
 @pytest.mark.parametrize("second", ["optimizer.bin", "optimizer_1.bin"])
 def test_files_of_two_optimizers_beside_the_weights(setting, tmp_path, second):
     folders(setting, tmp_path)
@@ -542,9 +554,10 @@ def test_averages_of_weights(setting, tmp_path, wrap):
 
 def test_a_folder_is_no_checkpoint(tmp_path):
     (tmp_path / "step-[1]").mkdir()
-    for name in (tmp_path, tmp_path / "step-[1]", f"{tmp_path}/step-*"):
-        with pytest.raises(gs.CheckpointError, match="matches folders only, expected files"):
+    for name in (tmp_path, tmp_path / "step-[1]", f"{tmp_path}/step-*", f"{tmp_path}/"):
+        with pytest.raises(gs.CheckpointError, match="matches folders only, expected") as caught:
             gs.Checkpoints(name, lr=1.0)
+        assert str(caught.value).endswith("/*.pt'.") and "//" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
