@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from gradstats.statistics import _reference, _verify
 from tests.functions import Kernel, linear_without_rule, recomputing
-from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
+from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 from tests.test_fallback import Doubled
 from tests.test_models import gpt2, sequence_losses, token_batch
 
@@ -867,3 +867,20 @@ def test_the_workspace_is_that_of_the_norms_it_verifies(batch, monkeypatch):
     assert len(used) > 1 and set(used) == {1000}
     with pytest.raises(gs.TrackingError, match="workspace"):
         gs.verify(network(), batch, classify, workspace=-1)
+
+
+def test_values_of_others_that_are_given_are_reported():
+    """Served, as gradients of the losses as they stand, which depend on the batch."""
+    model = nn.Linear(4, 3).double()
+    batch = torch.randn(6, 4).double(), torch.randint(3, (6,)), torch.randn(6).double()
+
+    def policy(m, batch):
+        states, actions, advantages = batch
+        advantages = (advantages - advantages.mean()) / (advantages.square().mean().sqrt() + 1)
+        return advantages * functional.cross_entropy(m(states), actions, reduction="none")
+
+    report = gs.verify(model, batch, policy)
+    (coupling,) = (check for check in report.checks if not check.ok)
+    assert coupling.name == "coupling" and "as given" in coupling.detail
+    expected = oracle_sqnorms(model, batch, policy)
+    assert_sqnorms(gs.per_example_norms(model, batch, policy), expected, 1e-9)

@@ -160,9 +160,10 @@ class Example:
             )
         return (
             f"{found}: the examples depend on each other (batch normalisation in training mode? a "
-            "loss over pairs? a batch tensor with as many entries as examples by accident?), so "
-            "per-example gradients do not exist, or the losses stand in another order than the "
-            "batch. Call model.eval(), or use losses of one example each, in the batch's order"
+            "loss over pairs? values normalised over the batch? a batch tensor with as many "
+            "entries as examples by accident?), so per-example gradients do not exist, or take "
+            "the others' values as given, or the losses stand in another order than the batch. "
+            "Call model.eval(), or use losses of one example each, in the batch's order"
         )
 
 
