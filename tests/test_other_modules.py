@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.capture.following._enclosed import buffers_beside
@@ -271,11 +272,14 @@ def test_a_discriminator_of_what_is_made_by_statistics_of_the_batch(joined, way,
     assert generate.training and generate[1].num_batches_tracked == 4
 
 
-def test_statistics_of_a_batch_that_pass_gradients_on():
-    """A generator by a discriminator that standardises what it sees, or by one that did not."""
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_statistics_of_a_batch_that_pass_gradients_on(reentrant):
+    """A generator by a discriminator that standardises what it sees, or by one that did before."""
     model, z = generator(), torch.randn(3, 4).double()
     critic = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     losses = of_a_closure(critic)
+    if reentrant is not None:  # whose first forward passes no gradient on
+        losses = of_a_closure(partial(checkpoint, critic, use_reentrant=reentrant))
     remedy = r"statistics of the batch.*\.eval\(\)"
     with pytest.raises(gs.CoupledExamplesError, match=remedy):
         gs.per_example_norms(model, z, losses)
@@ -285,7 +289,7 @@ def test_statistics_of_a_batch_that_pass_gradients_on():
     ):
         losses(model, z).mean().backward()
     critic.eval()
-    expected = gradients(model, z, losses)
+    expected = gradients(model, z, of_a_closure(critic))
     assert_sqnorms(gs.per_example_norms(model, z, losses), squared(expected), 1e-9)
 
 
