@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
-from tests.forks import run_ranks
 from tests.functions import linear_without_rule
 from tests.oracle import (
     assert_sqnorms,
@@ -410,7 +409,7 @@ def _step_of_one_process(rank, folder):
 
 def test_distributed(tmp_path):
     """Each process measures its own examples; tensor parallelism is refused by name."""
-    run_ranks(_step_of_one_process, str(tmp_path))
+    torch.multiprocessing.spawn(_step_of_one_process, (str(tmp_path),), nprocs=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     batch = normal(B, WIDTH), torch.randint(3, (B,))

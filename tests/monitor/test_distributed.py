@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.forks import run_ranks
 from tests.monitor.processes import RANKS, data_parallel, free_port, fully_sharded, process
 
 
 @pytest.mark.parametrize("body", [data_parallel, fully_sharded])
 def test_two_processes(body):
-    run_ranks(process, free_port(), body)
+    torch.multiprocessing.spawn(process, (free_port(), body), nprocs=RANKS)
 
 
 @pytest.mark.parametrize("body", ["train", "train_in_eval_mode"])
 def test_two_processes_of_a_trainer(tmp_path, body):
     pytest.importorskip("accelerate")
     body = getattr(pytest.importorskip("tests.monitor.trainer_process"), body)
-    run_ranks(body, free_port(), str(tmp_path), RANKS)
+    torch.multiprocessing.spawn(body, (free_port(), str(tmp_path), RANKS), nprocs=RANKS)

@@ -1,12 +1,21 @@
-"""Scoring calls in processes of their own, to be killed, limited, or to share the work."""
+"""Runs scoring calls in processes of their own, to be killed, limited, or to share the work.
+
+    python -m tests.scoring.processes COMMAND FOLDER [ARGUMENTS]
+
+One process imports PyTorch; each run is a fork of it. Prints one JSON line: how each run ended.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
+import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -51,6 +60,27 @@ def arrays(kind: str, result) -> dict[str, np.ndarray]:
         for kind, held in result._lists.items()
         for name, values in zip(_top.names_of(*kind), held, strict=True)
     }
+
+
+def fork(action: Callable[[], None]) -> int:
+    """Start a process that does something, and return its id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        action()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """Return a process's exit code, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def kill_at(count: int, kind: str, out: Path) -> None:
@@ -99,11 +129,8 @@ def beside(number: int, size: int, out: Path) -> None:
         )  # fmt: skip
 
 
-def limit_at(count: int, out: Path) -> str:
-    """Make a call whose files may not grow or be written any more from its count-th write on.
-
-    Returns the error that says so.
-    """
+def limit_at(count: int, out: Path) -> None:
+    """Make a call whose files may not grow or be written any more from its count-th write on."""
     writes = 0
     put = _tiles.put
 
@@ -121,7 +148,8 @@ def limit_at(count: int, out: Path) -> str:
         call("matrix", out)
     except gs.StoreError as error:
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
-        return str(error)
+        print(error, file=sys.stderr)
+        return
     raise AssertionError("nothing was refused")
 
 
@@ -260,3 +288,27 @@ def share(rank: int, size: int, folder: Path) -> None:
     # Whoever leaves first would break what the other is still receiving.
     distributed.barrier()
     distributed.destroy_process_group()
+
+
+def main() -> None:
+    command, folder, *arguments = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    if command == "kill":
+        kind, *counts = arguments
+        codes = [
+            ended(fork(lambda count=count: kill_at(int(count), kind, folder))) for count in counts
+        ]
+    elif command == "limit":
+        codes = [ended(fork(lambda: limit_at(int(arguments[0]), folder)))]
+    elif command == "beside":
+        size = int(arguments[0])
+        children = [fork(lambda each=each: beside(each, size, folder)) for each in range(size)]
+        codes = [ended(child) for child in children]
+    else:
+        size = int(arguments[0])
+        children = [fork(lambda rank=rank: share(rank, size, folder)) for rank in range(size)]
+        codes = [ended(child) for child in children]
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +23,7 @@ from torch.utils.data import DataLoader
 
 import gradstats as gs
 from gradstats.scoring import _folder, _tiles, _work
-from tests.forks import run_each, run_ranks
-from tests.scoring.processes import arrays, beside, call, kill_at, limit_at, share
+from tests.scoring.processes import arrays, call
 from tests.scoring.setting import (
     RATES,
     Rows,
@@ -32,9 +33,21 @@ from tests.scoring.setting import (
     setting_state,
 )
 
+ROOT = Path(__file__).parents[2]
 TILES = 3 * 2
 # What the loss sees where everything is done: the first train batch at both checkpoints.
 RECOGNISED = [4, 4]
+
+
+def run_process(*arguments) -> tuple[list[int], str]:
+    """Run tests.scoring.processes; return how its runs ended, and what they said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.scoring.processes", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 class Counting:
@@ -68,8 +81,8 @@ def assert_same(kind, got, expected) -> None:
 )
 def test_killed_again_and_again_the_bits_are_the_same(tmp_path, kind, counts):
     out = tmp_path / "scores"
-    for count in counts:
-        assert run_each(kill_at, [(count, kind, out)]) == [(-signal.SIGKILL, None)]
+    codes, _ = run_process("kill", out, kind, *counts)
+    assert codes == [-signal.SIGKILL] * len(counts)
     counting = Counting()
     resumed = call(kind, out, loss=counting)
     fresh = Counting()
@@ -84,7 +97,8 @@ def test_killed_again_and_again_the_bits_are_the_same(tmp_path, kind, counts):
 def test_a_kill_loses_at_most_the_tile_in_flight(tmp_path):
     """The 26th write is the first of the fourth tile's."""
     out = tmp_path / "scores"
-    assert run_each(kill_at, [(26, "matrix", out)]) == [(-signal.SIGKILL, None)]
+    (code,), _ = run_process("kill", out, "matrix", 26)
+    assert code == -signal.SIGKILL
     (first,) = out.glob("checkpoint-*")
     done = np.load(first / "done.npy") != 0
     assert done.sum() == 3, done
@@ -97,9 +111,9 @@ def test_a_kill_loses_at_most_the_tile_in_flight(tmp_path):
 
 def test_files_that_cannot_grow_are_reported_and_nothing_is_lost(tmp_path):
     out = tmp_path / "scores"
-    ((code, said),) = run_each(limit_at, [(0, out)])
+    (code,), said = run_process("limit", out, 0)
     assert code == 0 and "cannot be written: File too large" in said
-    ((code, said),) = run_each(limit_at, [(14, out)])
+    (code,), said = run_process("limit", out, 14)
     assert code == 0 and "What was done is kept" in said
     (first,) = out.glob("checkpoint-*")
     assert (np.load(first / "done.npy") != 0).sum() == 2
@@ -464,8 +478,8 @@ def test_calls_that_share_a_folder_keep_each_others_checkpoints(tmp_path):
 
 def test_processes_fill_one_folder_at_once(tmp_path):
     """Each with checkpoints of its own, and one is killed while it writes the manifest."""
-    ended = run_each(beside, [(number, 4, tmp_path / "scores") for number in range(4)])
-    assert ended == [(0, None)] * 3 + [(-signal.SIGKILL, None)]
+    codes, said = run_process("beside", tmp_path / "scores", 4)
+    assert codes == [0, 0, 0, -signal.SIGKILL], said
     states = [setting_state(make_setting().model, number) for number in range(3 * 4)]
     counting = Counting()
     whole = changed(tmp_path / "scores", states=states, lr=0.1, loss=counting)
@@ -772,7 +786,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 
 def test_two_processes_share_the_work(tmp_path):
     """The same result and the same files as one process, each example passed by one of them."""
-    run_ranks(share, 2, tmp_path)
+    codes, said = run_process("share", tmp_path, 2)
+    assert codes == [0, 0], said
     single = {}
     for kind in ("matrix", "top", "self"):
         single[kind] = call(kind, tmp_path / f"single-{kind}")
