@@ -20,7 +20,8 @@ settings.load_profile("gradstats")
 
 def pytest_collection_finish(session):
     """Let collections of garbage pass over what stays to the end: modules and tests."""
-    importlib.import_module("torch._dynamo")  # a third of it all, and most tests need it
+    if not all("/kernels/" in str(item.path) for item in session.items):
+        importlib.import_module("torch._dynamo")  # a third of it all, and most tests need it
     gc.collect()
     gc.freeze()
 
