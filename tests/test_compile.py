@@ -72,9 +72,17 @@ def models():
 def test_fullgraph(number):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    guarded = []
+
+    def note(guards):
+        names = " ".join(each.name for each in guards)
+        guarded.append(Counter(re.findall(r"gradstats\w*'\]\.(\w+)", names)))
+        return [True] * len(guards)
+
     model, batch = list(models())[number]
     expected = oracle_sqnorms(model, batch, losses_of)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    options = {"guard_filter_fn": note}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", options=options)
     for _ in range(3):
         batch = tuple(part.clone() for part in batch)
         stats = gs.per_example_norms(compiled, batch, losses_of)
@@ -89,23 +97,8 @@ def test_fullgraph(number):
         for got, want in zip(gradients, model.parameters(), strict=True):
             torch.testing.assert_close(got, want.grad, rtol=1e-4, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_graphs_guard_no_tables_of_operations(number):
-    """Guards of every entry, compared whenever a graph is entered, take longer than the graph."""
-    torch._dynamo.reset()
-    found = Counter()
-
-    def note(guards):
-        found.update(re.findall(r"gradstats\w*'\]\.(\w+)", " ".join(each.name for each in guards)))
-        return [True] * len(guards)
-
-    model, batch = list(models())[number]
-    expected = oracle_sqnorms(model, batch, losses_of)
-    compiled = torch.compile(model, backend="aot_eager", options={"guard_filter_fn": note})
-    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
-    assert 0 < found.most_common(1)[0][1] < 60, found.most_common(5)
+    # Guards of a table's entries, compared whenever a graph is entered, take longer than the graph.
+    assert all(0 < max(each.values(), default=0) < 60 for each in guarded), guarded
 
 
 class Positioned(nn.Module):
@@ -136,8 +129,10 @@ class Positioned(nn.Module):
 
 
 @pytest.mark.usefixtures("all_is_compiled")
-@pytest.mark.parametrize("positions", [B, 5])
-@pytest.mark.parametrize("kind", ["parameter", "buffer", "arange", "expanded"])
+@pytest.mark.parametrize(
+    ("kind", "positions"),
+    [("parameter", B), ("buffer", B), ("arange", B), ("expanded", B), ("buffer", 5)],
+)
 def test_positions(kind, positions):
     """What meets no data inside a graph belongs to no example there either, T = B included."""
     torch._dynamo.reset()
@@ -271,8 +266,9 @@ class Moved(nn.Module):
 
 
 @pytest.mark.usefixtures("all_is_compiled")
-@pytest.mark.parametrize("positions", [B, 5])
-@pytest.mark.parametrize("kind", ["sequence first", "folded", "heads"])
+@pytest.mark.parametrize(
+    ("kind", "positions"), [("sequence first", B), ("folded", B), ("heads", B), ("folded", 5)]
+)
 def test_moved_examples(kind, positions):
     torch._dynamo.reset()
     model = Moved(kind)
@@ -317,11 +313,10 @@ class Rotary(nn.Module):
 
 
 @pytest.mark.usefixtures("all_is_compiled")
-@pytest.mark.parametrize("positions", [B, 5])
-def test_what_attention_is_made_of_stands_in_one_graph(positions):
+def test_what_attention_is_made_of_stands_in_one_graph():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, batch = Rotary(), (torch.randn(B, positions, 8), torch.randint(3, (B,)))
+    model, batch = Rotary(), (torch.randn(B, B, 8), torch.randint(3, (B,)))
     expected = oracle_sqnorms(model, batch, losses_of)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):
@@ -338,6 +333,10 @@ def test_models_of_hugging_face_are_one_graph(name):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, batch = case.prepare()
+    for module in [*model.modules()]:
+        for child, layers in module.named_children():
+            if isinstance(layers, nn.ModuleList):
+                setattr(module, child, layers[:1])
     expected = oracle_sqnorms(model, batch, case.loss_fn)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):
@@ -456,7 +455,6 @@ def test_functions_of_pytorch_in_python_stand_in_a_graph(scale_by, fullgraph):
     model, batch = Scaled(scale_by), (torch.randn(B, 5), torch.randint(4, (B,)))
     expected = oracle_sqnorms(model, batch, losses_of)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
-    assert_sqnorms(gs.per_example_norms(compiled, batch, losses_of), expected, 1e-5)
     with gs.track(compiled, batch_size=B) as tracker:
         tracker.backward(losses_of(compiled, batch))
     assert_sqnorms(tracker.stats, expected, 1e-5)

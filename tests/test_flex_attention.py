@@ -122,8 +122,11 @@ def sqnorms_of(model, batch):
 
 
 @pytest.mark.usefixtures("graphs_run_on_cpus")
-@pytest.mark.parametrize("how", ["function", "model"])
-@pytest.mark.parametrize("form", ["plain", "slopes", "of the example"])
+@pytest.mark.parametrize(
+    ("form", "how"),
+    [("plain", "function"), ("slopes", "model"), ("of the example", "function"),
+     ("of the example", "model")],
+)  # fmt: skip
 def test_compiled(form, how, caplog):
     """As it is meant to be called; inside of a graph and as one."""
     model, run = as_run(form, how, "aot_eager")

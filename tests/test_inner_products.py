@@ -287,6 +287,7 @@ def test_by_parameter():
     for name, value in same.items():
         assert_products(value, flat({name: first[name]}), flat({name: first[name]}), 1e-9)
     arguments = (model, batch, model, batch, classification)
+    assert_products(gs.inner_products(*arguments), flat(first), flat(first), 1e-9)
     diagonal = gs.inner_products(*arguments, pairs="diagonal", per_parameter=True)
     for name, value in diagonal.items():
         torch.testing.assert_close(value, flat({name: first[name]}).square().sum(1))

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import gradstats as gs
 
-PROGRAMS = 200
+PROGRAMS = 100
 SIZES = {"positions": (3, 3, 4), "features": (3, 4, 3), "both": (3, 3, 3)}
 
 
@@ -139,4 +139,4 @@ def test_losses_over_all_examples(sizes, crossed):
         assert is_sum, f"program {seed} is served, though its loss is no sum"
         torch.testing.assert_close(tracker.stats.sqnorm, torch.stack(expected))
         served += 1
-    assert refused > 5 if crossed else served > 150
+    assert refused > 2 if crossed else served > 75
