@@ -33,13 +33,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def process(rank: int, port: int, body) -> None:
-    """Run ``body(rank)`` as one of the processes."""
+def process(rank: int, port: int, *bodies) -> None:
+    """Run each ``body(rank)`` as one of the processes."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    body(rank)
+    for body in bodies:
+        body(rank)
     # Whoever leaves first would break what the other is still receiving.
     dist.barrier()
     leave()

@@ -8,9 +8,9 @@ import torch
 from tests.monitor.processes import RANKS, data_parallel, free_port, fully_sharded, process
 
 
-@pytest.mark.parametrize("body", [data_parallel, fully_sharded])
-def test_two_processes(body):
-    torch.multiprocessing.spawn(process, (free_port(), body), nprocs=RANKS)
+def test_two_processes():
+    """Started once for all: importing PyTorch takes them longer than most of what they do."""
+    torch.multiprocessing.spawn(process, (free_port(), data_parallel, fully_sharded), nprocs=RANKS)
 
 
 @pytest.mark.parametrize("body", ["train", "train_in_eval_mode"])
