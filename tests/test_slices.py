@@ -241,7 +241,8 @@ def test_they_are_pulled_back_together(monkeypatch):
     monkeypatch.setattr(_slices, "factors_of_slices", noted)
     torch.manual_seed(0)
     x = torch.randn(BATCH, POSITIONS, WIDTH).double()
-    kept_apart = [tower for tower in TOWERS.values() if tower not in (less_their_mean, of_the_next)]
+    mixing = less_their_mean, of_the_next, mirrored
+    kept_apart = [tower for tower in TOWERS.values() if tower not in mixing]
     for tower in kept_apart:
         gs.per_example_norms(Queries(tower), (x,), losses)
     gs.per_example_norms(Layered(), (x,), losses)
