@@ -264,14 +264,16 @@ def _drawn(loader: DataLoader, role: str) -> Iterator[list[int]]:
     assert loader.batch_sampler is not None
     most, count = length_hint(loader.dataset, sys.maxsize), 0
     for indices in loader.batch_sampler:
-        if not isinstance(indices, Iterable):
+        try:
+            drawn = [*indices]
+        except TypeError as error:
             raise LoaderError(
                 f"the batch sampler of the {role} loader gives {indices!r} for a batch, expected a "
                 "list of its examples' indices: where a data set takes slices or gives whole "
                 "batches, pass its batches in a list, or list the indices."
-            )
-        yield [*indices]
-        count += len(indices)
+            ) from error
+        yield drawn
+        count += len(drawn)
         if count > most:
             raise LoaderError(
                 f"the {role} loader draws more examples than the {most} of its data set (its "
@@ -347,10 +349,11 @@ def _check_order(loader: Any, role: str, ids: Source) -> None:
     sampler = getattr(loader, "sampler", None)
     iterable = isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
     if ids is None and sampler is not None and not iterable:
-        if isinstance(sampler, BatchSampler):  # of a data set that gives whole batches
-            sampler = sampler.sampler
-        if not isinstance(sampler, SequentialSampler):
-            raise _unordered(role, f"its sampler is {type(sampler).__name__}")
+        inner = sampler.sampler if isinstance(sampler, BatchSampler) else sampler
+        if not isinstance(inner, SequentialSampler):
+            raise _unordered(role, f"its sampler is {type(inner).__name__}")
+        if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+            _check_whole_batches(loader, role)
     workers = getattr(loader, "num_workers", 0)
     if ids is None and iterable and workers > 1:
         raise LoaderError(
@@ -358,6 +361,15 @@ def _check_order(loader: Any, role: str, ids: Source) -> None:
             "alternate, so that an example's position among them is not that in the data set. Pass "
             f"num_workers=0, or say {WHERE_IDS}"
         )
+
+
+def _check_whole_batches(loader: DataLoader, role: str) -> None:
+    """Raise where the whole batches that a data set gives are not in its order."""
+    with _undrawn(loader):
+        drawn = [*islice(loader.sampler, length_hint(loader.dataset, sys.maxsize))]
+    order = [i for each in drawn for i in (each if isinstance(each, Iterable) else [each])]
+    if order != list(range(len(order))):
+        raise _unordered(role, "its sampler does not go through them in order")
 
 
 def _single_batch(loader: Any) -> str | None:

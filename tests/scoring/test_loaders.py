@@ -145,6 +145,45 @@ def test_a_data_set_that_gives_whole_batches(setting, drop_last):
         score(setting, DataLoader(data, batch_size=None, sampler=sampler))
 
 
+class LastFirst(SequentialSampler):
+    def __iter__(self):
+        return iter(range(len(self.data_source))[::-1])
+
+
+class LastBatchFirst(BatchSampler):
+    def __iter__(self):
+        return iter([*super().__iter__()][::-1])
+
+
+def test_samplers_of_whole_batches_that_have_an_order_of_their_own(setting):
+    data = TensorDataset(*setting.train)
+    for sampler in (
+        BatchSampler(LastFirst(data), 4, False),
+        LastBatchFirst(SequentialSampler(data), 4, False),
+    ):
+        with pytest.raises(gs.LoaderError, match="does not go through them in order"):
+            score(setting, DataLoader(data, batch_size=None, sampler=sampler))
+    batches = setting.train_batches
+    with pytest.raises(gs.LoaderError, match="does not go through them in order"):
+        score(setting, DataLoader(batches, batch_size=None, sampler=LastFirst(batches)))
+
+
+class Lazily:
+    """A batch sampler whose batches are generators of indices."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return ((index for index in batch) for batch in self.batches)
+
+
+def test_a_batch_sampler_that_gives_generators(setting):
+    loader = DataLoader(TensorDataset(*setting.train), batch_sampler=Lazily([[0, 1, 2], [3]]))
+    found = score(setting, loader).self_influence
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(reference(setting)[:4]))
+
+
 def test_keys_of_no_order(setting):
     numbered = Numbered(setting.train)
 
@@ -165,7 +204,7 @@ def test_keys_of_no_order(setting):
         score(setting, DataLoader(Keyed(setting.train), 2, sampler=once), dict_loss, ids="number")
 
 
-@pytest.mark.parametrize("batch", [slice(0, 4), 3, None])
+@pytest.mark.parametrize("batch", [slice(0, 4), 3, None, torch.tensor(3)])
 def test_a_batch_sampler_that_gives_no_list(setting, batch):
     loader = DataLoader(ByKey(setting.train), batch_sampler=[batch])
     with pytest.raises(gs.LoaderError, match=r"batch sampler of the training loader gives .* list"):
