@@ -243,7 +243,8 @@ class Monitor:
             warn(
                 f"an optimizer step began when micro-batch {self._next} of the last one was "
                 "expected, which is then neither measured nor counted. If it was only shorter, as "
-                "at the end of an epoch, say so with accumulation=(k, K) for the K it has."
+                "at the end of an epoch, say so with accumulation=(k, K) for the K it has, and "
+                "divide its losses by that K, whatever accelerate or the loop divide others by."
             )
         return MonitorStep(
             self, batch_size, ids, weights, cu_seqlens,

@@ -43,7 +43,7 @@ def learning_rates(
         return torch.tensor(rates, dtype=torch.float64), moves[moving]
     device = next(rate.device for rate in rates if isinstance(rate, Tensor))
     # A copy: schedulers write into rates that are tensors.
-    columns = [torch.as_tensor(r).to(device, torch.float64).reshape(-1) for r in rates]
+    columns = [torch.as_tensor(r).detach().to(device, torch.float64).reshape(-1) for r in rates]
     return torch.cat(columns), moves[moving]
 
 

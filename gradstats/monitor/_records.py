@@ -173,6 +173,8 @@ class RunningSelfInfluence:
         self._place = {int(i): place for place, i in enumerate(ids)}
         self._values = np.array(torch.as_tensor(state["values"]).tolist(), dtype=np.float64)
         self._visits = np.array(torch.as_tensor(state["visits"]).tolist(), dtype=np.int64)
+        if not len(self._place) == len(self._values) == len(self._visits):
+            raise ValueError("the self-influence of some examples is missing")
 
     def _order(self) -> list[int]:
         return [self._place[i] for i in self.ids.tolist()]

@@ -163,7 +163,14 @@ class Run:
             }
             self.self_influence.load_state_dict(state["self_influence"])
             return int(state["steps"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+        ) as error:
             raise TrackingError(
                 f"the monitor's state is damaged ({type(error).__name__}: {error}), expected what "
                 "monitor.state_dict() returned. Start without it."

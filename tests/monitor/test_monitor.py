@@ -188,6 +188,15 @@ def test_accumulation_by_accelerate_that_the_monitor_was_not_told_of(model, seve
             with monitor.step(batch_size=3, accumulation=(k, 2)):
                 accelerator.backward(losses_of(model, half).mean())
         assert monitor.metrics()["example_grad_norm/mean"] == pytest.approx(norms.mean())
+        # A step cut short by the end of an epoch, whose losses are to be divided by its own number.
+        accelerator.gradient_accumulation_steps = 5
+        short = gs.Monitor(model, every=1, optimizer=optimizer)
+        model.zero_grad()
+        for k in range(2):
+            half = tuple(part[3 * k : 3 * k + 3] for part in batch)
+            with short.step(batch_size=3, accumulation=(k, 2)):
+                accelerator.backward(losses_of(model, half).mean() * 5 / 2)
+        assert short.metrics()["example_grad_norm/mean"] == pytest.approx(norms.mean())
         accelerator.gradient_accumulation_steps = 1
         monitor.step(batch_size=B)
     finally:
@@ -203,7 +212,7 @@ def test_a_step_whose_micro_batches_begin_anew(model, every):
     for whole, cut in ((True, False), (False, False), (True, True), (True, False)):
         model.zero_grad()
         for k in range(2 if whole else 1):
-            anew = pytest.warns(gs.GradStatsWarning, match="when micro-batch 1 of the last one was")
+            anew = pytest.warns(gs.GradStatsWarning, match="micro-batch 1 of .*divide its losses")
             with anew if cut and k == 0 else contextlib.nullcontext():
                 step = monitor.step(batch_size=B, accumulation=(k, 2))
             with step:
@@ -619,8 +628,12 @@ def test_a_state_replaces_all_that_was_measured(model):
     state = used.state_dict()
     del state["self_influence"]
     whole = fresh.state_dict()
-    numbers = [{**whole, name: None} for name in ("steps", "undefined", "nonfinite_steps")]
-    for damaged in ({**state, "steps": 0}, {"version": state["version"]}, *numbers):
+    counts = ("steps", "undefined", "nonfinite_steps")
+    numbers = [{**whole, name: value} for name in counts for value in (None, math.inf)]
+    influence = {**whole["self_influence"], "values": torch.zeros(len(fresh.history["step"]))}
+    others = [{**whole, "history": {"step": None}}, {**whole, "self_influence": influence}]
+    missing = [{**state, "steps": 0}, {"version": state["version"]}]
+    for damaged in (*missing, *numbers, *others):
         with pytest.raises(gs.TrackingError, match="state is damaged"):
             used.load_state_dict(damaged)
     np.testing.assert_equal(used.history, fresh.history)
@@ -1122,7 +1135,7 @@ def test_an_optimizer_that_has_no_learning_rate(model, tensor_rates):
     """As Adafactor has none where it makes its own: what it would weigh is not known."""
     batch = batch_of()
     rows = gradient_rows(model, batch, losses_of)
-    rate = torch.tensor(0.1) if tensor_rates else 0.1
+    rate = torch.tensor(0.1, requires_grad=True) if tensor_rates else 0.1
     optimizer = torch.optim.SGD([
         {"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters(), "lr": 1.0}
     ])  # fmt: skip
