@@ -12,6 +12,7 @@ import gradstats as gs
 from tests.oracle import (
     assert_products,
     assert_sqnorms,
+    check_model,
     flat,
     oracle_gradients,
     oracle_sqnorms,
@@ -387,23 +388,30 @@ def test_what_was_repeated_for_each_example_before_it_was_changed(function):
 @pytest.mark.parametrize("widths", [(0, 0), (0, 5), (5, 0)])
 @pytest.mark.parametrize("positions", [1, 4])
 def test_layers_without_inputs_or_outputs(widths, positions):
-    layer = nn.Linear(*widths).double()
-    nn.init.constant_(layer.bias, 0.5)
-    x = normal(3, positions, widths[0])
+    """Beside a layer that has both: of losses that use nothing else no gradient has elements."""
+    model = nn.ModuleList([nn.Linear(*widths), nn.Linear(2, 1)]).double()
+    nn.init.constant_(model[0].bias, 0.5)
 
     def losses(model, batch):
-        each = torch.arange(1.0, 4.0, dtype=torch.float64)
-        return each * model(batch).square().sum((1, 2))
+        return (
+            model[0](batch[0]).square().sum((1, 2)) * batch[2] + model[1](batch[1]).square()[:, 0]
+        )
 
-    # The gradient of each element of the bias is T times that of its square, times the example.
-    bias = torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64) * positions**2 * widths[1]
-    alone = gs.per_example_norms(layer, x, losses)
-    with gs.track(layer, batch_size=3) as tracker:
-        tracker.backward(losses(layer, x))
-    for stats in (alone, tracker.stats):
-        assert torch.equal(stats.by_parameter["weight"], torch.zeros(3, dtype=torch.float64))
-        torch.testing.assert_close(stats.by_parameter["bias"], bias)
-    assert layer.weight.grad.shape == layer.weight.shape
+    batch = normal(3, positions, widths[0]), normal(3, 2), normal(3)
+    check_model(model, batch, losses)
+    model.requires_grad_(False)
+    for weight in (model[0].weight, model[0].bias):
+        weight.requires_grad_()
+    if widths[1]:
+        check_model(model, batch, losses)
+        return
+    with pytest.raises(gs.TrackingError, match="or what has no elements"):
+        gs.per_example_norms(model, batch, losses)
+    with gs.track(model, batch_size=3) as tracker:
+        tracker.backward(losses(model, batch))
+    assert model[0].weight.grad.shape == model[0].weight.shape
+    with pytest.raises(gs.TrackingError, match="no backward reached the tracked parameters"):
+        tracker.stats.sqnorm.sum()
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (4, 3, 5), (4, 4, 5), (4, 3, 1), (1, 5)], ids=str)
