@@ -5,7 +5,8 @@ _checkpoint_files, _rates, _checkpoints    reading checkpoints, and their learni
 _borrowed       lending the user's model to other weights; _renewal what it caches from them
 _surroundings   attributes and containers of modules, and restoring them
 _weights        checkpoints fitted to the model, and loaded
-_content, _loaders, _batches    data that are read several times, and identified
+_content, _loaders, _batches    data that are read several times, and identified; _order what a
+                loader's samplers choose, and its order
 _layout         where the examples of their batches lie
 _work           a model with its loss, and the options of a call
 _recognition    identifying checkpoints, models and losses

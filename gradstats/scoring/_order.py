@@ -1,0 +1,177 @@
+"""Which examples the batches of a loader hold, and whether they come in order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
+from operator import length_hint
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+
+from gradstats.errors import LoaderError
+from gradstats.scoring._batches import Source
+
+WHERE_IDS = (
+    "where a batch holds the ids of its examples with ids= (train_ids= and query_ids= in "
+    "gs.influence): a key, a position or a function of the batch."
+)
+
+
+def check_order(loader: Any, role: str, ids: Source) -> None:
+    """Raise where what was passed is no loader, or cannot be read in the order of its data set."""
+    single = _single_batch(loader)
+    if single is not None:
+        raise LoaderError(
+            f"the {role} loader is a single batch ({single}). Wrap it in a list: [batch]."
+        )
+    if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+        raise LoaderError(
+            f"the {role} loader is a data set ({type(loader).__name__}), which gives single "
+            "examples, expected batches. Wrap it: torch.utils.data.DataLoader(data, batch_size=64)."
+        )
+    if not hasattr(loader, "__iter__") or isinstance(loader, str):
+        raise LoaderError(
+            f"the {role} loader is {type(loader).__name__}, expected a DataLoader or a list of "
+            "batches."
+        )
+    if isinstance(loader, Iterator):
+        raise LoaderError(
+            f"the {role} loader is an iterator ({type(loader).__name__}), which can be read once, "
+            "and each checkpoint reads the data again. Give a DataLoader or a list of batches."
+        )
+    sampler = getattr(loader, "sampler", None)
+    iterable = isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
+    if ids is None and sampler is not None and not iterable:
+        inner = sampler.sampler if isinstance(sampler, BatchSampler) else sampler
+        if not isinstance(inner, SequentialSampler):
+            raise _unordered(role, f"its sampler is {type(inner).__name__}")
+        if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+            _check_whole_batches(loader, role)
+    workers = getattr(loader, "num_workers", 0)
+    if ids is None and iterable and workers > 1:
+        raise LoaderError(
+            f"the {role} loader reads an iterable data set in {workers} workers, whose batches "
+            "alternate, so that an example's position among them is not that in the data set. Pass "
+            f"num_workers=0, or say {WHERE_IDS}"
+        )
+
+
+def _check_whole_batches(loader: DataLoader, role: str) -> None:
+    """Raise where the whole batches that a data set gives are not in its order."""
+    with _undrawn(loader):
+        drawn = [*islice(loader.sampler, length_hint(loader.dataset, sys.maxsize))]
+    lists = (each if isinstance(each, Iterable) else [each] for each in drawn)
+    _check_in_order(lists, role, "sampler")
+
+
+def _check_in_order(lists: Iterable[Iterable[int]], role: str, chooser: str) -> None:
+    order = [*chain.from_iterable(lists)]
+    if order != list(range(len(order))):
+        raise _unordered(role, f"its {chooser} does not go through them in order")
+
+
+def _single_batch(loader: Any) -> str | None:
+    """Return what kind of batch was passed as a loader; None where it may well be a loader."""
+    name = type(loader).__name__
+    if isinstance(loader, (torch.Tensor, Mapping)):
+        return name
+    if not isinstance(loader, (tuple, list)) or not loader:
+        return None
+    if not all(isinstance(each, torch.Tensor) for each in loader):
+        return None
+    # Batches of one loader are of one kind; inputs and labels are of two.
+    kinds = {(each.dtype, each.dim()) for each in loader}
+    return f"{name} of tensors" if len(kinds) > 1 else None
+
+
+def _unordered(role: str, reason: str) -> LoaderError:
+    return LoaderError(
+        f"the {role} loader does not give the examples in the order of its data set ({reason}), so "
+        "scores could not be told apart. Pass a DataLoader with shuffle=False (it need not be the "
+        "one you train with; under torch.distributed every process passes the whole data), or say "
+        f"{WHERE_IDS}"
+    )
+
+
+def chooses_batches(loader: Any) -> bool:
+    """Whether a sampler says which examples of a data set stand in which batch."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    )
+
+
+def index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
+    """Return which examples stand in which batch.
+
+    Where the examples carry their names (``named``), a shuffled loader is read in the order of its
+    data set, so that another process can go on; otherwise one out of this order is refused.
+    """
+    batches = loader.batch_sampler
+    if not named or type(batches) is not BatchSampler:
+        # Loaders of other classes may keep their workers by a sampler that never ends, and say
+        # themselves how many batches a pass has.
+        most = None if type(loader) is DataLoader else length_hint(loader, sys.maxsize)
+        with _undrawn(loader):
+            lists = list(islice(_drawn(loader, role), most))
+        if not named:
+            _check_in_order(lists, role, "batch sampler")
+        return lists
+    with _undrawn(loader):
+        indices, others = ([i for b in _drawn(loader, role) for i in b] for _ in range(2))
+    with suppress(TypeError):  # keys of no order are to be drawn in the same one
+        indices, others = sorted(indices), sorted(others)
+    if indices != others:
+        raise LoaderError(
+            f"the {role} loader draws other examples in each pass (its sampler is "
+            f"{type(batches.sampler).__name__}, drop_last={batches.drop_last}), so another call "
+            "could not go on with their scores. Give a DataLoader of the examples that you mean, "
+            "such as one with torch.utils.data.Subset, with shuffle=False or drop_last=False."
+        )
+    size = batches.batch_size
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def _drawn(loader: DataLoader, role: str) -> Iterator[list[int]]:
+    """Yield which examples a sampler draws for each batch, no more than the data set has."""
+    assert loader.batch_sampler is not None
+    most, count = length_hint(loader.dataset, sys.maxsize), 0
+    for indices in loader.batch_sampler:
+        try:
+            drawn = [*indices]
+        except TypeError as error:
+            raise LoaderError(
+                f"the batch sampler of the {role} loader gives {indices!r} for a batch, expected a "
+                "list of its examples' indices: where a data set takes slices or gives whole "
+                "batches, pass its batches in a list, or list the indices."
+            ) from error
+        yield drawn
+        count += len(drawn)
+        if count > most:
+            raise LoaderError(
+                f"the {role} loader draws more examples than the {most} of its data set (its "
+                f"sampler is {type(loader.sampler).__name__}, its batch sampler "
+                f"{type(loader.batch_sampler).__name__}): with repetitions, perhaps without end. "
+                "Expected each example once: give a DataLoader of the same data set with "
+                "shuffle=False and no sampler of its own."
+            )
+
+
+@contextmanager
+def _undrawn(loader: DataLoader) -> Iterator[None]:
+    """Restore, after a block, the generators that a sampler draws from."""
+    batches = loader.batch_sampler
+    holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
+    found = {id(each): each for each in (getattr(h, "generator", None) for h in holders)}
+    generators = [each for each in found.values() if isinstance(each, torch.Generator)]
+    states = [each.get_state() for each in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
