@@ -251,6 +251,11 @@ class Packs(Attends):
 IN_THE_MODEL = {
     "boolean mask": sdpa(attn_mask=~OTHERS),
     "added mask": sdpa(attn_mask=NEGATIVE.clamp(min=torch.finfo(torch.float32).min)),
+    "added mask in half precision": sdpa(attn_mask=NEGATIVE.clamp(min=-1e4).bfloat16().double()),
+    "added mask above zero": sdpa(attn_mask=NEGATIVE.clamp(min=-1e9) + 2e9),
+    "a row of which nothing is left": sdpa(
+        attn_mask=NEGATIVE.index_fill(0, torch.tensor(1), -torch.inf)
+    ),
     "queries piece by piece": lambda q, k, v: MASKED["queries piece by piece"](q, k, v, OTHERS),
 }
 
@@ -264,11 +269,25 @@ def test_packed_by_the_model_and_kept_apart(name):
     check_products(model, padded, loss_fn)
 
 
+def pooled(rows):
+    """Means of neighbouring rows, some of which are of different examples."""
+    return functional.avg_pool1d(rows.T[None], 3, 1, 1)[0].T
+
+
 BY_THE_MODEL_AND_MEET = {
     "no mask": sdpa(),
     "causal": sdpa(is_causal=True),
     "faint mask": sdpa(attn_mask=-10.0 * OTHERS),
     "leak": sdpa(attn_mask=~LATER_LEAK),
+    "a row of which all is masked alike": sdpa(
+        attn_mask=NEGATIVE.clamp(min=-1e9).index_fill(0, torch.tensor(1), -1e9)
+    ),
+    "large scores": lambda q, k, v: sdpa(attn_mask=NEGATIVE.clamp(min=-1e4))(q * 1e5, k, v),
+    "large scale": sdpa(attn_mask=NEGATIVE.clamp(min=-1e4), scale=-1e5),
+    "mixed keys": lambda q, k, v: sdpa(attn_mask=~OTHERS)(q, pooled(k), v),
+    "mixed values": lambda q, k, v: sdpa(attn_mask=~OTHERS)(q, k, pooled(v)),
+    "mixed keys and values": lambda q, k, v: sdpa(attn_mask=~OTHERS)(q, pooled(k), pooled(v)),
+    "mixed keys and values without a mask": lambda q, k, v: sdpa()(q, pooled(k), pooled(v)),
     "features": lambda q, k, v: functional.scaled_dot_product_attention(q.T, k.T, v.T).T,
     "keys of a batch": lambda q, k, v: functional.scaled_dot_product_attention(
         q[None], *(torch.stack([part[:1] for part in x.split(LENGTHS)]) for x in (k, v))
@@ -289,6 +308,10 @@ def test_packed_by_the_model_and_meeting(name):
     padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).double()
     with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
         gs.per_example_norms(model, padded, loss_fn)
+    rows = torch.cat([each[:length] for each, length in zip(padded, LENGTHS, strict=True)])
+    model = Attends(model.attend).double()
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
 
 
 def test_one_layer_alone_lets_examples_meet():

@@ -40,8 +40,8 @@ EXPONENTIATED = frozenset(
 PICKED = frozenset(variants("amax", "amin", "max", "min"))
 ADDS_UP = SUMS | frozenset(variants("mean"))
 
-# A mask of this or less, added to a score, leaves no weight.
-FORBIDS = -1e4
+# The exponential function of this or less is zero in every precision.
+NO_WEIGHT = -746.0
 
 # The layout of scores, alone or with further columns.
 OfScores = TypeVar("OfScores", Scores, Widened)
@@ -71,6 +71,8 @@ def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bo
 def attention_keeps_apart(marks: Marks, call: Call) -> bool:
     """Whether ``scaled_dot_product_attention`` keeps packed examples along its last axes apart."""
     layouts = [_from_the_right(marks, call, place) for place in range(3)]
+    if any(item.requires_grad and marks.is_lost(item) for item in call.data):
+        return False
     query, *rest = (each if each is not None and each.axis >= -2 else None for each in layouts)
     keys = [layout for layout in rest if layout is not None]
     if (query or keys) and any(each is not None and each.axis < -2 for each in layouts):
@@ -89,9 +91,32 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
         pairs = [query.along(first), *(each.along(first + 1) for each in keys)]
         if own is None or scores([*pairs, own], mask) is None:
             return False
-    allowed = mask.detach() if mask.dtype == torch.bool else mask.detach() > FORBIDS
+    allowed = _allowed(call, mask.detach())
     others = [_others(query, each, mask.device) for each in keys]
     return not any(bool((allowed & each).any()) for each in others)
+
+
+def _allowed(call: Call, mask: Tensor) -> Tensor:
+    """Return between which pairs of rows a mask leaves attention a weight.
+
+    With scores within ±b, a pair has at most the weight exp(2b + m − m_max), where m_max is the
+    largest number of the mask in its row: those of a row that is masked as a whole remain.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    query, key = (
+        call.argument(place, name).detach() for place, name in enumerate(("query", "key"))
+    )
+    if not (query.numel() and key.numel() and mask.numel()):
+        return mask > -torch.inf
+    scale = call.argument(6, "scale")
+    largest = abs(query.shape[-1] ** -0.5 if scale is None else scale)
+    for each in (query, key):
+        dtype = torch.promote_types(each.dtype, torch.float32)
+        largest = torch.linalg.vector_norm(each, dim=-1, dtype=dtype).max() * largest
+    # Where scores are not finite, neither are the losses, whatever is masked.
+    room = 2 * largest.nan_to_num(0, 0)
+    return mask - mask.amax(-1, keepdim=True) > NO_WEIGHT - room
 
 
 def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
