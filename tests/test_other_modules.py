@@ -293,6 +293,40 @@ def test_statistics_of_a_batch_that_pass_gradients_on(reentrant):
     assert_sqnorms(gs.per_example_norms(model, z, losses), squared(expected), 1e-9)
 
 
+class Inside(torch.autograd.Function):
+    """Runs a module where gradients are not recorded, and again in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            result = ctx.module(x)
+        return torch.autograd.grad(result, x, grad)[0], None
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_statistics_of_a_batch_inside_an_autograd_function(native):
+    """There the graph does not show that they pass gradients on."""
+    model, z = generator(), torch.randn(3, 4).double()
+    layer = nn.BatchNorm1d(WIDTH, affine=False).double()
+
+    def normalise(x):
+        if not native:
+            return layer(x)
+        return torch.batch_norm(
+            x, None, None, layer.running_mean, layer.running_var, True, 0.1, 1e-5, False
+        )
+
+    with pytest.raises(gs.CoupledExamplesError, match="batch normalisation in training mode"):
+        gs.per_example_norms(model, z, lambda m, z: Inside.apply(m(z), normalise).sin().sum(1))
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_statistics_of_one_example_alone(size):
     """Of its own positions: nothing meets there."""

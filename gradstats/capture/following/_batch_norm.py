@@ -30,7 +30,7 @@ def check_statistics(
     weight=None, bias=None, training=False, *_, **__,
 ) -> None:  # fmt: skip
     """Check a batch normalisation of data before it runs."""
-    if not mode.tracker.marks.is_of_data(input) or mode.tracker.is_beside(running_mean):
+    if not mode.tracker.marks.is_of_data(input) or _is_noted(mode, running_mean):
         return
     try:
         check_batch_norm(running_mean, weight, bias, training)
@@ -43,8 +43,16 @@ def check_native_statistics(
     mode: ContextMode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
     """The same for ``torch.batch_norm``, which all others call."""
-    if mode.tracker.marks.is_of_data(input) and not mode.tracker.is_beside(running_mean):
+    if mode.tracker.marks.is_of_data(input) and not _is_noted(mode, running_mean):
         check_batch_norm(running_mean, weight, bias, training)
+
+
+def _is_noted(mode: ContextMode, running_mean) -> bool:
+    """Whether the graph shows if a gradient passes, by a layer of another module than the model.
+
+    It does not show what is computed inside an autograd Function.
+    """
+    return mode.tracker.functions.seen is None and mode.tracker.is_beside(running_mean)
 
 
 def check_batch_norm(running_mean, weight, bias, training: bool) -> None:
