@@ -32,6 +32,28 @@ def changed(tensor: Tensor, change: Callable[[Tensor], object]) -> Tensor:
     return copy
 
 
+def attends(tensor: Tensor, width: int, masked: float, whole: bool = False) -> Tensor:
+    """Return the attention of rows that are put into one, each to those of its block.
+
+    Args:
+        tensor: (n, m, d).
+        width: of the blocks.
+        masked: what is added to the scores of other pairs.
+        whole: whether the first row is masked as a whole.
+    """
+    rows = tensor.flatten(0, 1)[None]
+    block = torch.arange(rows.shape[1]) // width
+    mask = torch.where(block[:, None] == block, 0.0, masked)
+    mask[:1] += masked if whole else 0.0
+    return functional.scaled_dot_product_attention(rows, rows, rows, mask).view(tensor.shape)
+
+
+def standardised(tensor: Tensor, given: bool) -> Tensor:
+    """Return the product with what another module makes of a tensor by statistics of the batch."""
+    other = torch.nn.BatchNorm1d(tensor.shape[1], affine=False)(tensor)
+    return tensor * (other.detach() if given else other)
+
+
 def apart(row: Tensor) -> Tensor:
     return row.sin() * row.sum()
 
@@ -148,6 +170,12 @@ OF_ONE: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda t: functional.pairwise_distance(t, t.flip(0)),
     lambda t: torch.cov(t.flatten(1)),
     lambda t: changed(t, lambda x: x[1:].add_(x[:-1].clone())),
+    lambda t: attends(t, t.shape[1], -torch.inf),
+    lambda t: attends(t, t.shape[1], -1e9),
+    lambda t: attends(t, t.shape[1], -1e9, whole=True),
+    lambda t: attends(t, t.shape[1] + 1, -torch.inf),
+    lambda t: standardised(t, given=True),
+    lambda t: standardised(t, given=False),
 )
 
 # Operations on two tensors.

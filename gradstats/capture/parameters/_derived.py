@@ -166,6 +166,7 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
             def change_part(first, *operands, **options):
                 func(own.function(first, *others, **named), *operands, **options)
 
+            change_part.__module__ = "Tensor"
             own.shown = lambda: None
             change(tracker, change_part, (whole, *args[1:]), kwargs, node)
             part = node_of(derive(tracker, own.function, (whole, *others), named))
