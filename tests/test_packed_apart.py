@@ -8,7 +8,13 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
+from tests.oracle import (
+    assert_sqnorms,
+    check_model,
+    check_products,
+    oracle_on_the_batch,
+    oracle_sqnorms,
+)
 
 LENGTHS, WIDTH = [3, 1, 4], 4
 ROWS = sum(LENGTHS)
@@ -342,6 +348,82 @@ def test_one_layer_alone_lets_examples_meet():
             if model.masks[0] is not model.masks[1]:
                 with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
                     gs.per_example_norms(model, x, lambda model, x: model(x))
+
+
+TO_THE_FIRST = {
+    "keys and values": lambda q, k, v: (q[:, 0], k[0], v[0]),
+    "keys": lambda q, k, v: (q[:, 0], k[0], v[:, 0]),
+    "values": lambda q, k, v: (q[:, 0], k[:, 0], v[0]),
+    "queries": lambda q, k, v: (q[0], k[:, 0], v[:, 0]),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", TO_THE_FIRST)
+def test_rows_of_all_examples_meet_those_of_one(name, masked):
+    """There are as many of either."""
+
+    def losses(model, x):
+        *layers, last = model.layers
+        rows = TO_THE_FIRST[name](*(layer(x) for layer in layers))
+        mask = torch.eye(3).bool() if masked else None
+        return last(functional.scaled_dot_product_attention(*rows, mask)).sin().sum(1)
+
+    torch.manual_seed(0)
+    model, x = Attends(None).double(), torch.randn(3, 3, WIDTH).double()
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, x, losses)
+
+
+def test_rows_of_all_examples_attend_to_given_ones():
+    """Those of the first example, without a gradient."""
+
+    def losses(model, x):
+        query, key, value, last = model.layers
+        given = key(x[0]).detach(), value(x[0]).detach()
+        return last(functional.scaled_dot_product_attention(query(x[:, 0]), *given)).sin().sum(1)
+
+    torch.manual_seed(0)
+    model, x = Attends(None).double(), torch.randn(3, 3, WIDTH).double()
+    expected = oracle_on_the_batch(model, x, losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-9)
+
+
+TERMS = {
+    "rows": lambda t: t,
+    "columns": lambda t: t.mT,
+    "columns alike": lambda t: t[:, 0].expand(3, 3),
+    "rows in another order": lambda t: t.flip(0),
+    "columns of one row": lambda t: t[:, 0][None].expand(3, 3),
+    "of another axis": lambda t: t[:, None].expand(3, 3, 3),
+    "products": lambda t: t @ t.mT,
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", TERMS)
+def test_trained_terms_of_scores_with_constant_keys(name, packed):
+    """Only terms of its own row may be added to a query's scores."""
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).double(), torch.randn(3, 3)
+    model.register_buffer("pairs", torch.randn(2, 3, 3).double())
+    x = x.double()
+
+    def losses(model, x):
+        query, (key, value) = model[0](x), model.pairs
+        if name == "of another axis":
+            query, key, value = (each.expand(3, 3, 3) for each in (query, key, value))
+        terms = TERMS[name](model[1](x))
+        rows = functional.scaled_dot_product_attention(query, key, value, terms)
+        return rows.sin().reshape(3, -1).sum(1)
+
+    options = {"cu_seqlens": range(4)} if packed else {}
+    if name == "rows":
+        expected = oracle_on_the_batch(model, x, losses)
+        assert_sqnorms(gs.per_example_norms(model, x, losses, **options), expected, 1e-9)
+        return
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, x, losses, **options)
 
 
 OF_TWO = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]).double()
@@ -679,3 +761,32 @@ def test_inner_products_over_all_rows(inner):
     with pytest.raises(gs.CoupledExamplesError, match="more than a sum of the values of several"):
         with gs.track(model, **packed):
             inner(model(rows)).square().backward()
+
+
+REPEATS = {
+    "expand": lambda h: h[None].expand(ROWS, ROWS, WIDTH),
+    "repeat": lambda h: h[None].repeat(ROWS, 1, 1),
+    "repeat_interleave": lambda h: h[None].repeat_interleave(ROWS, 0),
+    "index": lambda h: h[None][torch.zeros(ROWS, dtype=torch.long)],
+    "broadcast": lambda h: torch.broadcast_to(h[None], (ROWS, ROWS, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_rows_repeated_before_their_own_axis(name):
+    """As many times as there are rows, as in pairs of them: rows lie along the second axis."""
+    torch.manual_seed(0)
+    model, rows = nn.Linear(WIDTH, WIDTH).double(), torch.randn(ROWS, WIDTH).double()
+    scales = torch.linspace(1, 2, ROWS).double()[:, None, None]
+
+    def losses(model, rows, axis):
+        own = (REPEATS[name](model(rows)) * scales).sin().sum(2).sum(axis)
+        return torch.zeros(len(LENGTHS)).to(own).index_add(0, OWNER, own)
+
+    def own(model, rows):
+        return losses(model, rows, 0)
+
+    expected = oracle_on_the_batch(model, rows, own)
+    assert_sqnorms(gs.per_example_norms(model, rows, own, cu_seqlens=BOUNDS), expected, 1e-9)
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, rows, lambda m, x: losses(m, x, 1), cu_seqlens=BOUNDS)

@@ -71,18 +71,24 @@ def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bo
 def attention_keeps_apart(marks: Marks, call: Call) -> bool:
     """Whether ``scaled_dot_product_attention`` keeps packed examples along its last axes apart."""
     layouts = [_from_the_right(marks, call, place) for place in range(3)]
-    if any(item.requires_grad and marks.is_lost(item) for item in call.data):
-        return False
+    trained = [item for item in call.data if item.requires_grad]
+    if marks.batch_size > 1 and any(marks.layout_of(item) is None for item in trained):
+        return False  # of all rows, of one example, or not known
     query, *rest = (each if each is not None and each.axis >= -2 else None for each in layouts)
     keys = [layout for layout in rest if layout is not None]
     if (query or keys) and any(each is not None and each.axis < -2 for each in layouts):
         return False  # each row of a batch meets rows of all examples
+    mask = call.argument(3, "attn_mask")
+    trained_mask = marks.layout_of(mask) if any(mask is item for item in trained) else None
+    if not keys and query is not None and trained_mask is not None:
+        along = trained_mask.along(trained_mask.axis - mask.dim())
+        columns = isinstance(trained_mask, Scores) or along.axis != query.axis
+        return not columns and query.axis == -2 and same_rows(along, query)
     if not keys:
         return query is None or query.axis == -2
     if query is None and (own := marks.by_contract(call.result)) is not None:
         # A query that is no data has its rows where the result has them.
         query = own.along(own.axis - call.result.dim())
-    mask = call.argument(3, "attn_mask")
     if query is None or mask is None or any(each.axis != -2 for each in (query, *keys)):
         return False  # features are all summed
     if marks.is_trained(mask):

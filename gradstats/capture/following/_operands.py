@@ -111,9 +111,10 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     if layout is not None and source.requires_grad:
         note_picked(marks, call, indices, layout, after)
     if after is not None and after is layout and not noted:
-        # Memory that data were written into does not tell by its shape alone.
-        tells = not marks.written.storages or marks.layout_of(result) == layout
-        return UNCHANGED if tells else after
+        # By shape alone memory that data were written into does not tell, nor do packed rows behind
+        # an axis of size 1 once that is as long.
+        tells = layout is marks.contract and not marks.written.storages
+        return UNCHANGED if tells or marks.layout_of(result) == layout else after
     decides = func in MOVES or is_trusted(func)
     if after is None and layout is not None and decides:
         # The shape still decides if no other axis has the batch's size.
