@@ -79,23 +79,25 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
     if (query or keys) and any(each is not None and each.axis < -2 for each in layouts):
         return False  # each row of a batch meets rows of all examples
     mask = call.argument(3, "attn_mask")
-    trained_mask = marks.layout_of(mask) if any(mask is item for item in trained) else None
-    if not keys and query is not None and trained_mask is not None:
-        along = trained_mask.along(trained_mask.axis - mask.dim())
-        columns = isinstance(trained_mask, Scores) or along.axis != query.axis
-        return not columns and query.axis == -2 and same_rows(along, query)
+    is_trained = marks.is_trained(mask)
+    of_mask = marks.layout_of(mask) if is_trained else None
     if not keys:
-        return query is None or query.axis == -2
+        if query is None or of_mask is None:
+            return query is None or query.axis == -2
+        # Its rows must be those of the queries, and its columns nobody's.
+        along = of_mask.along(of_mask.axis - mask.dim())
+        rows_only = along.axis == query.axis == -2 and not isinstance(of_mask, Scores)
+        return rows_only and same_rows(along, query)
     if query is None and (own := marks.by_contract(call.result)) is not None:
         # A query that is no data has its rows where the result has them.
         query = own.along(own.axis - call.result.dim())
     if query is None or mask is None or any(each.axis != -2 for each in (query, *keys)):
         return False  # features are all summed
-    if marks.is_trained(mask):
+    if is_trained:
         # As for scores, its rows and columns must be those of the queries and keys.
-        own, first = marks.layout_of(mask), mask.dim() - 2
+        first = mask.dim() - 2
         pairs = [query.along(first), *(each.along(first + 1) for each in keys)]
-        if own is None or scores([*pairs, own], mask) is None:
+        if of_mask is None or scores([*pairs, of_mask], mask) is None:
             return False
     allowed = _allowed(call, mask.detach())
     others = [_others(query, each, mask.device) for each in keys]

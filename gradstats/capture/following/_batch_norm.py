@@ -6,23 +6,9 @@ where a loss's gradient passes through it: what they make of the batch is given.
 
 from __future__ import annotations
 
-from gradstats.capture.following._marks import Marks
-from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._formats import BATCH_NORMS
 from gradstats.capture.operations._modes import ContextMode
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import CoupledExamplesError
-
-BY_THE_BATCH = (
-    "normalises by statistics of the batch, as a layer in training mode does (call .eval() on it)"
-)
-
-
-def note_statistics(marks: Marks, call: Call) -> None:
-    """Note that a batch normalisation of data brought the examples together."""
-    if call.func in BATCH_NORMS and call.argument(5, "training"):
-        if call.result.requires_grad and marks.batch_size > 1:
-            marks.meetings.couple(call.result, BY_THE_BATCH)
 
 
 def check_statistics(

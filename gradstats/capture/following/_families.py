@@ -24,6 +24,7 @@ from gradstats.capture.following._operands import Unchanged, broadcast, by_first
 from gradstats.capture.following._reductions import ATTENTION
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._einsum import matrix_product, parse_equation, tensor_product
+from gradstats.capture.operations._formats import BATCH_NORMS
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
     ADDED_PRODUCTS,
@@ -142,6 +143,15 @@ def _of_row_pairs(marks: Marks, call: Call) -> Layout | Unchanged:
     return by_first(marks, call)
 
 
+def _of_batch_norm(marks: Marks, call: Call) -> Layout | Unchanged:
+    if call.argument(5, "training") and call.result.requires_grad and marks.batch_size > 1:
+        # By another module than the model, or it was refused. The losses' graph will show whether
+        # a gradient passes.
+        how = "normalises by statistics of the batch, as a layer in training mode does"
+        marks.meetings.couple(call.result, f"{how} (call .eval() on it)")
+    return by_first(marks, call)
+
+
 def _of_attention(marks: Marks, call: Call) -> Layout | Unchanged:
     trained = call.result.requires_grad
     if marks.packed and trained and not attention_keeps_apart(marks, call):
@@ -172,6 +182,7 @@ FAMILIES: dict[Any, Callable[[Marks, Call], Layout | Unchanged]] = {
     **dict.fromkeys(CONVOLUTIONS, _of_convolution),
     **dict.fromkeys(TENSOR_PRODUCTS, _of_tensor_product),
     **dict.fromkeys(OF_ROW_PAIRS, _of_row_pairs),
+    **dict.fromkeys(BATCH_NORMS, _of_batch_norm),
     ATTENTION: _of_attention,
     **dict.fromkeys(BROADCASTS, _of_broadcast),
 }

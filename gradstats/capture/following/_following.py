@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from gradstats.capture.following._apart import after_scores, attention_keeps_apart
-from gradstats.capture.following._batch_norm import note_statistics
 from gradstats.capture.following._examples import (
     APART,
     MIXED,
@@ -60,7 +59,6 @@ def follow_layout(marks: Marks, call: Call) -> None:
         # If one of its axes has the batch's size, it need not be that of the examples.
         marks.mark(result, None, function_name(func) if func is not None else None)
         return
-    note_statistics(marks, call)
     after = _layout_after(marks, call)
     # Products handle scores among their operands themselves.
     if marks.packed and result.requires_grad and not (func in PRODUCTS or func is torch.einsum):
