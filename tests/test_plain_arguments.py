@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from fractions import Fraction
 
@@ -243,3 +244,24 @@ def test_tolerances_of_verify(model, batch, tolerance):
 def test_fractions_are_numbers(model, batch):
     report = gs.verify(model, batch, losses_of, tolerance=Fraction(1, 100))
     assert report.ok and "tolerance 1e-02" in report.check("exactness").detail
+
+
+@pytest.mark.parametrize("part", ["0.weight", "1.running_var"])
+def test_models_without_values(batch, run, part):
+    held = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval())
+    model = copy.deepcopy(held)
+    if part == "0.weight":
+        model.to("meta")
+    else:
+        model[1].running_var = torch.ones(3, device="meta")
+    for call in (
+        lambda: gs.per_example_norms(model, batch, losses_of),
+        lambda: gs.per_example_norms(model, batch, losses_of, fallback="vmap"),
+        lambda: gs.track(model, batch_size=B),
+        lambda: gs.inner_products(held, batch, model, batch, losses_of),
+        lambda: gs.alignment(model, batch, losses_of, "mean"),
+        lambda: gs.verify(model, batch, losses_of),
+        lambda: gs.self_influence(model, [batch], losses_of, run, progress=False),
+    ):
+        with pytest.raises(gs.TrackingError, match=f"'{part}' of the model is on the meta device"):
+            call()

@@ -45,15 +45,31 @@ class Anatomy:
             return self.parameters
         return {clean_name(name, self.prefix): each for name, each in self.parameters.items()}
 
+    def _check_values(self) -> None:
+        """Raise unless all parameters and buffers hold values."""
+        values: dict[str, Tensor | None] = {**self.parameters}
+        for path, module in self.modules:
+            if module._buffers:
+                prefix = f"{path}." if path else ""
+                values.update((prefix + name, each) for name, each in module._buffers.items())
+        for name, value in values.items():
+            if value is not None and value.is_meta:
+                raise TrackingError(
+                    f"{name!r} of the model is on the meta device, where tensors hold no values. "
+                    "Load them first: model.to_empty(device=...), then "
+                    "model.load_state_dict(...)."
+                )
+
     def select(
         self, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
     ) -> dict[str, nn.Parameter]:
-        """Return the parameters to track, by name and in the model's order.
+        """Return the parameters to track, by name and in the model's order, or raise.
 
         Args:
             parameters: fnmatch patterns over names of parameters that require grad.
             exclude: fnmatch patterns over names, those of frozen parameters too.
         """
+        self._check_values()
         named = self.named()
         trainable = {name: each for name, each in named.items() if each.requires_grad}
         if not trainable:

@@ -89,7 +89,7 @@ class Tracker(Context):
         self.visibility = Visibility()
         self._undo = ExitStack()
         anatomy = anatomy_of(model)
-        self._modules = [module for _, module in anatomy.modules]
+        self.modules = [module for _, module in anatomy.modules]
         self._parameters = list(anatomy.parameters.values())
         named = anatomy.select(parameters, exclude)
         self.device = device = next(iter(named.values())).device
@@ -102,12 +102,12 @@ class Tracker(Context):
         tracked = set(map(id, named.values()))
         if len(tracked) < len(self._parameters):
             kept += [p for p in self._parameters if id(p) not in tracked]
-        for module in self._modules:
+        for module in self.modules:
             for name in kept_by(module):
                 attributes += tensors_kept(vars(module)[name])
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
-        for kind in set(map(type, self._modules)):
+        for kind in set(map(type, self.modules)):
             attributes += tensors_kept(caches_of(kind))
         self.marks.keep_constant((*kept, *attributes))
         # An attribute may also keep a batch. If one has the size of a batch, the arguments of the
@@ -231,17 +231,17 @@ class Tracker(Context):
 
     def _names(self) -> dict[int, str]:
         """Return the names of the parameters that the model has now, by their ids."""
-        return {id(own): name for name, own in self._modules[0].named_parameters()}
+        return {id(own): name for name, own in self.modules[0].named_parameters()}
 
     def is_beside(self, running_mean: Tensor | None) -> bool:
         """Whether a layer that keeps running statistics is of another module than the model."""
         if running_mean is None:
             return False
-        return all(buffer is not running_mean for buffer in self._modules[0].buffers())
+        return all(buffer is not running_mean for buffer in self.modules[0].buffers())
 
     def take_back_count(self, running_mean: Tensor | None) -> None:
         """Take back a layer's count of the batch, made just before its statistics were refused."""
-        for module in self._modules:
+        for module in self.modules:
             if isinstance(module, _BatchNorm) and module.training:
                 if module.running_mean is running_mean and module.num_batches_tracked is not None:
                     module.num_batches_tracked.sub_(1)
@@ -281,7 +281,7 @@ class Tracker(Context):
         self._frozen.clear()
         self._unfrozen.clear()
         if self.derived:
-            for module in self._modules:
+            for module in self.modules:
                 restore_attributes(module)
         self.shown.clear()
         self.visible.clear()

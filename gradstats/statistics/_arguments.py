@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -55,7 +54,6 @@ def excluding(exclude: Sequence[str] | str, names: Iterable[str]) -> list[str]:
 def check_call(model: Any, loss_fn: Any) -> None:
     """Raise unless the gradients of a loss function can be measured on a model, here and now."""
     check_model(model)
-    check_values(model)
     check_loss_function(loss_fn)
     check_recording()
 
@@ -71,16 +69,6 @@ def check_model(model: Any, name: str = "model") -> None:
             "model that holds it: other = copy.deepcopy(model), "
             "other.load_state_dict(torch.load(...))."
         )
-
-
-def check_values(model: nn.Module, name: str = "model") -> None:
-    """Raise unless its parameters and buffers hold values."""
-    for tensor, value in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if value.is_meta:
-            raise TrackingError(
-                f"{tensor!r} of {name} is on the meta device, where tensors hold no values. Load "
-                f"them first: {name}.to_empty(device=...), then {name}.load_state_dict(...)."
-            )
 
 
 def check_loss_function(loss_fn: Any) -> None:

@@ -70,7 +70,7 @@ def run_examples(
     let_go()
     given = Given(batch)
     tracker = Tracker(model, settings=settings, **options)
-    start = Start(model, tracker.marks.constants.values())
+    start = Start(tracker.modules, tracker.marks.constants.values())
     try:
         losses = _differentiate(tracker, model, batch, loss_fn)
     except ABOUT_EXAMPLES as error:

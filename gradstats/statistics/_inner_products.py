@@ -19,7 +19,6 @@ from gradstats.statistics._arguments import (
     check_choice,
     check_flags,
     check_model,
-    check_values,
     shapes_of,
 )
 from gradstats.statistics._backward import run
@@ -126,7 +125,6 @@ def inner_products(
     """
     check_model(model_a, "model_a")
     check_model(model_b, "model_b")
-    check_values(model_b, "model_b")
     check_call(model_a, loss_fn)
     check_choice("pairs", pairs, ("all", "diagonal"))
     check_choice("nonfinite", nonfinite, ("raise", "keep"))

@@ -74,12 +74,12 @@ class Start:
     they had. Numbers that were written into these can only be told from those before.
     """
 
-    def __init__(self, model: nn.Module, kept: Iterable[Tensor]):
+    def __init__(self, modules: Iterable[nn.Module], kept: Iterable[Tensor]):
         self._versions = Versions(kept)
         self._numbers = torch.get_rng_state()
         self._held = [
             (module, vars(module).copy(), module._buffers.copy())
-            for module in model.modules()
+            for module in modules
             if type(module._buffers) is dict  # not one of TorchScript
         ]
 
