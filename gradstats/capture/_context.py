@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
 from gradstats._factors import Segments
@@ -32,6 +32,7 @@ class Context:
         functions: the autograd Functions that run inside it.
         settings: what it asks of the uses.
         roots, reports: the parameters, and what they report.
+        modules: the model and all in it; none where a graph is followed.
         closed: whether it has ended.
         derived: whether any tensor was derived from parameters.
         derived_from_leaves: whether one was derived with the help of an untracked tensor that
@@ -54,6 +55,7 @@ class Context:
 
     roots: list[Root]
     reports: Reports
+    modules: Sequence[nn.Module] = ()
     visibility: Visibility | None = None
     followed: Any = None
     maps_examples: bool | None = None
@@ -97,13 +99,6 @@ class Context:
     def alias_nodes(self) -> list[GraphNode | None]:
         """Return the autograd nodes of the parameters' aliases."""
         return [node for root in self.roots for node in root.alias_nodes]
-
-    def is_beside(self, running_mean: Tensor | None) -> bool:
-        """Whether a layer that keeps running statistics is of another module than the model."""
-        return False
-
-    def take_back_count(self, running_mean: Tensor | None) -> None:
-        """Take back a layer's count of the batch, made just before its statistics were refused."""
 
     def note_training(self, tensor: Tensor, trained: bool) -> None:
         """Stop tracking a parameter that is being frozen; resume when it requires grad again."""

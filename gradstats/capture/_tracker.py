@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradstats._compiler import called_from_compiled, running_eagerly
 from gradstats._factors import Segments
@@ -232,19 +231,6 @@ class Tracker(Context):
     def _names(self) -> dict[int, str]:
         """Return the names of the parameters that the model has now, by their ids."""
         return {id(own): name for name, own in self.modules[0].named_parameters()}
-
-    def is_beside(self, running_mean: Tensor | None) -> bool:
-        """Whether a layer that keeps running statistics is of another module than the model."""
-        if running_mean is None:
-            return False
-        return all(buffer is not running_mean for buffer in self.modules[0].buffers())
-
-    def take_back_count(self, running_mean: Tensor | None) -> None:
-        """Take back a layer's count of the batch, made just before its statistics were refused."""
-        for module in self.modules:
-            if isinstance(module, _BatchNorm) and module.training:
-                if module.running_mean is running_mean and module.num_batches_tracked is not None:
-                    module.num_batches_tracked.sub_(1)
 
     def _meet_whole(self, parameter: nn.Parameter, root: Root | None) -> None:
         """Track the whole of a sharded parameter, or note that one without a root is constant."""

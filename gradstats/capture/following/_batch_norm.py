@@ -6,6 +6,8 @@ where a loss's gradient passes through it: what they make of the batch is given.
 
 from __future__ import annotations
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from gradstats.capture.operations._modes import ContextMode
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import CoupledExamplesError
@@ -21,7 +23,7 @@ def check_statistics(
     try:
         check_batch_norm(running_mean, weight, bias, training)
     except CoupledExamplesError:
-        mode.tracker.take_back_count(running_mean)
+        _take_back_count(mode, running_mean)
         raise
 
 
@@ -38,7 +40,18 @@ def _is_noted(mode: ContextMode, running_mean) -> bool:
 
     It does not show what is computed inside an autograd Function.
     """
-    return mode.tracker.functions.seen is None and mode.tracker.is_beside(running_mean)
+    modules = mode.tracker.modules
+    if mode.tracker.functions.seen is not None or running_mean is None or not modules:
+        return False
+    return all(buffer is not running_mean for buffer in modules[0].buffers())
+
+
+def _take_back_count(mode: ContextMode, running_mean) -> None:
+    """Take back a layer's count of the batch, made just before its statistics were refused."""
+    for module in mode.tracker.modules:
+        if isinstance(module, _BatchNorm) and module.training:
+            if module.running_mean is running_mean and module.num_batches_tracked is not None:
+                module.num_batches_tracked.sub_(1)
 
 
 def check_batch_norm(running_mean, weight, bias, training: bool) -> None:
