@@ -66,7 +66,7 @@ def calls(dims: int):
     masked[0, :2] = masked[2, 1] = masked[3, 0] = True
     yield lambda f, h: f(h)
     yield lambda f, h: f(h, h)
-    yield lambda f, h: f([h, c])
+    yield lambda f, h: f([h, c.clone()])
     yield lambda f, h: f(list(h.unbind()))
     yield lambda f, h: f(h, masked)
     yield lambda f, h: f(h, masked, c)
