@@ -235,21 +235,49 @@ def penalty_of(model):
     return 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "join",
-    [
-        lambda loss, penalty: loss + penalty,
-        lambda loss, penalty: penalty + loss,
-        lambda loss, penalty: torch.sub(loss, penalty),
-        lambda loss, penalty: loss.add_(penalty),
-        lambda loss, penalty: torch.stack([loss, penalty]).sum(),
-    ],
-)
-def test_a_penalty_on_a_reduced_loss_is_refused_with_the_ways_on(model, batch, join):
+ADDED = {
+    "+": (lambda loss, penalty: loss + penalty, 1),
+    "after it": (lambda loss, penalty: penalty + loss, 1),
+    "alpha": (lambda loss, penalty: torch.add(loss, penalty, alpha=3), 3),
+    "sub": (lambda loss, penalty: torch.sub(loss, penalty), -1),
+    "add_": (lambda loss, penalty: loss.add_(penalty), 1),
+    "one by one": (lambda loss, penalty: (loss + penalty / 2)[None] + penalty / 2, 1),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("join", "times"), ADDED.values(), ids=ADDED)
+def test_a_penalty_on_a_reduced_loss_is_a_part_of_every_examples(
+    model, batch, join, times, reduction, fused
+):
+    def losses(model, batch):
+        share = times * penalty_of(model) / (1 if reduction == "mean" else B)
+        return losses_of(model, batch) + share
+
+    def loss_of(model):
+        return join(getattr(losses_of(model, batch), reduction)(), penalty_of(model))
+
+    plain = copy.deepcopy(model)
+    loss_of(plain).backward()
     state = snapshot(model)
+    with gs.track(model, batch_size=B, loss_reduction=reduction, fused=fused) as tracker:
+        loss_of(model).backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(plain, batch, losses), 1e-9)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-12, atol=1e-15)
+        assert fused or torch.equal(got.grad, want.grad)
+    model.zero_grad()
+    assert_unchanged(model, state)
+
+
+@pytest.mark.parametrize("join", [torch.add, lambda *parts: torch.stack(parts).sum()])
+def test_a_penalty_whose_shares_are_not_known_is_refused_with_the_ways_on(model, batch, join):
+    state = snapshot(model)
+    weights = torch.ones(B) / B if join is torch.add else None
     with (
         pytest.raises(gs.ExampleAxisError, match=r"parameters alone.* scalar .* \+ penalty\)"),
-        gs.track(model, batch_size=B),
+        gs.track(model, batch_size=B, weights=weights),
     ):
         join(losses_of(model, batch).mean(), penalty_of(model)).backward()
     assert_unchanged(model, state)
@@ -305,7 +333,7 @@ def test_a_refusal_names_the_first_of_many_parameters():
         pytest.raises(gs.ExampleAxisError, match=message) as caught,
         gs.track(model, batch_size=B),
     ):
-        (model(torch.randn(B, 3)).mean() + penalty_of(model)).backward()
+        (model(torch.randn(B, 3)).mean() * penalty_of(model)).backward()
     assert len(str(caught.value)) < 1000 and len(caught.value.parameters) == 60
 
 

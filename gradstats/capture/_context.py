@@ -50,6 +50,7 @@ class Context:
             None if none runs.
         maps_data: whether its function has met data that it was not given.
         fetching: how many DataLoaders are fetching inside it, one inside another.
+        weighs_alike: whether a loss over all examples is the mean or the sum of theirs.
         form: everything that a graph recorded in this context depends on; empty if none may be.
     """
 
@@ -61,6 +62,7 @@ class Context:
     maps_examples: bool | None = None
     maps_data = False
     fetching = 0
+    weighs_alike = True
     form = ""
 
     def __init__(

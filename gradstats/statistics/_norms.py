@@ -189,9 +189,10 @@ class track:
             means scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a mean over the N tokens of the
             batch, ℓ_i is B/N times the sum of its token losses; where accelerate's ``backward``
             divides by the number of accumulated steps, ℓ_i is divided too. "sum" means scalar =
-            Σ ℓ_i. This is trusted; a scalar that is not known to be a sum over the examples is
-            refused. What a custom autograd Function or a TorchScript function computes from a loss
-            is trusted to be such a sum.
+            Σ ℓ_i. A penalty on the parameters that is added to the scalar is in all ℓ_i, alike.
+            This is trusted; a scalar that is not known to be a sum over the examples is refused.
+            What a custom autograd Function or a TorchScript function computes from a loss is
+            trusted to be such a sum.
         weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i, in the order of the
             batch (with ``tracker.backward``, in that of the losses it is given).
         scaler: the torch.amp.GradScaler of the step, whose scale is divided out of the statistics.
@@ -274,6 +275,7 @@ class track:
             parameters=parameters,
             exclude=exclude,
         )
+        self._tracker.weighs_alike = weights is None
         self._scale = _ScaleAtBackward(scaler, self._tracker.device)
         if scaler is not None:
             self._tracker.listener = self._scale

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import cast, compute_dtype
-from gradstats.capture.following._examples import Examples, Mixed, Whole
+from gradstats.capture.following._examples import MIXED, Examples, Mixed, Whole
 from gradstats.capture.following._indexing import items_of
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.operations._nested import (
@@ -27,6 +27,8 @@ from gradstats.capture.operations._nested import (
     tensors_in,
 )
 from gradstats.capture.operations._operations import (
+    ADDS,
+    ADDS_IN_PLACE,
     ELEMENT_LOSSES,
     ELEMENTWISE,
     EXTREMES,
@@ -48,12 +50,17 @@ from gradstats.capture.rules._common import (
     run,
 )
 from gradstats.capture.rules._in_place import write_data
-from gradstats.capture.rules._per_example import ELEMENTWISE_IN_PLACE, changes_type, per_example
+from gradstats.capture.rules._per_example import (
+    ELEMENTWISE_IN_PLACE,
+    changes_type,
+    per_example,
+    tapped,
+)
 from gradstats.capture.rules._summed import BroadcastFactors
 from gradstats.capture.uses._broadcast import BroadcastUse, on_chip
 from gradstats.capture.uses._hooked import ADDED, MULTIPLIED, hooked
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
-from gradstats.capture.uses._views import ExampleLayout, example_view
+from gradstats.capture.uses._views import ExampleLayout, Shared, example_view
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -74,6 +81,9 @@ def broadcast(tracker: Context, func, *args, **kwargs):
         dims = max(operand.dim() for operand in operands)
         widened = _widen(tracker, (args, kwargs), whole, dims)
         return broadcast(tracker, func, *widened[0], **widened[1]).squeeze(0)
+    if (func in ADDS or func in ADDS_IN_PLACE) and _is_added_to_losses(tracker, operands, data):
+        shared = Shared(1, Examples(tracker.batch_size, 0))
+        return tapped(tracker, func, shared, args, kwargs)
     layout = lined_up(tracker, func, nodes[0], operands)
     if func in PRODUCTS_AND_SUMS and not kwargs and len(args) == 2:
         if len(nodes) == len(data) == 1:
@@ -81,6 +91,19 @@ def broadcast(tracker: Context, func, *args, **kwargs):
             if result is not None:
                 return result
     return per_example(tracker, func, layout, args, kwargs)
+
+
+def _is_added_to_losses(
+    tracker: Context, operands: Sequence[Tensor], data: Sequence[Tensor]
+) -> bool:
+    """Whether parameters alone are added to a loss of all examples that weighs them alike.
+
+    A penalty on the weights is. Such a loss is the mean or sum of losses that contain it.
+    """
+    if not tracker.weighs_alike or len(data) > 1 or any(item.dim() > 1 for item in operands):
+        return False
+    marks = tracker.marks
+    return all(marks.owned(item) is MIXED and marks.values.is_sum(item) for item in data)
 
 
 def _are_enclosed(tracker: Context, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:

@@ -45,14 +45,14 @@ def per_example(tracker: Context, func, layout: ExampleLayout, args, kwargs):
         args, kwargs: of the operation.
     """
     if tracker.settings.exact:
-        return _tapped(tracker, func, layout, args, kwargs)
+        return tapped(tracker, func, layout, args, kwargs)
     operands = flatten((args, kwargs))
     if not all(node_of(item) is None or layout.serves(item.shape) for item in operands):
         args, kwargs = rebuild((args, kwargs), partial(_own_rows, tracker, func, layout))
         if not nodes_of(flatten((args, kwargs))):
             return func(*args, **kwargs)
     if changes_type((args, kwargs)):
-        return _tapped(tracker, func, layout, args, kwargs)
+        return tapped(tracker, func, layout, args, kwargs)
 
     def view(item):
         node = node_of(item)
@@ -82,7 +82,7 @@ def changes_type(items) -> bool:
     return bool(numbers) and bool(others - numbers)
 
 
-def _tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
+def tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     """Run ``func`` as PyTorch does and find the factors by differentiating it again in backward."""
     nodes: list[Node] = []
     tensors: list[Tensor] = []

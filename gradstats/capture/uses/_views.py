@@ -97,6 +97,21 @@ class ExampleLayout:
         return grad.reshape(shape)
 
 
+@dataclass(frozen=True)
+class Shared(ExampleLayout):
+    """How what belongs to no example enters a sum over all of them: as a part of each, alike."""
+
+    def serves(self, shape: Sequence[int]) -> bool:
+        return True
+
+    def view(self, value: Tensor) -> Tensor:
+        return value
+
+    def factor(self, grad: Tensor, shape: tuple[int, ...]) -> Vector:
+        share = grad.to(compute_dtype(grad)) / self.examples.batch
+        return Vector(share.expand(self.examples.batch, *shape), shape)
+
+
 def example_view(node: Node, layout: ExampleLayout) -> Tensor:
     """Return the node's value as each example sees it, with its statistics attached."""
     # The parameter itself is used rather than its alias, unless training gradients are to be
