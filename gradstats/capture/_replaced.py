@@ -10,6 +10,7 @@ from __future__ import annotations
 from gradstats.capture._loaders import replace_fetches
 from gradstats.capture.compiled._graphs import replace_call_of_backend
 from gradstats.capture.compiled._skipped import replace_frame_conversion
+from gradstats.capture.operations._opened import show_weight_of_l1_loss
 from gradstats.capture.parameters._branches import replace_cond
 from gradstats.capture.parameters._checkpoints import replace_checkpoint
 from gradstats.capture.parameters._functions import replace_apply
@@ -34,6 +35,8 @@ def replace_in_pytorch() -> None:
     replace_script_calls()
     # Parameter.__new__: of a tensor of a subclass it makes no plain parameter.
     replace_parameter_constructor()
+    # Inside torch.nn.functional.l1_loss: the call that modes get is without the weight.
+    show_weight_of_l1_loss()
 
 
 def replace_in_compiler() -> None:

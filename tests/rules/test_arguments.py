@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -175,12 +176,33 @@ def test_arguments(function, arguments, form):
     assert_sqnorms(tracker.stats, expected, 1e-9)
 
 
+def weighted(loss, m, x):
+    return loss(x, torch.zeros_like(x), weight=m.v, reduction="none")
+
+
 INVALID = {
     "unequal numbers of axes": lambda m, x: torch.take_along_dim(m.w, picks(x)[:, None], 1),
     "no such axis": lambda m, x: torch.take_along_dim(m.w[None], picks(x)[:, None], 5),
     "sizes that do not match": lambda m, x: torch.inner(x[:, :2], m.w),
     "a result to write to": lambda m, x: torch.mul(x, m.v, out=torch.empty_like(x)),
     "a result to write a product to": lambda m, x: torch.matmul(x, m.w, out=torch.empty_like(x)),
+    "matrices as vectors": lambda m, x: torch.dot(x, m.r),
+    "vectors of unequal lengths": lambda m, x: torch.dot(x[0], m.one),
+    "the outer product of a matrix": lambda m, x: torch.outer(x, m.v),
+    "a matrix as a vector": lambda m, x: torch.mv(x, m.w),
+    "a vector as a matrix": lambda m, x: torch.stack([torch.mm(row, m.w) for row in x]),
+    "a batch as a matrix": lambda m, x: torch.mm(x[:, None], m.w),
+    "a matrix as a batch": lambda m, x: torch.bmm(x, m.w),
+    **{
+        f"weights of {loss.__name__} of another shape": partial(weighted, loss)
+        for loss in (functional.mse_loss, functional.l1_loss, functional.huber_loss)
+    },
+    "targets of another shape": lambda m, x: functional.binary_cross_entropy(
+        x.sigmoid(), m.v.sigmoid(), reduction="none"
+    ),
+    "targets of logits of another shape": lambda m, x: functional.binary_cross_entropy_with_logits(
+        x, m.v, reduction="none"
+    ),
 }
 
 
@@ -188,11 +210,29 @@ INVALID = {
 def test_calls_that_pytorch_refuses(name):
     model = Operation(None, INVALID[name], lambda function, out: out)
     x = torch.randn(BATCH, WIDTH).double()
-    with pytest.raises((RuntimeError, IndexError)) as plain:
+    with pytest.raises((RuntimeError, IndexError, ValueError)) as plain:
         model(x)
     with pytest.raises(type(plain.value)) as ours:
         gs.per_example_norms(model, (x,), uneven_loss)
     assert str(ours.value) == str(plain.value)
+
+
+def test_weights_of_absolute_errors():
+    """PyTorch leaves them out where a function mode is on."""
+    weights = torch.rand(BATCH, WIDTH).double()
+
+    def losses(model, batch):
+        error = functional.l1_loss(model(batch[0]), batch[1], weight=batch[2], reduction="none")
+        return error.sum(1)
+
+    def by_hand(model, batch):
+        return ((model(batch[0]) - batch[1]).abs() * batch[2]).sum(1)
+
+    model = nn.Linear(WIDTH, WIDTH).double()
+    batch = *torch.randn(2, BATCH, WIDTH).double(), weights
+    stats = gs.per_example_norms(model, batch, losses)
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, by_hand), 1e-9)
+    torch.testing.assert_close(stats.loss, by_hand(model, batch).detach())
 
 
 def test_what_has_no_rule():

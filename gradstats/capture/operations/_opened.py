@@ -8,10 +8,12 @@ operands: a learned temperature, or whatever a given callable uses.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import FunctionType
 from typing import Any
 
 from torch.nn import functional
+from torch.overrides import handle_torch_function
 
 # Functions that compute with arguments that PyTorch does not report as operands, or that only call
 # functions that have rules.
@@ -46,3 +48,19 @@ def opened(function: Any) -> Callable[..., Any]:
     )
     result.__kwdefaults__ = function.__kwdefaults__
     return result
+
+
+@cache
+def show_weight_of_l1_loss() -> None:
+    """Have ``l1_loss`` show modes its weight, which PyTorch names as an operand and leaves out."""
+    name = "_show_weight"
+    setattr(functional, name, _with_weight)
+    code = functional.l1_loss.__code__
+    names = (name if each == "handle_torch_function" else each for each in code.co_names)
+    functional.l1_loss.__code__ = code.replace(co_names=tuple(names))
+
+
+def _with_weight(function, operands, *args, **kwargs):
+    if len(operands) > 2:
+        kwargs.setdefault("weight", operands[2])
+    return handle_torch_function(function, operands, *args, **kwargs)

@@ -81,6 +81,13 @@ PRODUCTS = frozenset(
     ]
 )  # fmt: skip
 
+# Those whose operands have a given number of axes each.
+AXES_OF_FACTORS = {
+    **dict.fromkeys(variants("mm"), (2, 2)),
+    **dict.fromkeys(variants("bmm"), (3, 3)),
+    **dict.fromkeys(variants("mv"), (2, 1)),
+}
+
 # Losses that are computed element by element, before their reduction.
 ELEMENT_LOSSES = frozenset(
     {

@@ -195,13 +195,21 @@ def inner(input: Tensor, other: Tensor) -> Tensor:
     )
 
 
+def _expect(fits: bool) -> None:
+    """Raise where operands do not fit the operation, whose own error is then raised."""
+    if not fits:
+        raise ValueError("operands that the operation refuses")
+
+
 def outer(input: Tensor, vec2: Tensor) -> Tensor:
     """The products of all elements of two vectors."""
+    _expect(input.dim() == vec2.dim() == 1)
     return input.unsqueeze(1) * vec2
 
 
 def dot(input: Tensor, tensor: Tensor) -> Tensor:
     """The sum of the products of all elements of two vectors."""
+    _expect(input.dim() == 1 and input.shape == tensor.shape)
     return (input * tensor).sum(0)
 
 

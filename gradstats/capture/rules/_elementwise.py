@@ -223,6 +223,11 @@ def _widen(tracker: Context, items, whole: Whole, dims: int):
 def element_loss(tracker: Context, func, *args, **kwargs):
     """Losses of each element against tracked targets, variances or weights."""
     _check_reduction(func, args, kwargs)
+    if func in LIKE_INPUT:
+        input = argument_of(args, kwargs, 0, "input")
+        other = argument_of(args, kwargs, *LIKE_INPUT[func])
+        if isinstance(other, Tensor) and other.shape != input.shape:
+            return func(*rebuild(args, value_of), **rebuild(kwargs, value_of))  # PyTorch's error
     if func is functional.gaussian_nll_loss:
         args, kwargs = _with_whole_variance(tracker, args, kwargs)
     return broadcast(tracker, func, *args, **kwargs)
@@ -376,6 +381,15 @@ def prelu(tracker: Context, func, input, weight):
         scale = derive(tracker, Tensor.to, (scale, input.dtype), {})
     return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
 
+
+# Losses that refuse an operand of another shape than the input, with its place and its name.
+LIKE_INPUT = {
+    functional.mse_loss: (5, "weight"),
+    functional.l1_loss: (5, "weight"),
+    functional.huber_loss: (4, "weight"),
+    functional.binary_cross_entropy: (1, "target"),
+    functional.binary_cross_entropy_with_logits: (1, "target"),
+}
 
 # Operations that the kernels differentiate where they broadcast.
 PRODUCTS = frozenset(function_variants("mul", "multiply"))

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gradstats.capture.following._examples import Examples, Whole
 from gradstats.capture.operations._einsum import matrix_product, parse_equation
-from gradstats.capture.operations._operations import PRODUCTS
+from gradstats.capture.operations._operations import AXES_OF_FACTORS, PRODUCTS
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
@@ -117,6 +117,9 @@ def matmul(tracker: Context, func, input, other=None, **kwargs):
         other = next((kwargs.pop(name) for name in SECOND if name in kwargs), other)
     if kwargs:
         refuse(func, first_node(input, other), f"with {', '.join(kwargs)}= has no rule")
+    axes = AXES_OF_FACTORS.get(func)
+    if axes is not None and axes != (input.dim(), other.dim()):
+        return func(value_of(input), value_of(other))  # which PyTorch refuses
     if node_of(input) is None and other.dim() == 2 <= input.dim() and not other.is_complex():
         return linear_layer(tracker, func, input, other, None, inputs_first=True)
     rows = _own_rows(tracker, [input, other], *matrix_product(input.dim(), other.dim()))

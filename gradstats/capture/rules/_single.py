@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from gradstats.capture.following._examples import Whole
 from gradstats.capture.following._operands import sole_example
-from gradstats.capture.operations._operations import CONVOLUTIONS, PRODUCTS
+from gradstats.capture.operations._operations import AXES_OF_FACTORS, CONVOLUTIONS, PRODUCTS
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.uses._grafted import Composed
 
@@ -54,7 +54,7 @@ SINGLE: dict[Any, tuple[int, Callable[..., Any]]] = {
     functional.layer_norm: (1, widened),
     functional.rms_norm: (1, widened),
     **{function: (axes + 1, widened) for function, axes in CONVOLUTIONS.items()},
-    **dict.fromkeys(PRODUCTS, (1, multiplied)),
+    **dict.fromkeys(PRODUCTS - AXES_OF_FACTORS.keys(), (1, multiplied)),
     functional.multi_head_attention_forward: (2, attended),
 }
 
