@@ -27,10 +27,6 @@ def grid(h):
     return h.unflatten(0, (2, 2))
 
 
-def centred(pairs):
-    return pairs - pairs.mean(1, keepdim=True)
-
-
 # What makes of hidden values h (B, d) one loss for each example; values of others enter each.
 MEETINGS = {
     "cosine similarity": lambda h: functional.cosine_similarity(h, turned(h)),
@@ -64,8 +60,6 @@ MEETINGS = {
     ),
     "pairs of a reshape": lambda h: (grid(h)[:, 0] - grid(h)[:, 1]).exp().sum(1).repeat(2),
     "pairs, unpacked": lambda h: functional.logsigmoid(torch.sub(*h[:, 0].view(2, -1))).repeat(2),
-    "pairs, transposed": lambda h: grid(h).permute(1, 2, 0).softmax(-1)[:, 0].flatten(),
-    "pairs, centred": lambda h: centred(grid(h)).square().view(BATCH, -1).sum(1),
     "pairs, two forms": lambda h: (grid(h) * h.view(1, BATCH, -1)[:, :2]).view(BATCH, -1).sum(1),
     "rankings": lambda h: functional.cross_entropy(
         h[:, :1].view(2, 2), LABELS[:2], reduction="none"
@@ -123,16 +117,7 @@ MIXES = {
     "transposed, then reshaped": lambda h: (
         h[:, None].expand(-1, 5, -1).transpose(0, 1).reshape(BATCH, -1)
     ),
-    "repeated pairs": lambda h: grid(h).repeat_interleave(2, 0)[:2].flatten(0, 1),
     "sorted pairs": lambda h: grid(h).sort(1).values.view(BATCH, -1),
-    "pairs of which one is cut off": lambda h: functional.pad(grid(h), (0, 0, 1, -1)).flatten(0, 1),
-    "products of pairs": lambda h: torch.bmm(SQUARE[:2, :2].expand(2, 2, 2), grid(h)).flatten(0, 1),
-    "distances in pairs": lambda h: torch.cdist(grid(h), grid(h)).flatten(0, 1),
-    "solved pairs": lambda h: torch.linalg.solve(SQUARE[:2, :2] + 1, grid(h)).flatten(0, 1),
-    "added products of pairs": lambda h: torch.baddbmm(
-        grid(h), torch.ones(2, 2, 2).double(), grid(h)
-    ).flatten(0, 1),
-    "stacked pairs": lambda h: torch.stack([grid(h)] * 2, 1).sum(2).flatten(0, 1),
     "written pairs": lambda h: grid(h).clone().add_(grid(h).flip(1)).flatten(0, 1),
     "written pairs, shown": lambda h: grid(h.clone()).copy_(grid(h).flip(1).clone())._base,
     "softmax of three axes": lambda h: functional.softmax(h[:, None], _stacklevel=5)[:, 0],
@@ -189,7 +174,7 @@ class Cubed(torch.autograd.Function):
 def test_of_sums_of_groups_no_more_is_made(more):
     m, x = model(), inputs()
     with pytest.raises(gs.CoupledExamplesError), gs.track(m, batch_size=BATCH):
-        more(torch.add(*m(x).view(2, 2, -1))).mean().backward()
+        more(torch.add(*m(x).chunk(2))).mean().backward()
 
 
 def model() -> nn.Module:
@@ -282,29 +267,6 @@ APART = {
     "segments of each": lambda h, x: torch.segment_reduce(
         h, "max", lengths=torch.tensor([[1, 2]] * BATCH), axis=1
     ).prod(1),
-    "rows in groups": lambda h, x: (
-        (grid(h).softmax(-1) * grid(x)).permute(2, 0, 1).exp().sum(0).reshape(BATCH)
-    ),
-    "group by group": lambda h, x: torch.cat(
-        [
-            functional.cross_entropy(rows, labels, reduction="none")
-            for rows, labels in zip(grid(h), grid(LABELS), strict=True)
-        ]
-    ),
-    "groups of turned rows": lambda h, x: turned(
-        functional.layer_norm(grid(h.roll(-1, 0)).transpose(0, 1), (WIDTH,))
-        .transpose(0, 1)
-        .reshape(BATCH, -1)[:, 0]
-    ),
-    "groups repeated, padded and cut": lambda h, x: (
-        functional.pad(grid(h).repeat(1, 1, 2), (1, 1))[..., 1:4].square().flatten(0, 1).sum(1)
-    ),
-    "groups turned and turned back": lambda h, x: (
-        torch.fliplr(torch.flipud(grid(h).rot90(2, (0, 1)).sin())).square().flatten(0, 1).sum(1)
-    ),
-    "groups shifted and shifted back": lambda h, x: turned(
-        torch.fft.fftshift(grid(h.roll(-1, 0)).sin(), 1).flip(1).square().flatten(0, 1).sum(1)
-    ),
     "conv1d on channels": lambda h, x: (
         functional.conv1d(h[:, None], torch.ones(2, 1, 2).double()).sin().sum((1, 2))
     ),

@@ -1066,14 +1066,6 @@ SUMS = {
         ),
         lambda h, i, given: h + h.exp(),
     ),
-    "sorted, against what is given": (
-        lambda h: (h.sort(0).values - MATRIX[:, :1]).square().sum(),
-        lambda h, i, given: (h - MATRIX[given.argsort(0).argsort(0)[i], 0]).square(),
-    ),
-    "the largest two of each feature": (
-        lambda h: h.topk(2, dim=0).values.exp().sum(),
-        lambda h, i, given: h.exp() * (given.argsort(0).argsort(0)[i] > 0),
-    ),
     "through what is not seen": (
         lambda h: (
             Doubled.apply(Doubled.apply(h).mean()) / 2 + script_of_a_loss(h) + 2 * Added.apply(h.mT)

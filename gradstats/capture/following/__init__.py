@@ -11,7 +11,7 @@ _following   where the examples lie in the result of an operation; _operands whi
              operands decide that; by these rules:
 _layout      operations on one operand, with
 _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences
-_families    operations on several operands; _grids data whose examples lie along two axes
+_families    operations on several operands
 _apart       whether packed examples are kept apart where rows meet rows; _sinks with further
              columns beside their scores
 _flex_attention  parameters in the functions that modify or mask its scores

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -50,11 +49,6 @@ class Examples:
     def plain(self) -> bool:
         """Whether each row of the axis is one example, in order."""
         return self.fold == 1 and self.segments is None
-
-    @property
-    def axes(self) -> tuple[int]:
-        """The axes that the examples lie along."""
-        return (self.axis,)
 
     @property
     def rows(self) -> int:
@@ -252,37 +246,6 @@ class Whole:
         return Examples(batch, 0).owned_by(torch.tensor([self.example], device=device), 0)
 
 
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """The layout of examples along two axes, as after a reshape that divides their axis.
-
-    Attributes:
-        batch: number of examples B.
-        axes: the two, the first in front of the second.
-        owner: the example of each place, (rows, columns) int64.
-    """
-
-    batch: int
-    axes: tuple[int, int]
-    owner: Tensor
-
-    def of_elements(self, tensor: Tensor) -> Tensor:
-        """Return the example of each element of a tensor, int32 in the tensor's shape, expanded."""
-        sizes = [size if axis in self.axes else 1 for axis, size in enumerate(tensor.shape)]
-        return self.owner.int().view(sizes).expand(tensor.shape)
-
-    @property
-    def sides(self) -> tuple[Examples, Examples]:
-        """Layouts of both axes, as if their rows were examples."""
-        rows, columns = map(Examples, self.owner.shape, self.axes)
-        return rows, columns
-
-    def behind(self, axes: int) -> Grid:
-        """Return the same for a tensor with so many more axes in front."""
-        first, second = self.axes
-        return replace(self, axes=(first + axes, second + axes))
-
-
 class Mixed:
     """The layout of a tensor in which each element depends on all examples."""
 
@@ -290,13 +253,13 @@ class Mixed:
 MIXED = Mixed()
 
 # All layouts of tensors; None where it is not known.
-Layout = Examples | Whole | Mixed | Grid | Widened | None
+Layout = Examples | Whole | Mixed | Widened | None
 
 # Layouts in which each value belongs to one example; scores to that of their row.
-APART = (Examples, Whole, Grid)
+APART = (Examples, Whole)
 
 
-def spread(owner: Tensor, batch: int) -> Examples | Whole | Grid | None:
+def spread(owner: Tensor, batch: int) -> Examples | Whole | None:
     """Return where the examples lie in a tensor, given the example of each of its elements.
 
     Args:
@@ -309,10 +272,6 @@ def spread(owner: Tensor, batch: int) -> Examples | Whole | Grid | None:
         rows = owner.movedim(axis, 0).reshape(owner.shape[axis], -1)
         if bool((rows == rows[:, :1]).all()):
             return Examples(batch, axis).owned_by(rows[:, 0].long(), axis)
-    for axes in combinations(range(owner.dim()), 2):
-        places = owner.movedim(axes, (0, 1)).reshape(*(owner.shape[axis] for axis in axes), -1)
-        if bool((places == places[..., :1]).all()):
-            return Grid(batch, axes, places[..., 0].long())
     return None
 
 
@@ -337,8 +296,6 @@ def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed 
 
 def same_layout(first: Layout, second: Layout) -> bool:
     """Whether two layouts have the same examples in the same places."""
-    if isinstance(first, Grid) and isinstance(second, Grid):
-        return first.axes == second.axes and torch.equal(first.owner, second.owner)
     if not isinstance(first, Examples) or not isinstance(second, Examples):
         return first == second
     if isinstance(first, Scores) and isinstance(second, Scores):

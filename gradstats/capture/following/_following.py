@@ -10,7 +10,6 @@ from gradstats.capture.following._examples import (
     APART,
     MIXED,
     Examples,
-    Grid,
     Layout,
     Mixed,
     Scores,
@@ -18,7 +17,6 @@ from gradstats.capture.following._examples import (
     Widened,
 )
 from gradstats.capture.following._families import FAMILIES
-from gradstats.capture.following._grids import after_grid, meets_grid
 from gradstats.capture.following._joins import joined_layout
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import BROUGHT_BACK, MEETS, NO_SUM
@@ -72,7 +70,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
         # All that is computed from one example's values alone belongs to that example.
         meetings.coupled.pop(result.grad_fn, None)
         after = one
-    blamed = func is not None and (after is None or isinstance(after, (Grid, Widened)))
+    blamed = func is not None and (after is None or isinstance(after, Widened))
     at = function_name(func) if blamed else None
     if after is None:
         note_lost(marks, result, data, at)
@@ -170,8 +168,6 @@ def _layout_after(marks: Marks, call: Call) -> Layout | Unchanged:
     func, _, _, data, result = call
     if meets_sinks(marks, call):
         return after_sinks(marks, call)
-    if meets_grid(marks, call):
-        return after_grid(marks, call)
     if spans_examples(marks, data, result):
         return MIXED
     if func in JOINS or func is PAD_SEQUENCE:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradstats.capture.following._examples import Examples, Grid, Whole
+from gradstats.capture.following._examples import Examples, Whole
 from gradstats.capture.following._reductions import OVER_AXES, QUANTILES, REDUCES, reduced
 from gradstats.capture.following._reindexed import REINDEXES, moved, reshaped
 from gradstats.capture.operations._call import Call
@@ -38,7 +38,7 @@ from gradstats.capture.operations._operations import (
 from gradstats.capture.operations._rowwise import POINTWISE
 
 
-def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | Grid | None:
+def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | None:
     """Return the layout of an operation's result, given the layout of its first data operand.
 
     Args:

@@ -15,7 +15,6 @@ from gradstats._factors import Segments
 from gradstats.capture.following._examples import (
     APART,
     Examples,
-    Grid,
     Layout,
     Mixed,
     Scores,
@@ -57,7 +56,6 @@ class Marks:
         doubtful_are_data: whether tensors count as data that may be constants: tensors of given or
             drawn values, if they have the size of data, and tensors from closures and globals of
             the model's code. If not, results are exact too, but take longer to compute.
-        has_grids: whether the examples of some tensor lie along two axes.
         meetings: the operations in which trained values of different examples met.
         values: properties of the values of data tensors.
         contract: where the examples lie in data of which nothing was noted.
@@ -82,7 +80,6 @@ class Marks:
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.doubtful_are_data = True
-        self.has_grids = False
         self.contract = Examples(batch_size, batch_dim, 1, segments)
         self._behind_one = self.contract.along(batch_dim + 1)
         self.constants: dict[int, Tensor] = {}
@@ -242,11 +239,11 @@ class Marks:
     def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
         """Return to which examples a tensor of data belongs; None where that is not known."""
         found = self.placed(tensor)
-        # Only few operations can follow the others.
-        return None if isinstance(found, (Grid, Widened)) else found
+        # Only few operations can follow widened scores.
+        return None if isinstance(found, Widened) else found
 
     def placed(self, tensor: Tensor) -> Layout:
-        """Return to which examples a tensor belongs, even along two axes."""
+        """Return the same, and of widened scores too."""
         mark = self.mark_of(tensor)
         found = self.layout_of(tensor) if mark is None else mark[0]
         return Whole(0) if found is None and self.batch_size == 1 else found
@@ -280,7 +277,7 @@ class Marks:
         Args:
             tensor: of data.
             layout: where they lie; None where that is not known.
-            at: the name of the operation at which the layout was lost, or the axis divided.
+            at: the name of the operation at which the layout was lost.
         """
         known = layout == self.by_contract(tensor) and self.mark_of(tensor) is None
         # A tensor without an example axis that was computed from trained data has lost its
@@ -293,7 +290,6 @@ class Marks:
         """Do the same, even if it is what is assumed of a tensor of which nothing is noted."""
         if isinstance(layout, Examples):
             layout = layout.on(tensor.device)  # it may be a copy from another device
-        self.has_grids |= isinstance(layout, Grid)
         setattr(tensor, LAYOUT, (self.serial, layout, at, self.rearranged.count))
         self.marked.append(ref(tensor))
         if KEPT_APPLY_IS_UNSEEN and tensor.grad_fn is not None:

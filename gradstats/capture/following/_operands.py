@@ -10,7 +10,6 @@ from gradstats.capture.following._apart import scores, without_columns
 from gradstats.capture.following._crossed import note_crossed, note_picked, places_in_rows
 from gradstats.capture.following._examples import (
     Examples,
-    Grid,
     Layout,
     Whole,
     same_layout,
@@ -101,7 +100,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     noted = marks.is_marked(source)
     if layout is None and not (noted or marks.is_lost(source)):
         return UNCHANGED
-    after: Examples | Whole | Grid | None
+    after: Examples | Whole | None
     if lost or layout is None:
         after = None
     elif func in REINDEXES and constant:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture.following._examples import Examples, Grid, Whole, spread
+from gradstats.capture.following._examples import Examples, Whole, spread
 from gradstats.capture.following._indexing import items_of, read_at
 from gradstats.capture.following._reductions import KEYWORD
 from gradstats.capture.operations._call import Call
@@ -38,7 +38,7 @@ def moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     return layout.along(found[0]) if len(found) == 1 or (size == 1 and found) else None
 
 
-def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Whole | Grid | None:
+def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Whole | None:
     """Follow reshapes by the order of the elements, which they keep."""
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
         return layout
@@ -80,7 +80,7 @@ def _same_behind(first: Sequence[Any], second: Sequence[Any]) -> int:
     return len(list(pairs))
 
 
-def _indexed(call: Call, source, layout) -> Examples | Whole | Grid | None:
+def _indexed(call: Call, source, layout) -> Examples | Whole | None:
     """x[…]: the index at the example axis selects the examples too."""
     found = read_at(source, items_of(source, call.args[1]), layout)
     return picked(call, source, layout) if found is None else found
@@ -186,7 +186,7 @@ def _masked(call: Call, source, layout) -> Examples | Whole | None:
     return read_at(source, [mask.expand(source.shape)], layout)
 
 
-def _with_axes(call: Call, source, layout) -> Examples | Whole | Grid | None:
+def _with_axes(call: Call, source, layout) -> Examples | Whole | None:
     """A reshape to a least number of axes, if one tensor was given."""
     alone = len(call.args) == 1 and call.args[0] is source
     return reshaped(source, layout, call.result) if alone else None
@@ -218,7 +218,7 @@ def _repeated(call: Call, source, layout) -> Examples | None:
     return layout.owned_by(layout.owner(source.device).repeat(times), after)
 
 
-def picked(call: Call, source: Tensor, layout: Examples | Grid) -> Examples | Whole | Grid | None:
+def picked(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | None:
     """Elements picked one by one: the operation is repeated on the examples' numbers."""
     func, args, kwargs, _, result = call
     if not source.numel() or not result.numel() or is_compiling():
@@ -229,12 +229,12 @@ def picked(call: Call, source: Tensor, layout: Examples | Grid) -> Examples | Wh
         found = func(owner.contiguous(), *args[1:], **told)
     else:
         start = int(result.storage_offset() - source.storage_offset())
-        expanded = 0 in (source.stride(axis) for axis in layout.axes)
+        expanded = source.stride(layout.axis) == 0
         if start < 0 or start + extent(result) > extent(source) or expanded:
             return None
         # Of the axes behind, which stay as they are, one element stands for all.
         same = _same_behind(
-            list(zip(source.shape, source.stride(), strict=True))[max(layout.axes) + 1 :],
+            list(zip(source.shape, source.stride(), strict=True))[layout.axis + 1 :],
             list(zip(result.shape, result.stride(), strict=True)),
         )
         while same and not _steps_over(same, source, result, start):

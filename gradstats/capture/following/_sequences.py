@@ -21,7 +21,6 @@ from gradstats._compiler import is_compiling
 from gradstats.capture.following._apart import mask_keeps_apart
 from gradstats.capture.following._examples import (
     Examples,
-    Grid,
     Scores,
     Whole,
     same_rows,
@@ -45,7 +44,7 @@ RECURRENT_LAYERS = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 RECURRENT_CELLS = torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell
 
 # The layout of each result; None where the operation says nothing of any.
-Layouts = Sequence[Examples | Whole | Grid | None] | None
+Layouts = Sequence[Examples | Whole | None] | None
 
 
 def _of_bags(marks: Marks, args, kwargs, results) -> Layouts:
