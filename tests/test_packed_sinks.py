@@ -98,6 +98,9 @@ APART = {
     "behind nothing": lambda q, k, v, s: (
         torch.cat([torch.tensor([]).to(v), masked(q, k), of_rows(s)], -1).softmax(-1)[:, :-2] @ v
     ),
+    "joined to the same": lambda q, k, v, s: (
+        torch.cat([torch.cat([masked(q, k), of_rows(s)], -1)] * 2, -1).softmax(-1)[:, :ROWS] @ v
+    ),
     "the weight of the sinks": lambda q, k, v, s: (
         torch.cat([masked(q, k), of_rows(s)], -1).softmax(-1)[:, -2:].sum(1, keepdim=True) * v
     ),
@@ -146,6 +149,15 @@ MEET = {
     "over the rows": lambda q, k, v, s: (
         torch.cat([masked(q, k), of_rows(s)], -1).softmax(0)[:, :-2] @ v
     ),
+    "over the rows, the sinks": lambda q, k, v, s: (
+        torch.cat([masked(q, k), of_rows(s)], -1).softmax(0)[:, -2:].sum(1, keepdim=True) * v
+    ),
+    "transposed": lambda q, k, v, s: (
+        (torch.cat([masked(q, k), of_rows(s)], -1).mT * s[:1]).softmax(0)[:-2].mT @ v
+    ),
+    "transposed, the sinks": lambda q, k, v, s: (
+        (torch.cat([masked(q, k), 0 * of_rows(s)], -1).mT + q.sum(1)).logsumexp(1)[:ROWS, None] * v
+    ),
     "as values": lambda q, k, v, s: torch.cat([q @ k.T, of_rows(s)], -1)[:, :WIDTH] * v,
     "below each other": lambda q, k, v, s: (
         torch.cat([masked(q, k), torch.ones(2, ROWS).to(v)], 0)[:-2].softmax(-1) @ v
@@ -175,9 +187,6 @@ MEET = {
     "joined below each other": lambda q, k, v, s: (
         torch.cat([torch.cat([masked(q, k), of_rows(s)], -1), torch.ones(1, ROWS + 2).to(v)])[:-1]
         .softmax(-1)[:, :-2] @ v
-    ),
-    "joined to the same": lambda q, k, v, s: (
-        torch.cat([torch.cat([masked(q, k), of_rows(s)], -1)] * 2, -1).softmax(-1)[:, :ROWS] @ v
     ),
     "times a column": lambda q, k, v, s: (
         torch.cat([q @ k.T, of_rows(s)], -1) @ torch.ones(ROWS + 2, 1).to(v) * v

@@ -12,8 +12,7 @@ _following   where the examples lie in the result of an operation; _operands whi
 _layout      operations on one operand, with
 _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences
 _families    operations on several operands
-_apart       whether packed examples are kept apart where rows meet rows; _sinks with further
-             columns beside their scores
+_apart       whether packed examples are kept apart where rows meet rows
 _flex_attention  parameters in the functions that modify or mask its scores
 _writes      what an operation writes, and where; _written the layout afterwards;
 _filled      tensors that are written piece by piece

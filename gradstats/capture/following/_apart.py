@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gradstats._compiler import is_compiling
-from gradstats.capture.following._examples import Examples, Scores, Widened, same_rows
+from gradstats.capture.following._examples import Examples, Scores, same_rows
 from gradstats.capture.following._flex_attention import operands_inside
 from gradstats.capture.following._layout import follow
 from gradstats.capture.following._marks import Marks
@@ -39,12 +38,10 @@ EXPONENTIATED = frozenset(
 )
 PICKED = frozenset(variants("amax", "amin", "max", "min"))
 ADDS_UP = SUMS | frozenset(variants("mean"))
+CONCATENATES = frozenset({torch.cat, torch.concat, torch.concatenate})
 
 # The exponential function of this or less is zero in every precision.
 NO_WEIGHT = -746.0
-
-# The layout of scores, alone or with further columns.
-OfScores = TypeVar("OfScores", Scores, Widened)
 
 # By how much trained values are changed to see whether they count; later ones by powers of it.
 MOVED_BY = 0.7390851
@@ -179,9 +176,19 @@ def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
     return _paired(rows, columns, fixed=not bool(_others(rows, columns, result.device).any()))
 
 
-def _paired(rows: Examples, columns: Examples, fixed: bool) -> Scores:
-    """Return the layout of scores of these rows and columns."""
-    return Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns, fixed=fixed)
+def _paired(rows: Examples, columns: Examples, fixed: bool) -> Scores | None:
+    """Return the layout of scores of these rows and columns; None for rows that are nobody's."""
+    return (
+        None
+        if _has_sinks(rows)
+        else Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns, fixed=fixed)
+    )
+
+
+def _has_sinks(columns: Examples) -> bool:
+    """Whether some columns are nobody's."""
+    segments = columns.segments
+    return segments is not None and bool((segments.owner == columns.batch).any())
 
 
 def without_columns(layout: Examples) -> Examples:
@@ -206,6 +213,8 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     of_scores = [item for item in trained if isinstance(marks.owned(item), Scores)]
     if not of_scores:
         return after
+    if func in CONCATENATES:
+        return _joined(marks, call)
     item, own = of_scores[0], marks.owned(of_scores[0])
     if not isinstance(own, Scores) or len(trained) > 1 or item is not call.argument(0, "input"):
         return None
@@ -221,10 +230,10 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     over %= item.dim()
     if over not in [side.axis for side in own.sides]:
         return _followed(call, item, own) if func in ADDS_UP else None
-    return along(call, item, own, over)
+    return _along(call, item, own, over)
 
 
-def along(call: Call, item: Tensor, own: OfScores, over: int) -> Examples | OfScores | None:
+def _along(call: Call, item: Tensor, own: Scores, over: int) -> Examples | None:
     """Return the layout of a result over one axis of scores; None if others' count in it.
 
     Args:
@@ -234,7 +243,9 @@ def along(call: Call, item: Tensor, own: OfScores, over: int) -> Examples | OfSc
         over: the axis, that of the rows or of the columns.
     """
     weights = _counting(call, item, own, over)
-    if weights is None or not weights_keep_apart(own.scores_in(weights), *own.sides):
+    if over == own.axis and _has_sinks(own.columns):
+        return None  # which run over the rows of all examples
+    if weights is None or not weights_keep_apart(weights, *own.sides):
         return None
     if call.func in EXPONENTIATED and call.func not in REDUCES:
         return own  # log-probabilities of masked scores may be used
@@ -243,7 +254,7 @@ def along(call: Call, item: Tensor, own: OfScores, over: int) -> Examples | OfSc
     return kept if isinstance(kept, Examples) else None
 
 
-def _counting(call: Call, item: Tensor, own: Scores | Widened, over: int) -> Tensor | None:
+def _counting(call: Call, item: Tensor, own: Scores, over: int) -> Tensor | None:
     """Return values that are zero where scores do not count in a result over one of their axes.
 
     Args:
@@ -279,12 +290,41 @@ def _followed(call: Call, item: Tensor, own: Scores) -> Examples | None:
     return rows if same_rows(rows, columns) else None
 
 
+def _joined(marks: Marks, call: Call) -> Scores | None:
+    """Return the layout of scores joined to each other, or to columns of their rows' examples.
+
+    Such columns are sinks, learned numbers that share a softmax with the scores of each row:
+    torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].
+    """
+    tensors = [item for item in call.argument(0, "tensors") if item.numel()]
+    placed = [marks.owned(item) if marks.is_of_data(item) else None for item in tensors]
+    scores = [own for own in placed if isinstance(own, Scores)]
+    rows, columns = scores[0].sides
+    if call.argument(1, "dim", 0) % call.result.dim() != columns.axis:
+        return None
+    owners = []
+    for item, own in zip(tensors, placed, strict=True):
+        if isinstance(own, Examples):
+            if own.axis != rows.axis or not same_rows(own, rows):
+                return None
+            if isinstance(own, Scores) and own.columns.axis != columns.axis:
+                return None
+        elif own is not None or marks.is_trained(item):
+            return None  # a constant, or what a parameter's rule has put beside the rows, has none
+        if isinstance(own, Scores):
+            owners.append(own.columns.owner(item.device))
+        else:
+            owners.append(torch.full((item.shape[columns.axis],), rows.batch, device=item.device))
+    columns = columns.owned_by(torch.cat(owners), columns.axis)
+    return _paired(rows, columns, all(own.fixed for own in scores))
+
+
 def scores_keep_apart(item: Tensor, own: Scores) -> bool:
     """Whether scores between different examples are zero, whatever the trained values are."""
     return own.fixed and weights_keep_apart(item, *own.sides)
 
 
-def are_fixed(marks: Marks, call: Call, after: Scores | Widened) -> bool:
+def are_fixed(marks: Marks, call: Call, after: Scores) -> bool:
     """Whether scores between different examples are independent of trained values, as if masked.
 
     The operation is repeated with other trained values. That scores are zero says less: a layer may
@@ -316,15 +356,15 @@ def are_fixed(marks: Marks, call: Call, after: Scores | Widened) -> bool:
                 *(moved.get(id(item), item) for item in call.args),
                 **{name: moved.get(id(item), item) for name, item in call.kwargs.items()},
             )
-        if not weights_keep_apart(after.scores_in(again.ne(call.result.detach())), *after.sides):
+        if not weights_keep_apart(again.ne(call.result.detach()), *after.sides):
             return False
     return True
 
 
 def _is_fixed(marks: Marks, item: Tensor) -> bool:
     """Whether an operand has scores, of which those between different examples are fixed."""
-    own = marks.placed(item) if marks.is_of_data(item) else None
-    return isinstance(own, (Scores, Widened)) and own.fixed
+    own = marks.owned(item) if marks.is_of_data(item) else None
+    return isinstance(own, Scores) and own.fixed
 
 
 def sums_own(func, item: Tensor, own: Scores) -> bool:
@@ -344,4 +384,5 @@ def sums_own(func, item: Tensor, own: Scores) -> bool:
 
 def _others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:
     """Return which pairs of rows belong to different examples, (rows, columns)."""
-    return rows.owner(device).unsqueeze(1) != columns.owner(device)
+    of_columns = columns.owner(device)
+    return (rows.owner(device).unsqueeze(1) != of_columns) & (of_columns < columns.batch)

@@ -186,7 +186,8 @@ class Scores(Examples):
     """The layout of scores: values for pairs of rows of packed examples.
 
     Attributes:
-        columns: the layout of the second rows of the pairs, along another axis.
+        columns: the layout of the second rows of the pairs, along another axis. Further columns
+            beside the scores, as attention sinks are, are nobody's: their owner is ``batch``.
         fixed: whether scores between different examples do not depend on trained values, as after
             masking.
     """
@@ -199,40 +200,8 @@ class Scores(Examples):
         """The layouts of the rows and of the columns."""
         return Examples(self.batch, self.axis, self.fold, self.segments), self.columns
 
-    def scores_in(self, values: Tensor) -> Tensor:
-        """Return what belongs to the scores: all."""
-        return values
-
     def behind(self, axes: int) -> Scores:
         return replace(self, axis=self.axis + axes, columns=self.columns.behind(axes))
-
-
-@dataclass(frozen=True)
-class Widened:
-    """The layout of scores with further columns, each of which belongs to the example of its row.
-
-    Attributes:
-        scores: the layout of the scores alone.
-        start: the number of columns in front of them.
-    """
-
-    scores: Scores
-    start: int
-
-    def scores_in(self, values: Tensor) -> Tensor:
-        """Return a view of what belongs to the scores alone."""
-        columns = self.scores.columns
-        return values.narrow(columns.axis, self.start, columns.rows)
-
-    @property
-    def sides(self) -> tuple[Examples, Examples]:
-        """The layouts of the rows, and of the columns of the scores."""
-        return self.scores.sides
-
-    @property
-    def fixed(self) -> bool:
-        """Whether scores between different examples do not depend on trained values."""
-        return self.scores.fixed
 
 
 @dataclass(frozen=True)
@@ -253,7 +222,7 @@ class Mixed:
 MIXED = Mixed()
 
 # All layouts of tensors; None where it is not known.
-Layout = Examples | Whole | Mixed | Widened | None
+Layout = Examples | Whole | Mixed | None
 
 # Layouts in which each value belongs to one example; scores to that of their row.
 APART = (Examples, Whole)

@@ -14,7 +14,6 @@ from gradstats.capture.following._examples import (
     Mixed,
     Scores,
     Whole,
-    Widened,
 )
 from gradstats.capture.following._families import FAMILIES
 from gradstats.capture.following._joins import joined_layout
@@ -30,7 +29,6 @@ from gradstats.capture.following._operands import (
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._separable import LOSSES, is_root, is_square, is_sum
-from gradstats.capture.following._sinks import after_sinks, meets_sinks
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import (
@@ -70,12 +68,10 @@ def follow_layout(marks: Marks, call: Call) -> None:
         # All that is computed from one example's values alone belongs to that example.
         meetings.coupled.pop(result.grad_fn, None)
         after = one
-    blamed = func is not None and (after is None or isinstance(after, Widened))
-    at = function_name(func) if blamed else None
     if after is None:
-        note_lost(marks, result, data, at)
+        note_lost(marks, result, data, function_name(func) if func is not None else None)
     else:
-        marks.place(result, after, at)
+        marks.place(result, after)
     if marks.is_marked(result) and result.requires_grad and not isinstance(after, APART):
         _note_sum(marks, call, after)
     if result.requires_grad and (meetings.coupled or meetings.added):
@@ -138,8 +134,6 @@ def _note_added(marks: Marks, data: list[Tensor], result: Tensor) -> None:
 
 def _kept_apart(marks: Marks, call: Call, after: Layout | Unchanged) -> Layout | Unchanged:
     """Return the layout of a result; None if scores of different packed examples met in it."""
-    if isinstance(after, Widened):
-        return after  # which has been checked
     known = marks.by_contract(call.result) if isinstance(after, Unchanged) else after
     trained = filter(marks.is_trained, call.data)
     of_scores = any(isinstance(marks.owned(item), Scores) for item in trained)
@@ -166,8 +160,6 @@ def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) 
 
 def _layout_after(marks: Marks, call: Call) -> Layout | Unchanged:
     func, _, _, data, result = call
-    if meets_sinks(marks, call):
-        return after_sinks(marks, call)
     if spans_examples(marks, data, result):
         return MIXED
     if func in JOINS or func is PAD_SEQUENCE:

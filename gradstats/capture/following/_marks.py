@@ -19,7 +19,6 @@ from gradstats.capture.following._examples import (
     Mixed,
     Scores,
     Whole,
-    Widened,
     same_rows,
     sole_of,
 )
@@ -194,7 +193,7 @@ class Marks:
 
         For parameters used inside the context, tensors from outside always count as such.
         """
-        found = self.placed(tensor)
+        found = self.owned(tensor)
         apart = isinstance(found, APART) and not isinstance(found, Scores)
         return apart or not self.is_marked(tensor) or self.values.is_sum(tensor, writes)
 
@@ -236,14 +235,8 @@ class Marks:
         """
         self.rearranged.add(tensor)
 
-    def owned(self, tensor: Tensor) -> Examples | Whole | Mixed | None:
+    def owned(self, tensor: Tensor) -> Layout:
         """Return to which examples a tensor of data belongs; None where that is not known."""
-        found = self.placed(tensor)
-        # Only few operations can follow widened scores.
-        return None if isinstance(found, Widened) else found
-
-    def placed(self, tensor: Tensor) -> Layout:
-        """Return the same, and of widened scores too."""
         mark = self.mark_of(tensor)
         found = self.layout_of(tensor) if mark is None else mark[0]
         return Whole(0) if found is None and self.batch_size == 1 else found

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradstats.capture.following._examples import Examples, Mixed, Whole, Widened
+from gradstats.capture.following._examples import Examples, Mixed, Whole
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._taken import is_given
 
@@ -41,8 +41,7 @@ def note_of(marks: Marks, tensor: Tensor) -> Note | None:
     place = None if mark is None else mark[0]
     if mark is not None and place is None:
         return None
-    segments = isinstance(place, Examples) and place.segments is not None
-    if segments or isinstance(place, Widened):
+    if isinstance(place, Examples) and place.segments is not None:
         return None  # it depends on this tensor's values
     return Note(False, place, marks.values.held_by(tensor))
 

@@ -156,7 +156,7 @@ def _note_returned(
     if base is not None and any(item is base for item in given) and same_form(tensor, base):
         marks.place_like(tensor, base)  # an operand that is returned as it is
         return
-    lost = tensor.requires_grad and marks.placed(tensor) is None
+    lost = tensor.requires_grad and marks.owned(tensor) is None
     if not marks.is_data(tensor):
         marks.take_batch([tensor])  # made without data, and filled with them
     elif seen and not lost:
@@ -188,7 +188,7 @@ def note_exchanged(marks: Marks, operands: Sequence[Tensor], returned: Any) -> N
     """
     with torch._C.DisableTorchFunction():
         trained = filter(marks.is_trained, operands)
-        apart = any(isinstance(marks.placed(item), APART) for item in trained)
+        apart = any(isinstance(marks.owned(item), APART) for item in trained)
         if not apart or torch.distributed.get_world_size() == 1:
             return
         for result in tensors_in(returned):

@@ -152,7 +152,7 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     """
     func, _, _, operands, result = call
     trained = [tensor for tensor in operands if tensor.requires_grad]
-    placed = [marks.placed(tensor) for tensor in trained]
+    placed = [marks.owned(tensor) for tensor in trained]
     apart = [isinstance(each, APART) for each in placed]
     of_scores = [each for each in placed if isinstance(each, Scores)]
     if of_scores:
