@@ -33,7 +33,7 @@ from gradstats.capture.following._derivatives import (
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION, check_flex_attention
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._repeated import follow_repeated
-from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, attends_packed_rows
+from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, is_out_of_the_ordinary
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
 from gradstats.capture.operations._modes import ContextMode, is_closed, remove_modes
 from gradstats.capture.operations._names import function_name
@@ -194,7 +194,7 @@ def _takes_data_first(marks: Marks, *args, **kwargs) -> bool:
 OPENS: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(OPENED, _always),
     **dict.fromkeys(OPENED_IF_TRACKED, _takes_data_first),
-    MULTI_HEAD_ATTENTION: attends_packed_rows,
+    MULTI_HEAD_ATTENTION: is_out_of_the_ordinary,
 }
 
 # What the mode runs in place of a call, and what it checks before one.

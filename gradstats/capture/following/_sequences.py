@@ -71,11 +71,17 @@ def _of_attention(marks: Marks, args, kwargs, results) -> Layouts:
     return [own, _along(own, 0)][: len(results)]
 
 
-def attends_packed_rows(marks: Marks, *args, **kwargs) -> bool:
-    """Whether attention is among rows of several packed examples, which a mask keeps apart.
+def is_out_of_the_ordinary(marks: Marks, *args, **kwargs) -> bool:
+    """Whether attention has further keys or no axis for examples.
 
-    Whether it does shows inside of PyTorch's function, where the mask meets the scores.
+    Or is among rows of several packed examples, which a mask keeps apart: whether it does shows
+    inside of PyTorch's function, where the mask meets the scores.
     """
+    # PyTorch's module gives so many by position, and the others by name.
+    if len(args) != 13 or args[7] is not None or args[9] or args[0].dim() != 3:
+        return True
+    if "static_k" in kwargs or "static_v" in kwargs:
+        return True
     if not marks.packed:
         return False
     owners = [sole_of(marks.owned(item)) for item in marks.data_among(args[:3])]

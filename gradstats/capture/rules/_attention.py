@@ -23,7 +23,7 @@ from gradstats.capture.rules._common import as_data, rows_along, run
 from gradstats.capture.rules._per_example import per_example
 from gradstats.capture.rules._summed import BroadcastFactors
 from gradstats.capture.uses._uses import tap
-from gradstats.capture.uses._views import ExampleLayout, example_view
+from gradstats.capture.uses._views import ExampleLayout
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -58,17 +58,16 @@ def multi_head_attention(
     average_attn_weights=True,
     is_causal=False,
 ):
-    """Projections of query, key and value, attention between them, and the output projection."""
+    """Projections of query, key and value, attention between them, and the output projection.
+
+    Except for arguments that are out of the ordinary, which are followed inside of PyTorch's
+    function (see ``is_out_of_the_ordinary``).
+    """
     operands = (
-        query, key, value, in_proj_weight, in_proj_bias, bias_k, bias_v, out_proj_weight,
-        out_proj_bias, attn_mask, q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v,
+        query, key, value, in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias, attn_mask,
+        q_proj_weight, k_proj_weight, v_proj_weight,
     )  # fmt: skip
     node = first_node(*operands)
-    for item, name in ((static_k, "static_k"), (static_v, "static_v")):
-        if item is not None and node_of(item) is not None:
-            refuse(func, node, f"with a tracked {name} has no rule")
-    if query.dim() != 3:
-        refuse(func, node, f"of an unbatched query of shape {tuple(query.shape)} has no rule")
     if is_causal and attn_mask is None:
         refuse(func, node, "with is_causal=True and without attn_mask, which PyTorch refuses too,")
 
@@ -94,17 +93,7 @@ def multi_head_attention(
     else:
         q, k, v = _project(tracker, (query, key, value), in_proj_weight, in_proj_bias)
 
-    extra = 0
-    if bias_k is not None:
-        extra += 1
-        k = torch.cat([k, _repeated(bias_k, examples)])
-        v = torch.cat([v, _repeated(bias_v, examples)])
-    q = q.view(length, rows * num_heads, -1).transpose(0, 1)
-    k = k.view(len(k), rows * num_heads, -1).transpose(0, 1) if static_k is None else static_k
-    v = v.view(len(v), rows * num_heads, -1).transpose(0, 1) if static_v is None else static_v
-    if add_zero_attn:
-        extra += 1
-        k, v = functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1))
+    q, k, v = (x.view(len(x), rows * num_heads, -1).transpose(0, 1) for x in (q, k, v))
 
     if is_causal and key_padding_mask is None and not need_weights:
         attn_mask = None
@@ -116,7 +105,6 @@ def multi_head_attention(
         node,
         attn_mask,
         key_padding_mask,
-        extra,
         examples.along(0),
         num_heads,
         q.dtype,
@@ -173,38 +161,27 @@ def _split(tracker: Context, packed, sizes: list[int]):
     return run(tracker, Tensor.split, packed, sizes)
 
 
-def _repeated(bias: Tensor, examples: Examples) -> Tensor:
-    """Return a (1, 1, E) key or value that every row has beside its own."""
-    node = node_of(bias)
-    if node is None:
-        return bias.expand(1, examples.rows, -1)
-    return example_view(node, ExampleLayout(3, examples))
-
-
 def _merged_mask(
-    tracker: Context, func, node: Node, mask, padding, extra, examples: Examples, heads, dtype
+    tracker: Context, func, node: Node, mask, padding, examples: Examples, heads, dtype
 ):
     """Return what is added to the logits, (1 or N, 1 or H, L, S); None for nothing.
 
     Args:
         mask: attn_mask (L, S) or (N·H, L, S), boolean or added.
         padding: key_padding_mask (N, S).
-        extra: number of keys at the end that no mask covers.
     """
     if mask is not None:
         shape = (1, 1) if mask.dim() == 2 else (examples.rows, heads)
         mask = run(
             tracker, Tensor.reshape, _added(tracker, mask, dtype), (*shape, *mask.shape[-2:])
         )
-        if extra:
-            mask = run(tracker, functional.pad, mask, (0, extra))
     if padding is None:
         return mask
     if node_of(padding) is not None:
         refuse(func, node, "with a tracked key_padding_mask has no rule")
     if tracker.marks.is_data(padding):
         rows_along(tracker, func, node, (padding,), 0)
-    padding = functional.pad(_added(tracker, padding, dtype), (0, extra))
+    padding = _added(tracker, padding, dtype)
     # For each head, as PyTorch adds them, so that a trained mask's gradient is summed in its order.
     padding = padding.view(examples.rows, 1, 1, -1).expand(-1, heads, -1, -1)
     tracker.marks.place(padding, examples)

@@ -34,19 +34,6 @@ def multiplied(func, x: Tensor, other: Tensor) -> Tensor:
     return func(x.unsqueeze(0), other).squeeze(-2)
 
 
-def attended(func, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
-    """Attention on a batch of one, which stands behind the positions."""
-    padding = kwargs.get("key_padding_mask")
-    if padding is not None:
-        kwargs["key_padding_mask"] = padding.unsqueeze(0)
-    same = key is query, value is key
-    query = query.unsqueeze(1)
-    key = query if same[0] else key.unsqueeze(1)
-    value = key if same[1] else value.unsqueeze(1)
-    result, weights = func(query, key, value, *args, **kwargs)
-    return result.squeeze(1), None if weights is None else weights.squeeze(0)
-
-
 # How many axes data of a single example have, and how they become a batch of one.
 SINGLE: dict[Any, tuple[int, Callable[..., Any]]] = {
     functional.linear: (1, widened),
@@ -55,7 +42,6 @@ SINGLE: dict[Any, tuple[int, Callable[..., Any]]] = {
     functional.rms_norm: (1, widened),
     **{function: (axes + 1, widened) for function, axes in CONVOLUTIONS.items()},
     **dict.fromkeys(PRODUCTS - AXES_OF_FACTORS.keys(), (1, multiplied)),
-    functional.multi_head_attention_forward: (2, attended),
 }
 
 
