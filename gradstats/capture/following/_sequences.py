@@ -77,10 +77,10 @@ def is_out_of_the_ordinary(marks: Marks, *args, **kwargs) -> bool:
     Or is among rows of several packed examples, which a mask keeps apart: whether it does shows
     inside of PyTorch's function, where the mask meets the scores.
     """
-    # PyTorch's module gives so many by position, and the others by name.
-    if len(args) != 13 or args[7] is not None or args[9] or args[0].dim() != 3:
+    # However they were given, PyTorch shows the first 13 arguments by position, all others by name.
+    if args[7] is not None or args[9] or args[0].dim() != 3:
         return True
-    if "static_k" in kwargs or "static_v" in kwargs:
+    if kwargs["static_k"] is not None or kwargs["static_v"] is not None:
         return True
     if not marks.packed:
         return False
