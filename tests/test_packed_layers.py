@@ -127,15 +127,9 @@ def test_slices_of_one_example(name, cut):
     check(model, rows, refused=True)
 
 
-POINTWISE = {
-    "convolution": nn.Conv1d(WIDTH, WIDTH, 1),
-    "convolution in groups": nn.Conv1d(WIDTH, WIDTH, 1, groups=2, bias=False),
-    "batch norm": nn.BatchNorm1d(WIDTH).eval(),
-    "several": nn.Sequential(
-        nn.Conv1d(WIDTH, 6, 1), nn.BatchNorm1d(6).eval(), nn.ReLU(), nn.Conv1d(6, WIDTH, 1)
-    ),
-}
 OVER_POSITIONS = {
+    "convolution on each": nn.Conv1d(WIDTH, WIDTH, 1),
+    "batch norm": nn.BatchNorm1d(WIDTH).eval(),
     "convolution": nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
     "shift": nn.Conv1d(WIDTH, WIDTH, 1, stride=2, padding=4),
     "group norm": nn.GroupNorm(2, WIDTH),
@@ -143,26 +137,10 @@ OVER_POSITIONS = {
 }
 
 
-@pytest.mark.parametrize("name", POINTWISE)
-def test_layers_on_each_position(name):
-    torch.manual_seed(0)
-    model = Packed(POINTWISE[name], lambda layer, x: turned(layer, x[None])[0]).double()
-    check(model, torch.randn(len(OWNER), WIDTH).double())
-
-
 @pytest.mark.parametrize("name", OVER_POSITIONS)
 def test_layers_over_positions_are_refused(name):
     model = Packed(OVER_POSITIONS[name], lambda layer, x: turned(layer, x[None])[0]).double()
     check(model, torch.randn(len(OWNER), WIDTH).double(), refused=True)
-
-
-def test_a_kernel_over_features():
-    features = nn.Conv2d(1, 1, (1, 3), padding=(0, 1)), nn.Conv2d(1, 1, (3, 3), padding=1)
-    for layer in features:
-        torch.manual_seed(0)
-        model = Packed(layer, lambda layer, x: layer(x[None, None])).double()
-        rows = torch.randn(len(OWNER), WIDTH).double()
-        check(model, rows, refused=layer.kernel_size[0] > 1)
 
 
 def attention(**options):

@@ -255,23 +255,6 @@ def run(tracker: Context, func, *args, **kwargs):
     return func(*args, **kwargs)
 
 
-def packed_positions(tracker: Context, data: Tensor) -> int | None:
-    """Return the axis that several packed examples lie along as positions of a batch of one."""
-    if (
-        not tracker.marks.packed
-        or not tracker.marks.is_of_data(data)
-        or are_of_one(tracker, [data])
-    ):
-        return None
-    layout = tracker.marks.layout_of(data)
-    return layout.axis if layout is not None and layout.axis > 1 and len(data) == 1 else None
-
-
-def as_batch(func, axis: int, data: Tensor, *args, **kwargs) -> Tensor:
-    """An operation on each position of a batch of one, with these as a batch."""
-    return func(data.transpose(0, axis), *args, **kwargs).transpose(0, axis)
-
-
 def rows_along(
     tracker: Context, func, node: Node, operands: Sequence[Tensor], axis: int
 ) -> Examples:

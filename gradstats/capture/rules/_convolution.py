@@ -16,12 +16,10 @@ from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import (
     are_of_one,
-    as_batch,
     as_data,
     bare,
     cast_for_autocast,
     locate,
-    packed_positions,
 )
 from gradstats.capture.uses._convolution import ConvolutionFactors
 from gradstats.capture.uses._grafted import Composed, watched
@@ -99,12 +97,6 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
         refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
     if input.dim() != dims + 2:
         refuse(func, nodes[0], f"of an unbatched input of shape {tuple(input.shape)} has no rule")
-    axis = packed_positions(tracker, input)
-    if axis is not None:
-        own = axis - 2
-        if (weight.shape[axis], call[0][own], call[1][own], call[3]) == (1, 1, 0, False):
-            composed = Composed(partial(as_batch, func, axis))
-            return composed(tracker, func, input, weight, bias, **_options(call))
     if len(input) == 1 < tracker.batch_size:
         layout = tracker.marks.layout_of(input)
         if layout == Examples(tracker.batch_size, 1, input.shape[1] // tracker.batch_size):

@@ -16,8 +16,7 @@ from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._affine import AffineFactors
-from gradstats.capture.rules._common import as_batch, locate, packed_positions
-from gradstats.capture.uses._grafted import Composed
+from gradstats.capture.rules._common import locate
 from gradstats.capture.uses._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture.uses._normalization import NormalisationUse
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
@@ -214,11 +213,6 @@ def batch_norm(
 ):
     """Normalisation by running statistics; by the batch's own it couples examples: refused."""
     check_batch_norm(running_mean, weight, bias, training)
-    axis = packed_positions(tracker, input)
-    if axis is not None:
-        # Running statistics are those of every position.
-        composed = Composed(partial(as_batch, func, axis))
-        return composed(tracker, func, input, running_mean, running_var, weight, bias, eps=eps)
     examples = locate(tracker, func, _node_of(func, input, weight, bias), input, axis=0, folds=True)
 
     def run(x, weight, bias):
