@@ -98,6 +98,26 @@ def test_given_numbers_of_the_examples():
     torch.testing.assert_close(tracker.stats.norm, (2 * x.square() * rows).norm(dim=1))
 
 
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda x, given: x @ given,
+        lambda x, given: torch.einsum("ij,bcj->bic", given, x),
+        lambda x, given: functional.conv1d(x, given.expand(3, 3, 3), padding=1),
+        lambda x, given: x * given.div_(given.sum()),
+    ],
+    ids=["product", "equation", "kernel", "changed in place"],
+)
+def test_given_numbers_beside_those_of_the_batch_belong_to_no_example(meet):
+    """A colour transform or a blur that stands in a forward, with as many rows as examples."""
+
+    def loss_fn(model, x):
+        given = torch.tensor([[0.3, 0.6, 0.1], [-0.2, -0.3, 0.4], [0.6, -0.5, -0.1]]).double()
+        return meet(model(meet(x, given.clone())), given).square().flatten(1).sum(1)
+
+    check_model(nn.Conv1d(3, 3, 1).double(), torch.randn(3, 3, 3).double(), loss_fn)
+
+
 def test_a_batch_of_another_size_is_told_where_its_size_is_from(model, batch):
     """As the last, smaller batch under a batch_size= that is written down once."""
     tracked = gs.track(model, batch_size=B + 2)

@@ -24,6 +24,7 @@ from gradstats.capture.following._examples import (
     same_rows,
 )
 from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._taken import without_given
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._einsum import Equation
 from gradstats.capture.operations._operations import TRANSPOSED_CONVOLUTIONS
@@ -69,8 +70,9 @@ def contraction(
     lies = lies or kept_along
     kept, gone = [], []
     indices = set()
+    data = without_given(marks, marks.data_among(operands))
     for at, tensor in enumerate(operands):
-        if not marks.is_of_data(tensor):
+        if not any(tensor is item for item in data):
             continue
         own = marks.layout_of(tensor)
         if isinstance(own, Scores):

@@ -64,14 +64,15 @@ def follow_results(
         data = [t for t in data if t is args[0]]
     results = flatten(result) if isinstance(result, (tuple, list)) else [result]
     if data:
-        given = took_given(marks) and all(is_given(marks, item) for item in data)
+        changed = args[0] if func in IN_PLACE else None
+        given = took_given(marks) and all(is_given(marks, t, writes=t is changed) for t in data)
         if took_given(marks) and len(data) > 1 and func not in WRITES:
             data = without_given(marks, data)
         _follow_data(tracker, func, args, kwargs, data, result, results)
         for tensor in results if marks.meetings.coupled else ():
             if isinstance(tensor, Tensor):
                 marks.meetings.couple_base(tensor, operands)
-        for tensor in results if given else ():
+        for tensor in [*results, changed] if given else ():
             # Not what parameters were computed with.
             if isinstance(tensor, Tensor) and not tensor.requires_grad:
                 marks.values.note(tensor, given=True)

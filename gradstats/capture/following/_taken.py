@@ -71,9 +71,12 @@ def explain(marks: Marks, error: BaseException | None) -> None:
         )
 
 
-def is_given(marks: Marks, tensor: Tensor) -> bool:
-    """Whether a tensor of given values counts as data only because of its size."""
-    given = took_given(marks) and "given" in marks.values.held_by(tensor)
+def is_given(marks: Marks, tensor: Tensor, writes: int = 0) -> bool:
+    """Whether a tensor of given values counts as data only because of its size.
+
+    ``writes`` asks what held before its last changes.
+    """
+    given = took_given(marks) and "given" in marks.values.held_by(tensor, writes)
     return given and not tensor.requires_grad
 
 
