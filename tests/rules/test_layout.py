@@ -374,19 +374,42 @@ def test_an_axis_added_by_a_truth_value(index):
     assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
 
 
+COLUMNS = torch.tensor([1, 0, 2])
+
+
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
-def test_an_index_in_a_list():
-    """PyTorch takes a list that holds slices for a tuple."""
+@pytest.mark.parametrize(
+    ("index", "same"),
+    [
+        ([slice(None), slice(1, None)], (slice(None), slice(1, None))),
+        ([torch.arange(BATCH), COLUMNS], (torch.arange(BATCH), COLUMNS)),
+        ([list(range(BATCH)), COLUMNS.tolist()], (torch.arange(BATCH), COLUMNS)),
+        ([torch.arange(BATCH)], (torch.arange(BATCH),)),
+        ([torch.ones(BATCH, dtype=torch.bool)], (torch.arange(BATCH),)),
+        ((slice(None), COLUMNS[0]), (slice(None), int(COLUMNS[0]))),
+    ],
+    ids=["slices", "tensors", "lists", "one tensor", "a mask", "a number as a tensor of data"],
+)
+@pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
+def test_indices_of_the_batch(index, same, written):
+    """PyTorch takes a list that holds slices or tensors for a tuple."""
     model, x = nn.Linear(3, BATCH).double(), normal(BATCH, 3)
 
-    def losses(m, x):
-        return m(x)[[slice(None), slice(1, None)]].square().sum(1)
+    def losses(index):
+        def of_part(m, x):
+            h = m(x)
+            if written:
+                filled = torch.zeros_like(h)
+                filled[index] = h[same].square()
+                return (filled * h).sum(1)
+            return h[index].square().reshape(BATCH, -1).sum(1)
 
-    def of_columns(m, x):
-        return m(x)[:, 1:].square().sum(1)
+        return of_part
 
     assert_sqnorms(
-        gs.per_example_norms(model, x, losses), oracle_sqnorms(model, x, of_columns), 1e-12
+        gs.per_example_norms(model, x, losses(index)),
+        oracle_sqnorms(model, x, losses(same)),
+        1e-12,
     )
 
 

@@ -19,19 +19,24 @@ ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
 
 def items_of(source: Tensor, index) -> list:
     """Return the items of source[index], sequences as tensors and an ellipsis as slices."""
-    several = isinstance(index, list) and any(item is None or _is_slice(item) for item in index)
-    items = list(index) if isinstance(index, tuple) or several else [index]
     items = [
         torch.as_tensor(item, dtype=None if len(item) else torch.long)
         if is_sequence(item)
         else item
-        for item in items
+        for item in as_tuple(index)
     ]
     dots = [position for position, item in enumerate(items) if item is ...]
     if dots:
         taken = sum(_axes_taken(item) for item in items if item is not ...)
         items[dots[0] : dots[0] + 1] = [slice(None)] * (source.dim() - taken)
     return items
+
+
+def as_tuple(index) -> tuple:
+    """Return the items of an index; PyTorch takes a short list of more than numbers for a tuple."""
+    if isinstance(index, list) and len(index) < 32 and any(map(_is_no_number, index)):
+        index = tuple(index)
+    return index if isinstance(index, tuple) else (index,)
 
 
 def is_sequence(item) -> bool:
@@ -41,8 +46,8 @@ def is_sequence(item) -> bool:
     return isinstance(item, Sequence) or getattr(item, "ndim", 0) > 0
 
 
-def _is_slice(item) -> bool:
-    return item is ... or isinstance(item, slice)
+def _is_no_number(item) -> bool:
+    return item is None or item is ... or isinstance(item, (slice, Tensor)) or is_sequence(item)
 
 
 def dims_at(source: Tensor, items: list) -> int:
@@ -130,11 +135,14 @@ def found_at(items: list) -> tuple[int, int]:
     """Return where the axes of index tensors begin in the result, and how many there are.
 
     Args:
-        items: as ``items_of`` gives them. Numbers are applied before index tensors. If other items
-            then stand between the index tensors, the axes of these come first in the result.
+        items: as ``items_of`` gives them. Numbers are applied before index tensors, also those
+            in tensors without axes, which may be all there are. If other items then stand between
+            the index tensors, the axes of these come first in the result.
     """
     left = [item for item in items if not isinstance(item, int) and not _is_number(item)]
     places = [place for place, item in enumerate(left) if isinstance(item, Tensor)]
+    if not places:
+        return 0, 0
     sizes = torch.broadcast_shapes(*(_selected_shape(left[place]) for place in places))
     apart = places[-1] - places[0] + 1 != len(places)
     return 0 if apart else places[0], len(sizes)

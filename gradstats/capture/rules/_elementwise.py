@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from gradstats._factors import cast, compute_dtype
 from gradstats.capture.following._examples import MIXED, Examples, Mixed, Whole
-from gradstats.capture.following._indexing import items_of
+from gradstats.capture.following._indexing import as_tuple, items_of
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.operations._nested import (
     argument_of,
@@ -296,7 +296,7 @@ def stack_along(tracker: Context, func, tensors):
 def assign(tracker: Context, func, input, index, value):
     """x[:, ...] = w and x[mask] = w: a part of the data is overwritten."""
     node = first_node(*tensors_in((input, index, value)))
-    items = index if isinstance(index, tuple) else (index,)
+    items = as_tuple(index)
     if node_of(input) is not None:
         return write_data(tracker, func, (input, index, value), {})
     if not tracker.marks.is_data(input):
