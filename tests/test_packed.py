@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import assert_sqnorms, oracle_on_the_batch, oracle_sqnorms
 
 LENGTHS = [(3, 1, 5), (2, 2, 2), (4, 0, 1, 3), (1,)]
 
@@ -529,6 +529,30 @@ def test_items_that_no_user_chose_are_not_known_by_as_many_users(users, items):
         chosen = model[1](gs.assign_rows(chosen, torch.tensor(items)))
         received = torch.zeros(len(items), 5).double().index_add(0, edges[:, 1], given[edges[:, 0]])
         (model[2](received).sin().sum() + chosen.sum()).backward()
+
+
+@pytest.mark.parametrize("reached", [[0, 2, 3, 6], [0, 1, 3, 6], [5]])
+def test_nodes_that_pooling_left_without_neighbours(reached):
+    """They lie as the nodes that were kept; a loss over all examples does not tell."""
+    model = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 4)]).double()
+    nodes, owner = torch.randn(10, 3).double(), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
+    kept, reached = torch.tensor([1, 2, 3, 4, 5, 7, 8]), torch.tensor(reached)
+
+    def loss_fn(model, batch):
+        nodes, owner = batch
+        hidden = model[0](nodes).tanh()[kept]
+        received = torch.zeros(7, 4).double().index_add(0, reached, hidden[reached])
+        sums = torch.zeros(3, 4).double().index_add(0, owner[kept], model[1](received).sin())
+        return sums.square().sum(1)
+
+    batch, bounds = (nodes, owner), torch.tensor([0, 3, 6, 10])
+    got = gs.per_example_norms(model, batch, loss_fn, cu_seqlens=bounds)
+    assert_sqnorms(got, oracle_on_the_batch(model, batch, loss_fn), 1e-9)
+    with (
+        gs.track(model, batch_size=3, cu_seqlens=bounds),
+        pytest.raises(gs.ExampleAxisError, match=r"nothing was written to some rows"),
+    ):
+        loss_fn(model, batch).mean().backward()
 
 
 def test_graphs_without_bounds_are_refused():

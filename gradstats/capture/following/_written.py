@@ -126,8 +126,8 @@ def _place_written(marks: Marks, change: Change) -> None:
         found = filling.layout(target, marks.contract)
         for node in filling.meetings if found else ():
             marks.meetings.coupled.pop(node, None)
-    if marks.packed and isinstance(found, Examples) and found is not known:
-        _note_supposed(marks, change, found, owned)
+    if marks.packed and not known and not isinstance(found, Whole):
+        found = _as_in_others(marks, change, found, owned)
     _place_after(marks, change, found)
     trained = any(value.requires_grad for value, _ in owned)
     if marks.packed and trained and found is None and not ambiguous:
@@ -140,21 +140,35 @@ def _place_written(marks: Marks, change: Change) -> None:
         _note_base(marks, target, found, first=fresh)
 
 
-def _note_supposed(marks: Marks, change: Change, found: Examples, owned: Owned) -> None:
-    """Note if rows that nothing was written to could be those of other examples.
+def _as_in_others(
+    marks: Marks, change: Change, found: Examples | None, owned: Owned
+) -> Examples | None:
+    """Return where packed examples lie after a write, as in other tensors of as many rows.
 
-    They may lie as in any tensor with as many rows, unless these are all the packed rows.
+    Rows that nothing was written to, as nodes that pooling left without neighbours, are then taken
+    for those of the same examples. Note if they could be those of others.
+
+    Args:
+        marks, change: the write.
+        found: where the examples lie as far as what was written says.
+        owned: the values.
     """
+    others = [*_fitting_others(marks, change, owned)]
+    alike = all(same_layout(others[0], other) for other in others)
+    if others and not (alike and same_layout(found, others[0])):
+        marks.supposed = True
+    return others[0] if others and alike else found
+
+
+def _fitting_others(marks: Marks, change: Change, owned: Owned) -> Iterator[Examples]:
+    """Yield where packed examples, not all, lie in other tensors of as many rows, if that fits."""
     write, target = change.write, change.target
-    if marks.supposed or marks.has_example_axis(target):
+    if marks.has_example_axis(target):
         return
-    sizes = enumerate(target.shape)
-    alike = (own.along(axis) for axis, rows in sizes for own in marks.known_of(rows))
-    marks.supposed = any(
-        all(write.agrees(target, own, *value) for value in owned)
-        for own in alike
-        if not same_layout(own, found)
-    )
+    for axis, rows in enumerate(target.shape):
+        for own in marks.known_of(rows):
+            if all(write.agrees(target, own.along(axis), *value) for value in owned):
+                yield own.along(axis)
 
 
 def _written_by(marks: Marks, change: Change) -> list[Tensor]:
