@@ -1152,6 +1152,8 @@ def test_what_leaves_a_mean_loss_a_mean(kept, reduction):
 APART = {
     "inputs centred": lambda m, x: m(x - x.mean(0)),
     "detached mean": lambda m, x: m(x) - m(x).mean(0).detach(),
+    "a sum over all, times 0": lambda m, x: m(x) + m(x).sin().sum() * 0,
+    "a mean over all, times 0": lambda m, x: m(0.0 * m(x).mean(0) + m(x).sin()),
     "softmax": lambda m, x: m(x).softmax(1),
     "mean of each": lambda m, x: m(x) - m(x).mean(-1, keepdim=True),
     "mean of each, as numpy has it": lambda m, x: m(x) - m(x).mean(axis=1, keepdims=True),

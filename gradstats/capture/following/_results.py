@@ -6,6 +6,7 @@ Results without data among the operands are constants. For the others, ``_follow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from gradstats.capture.operations._operations import (
     FACTORIES,
     IN_PLACE,
     MOVES_IN_PLACE,
+    MULTIPLIES,
     OPAQUE,
     READS_ONLY_FIRST,
     RESHAPES,
@@ -60,6 +62,8 @@ def follow_results(
             func = None  # a tracked operand's rule has checked where the examples lie
     if func in FACTORIES:
         data = []  # the size may come from data, the contents do not
+    elif func in MULTIPLIES and _cancels(marks, data, (*args, *kwargs.values())):
+        data = []  # as where outputs that a loss does not need are added to it, times 0
     elif func in READS_ONLY_FIRST or func in RESHAPES:
         data = [t for t in data if t is args[0]]
     results = flatten(result) if isinstance(result, (tuple, list)) else [result]
@@ -86,6 +90,12 @@ def follow_results(
             if values and takes_for_data(marks, func, tensor):
                 continue
             marks.mark_constant(tensor)
+
+
+def _cancels(marks: Marks, data: list[Tensor], operands: Sequence[Any]) -> bool:
+    """Whether the only operand of data, of several examples, is multiplied by the number 0."""
+    zero = any(isinstance(item, (int, float)) and item == 0 for item in operands)
+    return zero and len(data) == 1 and marks.owned(data[0]) is MIXED
 
 
 def _by_place(func, args: tuple[Any, ...], kwargs: dict[str, Any]):

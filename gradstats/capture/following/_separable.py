@@ -28,6 +28,7 @@ from gradstats.capture.operations._operations import (
     ELEMENT_LOSSES,
     JOINS,
     MOVES,
+    MULTIPLIES,
     OUTER_PRODUCTS,
     PAD_SEQUENCE,
     PADS,
@@ -116,15 +117,8 @@ MULTIPLIES = (
     | ADDED_PRODUCTS.keys()
     | (TENSOR_PRODUCTS - OUTER_PRODUCTS)
     | CONVOLUTIONS.keys()
-    | frozenset(
-        [
-            torch.einsum,
-            functional.linear,
-            torch.linalg.vecdot,
-            *function_variants("mul", "multiply"),
-            *variants("addcmul"),
-        ]
-    )
+    | MULTIPLIES
+    | frozenset([torch.einsum, functional.linear, torch.linalg.vecdot, *variants("addcmul")])
 )
 
 # Interpolation from one operand to the other.

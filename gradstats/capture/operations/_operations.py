@@ -38,6 +38,8 @@ SUBTRACTS = frozenset([*function_variants("sub", "subtract"), torch.rsub])
 ADDS = SUBTRACTS | frozenset(function_variants("add"))
 ADDS_IN_PLACE = frozenset(in_place_variants("add", "sub", "subtract"))
 
+MULTIPLIES = frozenset(function_variants("mul", "multiply"))
+
 # Operations whose result has the numbers of the first operand in their places, perhaps rounded.
 CASTS = frozenset(
     [

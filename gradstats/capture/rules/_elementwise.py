@@ -33,6 +33,7 @@ from gradstats.capture.operations._operations import (
     ELEMENTWISE,
     EXTREMES,
     JOINS,
+    MULTIPLIES,
     function_variants,
 )
 from gradstats.capture.parameters._derived import derive
@@ -143,7 +144,7 @@ def _product_or_sum(
     tracker: Context, func, node: Node, layout: ExampleLayout, first: Tensor, second: Tensor
 ):
     """Return x ∘ w or x + b with its factors attached; None if there is no short cut."""
-    settings, multiply = tracker.settings, func in PRODUCTS
+    settings, multiply = tracker.settings, func in MULTIPLIES
     position = 0 if node_of(second) is not None else 1
     x, value = (first, second) if position == 0 else (second, first)
     plan = on_chip(layout, x, value, multiply=multiply)
@@ -392,8 +393,7 @@ LIKE_INPUT = {
 }
 
 # Operations that the kernels differentiate where they broadcast.
-PRODUCTS = frozenset(function_variants("mul", "multiply"))
-PRODUCTS_AND_SUMS = PRODUCTS | frozenset(function_variants("add"))
+PRODUCTS_AND_SUMS = MULTIPLIES | frozenset(function_variants("add"))
 
 # Up to so many elements, reading the data once more is faster than calling an autograd Function.
 SMALL = 65536
