@@ -15,7 +15,10 @@ from gradstats.capture.parameters._branches import replace_cond
 from gradstats.capture.parameters._checkpoints import replace_checkpoint
 from gradstats.capture.parameters._functions import replace_apply
 from gradstats.capture.parameters._scripts import replace_script_calls
-from gradstats.capture.parameters._tensors import replace_parameter_constructor
+from gradstats.capture.parameters._tensors import (
+    replace_parameter_constructor,
+    replace_variable_constructor,
+)
 from gradstats.capture.parameters._transforms import replace_vmap
 
 
@@ -37,6 +40,8 @@ def replace_in_pytorch() -> None:
     replace_parameter_constructor()
     # Inside torch.nn.functional.l1_loss: the call that modes get is without the weight.
     show_weight_of_l1_loss()
+    # Variable.__new__: it detaches a tensor out of sight.
+    replace_variable_constructor()
 
 
 def replace_in_compiler() -> None:

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 import gradstats as gs
 from tests.oracle import assert_sqnorms, oracle_sqnorms
@@ -411,6 +412,29 @@ def test_indices_of_the_batch(index, same, written):
         oracle_sqnorms(model, x, losses(same)),
         1e-12,
     )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m[1](Variable(m[0](x).sin().transpose(0, 1))[-1]),
+        lambda m, x: x[:, 0] @ (m[0].weight * Variable(torch.arange(4.0)[:, None].double())).mT,
+        lambda m, x: m[1](m[0](Variable(x[:, 0], requires_grad=True))),
+    ],
+    ids=["moved", "constant", "inputs"],
+)
+def test_variables_of_old_code(function):
+    """They are detached tensors, whose examples lie as before; as many positions as examples."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), normal(BATCH, BATCH, 3)
+
+    def losses(m, x):
+        return function(m, x).square().sum(1)
+
+    expected = oracle_sqnorms(model, x, losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-12)
 
 
 def test_a_container_of_the_model_that_holds_itself():

@@ -9,10 +9,12 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional
 
 from gradstats._compiler import leave_graph
+from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
@@ -106,6 +108,20 @@ def replace_parameter_constructor() -> None:
         return made(cls, data.detach() if type(data) in TRACKED_TYPES else data, requires_grad)
 
     torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
+
+
+@cache
+def replace_variable_constructor() -> None:
+    """From now on, show ``torch.autograd.Variable(x)`` of old code to contexts as x.detach()."""
+    made = torch.autograd.Variable.__new__
+
+    @wraps(made)
+    def new(cls, data=None, requires_grad=False, **others):
+        if not isinstance(data, Tensor) or innermost_mode() is None:
+            return made(cls, data, requires_grad, **others)
+        return data.detach().requires_grad_(requires_grad)
+
+    torch.autograd.Variable.__new__ = new  # type: ignore[method-assign]
 
 
 def run(func, args, kwargs):
