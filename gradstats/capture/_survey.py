@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -87,6 +87,7 @@ def survey(
     model: nn.Module,
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Tensor],
+    entries: Sequence[Sequence[Any]],
     **options: Any,
 ) -> Survey:
     """Return what a forward of ``loss_fn`` does to each parameter, running compiled parts eagerly.
@@ -96,11 +97,12 @@ def survey(
 
     Args:
         loss_fn: may be called twice.
+        entries: lists in the batch whose entries are taken for those of the examples, in order.
         options: of Tracker.
     """
     found = Survey(model, **options)
     try:
-        _look(found, model, batch, loss_fn)
+        _look(found, model, batch, loss_fn, entries)
     except ABOUT_EXAMPLES:
         if not took_doubtful(found.marks, loss_fn, model, tensors_in(batch)):
             raise
@@ -108,15 +110,19 @@ def survey(
         if not (found.refused and took_doubtful(found.marks, loss_fn, model, tensors_in(batch))):
             return found
     found = Survey(model, doubtful_are_data=False, **options)
-    _look(found, model, batch, loss_fn)
+    _look(found, model, batch, loss_fn, entries)
     return found
 
 
 def _look(
-    found: Survey, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]
+    found: Survey,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    entries: Sequence[Sequence[Any]],
 ) -> None:
     """Run a forward under a survey."""
-    take_call(found.marks, loss_fn, model, tensors_in(batch))
+    take_call(found.marks, loss_fn, model, tensors_in(batch), entries)
     # If the compiler has not been imported, nothing is compiled; importing it takes seconds.
     stance = nullcontext() if imported_compiler() is None else running_eagerly()
     with torch.enable_grad(), stance:

@@ -17,6 +17,7 @@ from gradstats.errors import TrackingError
 from gradstats.statistics._arguments import LossFunction, Options, check_workspace
 from gradstats.statistics._batches import Given
 from gradstats.statistics._differentiable import apart_from_training
+from gradstats.statistics._division import Division
 from gradstats.statistics._loss import check_losses, examples_in
 from gradstats.statistics._state import Start
 
@@ -80,7 +81,8 @@ def run_examples(
         if not doubtful or tracker.backward_ran or again is None or not start.restore():
             raise
         # The forward made or drew as many values as there are examples, which may not belong to
-        # them, or layers used tensors from closures or globals.
+        # them, or layers used tensors from closures or globals, or a list in the batch has as many
+        # entries as there are examples, which may belong to none.
         tracker = Tracker(model, settings=settings, doubtful_are_data=False, **options)
         try:
             losses = _differentiate(tracker, model, *again, loss_fn)
@@ -100,7 +102,9 @@ def run_examples(
 
 def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
     """Run the forward and the backward inside a context; return the losses' values."""
-    take_call(tracker.marks, loss_fn, model, tensors_in(batch))
+    division = Division(tracker.batch_size, tracker.marks.batch_dim)
+    lists = division.lists_of_entries(batch)
+    take_call(tracker.marks, loss_fn, model, tensors_in(batch), lists)
     with torch.enable_grad(), apart_from_training(model):
         try:
             tracker.open()

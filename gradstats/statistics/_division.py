@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ def _is_alike(entries: Sequence[Any]) -> bool:
     if len({*map(type, entries)}) > 1:
         return False
     if isinstance(entries[0], Tensor):
-        return len({(each.dim(), each.shape[1:]) for each in entries}) == 1
+        return len({each.dim() for each in entries}) == 1
     if isinstance(entries[0], Mapping):
         return all(each.keys() == entries[0].keys() for each in entries)
     return True
@@ -86,18 +86,42 @@ class Division:
         """Whether a batch holds entries of examples outside of tensors that hold all."""
         return bool(self._parts(batch)[1])
 
+    def lists_of_entries(self, batch: Any) -> list[Any]:
+        """Return the lists and tuples in a batch that hold one entry for each example."""
+        return list(filter(_is_list, self._parts(batch)[1]))
+
+    def lists_with_targets(self, batch: Any) -> list[Any]:
+        """Return the lists of which a batch consists, such as images and their targets, or none.
+
+        The targets are mappings of tensors, some of which do not divide. They show that an entry of
+        each list is an example, even if the images have as many channels as there are examples.
+        """
+        held = batch.values() if isinstance(batch, Mapping) else batch
+        lists = list(held) if isinstance(held, Iterable) and not isinstance(held, Tensor) else []
+        if not all(map(_is_list, lists)) or len(set(map(len, lists))) != 1:
+            return []
+        targets = [each for each in lists if each and isinstance(each[0], Mapping)]
+        return [] if all(map(self._is_divided, tensors_in(targets))) else lists
+
+    def _entries_in(self, batch: Any) -> Callable[[Any], int | None]:
+        """Return ``entries`` for what a batch holds."""
+        lists = [held for held in self.lists_with_targets(batch) if len(held) == self.batch_size]
+        known = dict.fromkeys(map(id, lists), self.batch_size)
+        return lambda held: known.get(id(held)) or self.entries(held)
+
     def _parts(self, batch: Any) -> tuple[list[Tensor], list[Any], list[Any]]:
         """Return a batch's tensors, the lists and arrays of entries of examples, and all else."""
         tensors: list[Tensor] = []
         entries: list[Any] = []
         others: list[Any] = []
+        entries_of = self._entries_in(batch)
 
         def see(tensor: Tensor) -> Tensor:
             tensors.append(tensor)
             return tensor
 
         def ask(held: Any) -> tuple[Any] | None:
-            if self.entries(held) is None:
+            if entries_of(held) is None:
                 others.append(held)
                 return None
             entries.append(held)
@@ -189,6 +213,7 @@ class Division:
     def take(self, batch: Any, examples: list[int]) -> Any:
         """Return the batch of some of the examples, in the order given."""
         rows, bounds = list(examples), [0]
+        entries_of = self._entries_in(batch)
         if self.bounds is not None:
             spans = [range(self.bounds[i], self.bounds[i + 1]) for i in examples]
             rows = [row for span in spans for row in span]
@@ -211,7 +236,7 @@ class Division:
             return tensor.detach().index_select(axis, index).requires_grad_(tensor.requires_grad)
 
         def choose(held: Any) -> tuple[Any] | None:
-            count = self.entries(held)
+            count = entries_of(held)
             if count is None:
                 return None
             chosen = examples if count == self.batch_size else rows

@@ -157,7 +157,8 @@ class Fallback:
                 if not self._selected.keys() & (set(error.parameters) - self._unserved.keys()):
                     raise
                 self._before.restore()
-                found = survey(self._model, self._batch, self._loss_fn, **self._options)
+                lists = self._division.lists_of_entries(self._batch)
+                found = survey(self._model, self._batch, self._loss_fn, lists, **self._options)
                 refused = {*self._unserved, *error.parameters, *found.refused}
                 self._unserved = {n: p for n, p in self._selected.items() if n in refused}
                 self._hidden |= bool(found.functions.inside)

@@ -18,6 +18,7 @@ from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._refusals import PACK
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
 from gradstats.statistics._batches import opaque_in
+from gradstats.statistics._division import Division
 
 
 def check_losses(losses, batch_size: int) -> Tensor:
@@ -106,7 +107,10 @@ def check_plain(batch) -> None:
 
 
 def infer_batch_size(batch, batch_dim: int) -> int:
-    """Return the number of examples of a batch, the example axis of its first tensor."""
+    """Return the number of examples of a batch, the example axis of its first tensor.
+
+    A batch of lists has as many as these have entries.
+    """
     check_plain(batch)
     for tensor in tensors_in(batch):
         if tensor.dim() > 0:
@@ -116,7 +120,8 @@ def infer_batch_size(batch, batch_dim: int) -> int:
                     f"the batch is empty: its first tensor has shape {tuple(tensor.shape)}, "
                     f"expected at least one example along axis {batch_dim}."
                 )
-            return size
+            lists = Division(size, batch_dim).lists_with_targets(batch)
+            return len(lists[0]) if lists else size
     held = {type(item).__name__ for item in opaque_in(batch) if item is not batch}
     of = f" of {', '.join(sorted(held))}" if held else ""
     raise ExampleAxisError(

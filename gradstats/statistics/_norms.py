@@ -68,7 +68,8 @@ def per_example_norms(
     Args:
         model: any module; it is left unchanged, including its training mode, except for buffers
             that its own forward writes to.
-        batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors.
+        batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors. In a
+            list of one entry for each example, as targets for detection are, these are in order.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It may be called again: if
             tensors that the forward creates from values (``torch.tensor([...])``) or finds in
             closures and globals were taken for data and turn out not to be, for some compiled

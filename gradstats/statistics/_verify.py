@@ -237,6 +237,7 @@ class Verification:
         try:
             found = survey(
                 self.subject.model, self.subject.batch, self.loss_fn,
+                self.division.lists_of_entries(self.subject.batch),
                 batch_size=self.batch_size, **options,
             )  # fmt: skip
         except GradStatsError as error:

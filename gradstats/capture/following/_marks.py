@@ -52,9 +52,11 @@ class Marks:
         packed: whether the caller gave packed examples, with different numbers of rows.
         taken: the function that made a tensor during the forward that counts as data only because
             of its size, and the tensor's shape.
+        took_entries: whether entries of lists in the batch were taken for those of the examples.
         doubtful_are_data: whether tensors count as data that may be constants: tensors of given or
             drawn values, if they have the size of data, and tensors from closures and globals of
-            the model's code. If not, results are exact too, but take longer to compute.
+            the model's code; and whether entries of lists are taken for those of the examples. If
+            not, results are exact too, but take longer to compute.
         meetings: the operations in which trained values of different examples met.
         values: properties of the values of data tensors.
         contract: where the examples lie in data of which nothing was noted.
@@ -78,6 +80,7 @@ class Marks:
         self.batch_dim = batch_dim
         self.packed = segments is not None
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
+        self.took_entries = False
         self.doubtful_are_data = True
         self.contract = Examples(batch_size, batch_dim, 1, segments)
         self._behind_one = self.contract.along(batch_dim + 1)

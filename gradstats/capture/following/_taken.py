@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from gradstats.capture.following._enclosed import EnclosedTensors, buffers_beside, of_layers
+from gradstats.capture.following._examples import Whole
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.operations._operations import GIVEN_VALUES
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 
@@ -17,19 +19,36 @@ from gradstats.errors import CoupledExamplesError, ExampleAxisError, Unsupported
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
 
 
-def take_call(marks: Marks, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> None:
-    """Prepare for a call of a loss function with the tensors of a batch."""
+def take_call(
+    marks: Marks,
+    loss_fn: Any,
+    model: nn.Module,
+    batch: Iterable[Tensor],
+    entries: Iterable[Sequence[Any]],
+) -> None:
+    """Prepare for a call of a loss function with the tensors of a batch.
+
+    Args:
+        entries: lists in the batch whose entries are taken for those of the examples, in order.
+    """
     batch = list(batch)
     marks.keep_constant(buffers_beside(loss_fn))
     marks.take_batch(batch)
     if not marks.doubtful_are_data:
         marks.keep_constant(of_layers(model, loss_fn, batch))
+    elif not marks.packed:
+        for held in entries:
+            marks.took_entries = True
+            for example, entry in enumerate(held):
+                for tensor in tensors_in(entry):
+                    marks.mark(tensor, Whole(example))
     marks.enclosed = EnclosedTensors(loss_fn, model, batch)
 
 
 def took_doubtful(marks: Marks, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
     """Whether the forward of a call may have taken tensors for data that are none."""
-    return marks.taken is not None or bool(of_layers(model, loss_fn, batch))
+    known = marks.taken is None and not marks.took_entries
+    return not known or bool(of_layers(model, loss_fn, batch))
 
 
 def takes_for_data(marks: Marks, function: Callable[..., Any], tensor: Tensor) -> bool:

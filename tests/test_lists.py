@@ -1,0 +1,120 @@
+"""Batches with lists of one entry for each example, as those for detection have them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import assert_sqnorms, flat, oracle_gradients, oracle_sqnorms
+
+
+def model() -> nn.ModuleDict:
+    return nn.ModuleDict({
+        "image": nn.Conv2d(3, 4, 3),
+        "label": nn.Embedding(5, 4),
+        "box": nn.Linear(4, 4),
+    }).double()  # fmt: skip
+
+
+def given(counts: list[int], *, listed: bool):
+    """Return images, in a list or in one tensor, and the boxes and labels of each."""
+    images = [torch.randn(3, 5 + i * listed, 5).double() for i in range(len(counts))]
+    targets = [
+        {
+            "boxes": torch.randn(n, 4).double(),
+            "labels": torch.randint(5, (n,)),
+            "area": torch.ones(7),
+        }
+        for n in counts
+    ]
+    return (images if listed else torch.stack(images)), targets
+
+
+def features(m, image):
+    return m["image"](image[None]).tanh().mean((2, 3))[0]
+
+
+def nearest(m, image, target):
+    return (features(m, image) - target["boxes"]).abs().amin(0).sum()
+
+
+def embedded(m, image, target):
+    return (m["label"](target["labels"]) @ features(m, image)).tanh().sum()
+
+
+def transformed(m, image, target):
+    return m["box"](target["boxes"]).tanh().sum() + features(m, image).square().sum()
+
+
+def by_image(loss):
+    return lambda m, batch: torch.stack([loss(m, *each) for each in zip(*batch, strict=True)])
+
+
+def padded(m, batch):
+    """One forward of all images, padded to one size, and one look-up of all labels."""
+    images, targets = batch
+    x = images[0].new_zeros(len(images), 3, 8, 8)
+    for i, image in enumerate(images):
+        x[i, :, : image.shape[1], : image.shape[2]].copy_(image)
+    rows = m["image"](x).tanh().mean((2, 3))
+    labels = m["label"](torch.cat([target["labels"] for target in targets]))
+    counts = [len(target["labels"]) for target in targets]
+    return torch.stack(
+        [(each @ rows[i]).sin().sum() for i, each in enumerate(labels.split(counts))]
+    )
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 4], [2, 3, 3], [2, 1]], ids=str)
+@pytest.mark.parametrize("listed", [False, True], ids=["images in a tensor", "images in a list"])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [by_image(nearest), by_image(embedded), by_image(transformed), padded],
+    ids=["nearest", "embedded", "transformed", "padded"],
+)
+def test_entries_of_lists_belong_to_the_examples_in_order(loss_fn, listed, counts):
+    """Also where one has as many boxes as there are examples, or images as many channels."""
+    net, batch, other = model(), given(counts, listed=listed), given([5, 1], listed=listed)
+    expected = oracle_gradients(net, batch, loss_fn)
+    assert_sqnorms(
+        gs.per_example_norms(net, batch, loss_fn), oracle_sqnorms(net, batch, loss_fn), 1e-9
+    )
+    products = flat(expected) @ flat(oracle_gradients(net, other, loss_fn)).T
+    got = gs.inner_products(net, batch, net, other, loss_fn)
+    torch.testing.assert_close(got, products, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss_fn", [by_image(embedded), padded], ids=["embedded", "padded"])
+def test_lists_are_verified_one_entry_at_a_time(loss_fn):
+    assert gs.verify(model(), given([1, 3, 2], listed=True), loss_fn).ok
+
+
+def same_for_all(m, batch):
+    x, levels = batch
+    values = torch.cat(levels)[None].expand(len(x), -1, -1)
+    rows = m["box"](x)[:, None]
+    return functional.scaled_dot_product_attention(rows, values, values).square().sum((1, 2))
+
+
+def test_lists_of_what_is_the_same_for_all_examples():
+    """There may be as many of them as there are examples."""
+    net, batch = model(), (torch.randn(3, 4).double(), list(torch.randn(3, 5, 4).double()))
+    assert_sqnorms(
+        gs.per_example_norms(net, batch, same_for_all),
+        oracle_sqnorms(net, batch, same_for_all),
+        1e-9,
+    )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_entries_of_one_example_in_the_losses_of_others_are_refused(first):
+    def losses(m, batch):
+        x, levels = batch
+        shared = m["box"](levels[0]) if first else sum(map(m["box"], levels))
+        return (m["box"](x) * shared.tanh().sum(0)).square().sum(1)
+
+    batch = torch.randn(3, 4).double(), list(torch.randn(3, 5, 4).double())
+    with pytest.raises(gs.CoupledExamplesError, match="several examples"):
+        gs.per_example_norms(model(), batch, losses)
