@@ -13,7 +13,7 @@ from gradstats.capture.operations._names import function_class_of, function_name
 from gradstats.capture.parameters._functions import note_shown
 from gradstats.capture.rules import RULES
 from gradstats.capture.uses._grafted import Registered
-from gradstats.errors import TrackingError
+from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
 class RuleHandle:
@@ -111,6 +111,24 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
         RULES[key] = rule
         undo.append(partial(RULES.pop, key))
     return RuleHandle(undo)
+
+
+class Compiled(Registered):
+    """The rule of a function of TorchScript: the Python function that it was compiled from."""
+
+    def _wrong(self, func, node, problem: str) -> UnsupportedOperationError:
+        return UnsupportedOperationError(
+            f"{function_name(func)} on {node.describe()}: the Python function that it was compiled "
+            f"from {problem}. Call one in the model that does the same with and without TorchScript"
+            f", or leave the parameter out by name with exclude={node.names!r}.",
+            node.names,
+        )
+
+
+def follow_through(script: Any, source: Callable[..., Any]) -> None:
+    """Follow a function of TorchScript through the Python function that it was compiled from."""
+    if script not in RULES:
+        RULES[script] = Compiled(source)
 
 
 class VisibleApply(staticmethod):

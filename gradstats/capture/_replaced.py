@@ -8,6 +8,7 @@ outside of contexts even ``apply``, called most often, takes a third of a micros
 from __future__ import annotations
 
 from gradstats.capture._loaders import replace_fetches
+from gradstats.capture._registered import follow_through
 from gradstats.capture.compiled._graphs import replace_call_of_backend
 from gradstats.capture.compiled._skipped import replace_frame_conversion
 from gradstats.capture.operations._opened import show_weight_of_l1_loss
@@ -35,7 +36,7 @@ def replace_in_pytorch() -> None:
     # torch.cond: it compiles its branches.
     replace_cond()
     # __call__ of TorchScript's functions and methods: what they compute is not shown.
-    replace_script_calls()
+    replace_script_calls(follow_through)
     # Parameter.__new__: of a tensor of a subclass it makes no plain parameter.
     replace_parameter_constructor()
     # Inside torch.nn.functional.l1_loss: the call that modes get is without the weight.

@@ -1,4 +1,4 @@
-"""Functions of TorchScript, of which nobody knows what they do to the examples."""
+"""Functions of TorchScript: followed through their source, or nobody knows what they do."""
 
 import pytest
 import torch
@@ -26,8 +26,36 @@ class Turned(nn.Module):
         return t.transpose(0, 1).sin()
 
 
+@torch.jit.script
+def snake(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    rows = t.reshape(t.shape[0], t.shape[1], -1)
+    return (rows + (w + 1e-9).reciprocal() * torch.sin(w * rows).pow(2)).reshape(t.shape)
+
+
+@torch.jit.script
+def combined(a: tuple[torch.Tensor, torch.Tensor], b: list[torch.Tensor], w: torch.Tensor):
+    parts = []
+    for part in b:
+        parts.append(torch.addcmul(a[1], part, a[0]).transpose(0, 1) * w)
+    return a[0], parts[0] + parts[1]
+
+
+@torch.jit.script
+def drawn(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout(t, 0.5) * w
+
+
+@torch.jit.script
+def written(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return t.mul_(2) * w
+
+
+@torch.jit.script
+def differs(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return t * w if torch.jit.is_scripting() else t * w.flip(0)
+
+
 SCRIPTS = {
-    "function": turned,
     "traced function": torch.jit.trace(lambda t: t.transpose(0, 1).sin(), torch.randn(2, 3, 2)),
     "module": torch.jit.script(Turned()),
     "traced module": torch.jit.trace(Turned(), torch.randn(2, 3, 2)),
@@ -57,11 +85,37 @@ def test_a_script_of_constants_makes_constants():
     )
 
 
-def test_a_script_with_a_parameter_is_refused():
-    check_refused(
-        lambda m, x: scaled(x, m.w), {"w": (WIDTH,)}, normal(BATCH, WIDTH),
-        match="parameter 'w'.*without passing through",
-    )  # fmt: skip
+@pytest.mark.parametrize("positions", [5, BATCH])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m, h: snake(h, m.w),
+        lambda m, h: combined((h, h + 1), [h, h.cos()], m.w)[1].transpose(0, 1),
+        lambda m, h: turned(h).transpose(0, 1) * m.w,
+    ],
+    ids=["a parameter", "lists", "data alone"],
+)
+def test_a_script_is_followed_through_its_source(run, positions):
+    """As audio codecs' activations, fused biases and associative scans are written."""
+    check_operation(
+        lambda m, x: run(m, m.layer(x)),
+        {"layer": nn.Linear(WIDTH, 2), "w": (1, 2)},
+        normal(BATCH, positions, WIDTH),
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "match"),
+    [
+        (lambda m, x: drawn(x, m.w), "without passing through"),
+        (lambda m, x: written(x + 0, m.w), "without passing through"),
+        (lambda m, x: x * scaled(m.w, m.w), "without passing through"),
+        (lambda m, x: differs(x, m.w), "compiled from returned values that differ"),
+    ],
+    ids=["draws", "writes", "of parameters", "differs"],
+)
+def test_a_script_with_a_parameter_that_cannot_be_followed(run, match):
+    check_refused(run, {"w": (WIDTH,)}, normal(BATCH, WIDTH), match=f"parameter 'w'.*{match}")
 
 
 class Scaled(nn.Module):

@@ -1,34 +1,76 @@
-"""Functions and methods of TorchScript, made visible as opaque operations.
+"""Functions and methods of TorchScript, made visible as operations.
 
 PyTorch does not show function modes what TorchScript runs. From the first context on, every call
-passes through here.
+passes through here. Functions that were compiled from a Python function which is still there, and
+that neither write nor draw random numbers, are followed through that; all others are opaque.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function
 
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._results import follow_results
 from gradstats.capture.operations._modes import innermost_mode
+from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import SCRIPTS
 from gradstats.capture.parameters._transforms import transform_level
 
 
 @cache
-def replace_script_calls() -> None:
-    """From now on, show calls of TorchScript to contexts, even if it was compiled before."""
+def replace_script_calls(follow_through: Callable[[Any, Callable[..., Any]], None]) -> None:
+    """From now on, show calls of TorchScript to contexts, even if it was compiled before.
+
+    Args:
+        follow_through: called with a script and the function through which it is followed.
+    """
     for kind in SCRIPTS:
-        kind.__call__ = _following(kind.__call__)  # type: ignore[method-assign]
+        kind.__call__ = _following(kind.__call__, follow_through)  # type: ignore[method-assign]
 
 
-def _following(call):
+def _following(call, follow_through):
     def run(script, *args, **kwargs):
-        result = call(script, *args, **kwargs)
         mode = innermost_mode()
-        outside = transform_level() is None and not is_compiling()
-        if mode is not None and outside:
-            follow_results(mode.tracker, script, args, kwargs, result)
+        if mode is None or transform_level() is not None or is_compiling():
+            return call(script, *args, **kwargs)
+        operands = operands_of(args, kwargs)
+        source = _source(script) if mode.tracker.marks.data_among(operands) else None
+        if source is not None:
+            follow_through(script, source)
+            return handle_torch_function(script, operands, *args, **kwargs)
+        result = call(script, *args, **kwargs)
+        follow_results(mode.tracker, script, args, kwargs, result)
         return result
 
     return run
+
+
+@lru_cache(maxsize=256)
+def _source(script) -> Callable[..., Any] | None:
+    """Return the Python function that a script was compiled from, if it may run once more."""
+    # What was traced, and has no name, need not do what its function does: branches were settled.
+    scripted = getattr(script, "__name__", None) == "ScriptFunction"
+    source = vars(script).get("_torchdynamo_inline") if scripted else None
+    return source if source is None or all(map(_is_pure, _steps(script.inlined_graph))) else None
+
+
+def _steps(graph) -> Iterator[Any]:
+    for step in graph.nodes():
+        yield step
+        for block in step.blocks():
+            yield from _steps(block)
+
+
+def _is_pure(step) -> bool:
+    """Whether a step of a script's graph neither writes, nor draws, nor runs Python."""
+    if not step.kind().startswith("aten::"):
+        return step.kind().startswith("prim::") and step.kind() != "prim::PythonOp"
+    name, _, overload = step.schema().partition("(")[0].removeprefix("aten::").partition(".")
+    operator = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+    tags = getattr(operator, "tags", ())
+    return "Tensor(a!" not in step.schema() and torch.Tag.nondeterministic_seeded not in tags
