@@ -1258,6 +1258,22 @@ def test_sequences_of_each_example_padded_in_the_forward(lengths, first):
     check_operation(function, {"layer": nn.Linear(4, 3), "last": nn.Linear(3, 2)}, normal(BATCH, 3))
 
 
+def test_operations_on_an_example_without_rows_at_a_level():
+    """As regions of an image are pooled level by level, whatever the operation does."""
+
+    def image(m, x):
+        regions, rows = torch.cat([x, x]), x.new_zeros(4, 12)
+        for level in (regions[:, 0] > -9, regions[:, 0] < -9):
+            chosen = level.nonzero()[:, 0]
+            rows[chosen] = torch.kron(m.layer(x[:1]), regions[chosen])
+        return rows.sum(0)
+
+    check_operation(
+        lambda m, x: torch.stack([image(m, each) for each in x]),
+        {"layer": nn.Linear(3, 4)}, normal(BATCH, 2, 3),
+    )  # fmt: skip
+
+
 def test_losses_of_one_example_against_targets_of_all_are_refused():
     check_refused(
         lambda m, x: m.first(x)[0] - x.cumsum(0), {"first": nn.Linear(4, 4)}, normal(BATCH, 4),
