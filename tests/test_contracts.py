@@ -761,9 +761,16 @@ def test_a_loss_function_that_wrote_into_its_batch_is_not_called_again():
         gs.per_example_norms(Negatives(), x, lambda model, x: squares(model, x.mul_(2)))
 
 
-def test_noise_of_weights_in_a_context_says_how_to_draw_it():
-    model, x = Noisy(), torch.randn(3, 3, dtype=torch.float64)
-    drawn = r"torch\.randn made a tensor of shape \(3, 3\).*torch\.randn_like\(weight\)"
+class Shuffled(Noisy):
+    """Weights in an order that is drawn."""
+
+    def forward(self, x):
+        return functional.linear(x, self.weight[torch.randperm(3)]).tanh().sum(1)
+
+
+def test_what_is_drawn_for_weights_in_a_context_says_how_to_draw_it():
+    model, x = Shuffled(), torch.randn(3, 3, dtype=torch.float64)
+    drawn = r"torch\.randperm made a tensor of shape \(3,\).*torch\.randn_like\(weight\)"
     refused = pytest.raises(gs.CoupledExamplesError, match=drawn)
     with refused, gs.track(model, batch_size=3) as tracker:
         tracker.backward(squares(model, x))
@@ -841,7 +848,7 @@ def test_an_error_names_what_was_taken_for_data_by_its_size():
     """A training step cannot be run again."""
 
     x = torch.randn(3, 3, dtype=torch.float64)
-    model = Quantiles()
+    model = Negatives()
     with pytest.raises(gs.GradStatsError, match=r"torch\.tensor made .*\(3,\).*register_buf"):
         with gs.track(model, batch_size=len(x)) as tracker:
             tracker.backward(squares(model, x))

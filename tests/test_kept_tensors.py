@@ -140,7 +140,7 @@ def test_all_of_a_batch_of_one_is_that_example():
 
 
 class Pulled(nn.Module):
-    """Dropout, a count of calls, and a pull towards given values, as many as there are examples."""
+    """Dropout, a count of calls, and a penalty on as many values as there are examples."""
 
     def __init__(self, counts):
         super().__init__()
@@ -150,7 +150,7 @@ class Pulled(nn.Module):
     def forward(self, x):
         if self.counts:
             self.calls += 1
-        pull = (self.layer.bias - torch.tensor([0.1, 0.2, 0.3, 0.4])).square().sum()
+        pull = self.layer.bias[torch.tensor([0, 3, 1, 2])].cumsum(0).square().sum()
         return self.layer(self.dropout(x)).square().sum(1) + pull
 
 

@@ -1295,12 +1295,31 @@ NOISE = {
     "connections that are dropped": lambda m, x: functional.linear(
         x, m.w * (torch.rand_like(m.w) > 0.5)
     ),
+    "noise of its size": lambda m, x: functional.linear(x, m.w + m.s.exp() * torch.randn(8, 4)),
+    "factors of noise": lambda m, x: functional.linear(
+        x, m.w + m.s * torch.outer(torch.randn(8).double().sign(), torch.randn(4).double())
+    ),
+    "connections chosen by size": lambda m, x: functional.linear(
+        x, torch.where(torch.rand(8, 4) > 0.5, m.w, m.s)
+    ),
+    "noise in a buffer": lambda m, x: functional.linear(
+        x, m.w * m.c.copy_(torch.randn(8)[:, None] * torch.randn(4))
+    ),
+    "given factors": lambda m, x: functional.linear(x, m.w * torch.tensor([[0.5]] * 8)),
+    "given rows": lambda m, x: functional.linear(x, m.w.index_copy(0, torch.tensor(ROWS), m.s)),
+    "levels of repeated queries": lambda m, x: (
+        m.w.expand(len(x), 8, 4) / torch.tensor([[2.0]] * 8) * x[:, None]
+    ).sum(1),
+    "noise of repeated queries": lambda m, x: (
+        (m.w.expand(len(x), 8, 4) + torch.randn(len(x), 1, 1)) * x[:, None]
+    ).sum(1),
 }
+ROWS = [3, 1, 0, 2, 7, 6, 4, 5]
 
 
 @pytest.mark.parametrize("examples", [5, 8])
 @pytest.mark.parametrize("function", NOISE.values(), ids=NOISE)
-def test_noise_in_the_form_of_a_parameter_is_no_data(function, examples):
+def test_noise_and_values_for_parameters_are_no_data(function, examples):
     """Even if it has as many rows as there are examples."""
 
     def drawn(m, x):
@@ -1309,6 +1328,7 @@ def test_noise_in_the_form_of_a_parameter_is_no_data(function, examples):
 
     model = Operation(drawn, {"w": (8, 4), "s": (8, 4)}, upstream=True)
     model.register_buffer("c", normal(8, 4))
+    model(normal(examples, 4))  # which may fill the buffer
     check_model(model, (normal(examples, 4),), uneven_loss)
 
 

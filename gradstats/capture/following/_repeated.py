@@ -20,7 +20,7 @@ from gradstats.capture.following._reductions import ATTENTION, QUANTILES, runs_o
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._results import follow_results
 from gradstats.capture.following._sequences import PRESCRIBES
-from gradstats.capture.following._taken import is_given
+from gradstats.capture.following._taken import is_drawn, is_given
 from gradstats.capture.following._writes import WRITES
 from gradstats.capture.operations._operations import (
     BLANKS,
@@ -57,10 +57,11 @@ COMPARABLE = frozenset(
 )  # fmt: skip
 
 # What may be noted on a tensor besides a layout.
-NOTHING, CONSTANT = "nothing", "constant"
+NOTHING, CONSTANT, DRAWN = "nothing", "constant", "drawn"
 
-# What was noted on the results of each kind of operation, cleared at ``MOST`` entries.
-NOTED: dict[tuple[Any, ...], tuple[Examples | str, ...]] = {}
+# What was noted on the results of each kind of operation, and whether they are of drawn values;
+# cleared at ``MOST`` entries.
+NOTED: dict[tuple[Any, ...], tuple[tuple[Examples | str, bool], ...]] = {}
 MOST = 8192
 
 
@@ -180,7 +181,7 @@ def _add_argument(marks: Marks, item: Any, key: list[Any], operands: list[Tensor
     return True
 
 
-def _note_of(marks: Marks, tensor: Tensor) -> tuple[int, ...] | str | None:
+def _note_of(marks: Marks, tensor: Tensor) -> tuple[int | str, ...] | str | None:
     """Return what was noted on a tensor; None if a key cannot hold that."""
     notes = tensor.__dict__
     constant = id(tensor) in marks.constants or id(tensor) in CONSTANTS
@@ -188,13 +189,14 @@ def _note_of(marks: Marks, tensor: Tensor) -> tuple[int, ...] | str | None:
         return CONSTANT if constant else NOTHING
     if is_given(marks, tensor):
         return None  # beside data it says nothing about the examples
+    drawn = DRAWN if marks.taken is not None and is_drawn(marks, tensor) else NOTHING
     mark = notes.get(LAYOUT)
     if mark is None or mark[0] != marks.serial:
-        return CONSTANT if constant else NOTHING
+        return CONSTANT if constant else drawn
     owned = mark[1]
     if constant or type(owned) is not Examples or owned.segments is not None:
         return None
-    return owned.batch, owned.axis, owned.fold
+    return owned.batch, owned.axis, owned.fold, drawn
 
 
 def noted(marks: Marks) -> tuple[int, int]:
@@ -214,28 +216,34 @@ def remember(
         before: ``noted`` as it was before the operation was followed.
     """
     marked, coupled = before
-    found: list[Examples | str] = []
+    found: list[tuple[Examples | str, bool]] = []
     for tensor in results:
         notes = tensor.__dict__
         layout = notes[LAYOUT][1] if LAYOUT in notes else None
-        if layout is not None and len(notes) == 1 and _note_of(marks, tensor) is not None:
-            found.append(layout)
+        drawn = bool(notes) and marks.values.held_by(tensor) == {"drawn": True}
+        others = len(notes) - drawn
+        if layout is not None and others == 1 and _note_of(marks, tensor) is not None:
+            found.append((layout, drawn))
             marked += 1
-        elif not notes:
-            found.append(CONSTANT if id(tensor) in CONSTANTS else NOTHING)
+        elif not others:
+            found.append((CONSTANT if id(tensor) in CONSTANTS else NOTHING, drawn))
         else:
             return
     if (marked, coupled) != noted(marks):
         return
     if len(NOTED) >= MOST:
         NOTED.clear()
-    NOTED[key] = () if found.count(NOTHING) == len(found) else tuple(found)
+    NOTED[key] = () if found.count((NOTHING, False)) == len(found) else tuple(found)
 
 
-def note_again(marks: Marks, results: list[Tensor], found: tuple[Examples | str, ...]) -> None:
+def note_again(
+    marks: Marks, results: list[Tensor], found: tuple[tuple[Examples | str, bool], ...]
+) -> None:
     """Note on results what was noted on those of an operation that is alike."""
-    for tensor, note in zip(results, found, strict=True):
+    for tensor, (note, drawn) in zip(results, found, strict=True):
         if note is CONSTANT:
             marks.mark_constant(tensor)
         elif isinstance(note, Examples):
             marks.mark(tensor, note)
+        if drawn:
+            marks.values.note(tensor, drawn=True)

@@ -21,7 +21,7 @@ from gradstats.capture.following._reductions import OVER_AXES
 from gradstats.capture.following._returned import follow_gradients
 from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._signatures import RENAMED, by_place, in_pytorchs_names
-from gradstats.capture.following._taken import is_given, takes_for_data, took_given, without_given
+from gradstats.capture.following._taken import note_made, takes_for_data, took_given, without_given
 from gradstats.capture.following._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
 from gradstats.capture.following._written import Change, follow_change, follow_move, follow_write
 from gradstats.capture.operations._call import Call
@@ -68,18 +68,15 @@ def follow_results(
         data = [t for t in data if t is args[0]]
     results = flatten(result) if isinstance(result, (tuple, list)) else [result]
     if data:
-        changed = args[0] if func in IN_PLACE else None
-        given = took_given(marks) and all(is_given(marks, t, writes=t is changed) for t in data)
+        own, changed = data, args[0] if func in IN_PLACE else None
         if took_given(marks) and len(data) > 1 and func not in WRITES:
             data = without_given(marks, data)
         _follow_data(tracker, func, args, kwargs, data, result, results)
         for tensor in results if marks.meetings.coupled else ():
             if isinstance(tensor, Tensor):
                 marks.meetings.couple_base(tensor, operands)
-        for tensor in [*results, changed] if given else ():
-            # Not what parameters were computed with.
-            if isinstance(tensor, Tensor) and not tensor.requires_grad:
-                marks.values.note(tensor, given=True)
+        if marks.taken is not None:
+            note_made(marks, func, results, own, changed)
         return
     # What takes its form from the model's own tensors, as noise for weights does, is no data.
     values = func in CALLERS_VALUES and not (

@@ -11,9 +11,16 @@ from gradstats.capture.following._enclosed import EnclosedTensors, buffers_besid
 from gradstats.capture.following._examples import Whole
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._nested import tensors_in
-from gradstats.capture.operations._operations import GIVEN_VALUES
+from gradstats.capture.operations._nested import rebuild, tensors_in
+from gradstats.capture.operations._operations import (
+    CONVOLUTIONS,
+    GIVEN_VALUES,
+    PRODUCTS,
+    ROW_PRODUCTS,
+)
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
+
+LAYERS = PRODUCTS | ROW_PRODUCTS | CONVOLUTIONS.keys()
 
 # Errors raised if values may belong to several examples, or it is not known to which.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
@@ -64,8 +71,7 @@ def takes_for_data(marks: Marks, function: Callable[..., Any], tensor: Tensor) -
         return False
     if given or marks.taken is None:
         marks.taken = function, tuple(tensor.shape)
-    if given:
-        marks.values.note(tensor, given=True)
+    marks.values.note(tensor, **({"given": True} if given else {"drawn": True}))
     return True
 
 
@@ -97,6 +103,55 @@ def is_given(marks: Marks, tensor: Tensor, writes: int = 0) -> bool:
     """
     given = took_given(marks) and "given" in marks.values.held_by(tensor, writes)
     return given and not tensor.requires_grad
+
+
+def is_drawn(marks: Marks, tensor: Tensor, writes: int = 0) -> bool:
+    """Do the same for a tensor of drawn values."""
+    return marks.taken is not None and "drawn" in marks.values.held_by(tensor, writes)
+
+
+def note_made(
+    marks: Marks,
+    function: Callable[..., Any],
+    results: Iterable[Any],
+    data: Iterable[Tensor],
+    changed: Any,
+) -> None:
+    """Note on results that they are of values that count as data because of their size alone.
+
+    What layers compute of drawn values is no noise of weights: those are latent variables.
+
+    Args:
+        marks, function, results: the operation and what it returned.
+        data: its operands that count as data.
+        changed: the one that it changed in place; None if there is none.
+    """
+    given = True
+    for item in data:
+        writes = item is changed
+        if not is_given(marks, item, writes):
+            given = False
+            if function in LAYERS or not is_drawn(marks, item, writes):
+                return
+    for tensor in (*results, changed):
+        # Not what parameters were computed with.
+        if isinstance(tensor, Tensor) and not tensor.requires_grad:
+            marks.values.note(tensor, **({"given": True} if given else {"drawn": True}))
+
+
+def as_constants(marks: Marks, data: Sequence[Tensor], items):
+    """Return operands with what was taken for data as constants, which leaves no mark on it."""
+
+    def constant(item):
+        if not any(item is other for other in data):
+            return item
+        # What is drawn into a buffer makes data of all that shares its memory.
+        written = marks.written.storages and item in marks.written
+        other = item.clone() if written else item.view_as(item)
+        marks.mark_constant(other)
+        return other
+
+    return rebuild(items, constant)
 
 
 def without_given(marks: Marks, data: list[Tensor]) -> list[Tensor]:

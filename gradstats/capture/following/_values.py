@@ -20,6 +20,7 @@ class Values:
         blank     it has the shape of data, but holds no example's values yet
         sum       it is a sum of terms that depend on one example each
         given     it is of given values, or of such alone, and counts as data because of its size
+        drawn     the same of drawn values, perhaps with given ones
         filling   what has been written into it, if it was blank
 
     Where a method takes ``writes``, it tells what held before a tensor's last ``writes`` changes.

@@ -19,6 +19,7 @@ from gradstats._factors import cast, compute_dtype
 from gradstats.capture.following._examples import MIXED, Examples, Mixed, Whole
 from gradstats.capture.following._indexing import as_tuple, items_of
 from gradstats.capture.following._operands import sole_example
+from gradstats.capture.following._taken import as_constants, is_drawn, is_given
 from gradstats.capture.operations._nested import (
     argument_of,
     flatten,
@@ -39,6 +40,7 @@ from gradstats.capture.operations._operations import (
 from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._slices import repeated_in
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import (
     as_data,
@@ -74,8 +76,8 @@ def broadcast(tracker: Context, func, *args, **kwargs):
     if func in ELEMENTWISE_IN_PLACE and node_of(args[0]) is not None:
         return write_data(tracker, func, args, kwargs)
     data = tracker.marks.data_among(operands)
-    if func not in ELEMENTWISE_IN_PLACE and _are_enclosed(tracker, nodes, data):
-        args, kwargs = _with_constants(tracker, data, (args, kwargs))
+    if func not in ELEMENTWISE_IN_PLACE and _are_constants(tracker, nodes, data):
+        args, kwargs = as_constants(tracker.marks, data, (args, kwargs))
         return run(tracker, func, *args, **kwargs)
     whole = None if func in ELEMENTWISE_IN_PLACE else _whole(tracker, data)
     if whole is not None:
@@ -107,15 +109,17 @@ def _is_added_to_losses(
     return all(marks.owned(item) is MIXED and marks.values.is_sum(item) for item in data)
 
 
-def _are_enclosed(tracker: Context, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:
-    """Whether data are tensors from closures or globals of the code: earlier weights, or masks.
+def _are_constants(tracker: Context, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:
+    """Whether data are earlier weights or masks, from closures or globals of the code, or noise.
 
     Asked only of what is no larger than the parameters it meets: as constants all tensors give
     exact results, but what is computed of parameters and constants should not grow.
     """
     largest = max(node.value.numel() for node in nodes)
     if not all(
-        not item.requires_grad and item.numel() <= largest and item in tracker.marks.enclosed
+        not item.requires_grad
+        and item.numel() <= largest
+        and (_is_of_weights(tracker, nodes, item) or item in tracker.marks.enclosed)
         for item in data
     ):
         return False
@@ -127,17 +131,19 @@ def _are_enclosed(tracker: Context, nodes: Sequence[Node], data: Sequence[Tensor
         return False
 
 
-def _with_constants(tracker: Context, data: Sequence[Tensor], items):
-    """Return operands with what was taken for data as constants, which leaves no mark on it."""
+def _is_of_weights(tracker: Context, nodes: Sequence[Node], item: Tensor) -> bool:
+    """Whether given or drawn values, taken for data because of their size, are of parameters.
 
-    def constant(item):
-        if not any(item is other for other in data):
-            return item
-        view = item.view_as(item)
-        tracker.marks.mark_constant(view)
-        return view
-
-    return rebuild(items, constant)
+    As the noise of a layer with as many units as there are examples is. Beside parameters that were
+    repeated for the batch they may have a row for each copy.
+    """
+    marks = tracker.marks
+    if marks.taken is None or not (is_drawn(marks, item) or is_given(marks, item)):
+        return False
+    if not any(repeated_in(node, tracker.batch_size) for node in nodes):
+        return True
+    layout, dims = marks.layout_of(item), max(len(node.shape) for node in nodes)
+    return layout is not None and layout.axis + dims - item.dim() > 0
 
 
 def _product_or_sum(

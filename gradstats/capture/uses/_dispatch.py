@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._signatures import RENAMED, in_pytorchs_names
+from gradstats.capture.following._taken import as_constants, is_given
 from gradstats.capture.operations._memory import unwrapped
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of, rebuild, tensors_in
@@ -102,12 +103,15 @@ def dispatch(
                 kwargs = in_pytorchs_names(func, kwargs)
             return rule(tracker, func, *args, **kwargs)
         if not is_compiling():
-            # A size that stands in the batch, as that of an image, belongs to no example.
-            sized = rebuild(args, _number), rebuild(kwargs, _number)
-            left = [item for item in operands_of(*sized) if node_of(item) is None]
-            if not any(map(tracker.marks.is_data, left)):
+            # A size that stands in the batch, as that of an image, belongs to no example. Nor
+            # need values that the forward was given, such as the numbers of some rows.
+            marks = tracker.marks
+            given = [item for item in operands if node_of(item) is None and is_given(marks, item)]
+            sized, named = rebuild(as_constants(marks, given, (args, kwargs)), _number)
+            left = [item for item in operands_of(sized, named) if node_of(item) is None]
+            if not any(map(marks.is_data, left)):
                 with suppress(TypeError):  # where it takes tensors alone
-                    return _without_data(tracker, func, *sized, nodes[0])
+                    return _without_data(tracker, func, sized, named, nodes[0])
         return _without_rule(func, nodes, args, kwargs)
 
 
