@@ -344,5 +344,36 @@ def test_statistics_of_one_example_alone(size):
 def test_a_layer_of_the_model_that_takes_statistics_of_the_batch():
     """Refused also where no gradient passes through it."""
     model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1)).double()
-    with pytest.raises(gs.CoupledExamplesError, match="batch normalisation in training mode"):
+    with pytest.raises(gs.CoupledExamplesError, match=r"in training mode.*torch\.no_grad\(\)"):
         gs.per_example_norms(model, torch.randn(3, 4).double(), lambda m, x: m(x).squeeze(1))
+
+
+@pytest.mark.parametrize("size", [2, WIDTH, HIDDEN])
+@pytest.mark.parametrize("parameters", [None, "student.*"])
+def test_a_teacher_that_is_a_part_of_the_model(parameters, size):
+    """In training mode, where no gradients are recorded; a reentrant checkpoint records them."""
+    model = nn.ModuleDict({"student": generator(), "teacher": standardised_generator()})
+    x = torch.randn(size, 4).double()
+
+    def losses(m, x):
+        with torch.no_grad():
+            target = m["teacher"](x)
+        return (m["student"](x) - target).square().sum(1)
+
+    expected = squared(gradients(model["student"], x, lambda m, x: losses(model, x)))
+    expected = {f"student.{name}": value for name, value in expected.items()}
+    if parameters is None:
+        zeros = torch.zeros(size).double()
+        expected |= {f"teacher.{name}": zeros for name, _ in model["teacher"].named_parameters()}
+    stats = gs.per_example_norms(model, x, losses, parameters=parameters)
+    assert_sqnorms(stats, expected, 1e-9)
+    with gs.track(model, batch_size=size, parameters=parameters) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+    def through(m, x):
+        x = x.clone().requires_grad_()
+        return checkpoint(m["teacher"], x, use_reentrant=True).square().sum(1)
+
+    with pytest.raises(gs.CoupledExamplesError, match="in training mode"):
+        gs.per_example_norms(model, x, through)

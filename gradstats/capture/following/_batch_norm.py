@@ -1,11 +1,13 @@
 """Batch normalisation, refused if it takes its statistics from the batch.
 
 By layers of other modules than the model, such as a generator or a teacher, it is refused only
-where a loss's gradient passes through it: what they make of the batch is given.
+where a loss's gradient passes through it: what they make of the batch is given. So is what the
+model's own layers make where no gradients are recorded.
 """
 
 from __future__ import annotations
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradstats.capture.operations._modes import ContextMode
@@ -18,7 +20,7 @@ def check_statistics(
     weight=None, bias=None, training=False, *_, **__,
 ) -> None:  # fmt: skip
     """Check a batch normalisation of data before it runs."""
-    if not mode.tracker.marks.is_of_data(input) or _is_noted(mode, running_mean):
+    if not mode.tracker.marks.is_of_data(input) or _is_given(mode, running_mean):
         return
     try:
         check_batch_norm(running_mean, weight, bias, training)
@@ -31,17 +33,22 @@ def check_native_statistics(
     mode: ContextMode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
     """The same for ``torch.batch_norm``, which all others call."""
-    if mode.tracker.marks.is_of_data(input) and not _is_noted(mode, running_mean):
+    given = _is_given(mode, running_mean)
+    if mode.tracker.marks.is_of_data(input) and not given:
         check_batch_norm(running_mean, weight, bias, training)
 
 
-def _is_noted(mode: ContextMode, running_mean) -> bool:
-    """Whether the graph shows if a gradient passes, by a layer of another module than the model.
+def _is_given(mode: ContextMode, running_mean) -> bool:
+    """Whether no gradient passes, or the graph shows if one does: by a layer of another module.
 
     It does not show what is computed inside an autograd Function.
     """
+    if mode.tracker.functions.seen is not None:
+        return False
+    if not torch.is_grad_enabled():
+        return True
     modules = mode.tracker.modules
-    if mode.tracker.functions.seen is not None or running_mean is None or not modules:
+    if running_mean is None or not modules:
         return False
     return all(buffer is not running_mean for buffer in modules[0].buffers())
 
@@ -67,7 +74,8 @@ def check_batch_norm(running_mean, weight, bias, training: bool) -> None:
         mode = "in training mode"
         remedy = (
             "Got statistics of the batch, expected running statistics. Call model.eval() first, or "
-            ".eval() on these layers alone, or replace them by GroupNorm."
+            ".eval() on these layers alone, or replace them by GroupNorm. Where no gradient is to "
+            "pass, as through a teacher's layers, run them under torch.no_grad()."
         )
     raise CoupledExamplesError(
         f"batch normalisation {mode}{owner} mixes the examples of a batch: each loss depends on "
