@@ -884,3 +884,23 @@ def test_values_of_others_that_are_given_are_reported():
     assert coupling.name == "coupling" and "as given" in coupling.detail
     expected = oracle_sqnorms(model, batch, policy)
     assert_sqnorms(gs.per_example_norms(model, batch, policy), expected, 1e-9)
+
+
+@pytest.mark.parametrize("other", ["given", "divided"])
+def test_a_generator_in_training_mode_beside_the_model(other):
+    """What it makes of the batch is given; its buffers are as they were."""
+    generate = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    critic, z = nn.Linear(4, 1).double(), torch.randn(6, 3).double()
+
+    def losses(m, z):
+        found = functional.softplus(m(generate(z).detach())).squeeze(1)
+        return found / found.detach().mean() if other == "divided" else found
+
+    before = {name: value.clone() for name, value in generate.state_dict().items()}
+    report = gs.verify(critic, z, losses)
+    assert all(torch.equal(before[name], now) for name, now in generate.state_dict().items())
+    assert all(module.training for module in generate.modules())
+    (coupling,) = (check for check in report.checks if check.name == "coupling")
+    assert report.ok is coupling.ok is (other == "given")
+    assert ("beside the model (Sequential) in eval mode" in coupling.detail) is report.ok
+    assert_sqnorms(gs.per_example_norms(critic, z, losses), oracle_sqnorms(critic, z, losses), 1e-9)

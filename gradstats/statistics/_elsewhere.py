@@ -40,6 +40,35 @@ class Elsewhere:
             numbers: of the examples.
             random: whether each forward draws other random numbers.
         """
+        examples, check = self._compare(numbers, random)
+        if check.ok is False:
+            check = self._as_given(numbers, random) or check
+        return examples, check
+
+    def _as_given(self, numbers: Sequence[int], random: bool) -> Check | None:
+        """Return what is found with other modules in eval mode; None if the same, or none trains.
+
+        A generator in training mode may normalise by the batch what a discriminator is given.
+        """
+        beside = self._subject.beside
+        training = [inner for each in beside for inner in each.modules() if inner.training]
+        if not training:
+            return None
+        try:
+            for module in training:
+                module.training = False
+            found = self._compare(numbers, random)[1]
+        finally:
+            for module in training:
+                module.training = True
+        names = ", ".join(dict.fromkeys(type(module).__name__ for module in beside))
+        detail = (
+            f"{found.detail}, with the modules beside the model ({names}) in eval mode: what they "
+            "make of the whole batch in training mode is taken as given"
+        )
+        return None if found.ok is False else Check("coupling", found.ok, detail)
+
+    def _compare(self, numbers: Sequence[int], random: bool) -> tuple[list[Example], Check]:
         examples: list[Example] = []
         checks: list[Check] = []
         for number in numbers:

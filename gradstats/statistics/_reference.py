@@ -38,15 +38,17 @@ class Subject:
         model, batch: a float64 copy, or the user's own.
         dtype: the lowest precision among the parameters.
         description: of the two, for the report.
+        beside: other modules that the loss uses.
     """
 
     model: nn.Module
     batch: Any
     dtype: torch.dtype
     description: str
+    beside: list[nn.Module]
 
     def __post_init__(self):
-        self.state = State(self.model)
+        self.state = State(self.model, self.beside)
 
     def losses(self, loss_fn: LossFunction) -> Any:
         """Return what the loss function gives for the batch, with the first state again."""
@@ -64,12 +66,15 @@ class Subject:
         return [every[name] for name in names]
 
 
-def choose_subject(model: nn.Module, batch: Any, loss_fn: LossFunction, state: State) -> Subject:
+def choose_subject(
+    model: nn.Module, batch: Any, loss_fn: LossFunction, state: State, beside: list[nn.Module]
+) -> Subject:
     """Return a float64 copy of model and batch where that works, else the model itself.
 
     Args:
         model, batch, loss_fn: the user's.
         state: of the model; what a forward changes of it is put back.
+        beside: other modules that the loss uses.
     """
     # Compiled code is checked by the runs on the model itself.
     inner = getattr(model, "_orig_mod", model)
@@ -78,7 +83,7 @@ def choose_subject(model: nn.Module, batch: Any, loss_fn: LossFunction, state: S
         try:
             subject = Subject(
                 model_to_float64(inner), to_float64(batch), torch.float64,
-                "float64 on a copy of the model",
+                "float64 on a copy of the model", beside,
             )  # fmt: skip
             own, copied = (select_parameters(each, None, ()) for each in (inner, subject.model))
             alike = copied.keys() == own.keys() and all(
@@ -104,7 +109,7 @@ def choose_subject(model: nn.Module, batch: Any, loss_fn: LossFunction, state: S
     dtypes = [p.dtype for p in model.parameters() if p.dtype in TOLERANCE]
     dtype = max(dtypes, key=TOLERANCE.__getitem__, default=torch.float32)
     name = str(dtype).removeprefix("torch.")
-    return Subject(model, batch, dtype, f"{name} on the model itself, because {reason}")
+    return Subject(model, batch, dtype, f"{name} on the model itself, because {reason}", beside)
 
 
 class Example:

@@ -101,10 +101,14 @@ class State:
 
     Of tables those whose rows are shortened where they are looked up (``max_norm``). ``restore``
     makes the next forward the same as the one after construction.
+
+    Args:
+        model: the model.
+        beside: other modules that its loss uses.
     """
 
-    def __init__(self, model: nn.Module):
-        modules = list(model.modules())
+    def __init__(self, model: nn.Module, beside: Iterable[nn.Module] = ()):
+        modules = [inner for each in (model, *beside) for inner in each.modules()]
         self._buffers = [
             (module, name, buffer, buffer.detach().clone())
             for module in modules
@@ -135,9 +139,9 @@ class State:
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Iterator[State]:
+def state_kept(model: nn.Module, beside: Iterable[nn.Module] = ()) -> Iterator[State]:
     """Restore the state after a block."""
-    state = State(model)
+    state = State(model, beside)
     try:
         yield state
     finally:

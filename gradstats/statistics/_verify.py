@@ -15,6 +15,7 @@ from gradstats._values import integer
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._sharded import is_sharded
 from gradstats.capture._survey import Survey, survey
+from gradstats.capture.following._enclosed import modules_beside
 from gradstats.errors import GradStatsError, TrackingError
 from gradstats.statistics._arguments import (
     LossFunction,
@@ -63,8 +64,9 @@ def verify(
       sample of examples, in float64 on a copy of the model where one can be made;
     - *coupling*: each example has the same loss and gradient alone as in its batch. This fails with
       batch normalisation in training mode, contrastive losses, or losses divided by a quantity of
-      the whole batch. If the forward is random (dropout), the example is instead compared with
-      itself among other examples under the same random numbers;
+      the whole batch. What other modules that the loss uses make in training mode is taken as
+      given, if it is the same with these in eval mode. If the forward is random (dropout), the
+      example is instead compared with itself among other examples under the same random numbers;
     - *padding*: where the batch is a mapping with an ``attention_mask``, an example without its
       trailing padding has the same loss and gradient;
     - *determinism*: two runs on the model itself give the same bits;
@@ -73,7 +75,8 @@ def verify(
     Args:
         model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, fallback: as
             for per_example_norms. The model's parameters, buffers, gradients, mode and the random
-            generators are left as they were; your hooks run as in any forward.
+            generators are left as they were, and the buffers of other modules that the loss uses;
+            your hooks run as in any forward.
         examples: how many examples to compare, spread over the batch.
         tolerance: largest relative error of a squared norm; by default 1e-6 in float64, 1e-3 in
             float32, 0.05 in float16, 0.1 in bfloat16.
@@ -119,10 +122,13 @@ def verify(
         "workspace": workspace,
         "fallback": fallback,
     }
-    with state_kept(model) as state, torch.enable_grad():
+    own = set(model.modules())
+    beside = [module for module in modules_beside(loss_fn) if module not in own]
+    with state_kept(model, beside) as state, torch.enable_grad():
         verification = Verification(
-            model, batch, on_a_copy(loss_fn), options, selected, division, chosen, tolerance, state
-        )
+            model, batch, on_a_copy(loss_fn), options, selected, division, chosen, tolerance, state,
+            beside,
+        )  # fmt: skip
         return verification.run()
 
 
@@ -140,6 +146,7 @@ class Verification:
         examples: list[int],
         tolerance: float | None,
         state: State,
+        beside: list[nn.Module],
     ):
         self.model, self.batch, self.loss_fn = model, batch, loss_fn
         self.options, self.selected = options, list(selected)
@@ -152,7 +159,7 @@ class Verification:
         self.operations: dict[str, list[str]] = {}
         # Parameters used where neither a forward nor torch.autograd.grad shows it.
         self.hidden: list[str] = []
-        self.subject = choose_subject(model, batch, loss_fn, state)
+        self.subject = choose_subject(model, batch, loss_fn, state, beside)
         self.tolerance = TOLERANCE[self.subject.dtype] if tolerance is None else tolerance
 
     def run(self) -> VerifyReport:

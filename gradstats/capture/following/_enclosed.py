@@ -105,10 +105,15 @@ def buffers_beside(loss_fn: Any) -> list[Tensor]:
     Searched before each call, and so less far: not in long lists and dicts.
     """
     found: list[Tensor] = []
-    for module in _reached([loss_fn], nn.Module, LONGEST_OF_MODULES):
+    for module in modules_beside(loss_fn):
         with suppress(Exception):  # it may not be initialised
             found.extend(module.buffers())
     return found
+
+
+def modules_beside(loss_fn: Any) -> Iterator[nn.Module]:
+    """Yield the modules that a loss function uses, but for what they hold."""
+    return _reached([loss_fn], nn.Module, LONGEST_OF_MODULES)
 
 
 def _reached(sources: Iterable[Any], kind: type, longest: int) -> Iterator[Any]:
