@@ -73,6 +73,33 @@ def test_what_has_no_rule_comes_out_exact(batch, hidden, workspace):
     assert_unchanged(model, state)
 
 
+class ClassTokens(nn.Module):
+    """Takes the token of its class, which all rows have, from those of the first frames."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.body = nn.Parameter(torch.randn(1, 1, 6)), nn.Linear(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        frames = self.body(x.flatten(0, 1))
+        frames = torch.cat([self.token.expand(len(frames), 1, -1), frames.unsqueeze(1)], 1)
+        token, rest = frames[: len(x), :1], frames[:, 1].unflatten(0, (-1, 2))
+        return self.head(torch.cat([token, rest], 1).tanh()).mean(1)
+
+
+def test_all_parameters_where_it_is_not_known_whose_the_losses_are():
+    """As in TimeSformer."""
+    model = ClassTokens().double()
+    batch = torch.randn(B, 2, 4, dtype=torch.float64), torch.randint(3, (B,))
+    with pytest.raises(gs.ExampleAxisError, match=r'fallback="vmap"'):
+        gs.per_example_norms(model, batch, classify)
+    with pytest.raises(gs.ExampleAxisError, match=r'which loss .* fallback="vmap"'):
+        gs.per_example_norms(model, batch, classify, exclude=["head.*"])
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_gradients_are_those_before_hooks(batch, hidden):
     """With a rule and without: hooks may scale or mask what arrives in .grad."""
@@ -213,7 +240,7 @@ def test_rows_in_an_order_of_their_own():
             out = there.t() @ self.layer(there @ flat)
             return self.head(out.view(*x.shape[:2], 3).mean(1))
 
-    batch = torch.randn(B, 4, 4, dtype=torch.float64), torch.randint(3, (B,))
+    batch = torch.randn(B, 2, 4, dtype=torch.float64), torch.randint(3, (B,))
     model = Routes().double()
     with pytest.raises(gs.ExampleAxisError, match=r'fallback="vmap"'):
         gs.per_example_norms(model, batch, classify)

@@ -154,12 +154,14 @@ class Fallback:
                     raise
                 break
             except (UnsupportedOperationError, ExampleAxisError) as error:
-                if not self._selected.keys() & (set(error.parameters) - self._unserved.keys()):
+                # Which losses are whose may not be known either: then no parameter is named.
+                named = set(error.parameters) or set(self._selected)
+                if not self._selected.keys() & (named - self._unserved.keys()):
                     raise
                 self._before.restore()
                 lists = self._division.lists_of_entries(self._batch)
                 found = survey(self._model, self._batch, self._loss_fn, lists, **self._options)
-                refused = {*self._unserved, *error.parameters, *found.refused}
+                refused = {*self._unserved, *named, *found.refused}
                 self._unserved = {n: p for n, p in self._selected.items() if n in refused}
                 self._hidden |= bool(found.functions.inside)
                 self._before.restore()

@@ -93,7 +93,8 @@ def _refusal_of_lost(marks: Marks, losses: Tensor) -> ExampleAxisError | Coupled
         "or what was combined with them, were moved or reduced along the example axis in a way "
         f"that cannot be followed. {IF_A_CONSTANT} {MADE_OF_THE_BATCH} Expected losses in the "
         "order of the batch, each of one example: reduce each example's own rows, or put rows back "
-        "by indexing; if you know whose loss each is, say so with gs.assign_rows."
+        "by indexing; if you know whose loss each is, say so with gs.assign_rows; "
+        'per_example_norms(..., fallback="vmap") computes all parameters one example at a time.'
     )
 
 

@@ -145,9 +145,12 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
         "If examples are folded together with positions or moved to another axis, keep the example "
         "axis as it is up to this operation; if they are taken out one by one, take x[i : i + 1].",
         IF_KNOWN,
-        'Otherwise per_example_norms(..., fallback="vmap") computes this parameter one example at '
-        "a time, and exclude= leaves it out.",
     ]
+    if met is None:  # otherwise the losses are coupled, whatever becomes of this parameter
+        remedies.append(
+            'Otherwise per_example_norms(..., fallback="vmap") computes this parameter one example '
+            "at a time, and exclude= leaves it out."
+        )
     listed = "".join(f"\n  - {remedy}" for remedy in remedies)
     return ExampleAxisError(
         f"{function_name(func)} on {node.describe()}: which example each row of its data belongs "
