@@ -11,7 +11,7 @@ from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import are_of_one, locate
-from gradstats.capture.rules._products import cast_data, linear_layer, own_slices, product_factors
+from gradstats.capture.rules._products import cast_data, linear_layer, own_parts, product_factors
 from gradstats.capture.rules._summed import Part, summed
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _addmm(tracker: Context, func, input, mat1, mat2, *, beta=1, alpha=1):
 
 def _baddbmm(tracker: Context, func, input, batch1, batch2, *, beta=1, alpha=1):
     """β·input + α·batch1 batch2."""
-    batch1, batch2 = own_slices(tracker, batch1, batch2)
+    batch1, batch2 = own_parts(tracker, func, batch1, batch2)
     if all(node_of(item) is None for item in (input, batch1, batch2)):
         return func(input, batch1, batch2, beta=beta, alpha=alpha)
     return _scaled_sum(tracker, func, torch.bmm, input, batch1, batch2, beta, alpha)

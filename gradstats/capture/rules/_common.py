@@ -245,11 +245,6 @@ def cast_for_autocast(tracker: Context, data: Tensor) -> Tensor:
     return cast
 
 
-def in_order(tensor: Tensor, axis: int, order: Tensor | None) -> Tensor:
-    """Return a tensor with the rows along an axis in an order; None for that in which they are."""
-    return tensor if order is None else tensor.index_select(axis, order)
-
-
 def run(tracker: Context, func, *args, **kwargs):
     """Run an operation from within a rule: through its own rule where an operand is tracked."""
     operands = operands_of(args, kwargs)
@@ -278,19 +273,14 @@ def rows_along(
     return layouts[0] if layouts else Examples(tracker.batch_size, axis)
 
 
-def slices_of(tracker: Context, item: Tensor, axis: int, sizes: tuple[int, int]) -> Tensor:
-    """Return a tracked tensor with an axis divided into that of the examples and of their rows."""
-    copies = _copies(tracker, node_of(item), axis, sizes)
-    return derive(tracker, Tensor.unflatten, (item, axis, sizes), {}) if copies is None else copies
-
-
-def _copies(
-    tracker: Context, node: Node | None, axis: int, sizes: tuple[int, int]
-) -> Tensor | None:
-    """Return the same of a tensor that was repeated for the batch, as an expansion.
+def _copies(tracker: Context, node: Node, axis: int, sizes: tuple[int, int]) -> Tensor | None:
+    """Return a tensor that was repeated for the batch, with an axis divided, as an expansion.
 
     Of that the gradient of an example is one of what was repeated. None where it was not, or along
     another axis.
+
+    Args:
+        axis, sizes: the axis, divided into that of the examples and that of their rows.
     """
     transposes: list[Derived] = []
     while isinstance(node, Derived) and _transposes_later_axes(node):
@@ -326,7 +316,10 @@ def _rows_of(tracker: Context, func, node: Node, item: Tensor, examples: Example
         return derive(tracker, Tensor.narrow, (item, axis, 0, 1), {})
     if examples.segments is None:
         # Along an axis of their own an example's rows are one slice.
-        apart = slices_of(tracker, item, axis, (examples.batch, examples.fold))
+        sizes = examples.batch, examples.fold
+        apart = _copies(tracker, node, axis, sizes)
+        if apart is None:
+            apart = derive(tracker, Tensor.unflatten, (item, axis, sizes), {})
         slices = as_data(tracker, func, node, apart, Examples(examples.batch, axis))
         return slices.flatten(axis, axis + 1)
     ids = torch.arange(examples.rows, device=item.device)

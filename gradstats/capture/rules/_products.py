@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,17 +17,15 @@ from gradstats.capture.operations._operations import AXES_OF_FACTORS, PRODUCTS
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
-from gradstats.capture.parameters._tensors import first_node, node_of, value_of, wrap
+from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of, wrap
 from gradstats.capture.rules._common import (
     are_of_one,
+    as_data,
     autocast_dtype,
     bare,
     cast_for_autocast,
-    check_rows,
-    in_order,
     locate,
     run,
-    slices_of,
 )
 from gradstats.capture.rules._summed import Part, summed
 from gradstats.capture.uses._grafted import Composed
@@ -36,7 +34,6 @@ from gradstats.capture.uses._layer import LayerUse
 from gradstats.capture.uses._linear import LinearFactors, by_rows, is_pytorchs_own
 from gradstats.capture.uses._product import ProductFactor
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
-from gradstats.capture.uses._views import ExampleLayout, example_view
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -122,10 +119,7 @@ def matmul(tracker: Context, func, input, other=None, **kwargs):
         return func(value_of(input), value_of(other))  # which PyTorch refuses
     if node_of(input) is None and other.dim() == 2 <= input.dim() and not other.is_complex():
         return linear_layer(tracker, func, input, other, None, inputs_first=True)
-    rows = _own_rows(tracker, [input, other], *matrix_product(input.dim(), other.dim()))
-    if rows is not None:
-        return Composed(rows)(tracker, func, input, other)
-    input, other = own_slices(tracker, input, other)
+    input, other = own_parts(tracker, func, input, other)
     if node_of(input) is None and node_of(other) is None:
         return func(input, other)
     input, other = cast_data(tracker, input), cast_data(tracker, other)
@@ -134,81 +128,49 @@ def matmul(tracker: Context, func, input, other=None, **kwargs):
     return tap([node], free_of_views(result), factors, x)
 
 
-def own_slices(tracker: Context, *operands: Tensor) -> list[Tensor]:
-    """Show each example its own slice of a tracked operand that has one for every example.
+def own_slices(
+    tracker: Context,
+    func,
+    operands: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    specs: Sequence[list[str]],
+    out: list[str],
+) -> list[Tensor]:
+    """Return two operands, with a tracked one as data if it has a slice for each row of examples.
 
     What was made of parameters after they were repeated for the batch is such an operand: latent
     queries, relative positions. It meets data as data do. A parameter itself holds nothing of any
     example, even where a size agrees with the batch's.
+
+    Args:
+        sources: what the operands were before they were repeated.
+        specs, out: the index lists of the operands and of the result.
     """
     shown = list(operands)
-    for position, operand in enumerate(operands):
-        data = operands[1 - position]
-        node = node_of(operand)
-        if not isinstance(node, Derived) or not tracker.marks.is_of_data(data):
+    for place, (item, source) in enumerate(zip(operands, sources, strict=True)):
+        node, x = node_of(item), operands[1 - place]
+        if not isinstance(node, Derived) or not tracker.marks.is_of_data(x):
             continue
-        layout = tracker.marks.layout_of(data)
-        if layout is None or not layout.plain:
+        layout = tracker.marks.layout_of(x)
+        letter = None if layout is None else specs[1 - place][layout.axis]
+        if layout is None or letter not in out or letter not in specs[place]:
             continue
-        # Batch axes line up from the right.
-        shape, axis = _repeated_source(operand, data).shape, layout.axis - data.dim()
-        if -len(shape) <= axis < -2 and shape[axis] == tracker.batch_size:
-            own = ExampleLayout(operand.dim(), layout.along(operand.dim() + axis))
-            shown[position] = example_view(node, own)
+        axis = specs[place].index(letter)
+        own = axis - item.dim() + source.dim()
+        if own >= 0 and source.shape[own] == layout.rows:
+            shown[place] = as_data(tracker, func, node, item, layout.along(axis))
     return shown
+
+
+def own_parts(tracker: Context, func, input: Tensor, other: Tensor) -> list[Tensor]:
+    """Do the same for the operands of a product of matrices."""
+    sources = _repeated_source(input, other), _repeated_source(other, input)
+    specs, out = matrix_product(input.dim(), other.dim())
+    return own_slices(tracker, func, (input, other), sources, specs, out)
 
 
 def cast_data(tracker: Context, item: Tensor) -> Tensor:
     return cast_for_autocast(tracker, item) if node_of(item) is None else item
-
-
-def _own_rows(
-    tracker: Context, operands: list[Tensor], specs: list[list[str]], out: list[str]
-) -> Callable[..., Tensor] | None:
-    """Return what computes a product in which every row of folded examples has a part of its own.
-
-    As relative positions have that were repeated for the batch and its heads. None for other
-    products, unless rows must be sorted by example first. Called with the operands behind whatever
-    stands before them.
-    """
-    tracked = [isinstance(node_of(operand), Derived) for operand in operands]
-    if tracked not in ([True, False], [False, True]):
-        return None
-    param, data = tracked.index(True), tracked.index(False)
-    layout = (
-        tracker.marks.layout_of(operands[data]) if tracker.marks.is_data(operands[data]) else None
-    )
-    if layout is None or layout.plain or not layout.even:
-        return None
-    letter = specs[data][layout.axis]
-    if letter not in out or letter not in specs[param]:
-        return None
-    if operands[param].shape[specs[param].index(letter)] != layout.rows:
-        return None
-    row = _unused((*specs, out))
-    terms = ["".join(_beside(letter, row, spec)) for spec in (*specs, out)]
-    equation = "{},{}->{}".format(*terms)
-    axes = [spec.index(letter) for spec in (*specs, out)]
-    sizes = (layout.batch, layout.rows // layout.batch)
-    order = layout.order
-    if order is not None:
-        tracker.marks.mark_constant(order)
-
-    def unfold(item: Tensor, axis: int) -> Tensor:
-        if order is None and node_of(item) is not None:
-            return slices_of(tracker, item, axis, sizes)
-        unfolded = in_order(item, axis, order).unflatten(axis, sizes)
-        if node_of(item) is None:
-            # Also where packed examples have one row each, which following leaves packed.
-            tracker.marks.place(unfolded, Examples(layout.batch, axis))
-        return unfolded
-
-    def multiply(*items) -> Tensor:
-        unfolded = map(unfold, items[-2:], axes)
-        result = torch.einsum(equation, *unfolded).flatten(axes[2], axes[2] + 1)
-        return in_order(result, axes[2], None if order is None else order.argsort())
-
-    return multiply
 
 
 def product_factors(tracker: Context, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
@@ -280,31 +242,12 @@ def _unused(specs: Sequence[list[str]]) -> str:
     return next(c for c in string.ascii_letters if not any(c in spec for spec in specs))
 
 
-def _beside(index: str, new: str, spec: list[str]) -> list[str]:
-    """Return an index list with a new index behind another."""
-    return [item for old in spec for item in ([old, new] if old == index else [old])]
-
-
 def einsum(tracker: Context, func, equation, *operands):
     """Two-operand contractions in Einstein's notation, one operand tracked."""
-    node = first_node(*operands)
     inputs, out = parse_equation(equation, operands)
-    param, data = (0, 1) if node_of(operands[0]) is not None else (1, 0)
-    rows = _own_rows(tracker, list(operands), inputs, out)
-    if rows is not None:
-        return Composed(rows)(tracker, func, equation, *operands)
-    layout = (
-        tracker.marks.layout_of(operands[data]) if tracker.marks.is_data(operands[data]) else None
-    )
-    repeats = isinstance(node, Derived) and layout is not None and layout.plain
-    if layout is not None and repeats and inputs[data][layout.axis] in {*out} & {*inputs[param]}:
-        # Each example has its own slice of the parameter.
-        axis = inputs[param].index(inputs[data][layout.axis])
-        own = ExampleLayout(len(inputs[param]), layout.along(axis))
-        check_rows(func, node, own, [operands[param]])
-        views = list(operands)
-        views[param] = example_view(node, own)
-        return func(equation, *views)
+    operands = tuple(own_slices(tracker, func, operands, operands, inputs, out))
+    if not nodes_of(operands):
+        return func(equation, *operands)
     result = func(equation, *(value_of(operand) for operand in operands))
     operands = tuple(cast_data(tracker, operand) for operand in operands)
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
