@@ -8,15 +8,14 @@ from torch.nn import functional
 
 import gradstats as gs
 from tests.oracle import assert_sqnorms
-from tests.rules.operation import Operation, check_operation, uneven_loss
+from tests.rules.operation import Operation, check_operation, check_refused, uneven_loss
 
 MODES = [
     (mode, padding, corners)
     for mode in ("bilinear", "nearest")
-    for padding in ("zeros", "border", "reflection")
+    for padding in ("zeros", "border")
     for corners in (True, False)
 ]
-CUBIC = [("bicubic", *others) for mode, *others in MODES if mode == "bilinear"]
 
 
 def places(*shape: int) -> torch.Tensor:
@@ -30,7 +29,7 @@ SIZES = ((3, 4, 5), (2, 3, 3), (2, 1, 4))
 
 @pytest.mark.parametrize(
     "mode, padding, corners, sizes",
-    [(*way, sizes) for way, sizes in zip(MODES + CUBIC, itertools.cycle(SIZES), strict=False)],
+    [(*way, sizes) for way, sizes in zip(MODES, itertools.cycle(SIZES), strict=False)],
 )
 def test_points_of_all_examples_in_one_grid(mode, padding, corners, sizes):
     def function(m, x):
@@ -39,6 +38,15 @@ def test_points_of_all_examples_in_one_grid(mode, padding, corners, sizes):
         return found[0, :, 0].T * 2
 
     check_operation(function, {"plane": (1, *sizes)}, places(3, 2))
+
+
+@pytest.mark.parametrize("mode, padding", [("bicubic", "zeros"), ("bilinear", "reflection")])
+def test_other_samples_of_one_image_are_refused(mode, padding):
+    def function(m, x):
+        grid = x.reshape(1, 1, -1, 2)
+        return functional.grid_sample(m.plane, grid, mode, padding, align_corners=False)[0, :, 0].T
+
+    check_refused(function, {"plane": (1, 2, 4, 5)}, places(3, 2), match="one image")
 
 
 @pytest.mark.parametrize("mode, padding, corners", MODES)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture.following._examples import Examples
+from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data, locate, rows_along, run
 from gradstats.capture.rules._embedding import table_rows
@@ -39,6 +40,10 @@ def grid_sample(
 
 
 def _of_one_image(tracker: Context, func, input, grid, examples, mode, padding_mode, align_corners):
+    if mode == "bicubic" or padding_mode == "reflection":
+        reason = f"of one image for all examples, with {mode=} and {padding_mode=}, has no rule"
+        remedy = 'Use mode="bilinear" and padding_mode="border".'
+        refuse(func, first_node(input), reason, remedy)
     result = func(value_of(input), grid, mode, padding_mode, align_corners)
     table = run(tracker, Tensor.flatten, run(tracker, Tensor.movedim, input, 1, -1), 0, -2)
     sizes = (input.shape[0], *input.shape[2:])
@@ -95,45 +100,13 @@ class SampleFactors:
 
     def _neighbours(self, place: Tensor, size: int) -> Sequence[tuple[Tensor, Tensor]]:
         """Return the points next to places along one axis, with their shares."""
-        if self.align_corners:
-            place, ends = (place + 1) / 2 * (size - 1), (0.0, size - 1.0)
-        else:
-            place, ends = ((place + 1) * size - 1) / 2, (-0.5, size - 0.5)
-        if self.mode == "bicubic":
-            first = place.floor()
-            points = [first + step for step in (-1, 0, 1, 2)]
-            shares = map(_cubic, (place - point for point in points))
-            return [*zip((self._inside(p, ends, size) for p in points), shares, strict=True)]
-        place = self._inside(place, ends, size)
+        place = (place + 1) / 2 * (size - 1) if self.align_corners else ((place + 1) * size - 1) / 2
+        if self.padding_mode == "border":
+            place = place.clamp(0, size - 1)
         if self.mode == "nearest":
             return [(place.round(), torch.ones_like(place))]
         first = place.floor()
         return [(first, first + 1 - place), (first + 1, place - first)]
-
-    def _inside(self, place: Tensor, ends: tuple[float, float], size: int) -> Tensor:
-        """Return where the image is read for places that may lie outside of it."""
-        if self.padding_mode == "reflection":
-            place = _reflected(place, *ends)
-        return place if self.padding_mode == "zeros" else place.clamp(0, size - 1)
-
-
-def _cubic(distance: Tensor) -> Tensor:
-    """Return the share of a point at a distance of up to 2 in a cubic convolution, a = -0.75.
-
-    Keys, IEEE Transactions on Acoustics, Speech, and Signal Processing 29 (1981).
-    """
-    x, a = distance.abs(), -0.75
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
-    return torch.where(x <= 1, near, ((x - 5) * x + 8) * x * a - 4 * a)
-
-
-def _reflected(place: Tensor, first: float, last: float) -> Tensor:
-    """Return places outside of an interval as its ends mirror them into it."""
-    length = last - first
-    if length == 0:
-        return torch.zeros_like(place)
-    beyond = (place - first).remainder(2 * length)
-    return first + torch.minimum(beyond, 2 * length - beyond)
 
 
 RULES = {functional.grid_sample: grid_sample}
