@@ -43,7 +43,6 @@ def slices(m):
 WITH_OUT = {
     torch.addr: lambda m, x: dict(input=m.r, vec1=x[:, 0], vec2=m.v, beta=1, alpha=1),
     torch.outer: lambda m, x: dict(input=x[:, 0], vec2=m.v),
-    torch.kron: lambda m, x: dict(input=x, other=m.v[None]),
     torch.inner: lambda m, x: dict(input=x, other=m.w),
     torch.take_along_dim: lambda m, x: dict(input=m.w[None], indices=picks(x)[:, None], dim=1),
     torch.linalg.multi_dot: lambda m, x: dict(tensors=[x, m.w, m.w]),

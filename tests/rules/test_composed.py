@@ -235,24 +235,6 @@ def test_products_with_vectors():
     check_operation(lambda m, x: x.mv(m.w) + torch.mv(x, m.w) ** 2, {"w": (4,)}, normal(BATCH, 4))
 
 
-@pytest.mark.parametrize("rows", [1, 2, BATCH])
-def test_kronecker_products(rows):
-    def last(m, x):
-        return torch.kron(x, m.w).unflatten(0, (BATCH, rows))
-
-    def first(m, x):
-        return torch.kron(m.w, x).unflatten(0, (rows, BATCH)).transpose(0, 1)
-
-    for function in (last, first):
-        check_operation(function, {"w": (rows, 3)}, normal(BATCH, WIDTH))
-    for shape in ((3,), (1, 3), (2, 1, 3)):
-        check_operation(
-            lambda m, x: torch.kron(m.w, x[:, None, :]).unflatten(0, (-1, BATCH)).transpose(0, 1),
-            {"w": shape},
-            normal(BATCH, WIDTH),
-        )
-
-
 def test_chains_of_products():
     parameters = {"w": (WIDTH, 5), "u": (5, 3), "v": (3,)}
     for shape in ((), (WIDTH,)):

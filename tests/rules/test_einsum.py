@@ -1,4 +1,4 @@
-"""Two-operand contractions in Einstein's notation, one operand tracked; diagonals of either."""
+"""Two-operand contractions in Einstein's notation, one operand tracked."""
 
 import pytest
 import torch
@@ -189,6 +189,13 @@ def test_results_that_are_views_keep_every_bit(equation, data, weight):
     for seed in (12, 41, 124, 144, 237):
         torch.manual_seed(seed)
         check_operation(lambda m, x: torch.einsum(equation, x, m.w), {"w": weight}, normal(*data))
+
+
+def test_einsum_of_a_diagonal_is_refused():
+    check_refused(
+        lambda m, x: torch.einsum("bd,dd->bd", x, m.w), {"w": (4, 4)}, normal(3, 4),
+        match="index that repeats.*'w'",
+    )  # fmt: skip
 
 
 def test_einsum_with_one_weight_for_each_example_is_refused():

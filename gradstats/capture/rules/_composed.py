@@ -15,6 +15,7 @@ from gradstats._factors import Distances
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.operations._einsum import parse_equation, tensor_product
 from gradstats.capture.operations._operations import OUTER_PRODUCTS, solves_vector, variants
+from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules import _products
 from gradstats.capture.rules._common import lined_up, locate
@@ -131,27 +132,11 @@ def einsum(tracker: Context, func, equation, *operands):
         operands = tuple(operands[0])
     terms = equation.partition("->")[0].translate(NO_INDICES).split(",")
     if any(len(set(indices)) < len(indices) for indices in terms):
-        return Composed(of_diagonals)(tracker, func, equation, *operands)
+        remedy = "Take the diagonal first: x.diagonal(dim1=1, dim2=2)."
+        refuse(func, first_node(*operands), "with an index that repeats has no rule", remedy)
     if len(operands) > 2:
         return Composed(by_pairs)(tracker, func, equation, *operands)
     return _products.einsum(tracker, func, equation, *operands)
-
-
-def of_diagonals(equation: str, *operands: Tensor) -> Tensor:
-    """Take the diagonals that indices repeated in an operand stand for, and contract those."""
-    inputs, out = parse_equation(equation, operands)
-    diagonals = []
-    for indices, operand in zip(inputs, operands, strict=True):
-        for index in [index for index in dict.fromkeys(indices) if indices.count(index) > 1]:
-            while indices.count(index) > 1:
-                first = indices.index(index)
-                second = indices.index(index, first + 1)
-                operand = operand.diagonal(dim1=first, dim2=second)
-                del indices[second], indices[first]
-                indices.append(index)
-        diagonals.append(operand)
-    terms = ",".join(map("".join, inputs))
-    return torch.einsum(f"{terms}->{''.join(out)}", *diagonals)
 
 
 def by_pairs(equation: str, *operands: Tensor) -> Tensor:
@@ -287,18 +272,6 @@ def masked_fill(input: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
     return torch.where(mask, value, input)
 
 
-def kron(input: Tensor, other: Tensor) -> Tensor:
-    """The products of all elements of both, the second's running faster along every axis."""
-    dims = max(input.dim(), other.dim())
-    input, other = (item[(None,) * (dims - item.dim())] for item in (input, other))
-    for axis in range(dims):
-        input, other = input.unsqueeze(2 * axis + 1), other.unsqueeze(2 * axis)
-    result = input * other
-    for axis in range(dims):
-        result = result.flatten(axis, axis + 1)
-    return result
-
-
 RULES = {
     torch.tensordot: Composed(tensordot),
     **dict.fromkeys(variants("inner"), Composed(inner)),
@@ -314,7 +287,6 @@ RULES = {
     torch.linalg.solve: Composed(solve),
     torch.linalg.solve_triangular: Composed(solve_triangular),
     **dict.fromkeys(variants("cholesky_solve"), Composed(cholesky_solve)),
-    **dict.fromkeys(variants("kron"), Composed(kron)),
     **dict.fromkeys(variants("masked_select"), Composed(masked_select)),
     **dict.fromkeys(variants("masked_fill"), Composed(masked_fill)),
     torch.einsum: einsum,
