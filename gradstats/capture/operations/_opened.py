@@ -32,7 +32,10 @@ OPENED: tuple[Callable[..., Any], ...] = (
 )
 
 # Run this way only where an argument is tracked; otherwise they are followed as one operation.
-OPENED_IF_TRACKED: tuple[Callable[..., Any], ...] = (functional.normalize,)
+OPENED_IF_TRACKED: tuple[Callable[..., Any], ...] = (
+    functional.normalize,
+    functional.gaussian_nll_loss,
+)
 
 
 def opened(function: Any) -> Callable[..., Any]:

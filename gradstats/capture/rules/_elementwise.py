@@ -235,18 +235,7 @@ def element_loss(tracker: Context, func, *args, **kwargs):
         other = argument_of(args, kwargs, *LIKE_INPUT[func])
         if isinstance(other, Tensor) and other.shape != input.shape:
             return func(*rebuild(args, value_of), **rebuild(kwargs, value_of))  # PyTorch's error
-    if func is functional.gaussian_nll_loss:
-        args, kwargs = _with_whole_variance(tracker, args, kwargs)
     return broadcast(tracker, func, *args, **kwargs)
-
-
-def _with_whole_variance(tracker: Context, args, kwargs):
-    """Give the variance the last axis, which it may lack, so that operands are broadcast."""
-    input, var = (argument_of(args, kwargs, n, name) for n, name in ((0, "input"), (2, "var")))
-    if not isinstance(var, Tensor) or var.shape == input.shape or var.shape != input.shape[:-1]:
-        return args, kwargs
-    wide = run(tracker, Tensor.unsqueeze, var, -1)
-    return rebuild((args, kwargs), lambda item: wide if item is var else item)
 
 
 def class_loss(tracker: Context, func, input, target, *args, **kwargs):
