@@ -86,18 +86,17 @@ def _indexed(call: Call, source, layout) -> Examples | Whole | None:
     return picked(call, source, layout) if found is None else found
 
 
-def _along(name: str, position: int, change, default: int | tuple[int, ...] | None = None):
+def _along(name: str, position: int, change):
     """Return a rule for operations that rearrange rows along a ``dim`` that may be the examples'.
 
     Args:
         name, position: name and position of the axis among the operation's arguments.
         change: called as change(owner, call) with the example of each row, returns that of
             each new row; None where elements are picked one by one.
-        default: the axis where none is given.
     """
 
     def rule(call: Call, source, layout):
-        dim = call.argument(position, name, default)
+        dim = call.argument(position, name)
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
         if name == "dims" and len(dims) == 1:
             dims = (*dims, *call.args[position + 1 :])  # x.flip(0, 1)
@@ -122,13 +121,12 @@ def _ranked(position: int, default: int):
     return rule
 
 
-def _sliced(position: int, default: int = 0):
+def _sliced(position: int):
     """Return a rule for operations whose results are slices of their operand."""
 
     def rule(call: Call, source, layout):
         result = call.result
-        dim = call.argument(position, "dim", default)
-        dim %= source.dim()
+        dim = call.argument(position, "dim", 0) % source.dim()
         lost = source.dim() - result.dim()
         if dim != layout.axis:
             return layout.along(layout.axis - (lost if dim < layout.axis else 0))
@@ -155,10 +153,6 @@ def _chosen(call: Call, source, layout) -> Examples | Whole:
     return layout.along(layout.axis - (dim < layout.axis))
 
 
-def _backwards(owner: Tensor, call: Call) -> Tensor:
-    return owner.flip(0)
-
-
 _rows_repeated = _along(
     "dim", 2, lambda owner, call: owner.repeat_interleave(call.argument(1, "repeats"))
 )
@@ -176,14 +170,6 @@ def _expanded(call: Call, source, layout) -> Examples | None:
     result = call.result
     after = layout.axis + result.dim() - source.dim()
     return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
-
-
-def _masked(call: Call, source, layout) -> Examples | Whole | None:
-    """The elements where a mask is true, one after the other."""
-    mask = call.argument(1, "mask")
-    if torch.broadcast_shapes(mask.shape, source.shape) != source.shape:
-        return None  # the mask repeats the operand
-    return read_at(source, [mask.expand(source.shape)], layout)
 
 
 def _with_axes(call: Call, source, layout) -> Examples | Whole | None:
@@ -305,10 +291,7 @@ PICKS: dict[Any, Callable[..., Any]] = {
         _along("dim", 1, lambda owner, call: owner[call.argument(2, "index")]),
     ),
     **dict.fromkeys(variants("repeat_interleave"), _repeated_in_place),
-    **dict.fromkeys(variants("flip"), _along("dims", 1, _backwards)),
-    **dict.fromkeys([Tensor.__reversed__, *variants("flipud")], _along("", 1, _backwards, 0)),
-    **dict.fromkeys(variants("fliplr"), _along("", 1, _backwards, 1)),
-    **dict.fromkeys(variants("rot90"), _along("dims", 2, None, (0, 1))),
+    **dict.fromkeys(variants("flip"), _along("dims", 1, lambda owner, call: owner.flip(0))),
     **dict.fromkeys(
         variants("roll"),
         _along("dims", 2, lambda owner, call: owner.roll(call.argument(1, "shifts"))),
@@ -328,11 +311,17 @@ PICKS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(variants("select"), _chosen),
     **dict.fromkeys(EXPANDS, _expanded),
     **dict.fromkeys(variants("repeat", "tile"), _repeated),
-    **dict.fromkeys(variants("masked_select"), _masked),
-    **dict.fromkeys(variants("vsplit"), _sliced(KEYWORD, 0)),
-    **dict.fromkeys(variants("hsplit"), _sliced(KEYWORD, 1)),
-    **dict.fromkeys(variants("dsplit"), _sliced(KEYWORD, 2)),
-    **dict.fromkeys((*variants("diagonal", "take"), torch.linalg.diagonal, Tensor.unfold), picked),
+    # Any other, rarely used, is repeated on the examples' numbers.
+    **dict.fromkeys(
+        (
+            *variants(
+                "diagonal", "take", "flipud", "fliplr", "rot90", "vsplit", "hsplit", "dsplit",
+                "masked_select",
+            ),
+            torch.linalg.diagonal, Tensor.unfold, Tensor.__reversed__,
+        ),
+        picked,
+    ),
 }  # fmt: skip
 
 # The same, and others that select, repeat or reorder rows.
