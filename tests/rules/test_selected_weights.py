@@ -103,7 +103,8 @@ def test_filters_and_channels(axis, kernel):
         return convolve(x[:, : weight.shape[1]], weight, stride=2, padding=1)
 
     def turned(m, x):
-        return convolve(x[:, :2], m.v.flip(-1)) + convolve(x[:, :3], m.v.flip(0)[:, [1, 0, 0]])
+        first = convolve(x[:, :2], m.v.flip(-1).tanh())
+        return first + convolve(x[:, :3], m.v.flip(0)[:, [1, 0, 0]])
 
     x = normal(BATCH, 5, *(5 for _ in kernel))
     check_operation(function, shapes, x)

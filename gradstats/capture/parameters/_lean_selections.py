@@ -21,7 +21,6 @@ from gradstats._factors import (
     Factor,
     Masked,
     Outer,
-    Patches,
     Ragged,
     Rows,
     Vector,
@@ -323,27 +322,11 @@ def _of_rows(factor: Rows, places: Places) -> Factor | None:
     return replace(factor, ids=ids, grad=grad, shape=places.shape, lookup=None)
 
 
-def _of_patches(factor: Patches, places: Places) -> Factor | None:
-    """Filters, and channels of them."""
-    kernel = factor.shape[2:]
-    picks = places.of_rows(factor.shape[0])
-    if picks is None or factor.geometry.groups > 1 or places.shape[2:] != kernel:
-        return None
-    columns = picks.columns.view(factor.shape[1], -1)
-    size = columns.shape[1]
-    channels = (columns[:, 0] - 1).div(size, rounding_mode="floor") + 1
-    expected = (channels[:, None] - 1) * size + torch.arange(1, 1 + size, device=channels.device)
-    if not torch.equal(expected * (channels > 0)[:, None], columns):
-        return None
-    grad = _picked(factor.grad.movedim(1, -1), picks.rows, picks.height).movedim(-1, 1)
-    x = _picked(factor.input.movedim(1, -1), channels, picks.width // size).movedim(-1, 1)
-    return replace(factor, input=x, grad=grad, shape=places.shape)
-
-
 def _of_masked(factor: Masked, places: Places) -> Factor | None:
     """Masked elements, each of which is in one place."""
-    inner = PICKED[type(factor.inner)](factor.inner, places) if places.elements is None else None
-    if not isinstance(inner, (Outer, Patches, Ragged)):
+    pick = PICKED.get(type(factor.inner)) if places.elements is None else None
+    inner = None if pick is None else pick(factor.inner, places)
+    if not isinstance(inner, (Outer, Ragged)):
         return None
     return Masked(inner, factor.mask.reshape(-1)[places.where].view(places.shape))
 
@@ -352,7 +335,6 @@ PICKED: dict[type, Callable[[Any, Places], Factor | None]] = {
     Experts: _of_experts,
     Masked: _of_masked,
     Outer: _of_outer,
-    Patches: _of_patches,
     Ragged: _of_ragged,
     Rows: _of_rows,
     Vector: _of_vector,
