@@ -68,9 +68,11 @@ def kernels(monkeypatch):
     """Send every factor to the operators' CPU implementations and record which were called."""
     from gradstats.kernels import operators
 
+    from gradstats.capture.following._repeated import NOTED
     from gradstats.capture.uses import _together
     from gradstats.contractions import _triton
 
+    NOTED.clear()
     monkeypatch.setattr(_together, "SMALL", 0)  # as on a GPU
     calls = []
     for name in operators.OPERATORS:
@@ -82,4 +84,5 @@ def kernels(monkeypatch):
 
         monkeypatch.setattr(operators, name, record)
     monkeypatch.setattr(_triton, "runs", lambda first, *others: first.dtype == torch.float32)
-    return calls
+    yield calls
+    NOTED.clear()

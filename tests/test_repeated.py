@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 import gradstats as gs
@@ -10,8 +11,9 @@ from gradstats.capture import _mode
 from gradstats.capture.following import _repeated
 from gradstats.capture.following._repeated import NOTED, likeness, noted, remember
 from gradstats.capture.parameters._tensors import DerivedTensor
+from gradstats.capture.uses import _dispatch
 
-from .oracle import assert_sqnorms, oracle_sqnorms
+from .oracle import assert_sqnorms, check_model, oracle_sqnorms
 from .test_random_programs import Program, losses
 
 SIZE, WIDTH = 3, 4
@@ -133,6 +135,89 @@ def test_programs_at_random(monkeypatch, batch_dim):
                 break
     assert followed.again > 100
     assert followed.wrong == []
+
+
+class Uses(nn.Module):
+    """Uses of parameters that differ in little else than what is asked of the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.bias.requires_grad_(False)
+        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        self.scales = nn.ParameterList(torch.randn(WIDTH) for _ in range(3))
+        self.rows = nn.Parameter(torch.randn(SIZE, 1))
+        self.wide = nn.Conv1d(WIDTH, WIDTH, 3, padding="same")
+        self.odd = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, dilation=2)
+        self.large = nn.Linear(WIDTH, 2000)
+        self.double()
+
+    def forward(self, x):
+        one, other, last = self.scales
+        h = self.first(x)
+        h = h + self.second(h) + functional.linear(h, self.first.weight)
+        h = h + functional.linear(h, self.turned) + h @ self.turned
+        h = h + torch.addmm(one, h[:, 0], self.turned).unsqueeze(1)
+        normalised = [
+            functional.layer_norm(h, (WIDTH,), *affine)
+            for affine in ((one, one), (one, other), (one, other, 0.5), (None, last))
+        ]
+        h = torch.stack(normalised).sum(0) * last + other
+        h = (last * h.tanh() + h.tanh() * self.rows).mT
+        h = self.wide(h) + self.odd(h)
+        return h.flatten(1).sum(1, keepdim=True) + self.large(h.mT).sin().sum((1, 2))[:, None]
+
+
+class Decisions:
+    """Counts what rules decided, of operations that had not been decided already."""
+
+    def __init__(self, monkeypatch):
+        self.times = 0
+        found = _dispatch._found_among
+
+        def counted(*call):
+            self.times += 1
+            return found(*call)
+
+        monkeypatch.setattr(_dispatch, "_found_among", counted)
+
+
+@pytest.mark.parametrize("workspace", [None, 1000])
+def test_what_was_decided_of_a_use_is_done_again(monkeypatch, workspace):
+    model, batch = Uses(), torch.randn(SIZE, SIZE, WIDTH).double()
+    decisions = Decisions(monkeypatch)
+    check(model, batch, workspace=workspace)
+    first, decisions.times = decisions.times, 0
+    check(model, batch, workspace=workspace)
+    assert first > 15
+    assert decisions.times == 0
+    check_model(model, batch, squares, rtol=1e-10)
+    check(model, torch.randn(SIZE, SIZE, WIDTH).double())
+    check(model, torch.randn(1, SIZE, WIDTH).double())
+
+
+def test_what_was_decided_of_uses_depends_on_what_is_asked():
+    model, batch = Uses(), torch.randn(SIZE, SIZE, WIDTH).double()
+    for _ in range(2):
+        check(model, batch)
+        check_model(model, batch, squares, rtol=1e-10, fusing=(False,))
+        model.scales[2].requires_grad_(False)
+        check(model, batch)
+        model.scales[2].requires_grad_(True)
+        with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda kept: kept):
+            check(model, batch)
+
+
+def test_what_was_decided_of_uses_is_not_done_again_under_autocast():
+    model, batch = Folded().float(), torch.randn(SIZE, SIZE, WIDTH)
+
+    def found():
+        with torch.autocast("cpu", torch.bfloat16):
+            return gs.per_example_norms(model, batch, squares).sqnorm
+
+    first = found()
+    assert not torch.equal(gs.per_example_norms(model, batch, squares).sqnorm, first)
+    assert torch.equal(found(), first)
 
 
 class Turned(nn.Module):

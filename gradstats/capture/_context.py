@@ -17,6 +17,7 @@ from gradstats.capture.following._returned import Functions
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.rules import RULES, is_registered
+from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._dispatch import dispatch
 from gradstats.capture.uses._grafted import Grafted
 from gradstats.capture.uses._together import Together
@@ -31,6 +32,7 @@ class Context:
         marks: what it notes about tensors that are not tracked.
         functions: the autograd Functions that run inside it.
         settings: what it asks of the uses.
+        asked: what rules read of these.
         roots, reports: the parameters, and what they report.
         modules: the model and all in it; none where a graph is followed.
         closed: whether it has ended.
@@ -46,6 +48,7 @@ class Context:
         visibility: whether it sees everything; None if nothing can hide from it.
         followed: the last result of a rule that has already noted where its examples lie, so that
             the mode need not follow it.
+        decided: what the last rule decided, if that can be repeated; None once it was read.
         maps_examples: whether the running torch.vmap maps everything it was given over examples;
             None if none runs.
         maps_data: whether its function has met data that it was not given.
@@ -59,6 +62,7 @@ class Context:
     modules: Sequence[nn.Module] = ()
     visibility: Visibility | None = None
     followed: Any = None
+    decided: Decided | None = None
     maps_examples: bool | None = None
     maps_data = False
     fetching = 0
@@ -72,6 +76,7 @@ class Context:
         self.marks = Marks(batch_size, batch_dim, segments)
         self.functions = Functions(self.marks)
         self.settings = settings
+        self.asked = settings.weight_gradients, settings.fused, settings.consumer is None
         self.closed = self.derived = self.derived_from_leaves = False
         self.shown: dict[GraphNode | None, Derived | Root] = {}
         self.visible: dict[Derived, None] = {}
@@ -82,13 +87,11 @@ class Context:
         """Return the rule that a user registered for an operation, if any."""
         return RULES[func] if is_registered(func) else None
 
-    def dispatch(
-        self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor]
-    ):
-        """Run an operation on at least one tensor of this context; ``operands`` are all tensors."""
+    def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        """Run an operation on at least one tensor of this context."""
         if self.visibility is not None:
             self.visibility.check_operation(func, fetching=self.fetching > 0)
-        return dispatch(self, RULES, func, args, kwargs, operands)
+        return dispatch(self, RULES, func, args, kwargs)
 
     def note_followed(self, result: Tensor, examples: Examples) -> None:
         """Note where the examples lie in a rule's result, so that it need not be followed."""

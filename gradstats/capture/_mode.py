@@ -50,7 +50,7 @@ from gradstats.capture.parameters._refusals import (
     check_nested,
     refuse_on_derived,
 )
-from gradstats.capture.parameters._tensors import TRACKED_TYPES, node_of, run
+from gradstats.capture.parameters._tensors import TRACKED_TYPES, node_of, run_followed
 from gradstats.capture.parameters._transforms import check_hidden, transform_level
 from gradstats.capture.rules import is_registered
 
@@ -129,7 +129,7 @@ class FollowingMode(ContextMode):
                 CHECKS[func](self, *args, **kwargs)
         if tracked and ORDINARY_TYPES.issuperset(types):
             # The call would end here as well; this saves parsing its arguments once more.
-            result = run(func, args, kwargs)
+            result = run_followed(func, args, kwargs)
             followed, tracker.followed = tracker.followed, None
             if followed is not None and followed is result:
                 return result

@@ -15,7 +15,7 @@ from gradstats.capture._selection import check_trackable
 from gradstats.capture._tracker import DEFAULT_WORKSPACE, Tracker
 from gradstats.capture.following._taken import ABOUT_EXAMPLES, take_call, took_doubtful
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._nested import rebuild, tensors_in
+from gradstats.capture.operations._nested import operands_of, rebuild, tensors_in
 from gradstats.capture.parameters._tensors import nodes_of, value_of
 from gradstats.capture.parameters._transforms import HiddenError
 from gradstats.capture.uses._uses import Settings
@@ -45,9 +45,9 @@ class Survey(Tracker):
                 self.roots.remove(root)
         super().open()
 
-    def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any], operands):
+    def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         try:
-            result = super().dispatch(func, args, kwargs, operands)
+            result = super().dispatch(func, args, kwargs)
         except GradStatsError as error:
             if self.maps_examples is not None and isinstance(error, HiddenError):
                 raise  # torch.vmap goes on in another way
@@ -55,7 +55,7 @@ class Survey(Tracker):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
         if any(item.requires_grad for item in tensors_in(result)):
-            for node in nodes_of(operands):
+            for node in nodes_of(operands_of(args, kwargs)):
                 for root in node.roots:
                     names = self.operations[root.name]
                     if function_name(func) not in names:

@@ -4,6 +4,10 @@ A model's layers do the same to operands of the same form, step after step. Two 
 if they agree in everything that following reads: the function and its arguments, and for each
 tensor its form, its layout and whether it requires grad. Operations are not cached if following
 them reads values, or notes more than that a result is constant or where its examples lie.
+
+The same cache holds what rules decided about operations of parameters and trained data. These are
+alike if they agree in all that rules read besides: dtypes, devices, numbers, and what the context
+asks of its uses.
 """
 
 from __future__ import annotations
@@ -22,15 +26,17 @@ from gradstats.capture.following._results import follow_results
 from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._taken import is_drawn, is_given
 from gradstats.capture.following._writes import WRITES
+from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
     BLANKS,
+    BROADCASTS,
     CALLERS_VALUES,
     EXPANDS,
     FACTORIES,
     IN_PLACE,
     variants,
 )
-from gradstats.capture.parameters._tensors import TRACKED_TYPES, node_of
+from gradstats.capture.parameters._tensors import TRACKED_TYPES, TrackedParameter, node_of
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -59,9 +65,9 @@ COMPARABLE = frozenset(
 # What may be noted on a tensor besides a layout.
 NOTHING, CONSTANT, DRAWN = "nothing", "constant", "drawn"
 
-# What was noted on the results of each kind of operation, and whether they are of drawn values;
-# cleared at ``MOST`` entries.
-NOTED: dict[tuple[Any, ...], tuple[tuple[Examples | str, bool], ...]] = {}
+# What was noted on the results of each kind of operation, and whether they are of drawn values; or
+# what a rule decided about it. Cleared at ``MOST`` entries.
+NOTED: dict[tuple[Any, ...], Any] = {}
 MOST = 8192
 
 
@@ -79,7 +85,8 @@ def follow_repeated(
     if found is None:
         before = noted(marks)
         follow_results(tracker, func, args, kwargs, result)
-        remember(marks, key, results, before)
+        if not (func is ATTENTION and _runs_over_rows(marks, operands_of(args, kwargs))):
+            remember(marks, key, results, before)  # else the values of its mask matter
     elif found:
         note_again(marks, results, found)
 
@@ -91,36 +98,14 @@ def likeness(
 
     None if it may read more than a key can hold.
     """
-    if func not in REPEATABLE or marks.packed:
-        return None
-    if marks.written.storages or marks.rearranged.storages:
-        return None
     constants = marks.constants
-    key: list[Any] = [func, marks.batch_size, marks.batch_dim, len(args)]
-    if kwargs:
-        key.append((*kwargs,))
-    operands: list[Tensor] = []
     try:
-        for item in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(item)
-            # The most frequent types, inline: a call for each would take longer than the rest.
-            if kind is Tensor:
-                known = id(item) in constants or id(item) in CONSTANTS
-                note: Any = CONSTANT if known else NOTHING
-                if item.__dict__:
-                    note = _note_of(marks, item)
-                    if note is None:
-                        return None
-                key += (note, item.shape, item.stride(), item.requires_grad)
-                operands.append(item)
-            elif kind in COMPARABLE:
-                key += (kind, item)
-            elif not _add_argument(marks, item, key, operands):
-                return None
+        form = _form_of(marks, func, args, kwargs)
+        if form is None:
+            return None
+        key, operands = form
         if not operands or (func is Tensor.__getitem__ and len(operands) > 1):
             return None  # the numbers in an index tensor matter
-        if func is ATTENTION and _runs_over_rows(marks, operands):
-            return None  # the values of its mask matter
         results: list[Tensor] = []
         for item in (result,) if isinstance(result, Tensor) else result:
             if item is operands[0]:
@@ -134,16 +119,104 @@ def likeness(
                 results.append(item)
     except RuntimeError:
         return None  # a sparse tensor, without strides
-    # If one tensor is given twice, following may depend on which operands are the same.
     if len(operands) > 1:
-        every = [*map(id, operands), *map(id, results)]
-        if len({*every}) < len(every):
-            key.append((*map(every.index, every),))
+        _add_pattern(key, [*operands, *results])
     return tuple(key), results
 
 
+def likeness_of_use(
+    tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+    """Return a key of all that the rule of an operation reads, and its operands.
+
+    None if it may read more than a key can hold.
+    """
+    if torch._C._is_any_autocast_enabled():
+        return None  # operands are cast
+    try:
+        form = _form_of(tracker.marks, func, args, kwargs, tracker)
+    except RuntimeError:
+        return None  # a sparse tensor, without strides
+    if form is None:
+        return None
+    key, operands = form
+    for item in operands:
+        key += (item.dtype, item.device, item.layout)
+    _add_pattern(key, operands)
+    return tuple(key), operands
+
+
+def _add_pattern(key: list[Any], tensors: list[Tensor]) -> None:
+    """If one tensor is given twice, following may depend on which operands are the same."""
+    if len({*map(id, tensors)}) < len(tensors):
+        every = [*map(id, tensors)]
+        key.append((*map(every.index, every),))
+
+
+def _form_of(
+    marks: Marks,
+    func,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tracker: Context | None = None,
+) -> tuple[list[Any], list[Tensor]] | None:
+    """Return a key of an operation and its arguments, and the tensors among these.
+
+    Args:
+        marks, func, args, kwargs: the operation.
+        tracker: the context, for a key of what rules read besides; called with its parameters'
+            own handling off.
+    """
+    if func not in REPEATABLE or marks.packed:
+        return None
+    if marks.written.storages or marks.rearranged.storages:
+        return None
+    constants = marks.constants
+    key: list[Any] = [func, marks.batch_size, marks.batch_dim, len(args)]
+    if tracker is not None:
+        key.append(tracker.asked)
+    if kwargs:
+        key.append((*kwargs,))
+    operands: list[Tensor] = []
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(item)
+        # The most frequent types, inline: a call for each would take longer than the rest.
+        if kind is Tensor:
+            known = id(item) in constants or id(item) in CONSTANTS
+            note: Any = CONSTANT if known else NOTHING
+            if item.__dict__:
+                note = _note_of(marks, item)
+                if note is None:
+                    return None
+            trained = item.requires_grad
+            if tracker is not None and not (trained or note is CONSTANT) and func in BROADCASTS:
+                return None  # it matters whether it is a mask from a closure
+            key += (note, item.shape, item.stride(), trained)
+            operands.append(item)
+        elif kind in COMPARABLE:
+            key += (kind, item)
+        elif tracker is not None and kind is TrackedParameter:
+            node = node_of(item)
+            if node is None or node.tracker is not tracker:
+                return None
+            key += (kind, item.shape, item.stride())
+            operands.append(item)
+        elif (kind is tuple or kind is list) and COMPARABLE.issuperset(map(type, item)):
+            key += (kind, (*map(type, item),), (*item,))
+        elif tracker is not None and kind is float:
+            key += (kind, item)
+        elif tracker is not None and kind is not nn.Parameter:
+            return None
+        elif not _add_argument(marks, item, key, operands):
+            return None
+    return key, operands
+
+
 def _runs_over_rows(marks: Marks, operands: list[Tensor]) -> bool:
-    """Whether attention runs over rows of several examples, which only its mask can keep apart."""
+    """Whether attention runs over rows of several examples, which only its mask can keep apart.
+
+    That depends on the operands' forms and layouts alone.
+    """
     layouts = ((item, marks.layout_of(item)) for item in operands if node_of(item) is None)
     return any(own and runs_over(ATTENTION, (item,), {}, own.axis) for item, own in layouts)
 
@@ -231,9 +304,14 @@ def remember(
             return
     if (marked, coupled) != noted(marks):
         return
+    keep(key, () if found.count((NOTHING, False)) == len(found) else tuple(found))
+
+
+def keep(key: tuple[Any, ...], found: Any) -> None:
+    """Keep what was found for a kind of operation."""
     if len(NOTED) >= MOST:
         NOTED.clear()
-    NOTED[key] = () if found.count((NOTHING, False)) == len(found) else tuple(found)
+    NOTED[key] = found
 
 
 def note_again(

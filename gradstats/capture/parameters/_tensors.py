@@ -128,15 +128,27 @@ def run(func, args, kwargs):
     """Run an operation on tracked tensors as their context prescribes."""
     if torch.compiler.is_dynamo_compiling():
         return _record(func, args, kwargs)
+    return run_followed(func, args, kwargs)
+
+
+def run_followed(func, args, kwargs):
+    """Do the same where the compiler records nothing."""
     # The context of the first tracked operand handles it; copies of parameters belong to none.
-    operands = operands_of(args, kwargs)
-    for item in operands:
+    node = _first_open(args) or _first_open(operands_of(args, kwargs))
+    if node is not None:
+        return node.tracker.dispatch(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _first_open(items: Iterable[Any]) -> Node | None:
+    """Return the node of the first item that an open context tracks; None without one."""
+    for item in items:
         if type(item) in TRACKED_TYPES:
             node: Node | None = getattr(item, "_gradstats", None)
             if node is not None and not node.tracker.closed:
-                return node.tracker.dispatch(func, args, kwargs, operands)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+                return node
+    return None
 
 
 def _record(func, args, kwargs):

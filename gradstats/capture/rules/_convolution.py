@@ -19,14 +19,14 @@ from gradstats.capture.rules._common import (
     as_data,
     bare,
     cast_for_autocast,
+    layered,
     locate,
 )
 from gradstats.capture.uses._convolution import ConvolutionFactors
 from gradstats.capture.uses._grafted import Composed, watched
 from gradstats.capture.uses._hooked import CONVOLVED, hooked
-from gradstats.capture.uses._layer import LayerUse
 from gradstats.capture.uses._together import is_small
-from gradstats.capture.uses._uses import Use, attach, tap
+from gradstats.capture.uses._uses import tap
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -117,21 +117,16 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
     )
     outputs = weight.shape[1] * call[-1] * math.prod(call[0]) if call[3] else weight.shape[0]
     if is_small(settings, input, input.shape[1], outputs):
-        run = partial(layer.forward, input)
-        result = hooked(tracker, CONVOLVED, (weight, bias), layer, examples, run)
+        result = hooked(tracker, CONVOLVED, input, (weight, bias), layer, examples, layer.forward)
         if result is not None:
             return result
     x = cast_for_autocast(tracker, input)
     if settings.exact:
         result = layer.forward(*_cast(x, value_of(weight), value_of(bias)))
         return tap(nodes, result, layer, x)
-    use = Use(nodes)
     autocast = torch.is_autocast_enabled(x.device.type)
-    operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    result = attach(LayerUse, use, layer, *operands)
-    if len(nodes) == (1 if bias is None else 2):
-        tracker.note_followed(result, examples)
-    return result
+    x, *operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
+    return layered(tracker, x, (weight, bias), operands, examples, layer)
 
 
 def _in_groups(tracker: Context, func, input, weight, bias, call):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -172,10 +173,12 @@ def _product_or_sum(
     factors = MultipliedFactors(layout, shape) if multiply else BroadcastFactors(layout, shape)
     place = MULTIPLIED[position] if multiply else ADDED[position]
 
-    def run(parameter: Tensor) -> Tensor:
-        return func(x, parameter) if position == 0 else func(parameter, x)
+    run = func if position == 0 else partial(_exchanged, func)
+    return hooked(tracker, place, x, (value,), factors, layout.examples, run)
 
-    return hooked(tracker, place, (value,), factors, layout.examples, run)
+
+def _exchanged(func, x: Tensor, parameter: Tensor) -> Tensor:
+    return func(parameter, x)
 
 
 @dataclass(frozen=True)

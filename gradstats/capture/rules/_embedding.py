@@ -49,8 +49,8 @@ def embedding(
     examples = locate(tracker, func, node, input, folds=True)
     max_norm = _renormalised(node, input, max_norm, norm_type)
 
-    def run(table: Tensor) -> Tensor:
-        return func(input, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    def run(ids: Tensor, table: Tensor) -> Tensor:
+        return func(ids, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
     lookup = None
     if isinstance(node, Root):
@@ -58,10 +58,10 @@ def embedding(
         lookup = Lookup(partial(looked_up, examples, input), even)
     factors = TableFactors(examples, tuple(weight.shape), padding_idx, lookup)
     if max_norm is None:  # which changes the table
-        result = hooked(tracker, LOOKED_UP, (weight,), factors, examples, run, lookup)
+        result = hooked(tracker, LOOKED_UP, input, (weight,), factors, examples, run, lookup)
         if result is not None:
             return result
-    return tap([node], run(value_of(weight)), factors, input, lookup=lookup)
+    return tap([node], run(input, value_of(weight)), factors, input, lookup=lookup)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,7 +66,7 @@ def _attach(
             tracker.note_followed(result, examples)
         return result
     if place is not None and not own:
-        found = hooked(tracker, place, (weight, bias), factors, examples, partial(run, input))
+        found = hooked(tracker, place, input, (weight, bias), factors, examples, run)
         if found is not None:
             return found
     result = free_of_views(run(input, value_of(weight), value_of(bias)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,16 +23,16 @@ from gradstats.capture.rules._common import (
     autocast_dtype,
     bare,
     cast_for_autocast,
+    layered,
     locate,
     run,
 )
 from gradstats.capture.rules._summed import Part, summed
 from gradstats.capture.uses._grafted import Composed
 from gradstats.capture.uses._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
-from gradstats.capture.uses._layer import LayerUse
 from gradstats.capture.uses._linear import LinearFactors, by_rows, is_pytorchs_own
 from gradstats.capture.uses._product import ProductFactor
-from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
+from gradstats.capture.uses._uses import free_of_views, tap
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -89,8 +88,7 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
         place = LINEAR_WITHOUT_BIAS if bias is None else LINEAR
         rows = examples if x.dim() == 2 else by_rows(examples, x)
         own = LinearFactors(of_weight, of_bias, rows, *rest)
-        run = partial(own.forward, x)
-        result = hooked(tracker, place, (weight, bias), own, examples, run)
+        result = hooked(tracker, place, x, (weight, bias), own, examples, own.forward)
         if result is not None:
             return result
     layer = LinearFactors(of_weight, of_bias, examples, *rest)
@@ -100,12 +98,8 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
     if settings.exact:
         result = layer.forward(x, value_of(weight), value_of(bias))
         return tap(nodes, free_of_views(result), layer, x)
-    use = Use(nodes)
     operands = bare(weight, autocast), bare(bias, autocast)
-    result = attach(LayerUse, use, layer, x, *operands)
-    if len(nodes) == (1 if bias is None else 2):
-        tracker.note_followed(result, examples)
-    return result
+    return layered(tracker, x, (weight, bias), operands, examples, layer)
 
 
 def matmul(tracker: Context, func, input, other=None, **kwargs):

@@ -2,6 +2,7 @@
 
 _dispatch    what happens to an operation that touches a tracked tensor
 _uses        what all uses share, and how their factors reach the parameters
+_decided     what was done, to be done again for operations that are alike
 _hooked      uses as a hook on the node of PyTorch's own operation
 _together    small ones contracted together
              and uses as autograd Functions:

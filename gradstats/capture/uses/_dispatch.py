@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
+from gradstats.capture.following._repeated import NOTED, keep, likeness_of_use
 from gradstats.capture.following._signatures import RENAMED, in_pytorchs_names
 from gradstats.capture.following._taken import as_constants, is_given
 from gradstats.capture.operations._memory import unwrapped
@@ -51,22 +52,23 @@ DETACHES = frozenset(variants("detach"))
 OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS.keys() | {torch.nn.functional.linear}
 
 
-def dispatch(
-    tracker: Context,
-    rules: Mapping,
-    func,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[Tensor],
-):
+def dispatch(tracker: Context, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Run an operation that has a tracked tensor among its operands."""
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
             if tracker.functions.seen is not None and not reads_property(func):
-                tracker.functions.note_inside(operands)
+                tracker.functions.note_inside(operands_of(args, kwargs))
             return note_alias(func(*args, **kwargs), args, kwargs)
+        level, hidden = transform_level(), torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD)
+        inside = hidden or level is not None
+        alike = None if inside else likeness_of_use(tracker, func, args, kwargs)
+        if alike is not None and (known := NOTED.get(alike[0])) is not None:
+            result = known.repeat(tracker, alike[1])
+            if result is not None:
+                return result
+        operands = operands_of(args, kwargs)
         nodes, data, is_complex, is_sparse = _found_among(tracker, func, operands)
-        if func not in DETACHES and torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD):
+        if hidden and func not in DETACHES:
             # A loop of torch's runs in this way where it is not compiled.
             refuse(
                 func,
@@ -79,7 +81,7 @@ def dispatch(
             if node_of(args[0]) is None:
                 return func(*args, **kwargs)
             return derive(tracker, func, args, kwargs)
-        if transform_level() is not None:
+        if level is not None:
             if data or any(unwrapped(item) is not item for item in operands):
                 raise _hidden(nodes)
         if not data:
@@ -101,7 +103,14 @@ def dispatch(
                 if kwargs.get("out") is not None:
                     return func(*args, **kwargs)  # which PyTorch refuses
                 kwargs = in_pytorchs_names(func, kwargs)
-            return rule(tracker, func, *args, **kwargs)
+            try:
+                result = rule(tracker, func, *args, **kwargs)
+            finally:
+                decided, tracker.decided = tracker.decided, None
+            # Otherwise the rule did something else besides, or an operation inside it decided.
+            if alike is not None and decided is not None and decided.result is result:
+                keep(alike[0], decided.remembered(tracker, alike[1]))
+            return result
         if not is_compiling():
             # A size that stands in the batch, as that of an image, belongs to no example. Nor
             # need values that the forward was given, such as the numbers of some rows.

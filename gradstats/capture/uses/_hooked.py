@@ -29,6 +29,7 @@ from gradstats.capture.operations._graph import (
 )
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._tensors import node_of
+from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._together import Group, norms_of
 from gradstats.capture.uses._uses import Use, check_derivatives
 
@@ -143,6 +144,7 @@ class Hooked(Use):
 def hooked(
     tracker: Context,
     place: Place,
+    x: Tensor,
     parameters: Sequence[Tensor | None],
     factors_of,
     examples: Examples,
@@ -154,13 +156,32 @@ def hooked(
     Args:
         tracker: the context.
         place: where the operation's node is expected to keep its data.
-        parameters: the operands that are not data; those that are not None must be parameters.
+        x: the data.
+        parameters: the other operands; those that are not None must be parameters.
         factors_of: as ``tap`` takes it.
         examples: where the examples lie in the result.
-        run: the operation, called with the plain tensors for ``parameters``.
+        run: the operation, called with the data and the plain tensors for ``parameters``. It holds
+            no tensors.
         lookup: as ``tap`` takes it.
     """
-    settings = tracker.settings
+    result = _hook(tracker, x, parameters, examples, place, factors_of, run, lookup)
+    if result is not None and lookup is None:
+        rest = place, factors_of, run
+        tracker.decided = Decided(result, _hook, x, parameters, examples, rest)
+    return result
+
+
+def _hook(
+    tracker: Context,
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    examples: Examples,
+    place: Place,
+    factors_of,
+    run: Callable[..., Tensor],
+    lookup: Lookup | None = None,
+) -> Tensor | None:
+    exact = tracker.settings.exact
     roots: list[Root] = []
     operands: list[Tensor | None] = []
     for item in parameters:
@@ -168,7 +189,7 @@ def hooked(
         if isinstance(root, Root):
             roots.append(root)
             # To be added up in PyTorch's order, a parameter's gradients must all meet at its alias.
-            operands.append(root.value if settings.exact else root.parameter)
+            operands.append(root.value if exact else root.parameter)
         elif item is None:
             operands.append(None)
         else:
@@ -181,7 +202,7 @@ def hooked(
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     ):
         return None
-    result = run(*operands)
+    result = run(x, *operands)
     node = _own_node(result, place.kind)
     if node is None:
         return None
