@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node as GraphNode
 
@@ -22,6 +24,7 @@ from gradstats.capture.uses._dispatch import dispatch
 from gradstats.capture.uses._grafted import Grafted
 from gradstats.capture.uses._together import Together
 from gradstats.capture.uses._uses import Settings
+from gradstats.contractions._triton import BACKEND_VARIABLE
 
 
 class Context:
@@ -32,7 +35,7 @@ class Context:
         marks: what it notes about tensors that are not tracked.
         functions: the autograd Functions that run inside it.
         settings: what it asks of the uses.
-        asked: what rules read of these.
+        asked: what rules read of these, and of PyTorch's settings.
         roots, reports: the parameters, and what they report.
         modules: the model and all in it; none where a graph is followed.
         closed: whether it has ended.
@@ -76,7 +79,11 @@ class Context:
         self.marks = Marks(batch_size, batch_dim, segments)
         self.functions = Functions(self.marks)
         self.settings = settings
-        self.asked = settings.weight_gradients, settings.fused, settings.consumer is None
+        self.asked = (
+            (settings.weight_gradients, settings.fused, settings.consumer is None),
+            (torch.get_num_threads(), torch._C._get_mkldnn_enabled()),
+            os.environ.get(BACKEND_VARIABLE),
+        )
         self.closed = self.derived = self.derived_from_leaves = False
         self.shown: dict[GraphNode | None, Derived | Root] = {}
         self.visible: dict[Derived, None] = {}

@@ -140,8 +140,6 @@ def likeness_of_use(
     if form is None:
         return None
     key, operands = form
-    for item in operands:
-        key += (item.dtype, item.device, item.layout)
     _add_pattern(key, operands)
     return tuple(key), operands
 
@@ -192,6 +190,8 @@ def _form_of(
             if tracker is not None and not (trained or note is CONSTANT) and func in BROADCASTS:
                 return None  # it matters whether it is a mask from a closure
             key += (note, item.shape, item.stride(), trained)
+            if tracker is not None:
+                key += (item.dtype, item.device, item.layout)
             operands.append(item)
         elif kind in COMPARABLE:
             key += (kind, item)
@@ -199,14 +199,17 @@ def _form_of(
             node = node_of(item)
             if node is None or node.tracker is not tracker:
                 return None
-            key += (kind, item.shape, item.stride())
+            key += (kind, item.shape, item.stride(), item.dtype, item.device)
             operands.append(item)
         elif (kind is tuple or kind is list) and COMPARABLE.issuperset(map(type, item)):
             key += (kind, (*map(type, item),), (*item,))
         elif tracker is not None and kind is float:
             key += (kind, item)
-        elif tracker is not None and kind is not nn.Parameter:
-            return None
+        elif tracker is not None:
+            if kind is not nn.Parameter:
+                return None
+            key += (kind, item.shape, item.stride(), item.requires_grad, item.dtype, item.device)
+            operands.append(item)
         elif not _add_argument(marks, item, key, operands):
             return None
     return key, operands

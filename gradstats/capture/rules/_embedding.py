@@ -22,8 +22,9 @@ from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data, lined_up, locate
+from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._grafted import Composed, watched
-from gradstats.capture.uses._hooked import LOOKED_UP, hooked
+from gradstats.capture.uses._hooked import LOOKED_UP, hook
 from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import tap
 from gradstats.contractions import FEW, Contraction, _triton, sqnorm_of_few
@@ -47,21 +48,34 @@ def embedding(
     node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
     examples = locate(tracker, func, node, input, folds=True)
+    shortens = max_norm is not None
     max_norm = _renormalised(node, input, max_norm, norm_type)
 
     def run(ids: Tensor, table: Tensor) -> Tensor:
         return func(ids, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
-    lookup = None
-    if isinstance(node, Root):
-        even = examples.batch if examples.segments is None else None
-        lookup = Lookup(partial(looked_up, examples, input), even)
-    factors = TableFactors(examples, tuple(weight.shape), padding_idx, lookup)
     if max_norm is None:  # which changes the table
-        result = hooked(tracker, LOOKED_UP, input, (weight,), factors, examples, run, lookup)
+        result = _hook(tracker, input, (weight,), examples, padding_idx, run)
+        if not (result is None or shortens):  # which has to be done each time
+            rest = padding_idx, run
+            tracker.decided = Decided(result, _hook, input, (weight,), examples, rest)
         if result is not None:
             return result
+    lookup = _lookup_of(examples, input) if isinstance(node, Root) else None
+    factors = TableFactors(examples, tuple(weight.shape), padding_idx, lookup)
     return tap([node], run(input, value_of(weight)), factors, input, lookup=lookup)
+
+
+def _hook(tracker: Context, ids, parameters, examples: Examples, padding_idx, run):
+    """Return PyTorch's result of a look-up, with a hook on its node; None if not possible."""
+    lookup = _lookup_of(examples, ids)
+    factors = TableFactors(examples, tuple(parameters[0].shape), padding_idx, lookup)
+    return hook(tracker, ids, parameters, examples, LOOKED_UP, factors, run, lookup)
+
+
+def _lookup_of(examples: Examples, ids: Tensor) -> Lookup:
+    even = examples.batch if examples.segments is None else None
+    return Lookup(partial(looked_up, examples, ids), even)
 
 
 @dataclass(frozen=True)

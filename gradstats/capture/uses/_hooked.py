@@ -149,29 +149,16 @@ def hooked(
     factors_of,
     examples: Examples,
     run: Callable[..., Tensor],
-    lookup: Lookup | None = None,
 ) -> Tensor | None:
-    """Return PyTorch's result of an operation, with a hook on its node; None if not possible.
-
-    Args:
-        tracker: the context.
-        place: where the operation's node is expected to keep its data.
-        x: the data.
-        parameters: the other operands; those that are not None must be parameters.
-        factors_of: as ``tap`` takes it.
-        examples: where the examples lie in the result.
-        run: the operation, called with the data and the plain tensors for ``parameters``. It holds
-            no tensors.
-        lookup: as ``tap`` takes it.
-    """
-    result = _hook(tracker, x, parameters, examples, place, factors_of, run, lookup)
-    if result is not None and lookup is None:
+    """Do what ``hook`` does, to be done again at once for operations that are alike."""
+    result = hook(tracker, x, parameters, examples, place, factors_of, run)
+    if result is not None:
         rest = place, factors_of, run
-        tracker.decided = Decided(result, _hook, x, parameters, examples, rest)
+        tracker.decided = Decided(result, hook, x, parameters, examples, rest)
     return result
 
 
-def _hook(
+def hook(
     tracker: Context,
     x: Tensor,
     parameters: Sequence[Tensor | None],
@@ -181,6 +168,19 @@ def _hook(
     run: Callable[..., Tensor],
     lookup: Lookup | None = None,
 ) -> Tensor | None:
+    """Return PyTorch's result of an operation, with a hook on its node; None if not possible.
+
+    Args:
+        tracker: the context.
+        x: the data.
+        parameters: the other operands; those that are not None must be parameters.
+        examples: where the examples lie in the result.
+        place: where the operation's node is expected to keep its data.
+        factors_of: as ``tap`` takes it.
+        run: the operation, called with the data and the plain tensors for ``parameters``; it holds
+            no tensors.
+        lookup: as ``tap`` takes it.
+    """
     exact = tracker.settings.exact
     roots: list[Root] = []
     operands: list[Tensor | None] = []
