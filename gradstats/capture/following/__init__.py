@@ -23,7 +23,7 @@ _losses      which example each loss belongs to
 _derivatives backward and torch.autograd.grad inside a context
 _batch_norm  batch normalisation, refused where it mixes the examples
 _signatures  operands that are given by name
-_repeated    a cache of what was noted, for repeated operations
+_repeated    a cache of what was noted, and of what rules decided, for repeated operations
 _assigned    rows that the caller assigns to examples
 _enclosed    tensors in the closures and globals of functions, and caches that methods use
 """
