@@ -237,11 +237,11 @@ def _add_argument(marks: Marks, item: Any, key: list[Any], operands: list[Tensor
         key += (kind, item)
     elif kind is tuple or kind is list:
         key += (kind, len(item))
-        return all(_add_argument(marks, each, key, operands) for each in item)
+        return all([_add_argument(marks, each, key, operands) for each in item])
     elif kind is slice:
-        key.append(kind)
         ends = item.start, item.stop, item.step
-        return all(_add_argument(marks, each, key, operands) for each in ends)
+        key += (kind, ends)
+        return COMPARABLE.issuperset(map(type, ends))
     elif kind is nn.Parameter:
         key += (kind, item.shape, item.stride(), item.requires_grad)
         operands.append(item)
