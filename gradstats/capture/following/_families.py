@@ -30,7 +30,6 @@ from gradstats.capture.operations._operations import (
     ADDED_PRODUCTS,
     BROADCASTS,
     CONVOLUTIONS,
-    OF_ROW_PAIRS,
     OUTER_PRODUCTS,
     PRODUCTS,
     ROW_PRODUCTS,
@@ -134,15 +133,6 @@ def _of_tensor_product(marks: Marks, call: Call) -> Layout:
     return by_equation(marks, operands, tensor_product(dims, first, second), call.result)
 
 
-def _of_row_pairs(marks: Marks, call: Call) -> Layout | Unchanged:
-    rows = call.data[0]
-    layout = marks.layout_of(rows) if rows.requires_grad and marks.batch_size > 1 else None
-    if layout is not None and rows.dim() == 2:
-        # The losses' graph will show whether one depends on the result.
-        marks.meetings.couple(call.result, "compares every example with every other")
-    return by_first(marks, call)
-
-
 def _of_batch_norm(marks: Marks, call: Call) -> Layout | Unchanged:
     if call.argument(5, "training") and call.result.requires_grad and marks.batch_size > 1:
         # By another module than the model, or it was refused. The losses' graph will show whether
@@ -181,7 +171,6 @@ FAMILIES: dict[Any, Callable[[Marks, Call], Layout | Unchanged]] = {
     torch.einsum: _of_einsum,
     **dict.fromkeys(CONVOLUTIONS, _of_convolution),
     **dict.fromkeys(TENSOR_PRODUCTS, _of_tensor_product),
-    **dict.fromkeys(OF_ROW_PAIRS, _of_row_pairs),
     **dict.fromkeys(BATCH_NORMS, _of_batch_norm),
     ATTENTION: _of_attention,
     **dict.fromkeys(BROADCASTS, _of_broadcast),

@@ -161,9 +161,6 @@ UNFOLLOWED = frozenset(
     )]
 ).difference(variants("index_copy"))  # fmt: skip
 
-# Operations on all pairs of rows.
-OF_ROW_PAIRS = frozenset({torch.pdist, functional.pdist, *variants("cov", "corrcoef")})
-
 # Solvers of (batches of) linear systems, with the position of the right-hand sides among their
 # arguments.
 SOLVES: dict[Any, int] = {
