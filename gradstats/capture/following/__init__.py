@@ -1,5 +1,20 @@
 """Untracked tensors: which are constant, and where the examples lie in the others, data.
 
+Terms
+    data       a tensor that may hold values of examples; a *constant* holds none
+    trained    data with a gradient to pass on; only of these must it be known whose they are
+    layout     where the examples lie in a tensor, such as "along axis 0, three rows each"
+    contract   the layout of what comes from outside: along the caller's ``batch_dim``, or packed
+    mark       the layout that is noted on a tensor, where that is not what the contract says
+    apart      each value belongs to one example
+    meeting    an operation that combines values of different examples; no loss may depend on it
+    crossed    combined along an axis that may be that of the examples in one operand alone
+    taken      counted as data because of its size, though it may be a constant
+    lost       data of which it is no longer known whose they are; losses of these are refused
+    owner      the example that a row belongs to, by its number
+    scores     values for pairs of rows of packed examples, before a softmax or a mask
+
+Modules
 _examples    layouts: which example each row of a tensor belongs to
 _marks       what a context notes about tensors, which all functions below read and write; of it
              _values properties of values until they change, _meetings operations in which trained

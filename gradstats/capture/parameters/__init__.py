@@ -1,5 +1,16 @@
 """Tracked tensors: parameters, and what is computed from them alone.
 
+Terms
+    root         a parameter of the model inside a context
+    derived      computed from parameters and constants alone, so that it belongs to no example yet
+    node         what stands for either of them: where it comes from, and its value
+    use          an operation of a tracked tensor and data; it delivers a factor in the backward
+    pulling back finding the factors of the roots, given that of a derived tensor
+    lean         a factor that is no larger than the data it is made of; a gradient of each example
+                 of the parameter's size is not
+    alias        the plain tensor through which all uses read a parameter
+
+Modules
 _nodes       parameters (roots), and what their uses have delivered
 _derivation  tensors computed from them alone (derived), and how to compute these again
 _tensors     the tensor classes whose operations are seen
