@@ -56,6 +56,23 @@ def test_values_of_all_examples_behind_a_constant(mix):
         gs.per_example_norms(model, batch(), lambda m, x: mix(m.constant, m(x)))
 
 
+def test_a_mean_over_the_examples_beside_their_losses():
+    """As of losses that spread examples over experts: refused with a way on, which is right."""
+    model = nn.Linear(WIDTH, 3).double()
+
+    def losses(m, x, each):
+        shares = m(x).softmax(1)
+        chosen = functional.one_hot(shares.argmax(1), 3).double().mean(0)
+        spread = (chosen * shares).sum(1)
+        return m(x).square().sum(1) + (spread if each else spread.mean())
+
+    with pytest.raises(gs.CoupledExamplesError, match=r"load-balancing .* add these values"):
+        gs.per_example_norms(model, batch(), partial(losses, each=False))
+    served = partial(losses, each=True)
+    expected = oracle_sqnorms(model, batch(), served)
+    assert_sqnorms(gs.per_example_norms(model, batch(), served), expected, 1e-9)
+
+
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 def test_values_of_all_examples(mix):
     model = nn.Linear(WIDTH, WIDTH).double()
