@@ -1,5 +1,7 @@
 """Losses that depend on several examples have no per-example gradients, and are refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
