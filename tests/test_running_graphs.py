@@ -124,6 +124,23 @@ def test_sizes_that_vary(dynamic, caplog):
     assert not caplog.messages, "a graph ran operation by operation"
 
 
+def test_a_graph_that_takes_drawn_values(caplog):
+    """They are data there as others are."""
+    caplog.set_level("INFO", "gradstats")
+    torch._dynamo.reset()
+    model, noise = Compiled(nn.Linear(4, 4), nn.Tanh()), torch.Generator().manual_seed(0)
+    targets = torch.randn(B, 4)
+
+    def losses(model, targets):
+        drawn = torch.randn(B, 4, generator=noise.manual_seed(1)).to(targets.dtype)
+        return (model(2 * drawn) - targets).square().sum(1)
+
+    with gs.track(model, batch_size=B) as tracker:
+        tracker.backward(losses(model, targets))
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, targets, losses), 1e-5)
+    assert not caplog.messages, "a graph ran operation by operation"
+
+
 def test_sizes_that_the_user_marks_as_dynamic():
     """A graph would be of one batch size: the compiler refuses it where it must be of any."""
     torch._dynamo.reset()

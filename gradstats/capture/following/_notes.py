@@ -26,9 +26,14 @@ class Note(NamedTuple):
 
 
 def is_unusual(marks: Marks, tensor: Tensor) -> bool:
-    """Whether anything beyond the contract is known about a data tensor."""
+    """Whether anything beyond the contract is known about a data tensor.
+
+    Not that its values are drawn, which what uses it as data need not know.
+    """
     written = bool(marks.written.storages) and tensor in marks.written
-    return written or marks.is_marked(tensor) or marks.values.has(tensor)
+    if written or marks.is_marked(tensor):
+        return True
+    return marks.values.has(tensor) and marks.values.held_by(tensor) != {"drawn": True}
 
 
 def note_of(marks: Marks, tensor: Tensor) -> Note | None:
