@@ -184,6 +184,33 @@ def test_writes_that_are_followed(name):
     check_operation(function, parameters, normal(BATCH, positions, WIDTH))
 
 
+def of_data(m, x):
+    """The steps of packed sequences, which are longer in the first examples."""
+    filled, start = torch.zeros(6, WIDTH).to(x), torch.tensor(0)
+    for size in torch.tensor([3, 2, 1]):
+        filled[start : start + size] = m.first(x[:size, 0]) * size
+        start += size
+    padded, _ = nn.utils.rnn.pad_packed_sequence(
+        nn.utils.rnn.PackedSequence(filled, torch.tensor([3, 2, 1])), batch_first=True
+    )
+    return m.second(padded.sum(1).tanh())
+
+
+def of_weights(m, x):
+    filled, start = torch.zeros(WIDTH, WIDTH).to(x), torch.tensor(0)
+    for size in torch.tensor([1, WIDTH - 1]):
+        filled[start : start + size] = m.first.weight[start : start + size] * size
+        start += size
+    return m.second((x[:, 0] @ filled.T).tanh())
+
+
+@pytest.mark.parametrize("function", [of_data, of_weights])
+def test_slices_whose_start_moves_on(function):
+    """In place, after they were written."""
+    parameters = {"first": nn.Linear(WIDTH, WIDTH, bias=False), "second": nn.Linear(WIDTH, WIDTH)}
+    check_operation(function, parameters, normal(BATCH, 2, WIDTH))
+
+
 def test_layers_on_one_example_after_the_other():
     """Of different lengths, as loops over a batch have them."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradstats.capture.following._examples import Examples, Whole
 from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._nested import of_numbers
 from gradstats.capture.operations._operations import variants
 
 INDEX_SELECT = frozenset(variants("index_select"))
@@ -19,17 +20,18 @@ ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
 
 def items_of(source: Tensor, index) -> list:
     """Return the items of source[index], sequences as tensors and an ellipsis as slices."""
-    items = [
-        torch.as_tensor(item, dtype=None if len(item) else torch.long)
-        if is_sequence(item)
-        else item
-        for item in as_tuple(index)
-    ]
+    items = [*map(_as_item, as_tuple(index))]
     dots = [position for position, item in enumerate(items) if item is ...]
     if dots:
         taken = sum(_axes_taken(item) for item in items if item is not ...)
         items[dots[0] : dots[0] + 1] = [slice(None)] * (source.dim() - taken)
     return items
+
+
+def _as_item(item):
+    if is_sequence(item):
+        return torch.as_tensor(item, dtype=None if len(item) else torch.long)
+    return of_numbers(item) if isinstance(item, slice) else item
 
 
 def as_tuple(index) -> tuple:

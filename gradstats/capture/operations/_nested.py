@@ -71,3 +71,9 @@ def rebuild(items, change: Callable[[Any], Any]):
             return type(items)(*changed)
         return type(items)(changed) if type(items) in (tuple, list) else tuple(changed)
     return change(items)
+
+
+def of_numbers(part: slice) -> slice:
+    """Return a slice that stays as it is where its ends are tensors, as of ``start += length``."""
+    ends = part.start, part.stop, part.step
+    return slice(*(int(end) if isinstance(end, Tensor) else end for end in ends))

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._marks import CONSTANTS, Marks
 from gradstats.capture.operations._names import function_class_of
-from gradstats.capture.operations._nested import operands_of, rebuild, tensors_in
+from gradstats.capture.operations._nested import of_numbers, operands_of, rebuild, tensors_in
 from gradstats.capture.operations._operations import MOVES_IN_PLACE, is_about_object
 from gradstats.capture.parameters._derivation import QUANTISES, Derived
 from gradstats.capture.parameters._drawn import DRAWS, Draw
@@ -40,6 +40,8 @@ def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
         return note_alias(func(*args, **kwargs), args, kwargs)
 
     def as_node(item):
+        if type(item) is slice:
+            return of_numbers(item)
         node = node_of(item)
         if keeps and node is None and isinstance(item, Tensor):
             return item.detach().clone()
