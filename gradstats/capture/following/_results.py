@@ -178,7 +178,7 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
     if over_axes:
         follow_layout(marks, Call(func, args, kwargs, [target], target))
     elif moves:
-        follow_move(marks, target)
+        follow_move(marks, func, args, kwargs)
     elif func in CHANGES_IN_PLACE:
         follow_change(marks, Call(CHANGES_IN_PLACE[func], args, kwargs, data, target))
     elif func in OUT_OF_PLACE and before and marks.owned(target) is MIXED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from gradstats.capture.following._writes import Write
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import tensors_in
-from gradstats.capture.operations._operations import OPAQUE
+from gradstats.capture.operations._operations import MOVES_IN_PLACE, OPAQUE
 from gradstats.capture.parameters._tensors import node_of
 
 
@@ -409,11 +409,20 @@ def follow_change(marks: Marks, call: Call) -> None:
     _note_base(marks, target, None, first=False)
 
 
-def follow_move(marks: Marks, tensor: Tensor) -> None:
+def follow_move(marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note where the examples lie in a tensor whose axes were moved in place."""
-    plain = not marks.is_marked(tensor) and marks.is_distinct(tensor)
-    sizes = list(tensor.shape)
-    marks.place(tensor, marks.contract.along(sizes.index(marks.contract.rows)) if plain else None)
+    tensor, move = args[0], MOVES_IN_PLACE.get(func)
+    if move is None or move is Tensor.squeeze:  # how many axes there were is not known any more
+        plain = not marks.is_marked(tensor) and marks.is_distinct(tensor)
+        sizes = list(tensor.shape)
+        own = marks.contract.along(sizes.index(marks.contract.rows)) if plain else None
+        marks.place(tensor, own)
+        return
+    back = Tensor.squeeze if move is Tensor.unsqueeze else move
+    before = back(tensor, *args[1:], **kwargs)
+    if marks.is_marked(tensor):
+        marks.place(before, marks.owned(tensor))
+    follow_layout(marks, Call(move, (before, *args[1:]), kwargs, [before], tensor))
 
 
 def _several(target: Tensor, each: Examples, fewest: int) -> Iterator[Examples]:
