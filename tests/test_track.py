@@ -105,8 +105,9 @@ def test_given_numbers_of_the_examples():
         lambda x, given: torch.einsum("ij,bcj->bic", given, x),
         lambda x, given: functional.conv1d(x, given.expand(3, 3, 3), padding=1),
         lambda x, given: x * given.div_(given.sum()),
+        lambda x, given: x * (x.new_tensor([[1.0], [2.0], [4.0]]) - x.new_tensor([1.0, 2.0, 5.0])),
     ],
-    ids=["product", "equation", "kernel", "changed in place"],
+    ids=["product", "equation", "kernel", "changed in place", "of the batch's dtype"],
 )
 def test_given_numbers_beside_those_of_the_batch_belong_to_no_example(meet):
     """A colour transform or a blur that stands in a forward, with as many rows as examples."""

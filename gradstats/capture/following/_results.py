@@ -64,6 +64,8 @@ def follow_results(
         data = []  # the size may come from data, the contents do not
     elif func in MULTIPLIES and _cancels(marks, data, (*args, *kwargs.values())):
         data = []  # as where outputs that a loss does not need are added to it, times 0
+    elif func is Tensor.new_tensor:
+        data = [t for t in data if t is not args[0]]  # whose dtype and device it takes
     elif func in READS_ONLY_FIRST or func in RESHAPES:
         data = [t for t in data if t is args[0]]
     results = flatten(result) if isinstance(result, (tuple, list)) else [result]

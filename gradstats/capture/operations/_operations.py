@@ -275,7 +275,7 @@ FORMS = frozenset(getattr(torch, name) for name in dir(torch) if name.endswith("
 
 # Operations that make tensors from given values. PyTorch shows no mode the others, such as
 # ``from_numpy`` and ``torch.Tensor([...])``.
-GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
 
 # These, and operations that draw random values.
 CALLERS_VALUES = GIVEN_VALUES | {
