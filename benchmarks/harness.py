@@ -18,6 +18,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -109,6 +110,12 @@ def duration(
     last.record()
     torch.cuda.synchronize()
     return first.elapsed_time(last) / 1e3
+
+
+def restart_keeping_memory() -> None:
+    """Start this program again with an allocator that keeps what is freed, unless it is so."""
+    if not KEEP_MEMORY.items() <= os.environ.items():
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **KEEP_MEMORY})
 
 
 def take_turns(
