@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import gradstats as gs
 from tests.rules.operation import check_operation, check_refused, normal
 
 BATCH, POSITIONS, WIDTH = 3, 4, 2
@@ -542,3 +543,42 @@ def test_what_another_tensor_shows_is_not_changed_in_place(function):
         normal(BATCH, POSITIONS, WIDTH),
         match=r"^(Tensor\.\w+|__setitem__) changes .* in place.*'w'.*out of place",
     )
+
+
+PLACES = torch.tensor([[4, 0, 2], [1, 3, 0], [5, 2, 1], [0, 4, 3]])
+AT = PLACES[:, :, None].expand(-1, -1, 4)
+MASK = torch.zeros(4, 6, 1, dtype=torch.bool).scatter(1, PLACES[:, :, None], True)
+AMONG_TOKENS = {
+    "scatter": lambda t, v: torch.scatter(t, 1, AT, v),
+    "scatter_add": lambda t, v: t.scatter_add(1, AT, v),
+    "scatter_": lambda t, v: t.clone().scatter_(1, AT, v),
+    "index_put": lambda t, v: t.index_put((torch.arange(4)[:, None], PLACES), v),
+    "masked_scatter": lambda t, v: t.masked_scatter(MASK, v),
+}
+
+
+@pytest.mark.parametrize("name", AMONG_TOKENS)
+def test_data_written_into_a_copy_of_repeated_tokens(name):
+    """As a masked autoencoder's decoder puts what it was given among mask tokens."""
+
+    def function(m, x):
+        tokens = m.token.repeat(len(x), 6, 1) + m.position
+        return AMONG_TOKENS[name](tokens, m.layer(x)).tanh()
+
+    check_operation(
+        function, {"token": (1, 1, 4), "position": (6, 4), "layer": nn.Linear(3, 4)},
+        normal(4, 3, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda t, v: t.scatter(1, AT, v.flip(0)), lambda t, v: t.scatter(0, AT % 4, v)],
+    ids=["rows of others", "along the examples"],
+)
+def test_data_written_into_tokens_of_other_examples_are_refused(write):
+    check_refused(
+        lambda m, x: write(m.token.expand(len(x), 6, 4), m.layer(x)),
+        {"token": (1, 1, 4), "layer": nn.Linear(3, 4)}, normal(4, 3, 3),
+        error=gs.UnsupportedOperationError, match="examples are not known",
+    )  # fmt: skip

@@ -135,6 +135,8 @@ def _follow_data(
     if func in WRITES and node_of(args[0]) is None:
         _follow_write(marks, func, args, kwargs, data, result)
         return
+    if func in WRITES and marks.is_marked(result):
+        return  # a copy of what each example sees of a tracked tensor, which the rule has placed
     if func is torch.autograd.grad:
         follow_gradients(marks, args, kwargs, results)
         return

@@ -10,7 +10,7 @@ _embedding      look-ups by integers
 _normalization  normalisation layers; _affine the factors of their scale and shift
 _elementwise    everything that broadcasts; _summed sums of terms, _per_example all the rest
 _sampling       grid_sample
-_in_place       data written into what was made of parameters
+_in_place       data written into what was made of parameters, or into a copy of it
 _attention, _recurrent    layers that arrive as one operation and are taken apart
 _composed       operations composed of others
 _single         operations on data of one example without an axis for it
@@ -27,6 +27,7 @@ from gradstats.capture.rules import (
     _elementwise,
     _embedding,
     _experts,
+    _in_place,
     _normalization,
     _products,
     _recurrent,
@@ -43,6 +44,7 @@ RULES: dict[Any, Any] = {
     **_experts.RULES,
     **_normalization.RULES,
     **_elementwise.RULES,
+    **_in_place.RULES,
     **_bilinear.RULES,
     **_composed.RULES,
     **_attention.RULES,

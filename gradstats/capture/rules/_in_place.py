@@ -13,6 +13,7 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._writes import WRITES, Write
 from gradstats.capture.following._written import agreed, candidates
 from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.operations._operations import variants
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node, same_storage
 from gradstats.capture.parameters._refusals import refusal, refuse_change
@@ -46,6 +47,26 @@ def write_data(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, 
     if any(node_of(item) is not None for item in operands_of(args, kwargs)):
         return run(tracker, func, *args, **kwargs)
     return func(*args, **kwargs)
+
+
+def write_into(tracker: Context, func, input, *args, **kwargs):
+    """Data written into a tracked tensor or a copy of it, as ``scatter`` does.
+
+    As the tokens of a masked autoencoder are, among copies of a mask token.
+    """
+    if node_of(input) is None or tracker.marks.packed:
+        raise refusal(func, first_node(input, *args, *kwargs.values()), "has no rule", "")
+    if func in IN_PLACE:
+        return write_data(tracker, func, (input, *args), kwargs)
+    node = first_node(input)
+    layout = _layout_after(tracker.marks, input, WRITES[func](input, *args, **kwargs))
+    if layout is None:
+        raise refusal(func, node, "of data whose examples are not known has no rule", "")
+    seen = example_view(node, ExampleLayout(input.dim(), layout))
+    tracker.marks.place(seen, layout)
+    result = run(tracker, func, seen, *args, **kwargs)
+    tracker.marks.mark(result, layout)
+    return result
 
 
 def _whole_of(node: Node) -> Tensor | None:
@@ -97,3 +118,9 @@ def _layout_after(marks: Marks, target: Tensor, write: Write) -> Examples | None
     ]
     owned = list(zip(values, known, strict=True))
     return agreed(marks, write, target, possible, owned)[0]
+
+
+IN_PLACE = variants("scatter_", "scatter_add_", "index_put_", "masked_scatter_")
+RULES = dict.fromkeys(
+    [*IN_PLACE, *variants("scatter", "scatter_add", "index_put", "masked_scatter")], write_into
+)
