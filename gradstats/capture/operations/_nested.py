@@ -75,5 +75,9 @@ def rebuild(items, change: Callable[[Any], Any]):
 
 def of_numbers(part: slice) -> slice:
     """Return a slice that stays as it is where its ends are tensors, as of ``start += length``."""
-    ends = part.start, part.stop, part.step
-    return slice(*(int(end) if isinstance(end, Tensor) else end for end in ends))
+    start, stop = part.start, part.stop
+    if not (isinstance(start, Tensor) or isinstance(stop, Tensor)):
+        return part
+    return slice(
+        *(int(end) if isinstance(end, Tensor) else end for end in (start, stop, part.step))
+    )
