@@ -414,6 +414,18 @@ def test_indices_of_the_batch(index, same, written):
     )
 
 
+def test_values_made_like_a_tensor_of_data():
+    """Where each field's rows begin in one table, with as many fields as examples."""
+    starts = [0, 4, 8]
+
+    def losses(m, ids):
+        return m(ids + ids.new_tensor(starts).unsqueeze(0)).flatten(1).sin().square().sum(1)
+
+    model, ids = nn.Embedding(12, 4).double(), torch.randint(4, (BATCH, len(starts)))
+    expected = oracle_sqnorms(model, ids, losses)
+    assert_sqnorms(gs.per_example_norms(model, ids, losses), expected, 1e-12)
+
+
 @pytest.mark.parametrize(
     "function",
     [
