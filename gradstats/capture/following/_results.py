@@ -103,8 +103,6 @@ def _by_place(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         kwargs = in_pytorchs_names(func, kwargs)
     if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
         args, kwargs = by_place(func, args, kwargs)
-    if func is Tensor.new_tensor and not [*tensors_in(args[1:])]:
-        func, args = torch.tensor, args[1:]  # of the same values
     if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
         func = torch.maximum  # of two operands, whichever it is
     return func, args, kwargs
