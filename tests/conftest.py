@@ -1,7 +1,9 @@
 """Shared settings of the tests: no source of randomness but fixed seeds."""
 
+import functools
 import gc
 import importlib
+import sys
 
 import pytest
 import torch
@@ -28,6 +30,28 @@ def pytest_collection_finish(session):
 
 def pytest_unconfigure(config):
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _decisions_follow_patches():
+    """Have rules decide anew after every patch: it may change limits or libraries they read."""
+    kept = {name: getattr(pytest.MonkeyPatch, name) for name in ("setattr", "undo")}
+
+    def forgetting(method):
+        @functools.wraps(method)
+        def run(*args, **kwargs):
+            repeated = sys.modules.get("gradstats.capture.following._repeated")
+            if repeated is not None:
+                repeated.NOTED.clear()
+            return method(*args, **kwargs)
+
+        return run
+
+    for name, method in kept.items():
+        setattr(pytest.MonkeyPatch, name, forgetting(method))
+    yield
+    for name, method in kept.items():
+        setattr(pytest.MonkeyPatch, name, method)
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +92,9 @@ def kernels(monkeypatch):
     """Send every factor to the operators' CPU implementations and record which were called."""
     from gradstats.kernels import operators
 
-    from gradstats.capture.following._repeated import NOTED
     from gradstats.capture.uses import _together
     from gradstats.contractions import _triton
 
-    NOTED.clear()
     monkeypatch.setattr(_together, "SMALL", 0)  # as on a GPU
     calls = []
     for name in operators.OPERATORS:
@@ -84,5 +106,4 @@ def kernels(monkeypatch):
 
         monkeypatch.setattr(operators, name, record)
     monkeypatch.setattr(_triton, "runs", lambda first, *others: first.dtype == torch.float32)
-    yield calls
-    NOTED.clear()
+    return calls

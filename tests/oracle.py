@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradstats as gs
-from gradstats.capture.following import _repeated
-from gradstats.capture.uses import _dispatch, _together
+from gradstats.capture.uses import _together
 from gradstats.statistics._kept import keep, products
 
 
@@ -103,8 +102,6 @@ def taken_for(size: str):
     Small ones are PyTorch's own, and wait for each other: here even a single one does.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_repeated, "NOTED", {})  # what was decided about other sizes
-        patch.setattr(_dispatch, "NOTED", _repeated.NOTED)
         patch.setattr(_together, "SMALL", 0 if size == "large" else 2**30)
         patch.setattr(_together, "FEWEST", 1)
         yield
