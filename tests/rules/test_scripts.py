@@ -33,6 +33,12 @@ def snake(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @torch.jit.script
+def gated(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    gate, rows = torch.chunk(t + w, 2, -1)
+    return torch.nn.functional.silu(gate) * torch.nn.functional.relu(rows)
+
+
+@torch.jit.script
 def combined(a: tuple[torch.Tensor, torch.Tensor], b: list[torch.Tensor], w: torch.Tensor):
     parts = []
     for part in b:
@@ -90,10 +96,11 @@ def test_a_script_of_constants_makes_constants():
     "run",
     [
         lambda m, h: snake(h, m.w),
+        lambda m, h: gated(h, m.w),
         lambda m, h: combined((h, h + 1), [h, h.cos()], m.w)[1].transpose(0, 1),
         lambda m, h: turned(h).transpose(0, 1) * m.w,
     ],
-    ids=["a parameter", "lists", "data alone"],
+    ids=["a parameter", "functions that may write", "lists", "data alone"],
 )
 def test_a_script_is_followed_through_its_source(run, positions):
     """As audio codecs' activations, fused biases and associative scans are written."""

@@ -56,7 +56,12 @@ def _source(script) -> Callable[..., Any] | None:
     # What was traced, and has no name, need not do what its function does: branches were settled.
     scripted = getattr(script, "__name__", None) == "ScriptFunction"
     source = vars(script).get("_torchdynamo_inline") if scripted else None
-    return source if source is None or all(map(_is_pure, _steps(script.inlined_graph))) else None
+    if source is None:
+        return None
+    graph = script.inlined_graph
+    # Without the branches that are never taken, such as those of silu(x, inplace=False).
+    torch._C._jit_pass_constant_propagation(graph)
+    return source if all(map(_is_pure, _steps(graph))) else None
 
 
 def _steps(graph) -> Iterator[Any]:
