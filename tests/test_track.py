@@ -267,13 +267,15 @@ ADDED = {
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "size"), [("mean", B), ("sum", B), ("mean", 1)])
 @pytest.mark.parametrize(("join", "times"), ADDED.values(), ids=ADDED)
 def test_a_penalty_on_a_reduced_loss_is_a_part_of_every_examples(
-    model, batch, join, times, reduction, fused
+    model, batch, join, times, reduction, size, fused
 ):
+    batch = [each[:size] for each in batch]
+
     def losses(model, batch):
-        share = times * penalty_of(model) / (1 if reduction == "mean" else B)
+        share = times * penalty_of(model) / (1 if reduction == "mean" else size)
         return losses_of(model, batch) + share
 
     def loss_of(model):
@@ -282,7 +284,7 @@ def test_a_penalty_on_a_reduced_loss_is_a_part_of_every_examples(
     plain = copy.deepcopy(model)
     loss_of(plain).backward()
     state = snapshot(model)
-    with gs.track(model, batch_size=B, loss_reduction=reduction, fused=fused) as tracker:
+    with gs.track(model, batch_size=size, loss_reduction=reduction, fused=fused) as tracker:
         loss_of(model).backward()
     assert_sqnorms(tracker.stats, oracle_sqnorms(plain, batch, losses), 1e-9)
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):

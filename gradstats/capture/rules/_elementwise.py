@@ -102,11 +102,14 @@ def _is_added_to_losses(
 ) -> bool:
     """Whether parameters alone are added to a loss of all examples that weighs them alike.
 
-    A penalty on the weights is. Such a loss is the mean or sum of losses that contain it.
+    A penalty on the weights is. Such a loss is the mean or sum of losses that contain it. What has
+    no axis for examples and is the only example's contains it as a whole.
     """
     if not tracker.weighs_alike or len(data) > 1 or any(item.dim() > 1 for item in operands):
         return False
     marks = tracker.marks
+    if tracker.batch_size == 1:
+        return isinstance(_whole(tracker, data), Whole)
     return all(marks.owned(item) is MIXED and marks.values.is_sum(item) for item in data)
 
 
