@@ -165,6 +165,8 @@ class FollowingMode(ContextMode):
         if tensor.grad_fn is not None:
             made = tensor.grad_fn, tensor.output_nr
             self.tracker.renumbered[made] = torch._C._autograd._get_sequence_nr()
+        elif self.tracker.marks.is_of_data(tensor) and self.tracker.marks.is_data(data):
+            self.tracker.marks.place_like(tensor, data)
 
     def _grad_fn(self, tensor) -> Any:
         """Return what made a tensor, of a derived one too: hooks of modules are set on it."""

@@ -392,10 +392,20 @@ def transposed_sum(h):
     return out
 
 
+def strided(h):
+    """Return as many rows of fewer elements, which belong to other examples."""
+    return h.clone().as_strided_((BATCH, 2, WIDTH), (2 * WIDTH, WIDTH, 1)).transpose(0, 1)
+
+
 @pytest.mark.parametrize(
     "move",
-    [lambda h: h.clone()[None].squeeze_().transpose(0, 1), transposed_sum],
-    ids=["squeeze_", "sum"],
+    [
+        lambda h: h.clone()[None].squeeze_().transpose(0, 1),
+        transposed_sum,
+        strided,
+        lambda h: strided(h.detach()),
+    ],
+    ids=["squeeze_", "sum", "as_strided_", "as_strided_ of what is not trained"],
 )
 def test_axes_exchanged_by_writing_are_refused(move):
     """With as many positions as examples shape does not tell."""
@@ -406,6 +416,16 @@ def test_axes_exchanged_by_writing_are_refused(move):
         error=gs.ExampleAxisError,
         match="'second.weight'",
     )
+
+
+def test_axes_exchanged_by_giving_other_values():
+    def function(m, x):
+        h = x.clone()
+        h.data = h.data.transpose(0, 1)
+        return m.second(h).transpose(0, 1)
+
+    data = normal(BATCH, BATCH, WIDTH)
+    check_operation(function, {"second": nn.Linear(WIDTH, WIDTH)}, data, gradient_of_data=False)
 
 
 def test_axes_exchanged_by_writing_through_views():

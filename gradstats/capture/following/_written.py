@@ -398,6 +398,10 @@ def follow_change(marks: Marks, call: Call) -> None:
             that was changed.
     """
     func, target = call.func, call.result
+    if func is Tensor.as_strided:
+        # Where its elements were in memory does not show any more.
+        marks.place(target, None, function_name(func))
+        return
     if not target.requires_grad:
         return
     if func in FOLLOWED or type(func) in OPAQUE:
