@@ -26,6 +26,7 @@ from gradstats.capture.operations._nested import tensors_in
 from gradstats.errors import (
     CoupledExamplesError,
     ExampleAxisError,
+    GradStatsError,
     UnsupportedOperationError,
 )
 from gradstats.statistics._arguments import LossFunction, excluding
@@ -265,8 +266,16 @@ class Fallback:
             return check_losses(self._loss_fn(self._model, example), 1)
         except Exception as error:
             obstacle = self._division.obstacle(self._batch)
-            if obstacle is None:
+            if obstacle is None and isinstance(error, GradStatsError):
                 raise
+            if obstacle is None:
+                raise ExampleAxisError(
+                    f"the loss function takes the batch, but not example {number} alone, so "
+                    'gradients cannot be computed one example at a time (fallback="vmap"): '
+                    f"{summary(error)}. Expected a function that takes any number of examples, "
+                    "without groups or sizes of its own; or leave the parameters without a rule "
+                    "out by name with exclude=."
+                ) from error
             raise ExampleAxisError(
                 f"{obstacle}, so gradients cannot be computed one example at a time "
                 f'(fallback="vmap"): there {summary(error)}. Expected nested tuples, lists, '
