@@ -12,6 +12,7 @@ from gradstats.capture.following import _repeated
 from gradstats.capture.following._repeated import NOTED, likeness, noted, remember
 from gradstats.capture.parameters._tensors import DerivedTensor
 from gradstats.capture.uses import _dispatch
+from gradstats.capture.uses._hooked import hooked_on
 
 from .oracle import assert_sqnorms, check_model, oracle_sqnorms
 from .test_random_programs import Program, losses
@@ -206,6 +207,26 @@ def test_what_was_decided_of_uses_depends_on_what_is_asked():
         model.scales[2].requires_grad_(True)
         with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda kept: kept):
             check(model, batch)
+
+
+def test_hooks_on_saved_tensors_decide_nothing_for_operations_without_them(monkeypatch):
+    layer, batch = nn.Linear(WIDTH, WIDTH).double(), torch.randn(SIZE, WIDTH).double()
+    expected = oracle_sqnorms(layer, batch, squares)
+    decisions = Decisions(monkeypatch)
+
+    def is_hooked():
+        with gs.track(layer, batch_size=SIZE) as tracker:
+            result = layer(batch)
+            tracker.backward(result.square().sum(1))
+        assert_sqnorms(tracker.stats, expected, rtol=1e-10)
+        return hooked_on(result.grad_fn) is not None
+
+    for times in (2, 0):  # either is decided once
+        with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda kept: kept):
+            assert not is_hooked()
+        assert is_hooked()
+        assert decisions.times == times
+        decisions.times = 0
 
 
 def test_what_was_decided_of_uses_is_not_done_again_under_autocast():

@@ -6,8 +6,8 @@ tensor its form, its layout and whether it requires grad. Operations are not cac
 them reads values, or notes more than that a result is constant or where its examples lie.
 
 The same cache holds what rules decided about operations of parameters and trained data. These are
-alike if they agree in all that rules read besides: dtypes, devices, numbers, and what the context
-asks of its uses.
+alike if they agree in all that rules read besides: dtypes, devices, numbers, what the context asks
+of its uses, and whether saved tensors have hooks.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def likeness_of_use(
         return None
     key, operands = form
     _add_pattern(key, operands)
+    key.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
     return tuple(key), operands
 
 

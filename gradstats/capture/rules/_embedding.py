@@ -24,7 +24,7 @@ from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data, lined_up, locate
 from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._grafted import Composed, watched
-from gradstats.capture.uses._hooked import LOOKED_UP, hook
+from gradstats.capture.uses._hooked import LOOKED_UP, hook, may_hook
 from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import tap
 from gradstats.contractions import FEW, Contraction, _triton, sqnorm_of_few
@@ -54,7 +54,7 @@ def embedding(
     def run(ids: Tensor, table: Tensor) -> Tensor:
         return func(ids, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
-    if max_norm is None:  # which changes the table
+    if max_norm is None and may_hook():  # with max_norm it changes the table
         result = _hook(tracker, input, (weight,), examples, padding_idx, run)
         if not (result is None or shortens):  # which has to be done each time
             rest = padding_idx, run

@@ -151,11 +151,23 @@ def hooked(
     run: Callable[..., Tensor],
 ) -> Tensor | None:
     """Do what ``hook`` does, to be done again at once for operations that are alike."""
+    if not may_hook():
+        return None
     result = hook(tracker, x, parameters, examples, place, factors_of, run)
     if result is not None:
         rest = place, factors_of, run
         tracker.decided = Decided(result, hook, x, parameters, examples, rest)
     return result
+
+
+def may_hook() -> bool:
+    """Whether operations may be hooked where they run; operations that are alike agree in it."""
+    # Autocast caches casts of leaves, and would reuse one made where no gradient is recorded. Hooks
+    # on saved tensors may unpack each only once, as those of checkpoints do.
+    return not (
+        torch._C._is_any_autocast_enabled()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
 
 
 def hook(
@@ -169,6 +181,8 @@ def hook(
     lookup: Lookup | None = None,
 ) -> Tensor | None:
     """Return PyTorch's result of an operation, with a hook on its node; None if not possible.
+
+    Called only where ``may_hook`` holds.
 
     Args:
         tracker: the context.
@@ -194,13 +208,7 @@ def hook(
             operands.append(None)
         else:
             return None
-    if (
-        is_compiling()
-        # Autocast caches casts of leaves, and would reuse one made where no gradient is recorded.
-        or torch._C._is_any_autocast_enabled()
-        # Hooks on saved tensors may unpack each only once, as those of checkpoints do.
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    ):
+    if is_compiling():
         return None
     result = run(x, *operands)
     node = _own_node(result, place.kind)
