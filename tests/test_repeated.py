@@ -1,5 +1,7 @@
 """What is noted again of operations that are alike is what following them finds."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from gradstats.capture.parameters._tensors import DerivedTensor
 from gradstats.capture.uses import _dispatch
 from gradstats.capture.uses._hooked import hooked_on
 
-from .oracle import assert_sqnorms, check_model, oracle_sqnorms
+from .oracle import assert_sqnorms, check_model, oracle_on_the_batch, oracle_sqnorms
 from .test_random_programs import Program, losses
 
 SIZE, WIDTH = 3, 4
@@ -368,6 +370,31 @@ def test_values_of_its_own_are_told_from_data_of_the_same_form():
         step(lambda m, x, y: m(x + y), x, y)
     step(lambda m, x, y: m(x) * (y * 2)[:, None], x, y)
     step(lambda m, x: m(x + own() * 2), x)
+
+
+def test_noise_is_told_from_data_also_after_noise_made_in_inference_mode():
+    layer, noisy = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, SIZE, bias=False).double()
+    model, batch = nn.ModuleList([layer, noisy]), torch.randn(SIZE, WIDTH).double()
+
+    def outputs(x, inference: bool):
+        noise = torch.randn(SIZE, WIDTH).double()
+        with torch.inference_mode(inference):
+            noise = noise * 2
+        return layer(x) @ (noisy.weight + noise).t()
+
+    def step(inference: bool):
+        torch.manual_seed(1)
+        with gs.track(model, batch_size=SIZE) as tracker:
+            tracker.backward(outputs(batch, inference).square().sum(1))
+        return tracker.stats
+
+    with suppress(gs.GradStatsError):  # nothing can be noted on these
+        step(True)
+    got = step(False)
+    torch.manual_seed(1)
+    losses = outputs(batch, False).square().sum(1)
+    expected = oracle_on_the_batch(model, batch, lambda *_: losses)
+    assert_sqnorms(got, expected, rtol=1e-10)
 
 
 def test_little_is_remembered(monkeypatch):

@@ -295,6 +295,8 @@ def remember(
     marked, coupled = before
     found: list[tuple[Examples | str, bool]] = []
     for tensor in results:
+        if marks.taken is not None and tensor.is_inference():
+            return  # that its values are drawn could not be noted
         notes = tensor.__dict__
         layout = notes[LAYOUT][1] if LAYOUT in notes else None
         drawn = bool(notes) and marks.values.held_by(tensor) == {"drawn": True}
