@@ -372,6 +372,24 @@ def test_values_of_its_own_are_told_from_data_of_the_same_form():
     step(lambda m, x: m(x + own() * 2), x)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((WIDTH, SIZE), torch.Tensor.t), ((1, WIDTH), lambda row: torch.cat([row] * SIZE))],
+    ids=["turned", "joined"],
+)
+def test_a_trained_leaf_is_told_from_what_was_computed_unseen(shape, rows):
+    layer, leaf = nn.Linear(WIDTH, 1).double(), torch.randn(shape).double().requires_grad_()
+
+    def step(tensor):
+        with gs.track(layer, batch_size=SIZE) as tracker:
+            tracker.backward(layer(rows(tensor)).square().sum(1))
+
+    for _ in range(2):
+        step(leaf)
+        with pytest.raises(gs.ExampleAxisError):
+            step(leaf.cumsum(1))
+
+
 def test_noise_is_told_from_data_also_after_noise_made_in_inference_mode():
     layer, noisy = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, SIZE, bias=False).double()
     model, batch = nn.ModuleList([layer, noisy]), torch.randn(SIZE, WIDTH).double()

@@ -65,6 +65,9 @@ COMPARABLE = frozenset(
 # What may be noted on a tensor besides a layout.
 NOTHING, CONSTANT, DRAWN = "nothing", "constant", "drawn"
 
+# What a key holds of a trained tensor that was not computed: of others the examples may be lost.
+LEAF = "leaf"
+
 # What was noted on the results of each kind of operation, and whether they are of drawn values; or
 # what a rule decided about it. Cleared at ``MOST`` entries.
 NOTED: dict[tuple[Any, ...], Any] = {}
@@ -187,7 +190,9 @@ def _form_of(
                 note = _note_of(marks, item)
                 if note is None:
                     return None
-            trained = item.requires_grad
+            trained: Any = item.requires_grad
+            if trained and item.is_leaf:
+                trained = LEAF
             if tracker is not None and not (trained or note is CONSTANT) and func in BROADCASTS:
                 return None  # it matters whether it is a mask from a closure
             key += (note, item.shape, item.stride(), trained)
@@ -232,7 +237,8 @@ def _add_argument(marks: Marks, item: Any, key: list[Any], operands: list[Tensor
         note = _note_of(marks, item)
         if note is None:
             return False
-        key += (note, item.shape, item.stride(), item.requires_grad)
+        trained = item.requires_grad
+        key += (note, item.shape, item.stride(), LEAF if trained and item.is_leaf else trained)
         operands.append(item)
     elif kind in COMPARABLE:
         key += (kind, item)
