@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstats.capture.following._apart import weights_keep_apart
+from gradstats.capture.following._candidates import candidates
 from gradstats.capture.following._crossed import note_picked
 from gradstats.capture.following._examples import MIXED, Examples, Mixed, Scores, Whole, same_layout
 from gradstats.capture.following._filled import Filling, Piece
@@ -348,26 +349,6 @@ def _shows_unknown(marks: Marks, view: Tensor) -> bool:
     return not marks.is_marked(base) and marks.layout_of(base) is None
 
 
-def candidates(marks: Marks, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
-    """Yield the possible layouts of a tensor that held nothing of any example before a write.
-
-    Args:
-        target: the tensor.
-        owned: whose the value is that is written into it.
-    """
-    contract, axes = marks.contract, range(target.dim())
-    for layout in (contract, owned):
-        if isinstance(layout, Examples):
-            yield from (layout.along(a) for a in axes if target.shape[a] == layout.rows)
-    if contract.batch:
-        # Packed examples may get one row each, as pooled graphs do.
-        fewest = 2 if contract.segments is None else 1
-        yield from _several(target, Examples(contract.batch, 0), fewest)
-    if contract.segments is not None and contract.rows:
-        # Or several for each of their rows, as the nodes of graphs have for their neighbours.
-        yield from _several(target, contract, 2)
-
-
 def _note_base(marks: Marks, view: Tensor, owned: Examples | Whole | None, *, first: bool) -> None:
     """Note where the examples lie in the base of a view that was written into.
 
@@ -427,20 +408,6 @@ def follow_move(marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any
     if marks.is_marked(tensor):
         marks.place(before, marks.owned(tensor))
     follow_layout(marks, Call(move, (before, *args[1:]), kwargs, [before], tensor))
-
-
-def _several(target: Tensor, each: Examples, fewest: int) -> Iterator[Examples]:
-    """Yield the layouts with equally many rows, ``fewest`` or more, for each row of ``each``."""
-    for axis in range(target.dim()):
-        count, rest = divmod(target.shape[axis], each.rows)
-        if count < fewest or rest > 1:
-            continue
-        if each.plain and not rest:
-            yield Examples(each.batch, axis, count)
-            continue
-        owner = each.owner(target.device).repeat_interleave(count)
-        # A last one may take what overflows.
-        yield each.owned_by(torch.cat([owner, owner[-1:]]) if rest else owner, axis)
 
 
 def _one_of(owned: Owned) -> Whole | None:

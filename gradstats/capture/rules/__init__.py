@@ -3,12 +3,13 @@
 A rule is called as ``rule(tracker, function, *args, **kwargs)`` with the operation's own arguments,
 at least one of them tracked and at least one of them data, and returns the operation's result.
 
-_common         what several families need
+_common         what several families need; _layered for layers that are one autograd Function
 _products       linear layers and matrix products; _added, _bilinear, _experts
 _convolution    convolutions and transposed convolutions
 _embedding      look-ups by integers
 _normalization  normalisation layers; _affine the factors of their scale and shift
 _elementwise    everything that broadcasts; _summed sums of terms, _per_example all the rest
+_losses         losses of each element or class
 _sampling       grid_sample
 _in_place       data written into what was made of parameters, or into a copy of it
 _attention, _recurrent    layers that arrive as one operation and are taken apart
@@ -28,6 +29,7 @@ from gradstats.capture.rules import (
     _embedding,
     _experts,
     _in_place,
+    _losses,
     _normalization,
     _products,
     _recurrent,
@@ -44,6 +46,7 @@ RULES: dict[Any, Any] = {
     **_experts.RULES,
     **_normalization.RULES,
     **_elementwise.RULES,
+    **_losses.RULES,
     **_in_place.RULES,
     **_bilinear.RULES,
     **_composed.RULES,

@@ -24,10 +24,8 @@ from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._derived import derive, real_numbers
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._refusals import refuse
-from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of, wrap
-from gradstats.capture.uses._decided import Decided
-from gradstats.capture.uses._layer import Layer, LayerUse
-from gradstats.capture.uses._uses import Use, attach, derived
+from gradstats.capture.parameters._tensors import node_of, value_of, wrap
+from gradstats.capture.uses._uses import derived
 from gradstats.capture.uses._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
@@ -45,46 +43,6 @@ def bare(item, autocast: bool):
     if isinstance(node, Root) and not autocast:
         return node.parameter
     return value_of(item)
-
-
-def layered(
-    tracker: Context,
-    x: Tensor,
-    parameters: Sequence[Tensor | None],
-    operands: Sequence[Tensor | None],
-    examples: Examples,
-    layer: Layer,
-) -> Tensor:
-    """Run a layer whose backward computes norms together with the weight gradient.
-
-    Args:
-        tracker: the context.
-        x: the data.
-        parameters: weight and bias.
-        operands: what the layer takes in place of these.
-        examples: where the examples lie in the result.
-        layer: the layer.
-    """
-    result = _layered(tracker, x, parameters, examples, layer, operands)
-    tracker.decided = Decided(result, _layered, x, parameters, examples, (layer,))
-    return result
-
-
-def _layered(
-    tracker: Context,
-    x: Tensor,
-    parameters: Sequence[Tensor | None],
-    examples: Examples,
-    layer: Layer,
-    operands: Sequence[Tensor | None] | None = None,
-) -> Tensor:
-    if operands is None:
-        operands = [bare(item, False) for item in parameters]
-    nodes = nodes_of(parameters)
-    result = attach(LayerUse, Use(nodes), layer, x, *operands)
-    if len(nodes) == sum([item is not None for item in parameters]):
-        tracker.note_followed(result, examples)
-    return result
 
 
 def are_of_one(tracker: Context, data: Sequence[Tensor]) -> bool:

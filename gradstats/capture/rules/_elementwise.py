@@ -22,8 +22,6 @@ from gradstats.capture.following._indexing import as_tuple, items_of
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._taken import as_constants, is_drawn, is_given
 from gradstats.capture.operations._nested import (
-    argument_of,
-    flatten,
     operands_of,
     rebuild,
     tensors_in,
@@ -31,7 +29,6 @@ from gradstats.capture.operations._nested import (
 from gradstats.capture.operations._operations import (
     ADDS,
     ADDS_IN_PLACE,
-    ELEMENT_LOSSES,
     ELEMENTWISE,
     EXTREMES,
     JOINS,
@@ -44,13 +41,11 @@ from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._slices import repeated_in
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import (
-    as_data,
     cast_for_autocast,
     check_rows,
     common_rows,
     lined_up,
     locate,
-    rows_along,
     run,
 )
 from gradstats.capture.rules._in_place import write_data
@@ -233,36 +228,6 @@ def _widen(tracker: Context, items, whole: Whole, dims: int):
     return rebuild(items, widen)
 
 
-def element_loss(tracker: Context, func, *args, **kwargs):
-    """Losses of each element against tracked targets, variances or weights."""
-    _check_reduction(func, args, kwargs)
-    if func in LIKE_INPUT:
-        input = argument_of(args, kwargs, 0, "input")
-        other = argument_of(args, kwargs, *LIKE_INPUT[func])
-        if isinstance(other, Tensor) and other.shape != input.shape:
-            return func(*rebuild(args, value_of), **rebuild(kwargs, value_of))  # PyTorch's error
-    return broadcast(tracker, func, *args, **kwargs)
-
-
-def class_loss(tracker: Context, func, input, target, *args, **kwargs):
-    """Losses of classes, with tracked scores for each example: of a start that all have alike."""
-    _check_reduction(func, (input, target, *args), kwargs)
-    weight = argument_of(args, kwargs, 0, "weight")
-    if node_of(weight) is not None:
-        remedy = "Multiply in the model: -(weight * target * input.log_softmax(1)).sum(1)."
-        refuse(func, first_node(weight), "with a tracked weight of the classes has no rule", remedy)
-    node = first_node(input, target)
-    examples = rows_along(tracker, func, node, (input, target), 0)
-    operands = (as_data(tracker, func, node, item, examples) for item in (input, target))
-    return func(*operands, *args, **kwargs)
-
-
-def _check_reduction(func, args, kwargs) -> None:
-    if kwargs.get("reduction") != "none":
-        node = first_node(*flatten((args, kwargs)))
-        refuse(func, node, "sums over the examples", 'Pass reduction="none".')
-
-
 def join(tracker: Context, func, tensors, dim=0, **kwargs):
     """cat and stack: tracked tensors that hold one slice for each example, beside data."""
     tensors = list(tensors)
@@ -384,15 +349,6 @@ def prelu(tracker: Context, func, input, weight):
     return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
 
 
-# Losses that refuse an operand of another shape than the input, with its place and its name.
-LIKE_INPUT = {
-    functional.mse_loss: (5, "weight"),
-    functional.l1_loss: (5, "weight"),
-    functional.huber_loss: (4, "weight"),
-    functional.binary_cross_entropy: (1, "target"),
-    functional.binary_cross_entropy_with_logits: (1, "target"),
-}
-
 # Operations that the kernels differentiate where they broadcast.
 PRODUCTS_AND_SUMS = MULTIPLIES | frozenset(function_variants("add"))
 
@@ -401,9 +357,6 @@ SMALL = 65536
 
 RULES = {
     **dict.fromkeys((*function_variants(*ELEMENTWISE), *ELEMENTWISE_IN_PLACE), broadcast),
-    **dict.fromkeys(ELEMENT_LOSSES, element_loss),
-    functional.cross_entropy: class_loss,
-    functional.nll_loss: class_loss,
     **dict.fromkeys(EXTREMES, broadcast),
     **dict.fromkeys((torch.special.xlog1py, torch.complex, torch.polar, torch.rsub), broadcast),
     **{func: join if axis is None else stack_along for func, axis in JOINS.items()},

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
+from gradstats.capture.following._candidates import candidates
 from gradstats.capture.following._examples import Examples, Whole
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._writes import WRITES, Write
-from gradstats.capture.following._written import agreed, candidates
+from gradstats.capture.following._written import agreed
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import variants
 from gradstats.capture.parameters._derivation import Derived

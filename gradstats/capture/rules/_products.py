@@ -23,10 +23,10 @@ from gradstats.capture.rules._common import (
     autocast_dtype,
     bare,
     cast_for_autocast,
-    layered,
     locate,
     run,
 )
+from gradstats.capture.rules._layered import layered
 from gradstats.capture.rules._summed import Part, summed
 from gradstats.capture.uses._grafted import Composed
 from gradstats.capture.uses._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
