@@ -399,13 +399,21 @@ def last_first(hidden, graphs):
     return sums(hidden, graphs).flip(0)
 
 
+def medians(hidden, graphs):
+    """Sorted by value, then by graph, as torch_geometric finds them for each feature."""
+    values, order = hidden.sort(0)
+    owner = graphs.owner[:, None].expand_as(hidden).take_along_dim(order, 0)
+    values = values.take_along_dim(owner.sort(dim=0, stable=True).indices, 0)
+    return values[graphs.bounds[:-1] + (graphs.bounds.diff() - 1) // 2]
+
+
 POOLS = [sums, largest, filled_up, segments, last_first]
 
 
 @pytest.mark.parametrize(
     "sizes, pool",
     [
-        *itertools.product([(3, 1, 5), (2, 2, 2), (1, 1, 1)], [*POOLS, dense]),
+        *itertools.product([(3, 1, 5), (2, 2, 2), (1, 1, 1)], [*POOLS, dense, medians]),
         *itertools.product([(2, 0, 4)], POOLS),
     ],
 )

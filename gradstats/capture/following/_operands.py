@@ -14,6 +14,7 @@ from gradstats.capture.following._examples import (
     Whole,
     same_layout,
     sole_of,
+    spread,
 )
 from gradstats.capture.following._indexing import looked_up
 from gradstats.capture.following._layout import FOLLOWED, SHARED, follow, is_shared
@@ -30,6 +31,7 @@ from gradstats.capture.operations._operations import (
     SUM_LAST,
     UNFOLLOWED,
     is_trusted,
+    variants,
 )
 from gradstats.capture.parameters._tensors import node_of
 
@@ -43,6 +45,9 @@ UNCHANGED = Unchanged()
 
 # Operations that do not broadcast all operands: some are weights, indices, or only give a shape.
 ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
+
+# Operations that put each element of sorted columns in a place of its own.
+BY_ELEMENTS = frozenset(variants("gather", "take_along_dim"))
 
 
 def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
@@ -102,6 +107,9 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
         lost = True  # the examples' axis is summed
     noted = marks.is_marked(source)
+    owner = marks.values.owner_of(source) if func in BY_ELEMENTS else None
+    if owner is not None and not constant:
+        return spread(func(owner, *args[1:], **kwargs), marks.batch_size)
     if layout is None and not (noted or marks.is_lost(source)):
         return UNCHANGED
     after: Examples | Whole | None

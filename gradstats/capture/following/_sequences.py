@@ -150,7 +150,11 @@ def _of_sort(position: int) -> Callable[..., Layouts]:
             return None
         chosen = results[-1]  # from where each place's element came
         owner = layout.of_elements(source).gather(axis, chosen)
-        return [spread(owner, layout.batch)] * len(results)
+        found = spread(owner, layout.batch)
+        if found is None and results[0].requires_grad:
+            # Each column has an order of its own, until its elements are put back in another.
+            marks.values.note(results[0], owner=owner)
+        return [found] * len(results)
 
     return rule
 

@@ -22,6 +22,7 @@ class Values:
         given     it is of given values, or of such alone, and counts as data because of its size
         drawn     the same of drawn values, perhaps with given ones
         filling   what has been written into it, if it was blank
+        owner     the example of each element, if columns were sorted each in an order of its own
 
     Where a method takes ``writes``, it tells what held before a tensor's last ``writes`` changes.
     """
@@ -45,6 +46,10 @@ class Values:
     def filling_of(self, tensor: Tensor, writes: int = 0) -> Filling | None:
         """Return what had been written into a blank tensor."""
         return self.held_by(tensor, writes).get("filling")
+
+    def owner_of(self, tensor: Tensor) -> Tensor | None:
+        """Return the example of each element of a tensor whose columns were sorted."""
+        return self.held_by(tensor).get("owner")
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the properties after a write that changed none of them."""
