@@ -267,6 +267,21 @@ APART = {
     "segments of each": lambda h, x: torch.segment_reduce(
         h, "max", lengths=torch.tensor([[1, 2]] * BATCH), axis=1
     ).prod(1),
+    "group by group": lambda h, x: torch.cat(
+        [
+            functional.cross_entropy(rows, labels, reduction="none")
+            for rows, labels in zip(grid(h), grid(LABELS), strict=True)
+        ]
+    ),
+    "groups turned and turned back": lambda h, x: (
+        grid(torch.fliplr(grid(h).transpose(0, 1)).reshape(BATCH, -1))
+        .transpose(0, 1)
+        .flip(1)
+        .rot90(2, (0, 1))
+        .flatten(0, 1)
+        .square()
+        .sum(1)
+    ),
     "conv1d on channels": lambda h, x: (
         functional.conv1d(h[:, None], torch.ones(2, 1, 2).double()).sin().sum((1, 2))
     ),

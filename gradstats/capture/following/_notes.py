@@ -40,7 +40,8 @@ def note_of(marks: Marks, tensor: Tensor) -> Note | None:
     """Return what is known about a tensor; None if it holds for this tensor only."""
     if not marks.is_data(tensor):
         return Note(True, None, {})
-    if marks.values.filling_of(tensor) is not None or is_given(marks, tensor):
+    held = marks.values.held_by(tensor)
+    if held.get("filling") is not None or "owner" in held or is_given(marks, tensor):
         return None
     mark = marks.mark_of(tensor)
     place = None if mark is None else mark[0]
@@ -48,7 +49,7 @@ def note_of(marks: Marks, tensor: Tensor) -> Note | None:
         return None
     if isinstance(place, Examples) and place.segments is not None:
         return None  # it depends on this tensor's values
-    return Note(False, place, marks.values.held_by(tensor))
+    return Note(False, place, held)
 
 
 def note_as(marks: Marks, tensor: Tensor, note: Note) -> None:

@@ -19,7 +19,12 @@ from gradstats.capture.following._examples import (
 from gradstats.capture.following._indexing import looked_up
 from gradstats.capture.following._layout import FOLLOWED, SHARED, follow, is_shared
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._reindexed import REINDEXES
+from gradstats.capture.following._reindexed import (
+    PICKS,
+    REINDEXES,
+    owner_in_reshaped,
+    owner_of_picked,
+)
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
@@ -31,7 +36,6 @@ from gradstats.capture.operations._operations import (
     SUM_LAST,
     UNFOLLOWED,
     is_trusted,
-    variants,
 )
 from gradstats.capture.parameters._tensors import node_of
 
@@ -46,8 +50,8 @@ UNCHANGED = Unchanged()
 # Operations that do not broadcast all operands: some are weights, indices, or only give a shape.
 ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
 
-# Operations that put each element of sorted columns in a place of its own.
-BY_ELEMENTS = frozenset(variants("gather", "take_along_dim"))
+# Operations that only move or pick elements of their first operand.
+REARRANGES = MOVES | RESHAPES | PICKS.keys()
 
 
 def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
@@ -107,9 +111,10 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
         lost = True  # the examples' axis is summed
     noted = marks.is_marked(source)
-    owner = marks.values.owner_of(source) if func in BY_ELEMENTS else None
+    owner = marks.values.owner_of(source) if func in REARRANGES else None
     if owner is not None and not constant:
-        return spread(func(owner, *args[1:], **kwargs), marks.batch_size)
+        found = owner_of_picked(call, source, owner, source.dim() - 1)
+        return _placed(marks, result, found)
     if layout is None and not (noted or marks.is_lost(source)):
         return UNCHANGED
     after: Examples | Whole | None
@@ -132,7 +137,20 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
         alone = marks.is_distinct(source) and marks.is_distinct(result)
         if alone and layout == marks.by_contract(source) and marks.has_example_axis(result):
             return UNCHANGED
+    if after is None and layout is not None and not (lost or constant) and func in RESHAPES:
+        return _placed(marks, result, owner_in_reshaped(source, layout, result))
     return after
+
+
+def _placed(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Whole | None:
+    """Return where the examples lie, given that of each element, which is noted if along no axis.
+
+    Columns that were sorted, or rows in two axes, may yet be moved back to one.
+    """
+    found = None if owner is None else spread(owner, marks.batch_size)
+    if owner is not None and found is None:
+        marks.values.note(result, owner=owner.expand(result.shape))
+    return found
 
 
 def _loses(marks: Marks, call: Call, constant: bool) -> bool:

@@ -65,13 +65,19 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Who
         if bool((blocks == blocks[:1, :, :1]).all()):
             owner = blocks[0, :, 0].repeat_interleave(max(1, width // step))
             return layout.owned_by(owner, axis)
-    if is_compiling():
+    found = owner_in_reshaped(source, layout, result)
+    return None if found is None else spread(found, layout.batch)
+
+
+def owner_in_reshaped(source: Tensor, layout: Examples, result: Tensor) -> Tensor | None:
+    """Return the example of each element after a reshape; 1 stands for axes that stay."""
+    if is_compiling() or not result.numel() or result.numel() != source.numel():
         return None  # a graph has no values to look at
     # Of the axes behind, which stay as they are, one element stands for all.
     same = _same_behind(source.shape[layout.axis + 1 :], result.shape)
     first: tuple[Any, ...] = (..., *[slice(1)] * same)
     sizes = [*result.shape[: result.dim() - same], *[1] * same]
-    return spread(layout.of_elements(source)[first].reshape(sizes), layout.batch)
+    return layout.of_elements(source)[first].reshape(sizes)
 
 
 def _same_behind(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -206,21 +212,33 @@ def _repeated(call: Call, source, layout) -> Examples | None:
 
 def picked(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | None:
     """Elements picked one by one: the operation is repeated on the examples' numbers."""
+    found = owner_of_picked(call, source, layout.of_elements(source), layout.axis)
+    return None if found is None else spread(found, layout.batch)
+
+
+def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Tensor | None:
+    """Return the example of each element of a result, given those of the operand's elements.
+
+    Args:
+        call: an operation that moves or picks elements.
+        source: its first operand.
+        owner: the example of each of its elements, expanded.
+        last: the last axis along which these differ.
+    """
     func, args, kwargs, _, result = call
     if not source.numel() or not result.numel() or is_compiling():
         return None  # a graph has no values to look at
-    owner = layout.of_elements(source)
     if not (result._is_view() and same_storage(result, source)):
         told = {name: item for name, item in kwargs.items() if name != "out"}
         found = func(owner.contiguous(), *args[1:], **told)
     else:
         start = int(result.storage_offset() - source.storage_offset())
-        expanded = source.stride(layout.axis) == 0
+        expanded = source.stride(last) == 0
         if start < 0 or start + extent(result) > extent(source) or expanded:
             return None
         # Of the axes behind, which stay as they are, one element stands for all.
         same = _same_behind(
-            list(zip(source.shape, source.stride(), strict=True))[layout.axis + 1 :],
+            list(zip(source.shape, source.stride(), strict=True))[last + 1 :],
             list(zip(result.shape, result.stride(), strict=True)),
         )
         while same and not _steps_over(same, source, result, start):
@@ -238,7 +256,7 @@ def picked(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | N
         found = memory.as_strided([*part.shape, *[1] * same], [*own, *[1] * same], start // unit)
     if bool((found < 0).any()):
         return None  # the result shows memory between the operand's elements
-    return spread(found, layout.batch)
+    return found
 
 
 def _steps_over(same: int, source: Tensor, result: Tensor, start: int) -> bool:

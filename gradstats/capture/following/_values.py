@@ -22,7 +22,7 @@ class Values:
         given     it is of given values, or of such alone, and counts as data because of its size
         drawn     the same of drawn values, perhaps with given ones
         filling   what has been written into it, if it was blank
-        owner     the example of each element, if columns were sorted each in an order of its own
+        owner     the example of each element, if these lie along no axis
 
     Where a method takes ``writes``, it tells what held before a tensor's last ``writes`` changes.
     """
@@ -48,7 +48,7 @@ class Values:
         return self.held_by(tensor, writes).get("filling")
 
     def owner_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the example of each element of a tensor whose columns were sorted."""
+        """Return the example of each element of a tensor in which these lie along no axis."""
         return self.held_by(tensor).get("owner")
 
     def keep(self, tensor: Tensor) -> None:
