@@ -25,6 +25,7 @@ from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._results import follow_results
 from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._taken import is_drawn, is_given
+from gradstats.capture.following._values import VALUES
 from gradstats.capture.following._writes import WRITES
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
@@ -275,6 +276,8 @@ def _note_of(marks: Marks, tensor: Tensor) -> tuple[int | str, ...] | str | None
     drawn = DRAWN if marks.taken is not None and is_drawn(marks, tensor) else NOTHING
     mark = notes.get(LAYOUT)
     if mark is None or mark[0] != marks.serial:
+        if VALUES in notes and marks.values.owner_of(tensor) is not None:
+            return None
         return CONSTANT if constant else drawn
     owned = mark[1]
     if constant or type(owned) is not Examples or owned.segments is not None:
