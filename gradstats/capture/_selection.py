@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -47,18 +48,15 @@ class Anatomy:
 
     def _check_values(self) -> None:
         """Raise unless all parameters and buffers hold values."""
-        values: dict[str, Tensor | None] = {**self.parameters}
         for path, module in self.modules:
-            if module._buffers:
-                prefix = f"{path}." if path else ""
-                values.update((prefix + name, each) for name, each in module._buffers.items())
-        for name, value in values.items():
-            if value is not None and value.is_meta:
-                raise TrackingError(
-                    f"{name!r} of the model is on the meta device, where tensors hold no values. "
-                    "Load them first: model.to_empty(device=...), then "
-                    "model.load_state_dict(...)."
-                )
+            for name, value in chain(module._parameters.items(), module._buffers.items()):
+                if value is not None and value.is_meta:
+                    place = f"{path}.{name}" if path else name
+                    raise TrackingError(
+                        f"{place!r} of the model is on the meta device, where tensors hold no "
+                        "values. Load them first: model.to_empty(device=...), then "
+                        "model.load_state_dict(...)."
+                    )
 
     def select(
         self, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str

@@ -178,11 +178,9 @@ def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
 
 def _paired(rows: Examples, columns: Examples, fixed: bool) -> Scores | None:
     """Return the layout of scores of these rows and columns; None for rows that are nobody's."""
-    return (
-        None
-        if _has_sinks(rows)
-        else Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns, fixed=fixed)
-    )
+    if _has_sinks(rows):
+        return None
+    return Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns, fixed=fixed)
 
 
 def _has_sinks(columns: Examples) -> bool:

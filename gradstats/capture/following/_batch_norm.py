@@ -20,7 +20,7 @@ def check_statistics(
     weight=None, bias=None, training=False, *_, **__,
 ) -> None:  # fmt: skip
     """Check a batch normalisation of data before it runs."""
-    if not mode.tracker.marks.is_of_data(input) or _is_given(mode, running_mean):
+    if not _is_seen_to_mix(mode, input, running_mean, training):
         return
     try:
         check_batch_norm(running_mean, weight, bias, training)
@@ -33,9 +33,15 @@ def check_native_statistics(
     mode: ContextMode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
     """The same for ``torch.batch_norm``, which all others call."""
-    given = _is_given(mode, running_mean)
-    if mode.tracker.marks.is_of_data(input) and not given:
+    if _is_seen_to_mix(mode, input, running_mean, training):
         check_batch_norm(running_mean, weight, bias, training)
+
+
+def _is_seen_to_mix(mode: ContextMode, input, running_mean, training: bool) -> bool:
+    """Whether a layer takes its statistics from data here, rather than in what is given."""
+    if not training and running_mean is not None:
+        return False  # as most do: whose the layer is would take a look at all of the model
+    return mode.tracker.marks.is_of_data(input) and not _is_given(mode, running_mean)
 
 
 def _is_given(mode: ContextMode, running_mean) -> bool:

@@ -117,7 +117,7 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
     )
     outputs = weight.shape[1] * call[-1] * math.prod(call[0]) if call[3] else weight.shape[0]
     if is_small(settings, input, input.shape[1], outputs):
-        result = hooked(tracker, CONVOLVED, input, (weight, bias), layer, examples, layer.forward)
+        result = hooked(tracker, input, (weight, bias), examples, CONVOLVED, layer, layer.forward)
         if result is not None:
             return result
     x = cast_for_autocast(tracker, input)
@@ -126,7 +126,7 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
         return tap(nodes, result, layer, x)
     autocast = torch.is_autocast_enabled(x.device.type)
     x, *operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    return layered(tracker, x, (weight, bias), operands, examples, layer)
+    return layered(tracker, x, (weight, bias), examples, layer, operands)
 
 
 def _in_groups(tracker: Context, func, input, weight, bias, call):

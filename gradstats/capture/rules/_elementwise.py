@@ -21,11 +21,7 @@ from gradstats.capture.following._examples import MIXED, Examples, Mixed, Whole
 from gradstats.capture.following._indexing import as_tuple, items_of
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._taken import as_constants, is_drawn, is_given
-from gradstats.capture.operations._nested import (
-    operands_of,
-    rebuild,
-    tensors_in,
-)
+from gradstats.capture.operations._nested import operands_of, rebuild, tensors_in
 from gradstats.capture.operations._operations import (
     ADDS,
     ADDS_IN_PLACE,
@@ -172,7 +168,7 @@ def _product_or_sum(
     place = MULTIPLIED[position] if multiply else ADDED[position]
 
     run = func if position == 0 else partial(_exchanged, func)
-    return hooked(tracker, place, x, (value,), factors, layout.examples, run)
+    return hooked(tracker, x, (value,), layout.examples, place, factors, run)
 
 
 def _exchanged(func, x: Tensor, parameter: Tensor) -> Tensor:

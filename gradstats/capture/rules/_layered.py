@@ -22,9 +22,9 @@ def layered(
     tracker: Context,
     x: Tensor,
     parameters: Sequence[Tensor | None],
-    operands: Sequence[Tensor | None],
     examples: Examples,
     layer: Layer,
+    operands: Sequence[Tensor | None],
 ) -> Tensor:
     """Run a layer whose backward computes norms together with the weight gradient.
 
@@ -32,9 +32,9 @@ def layered(
         tracker: the context.
         x: the data.
         parameters: weight and bias.
-        operands: what the layer takes in place of these.
         examples: where the examples lie in the result.
         layer: the layer.
+        operands: what it takes in place of the parameters.
     """
     result = _layered(tracker, x, parameters, examples, layer, operands)
     tracker.decided = Decided(result, _layered, x, parameters, examples, (layer,))

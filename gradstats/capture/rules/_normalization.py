@@ -66,7 +66,7 @@ def _attach(
             tracker.note_followed(result, examples)
         return result
     if place is not None and not own:
-        found = hooked(tracker, place, input, (weight, bias), factors, examples, run)
+        found = hooked(tracker, input, (weight, bias), examples, place, factors, run)
         if found is not None:
             return found
     result = free_of_views(run(input, value_of(weight), value_of(bias)))

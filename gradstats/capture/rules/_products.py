@@ -88,7 +88,7 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
         place = LINEAR_WITHOUT_BIAS if bias is None else LINEAR
         rows = examples if x.dim() == 2 else by_rows(examples, x)
         own = LinearFactors(of_weight, of_bias, rows, *rest)
-        result = hooked(tracker, place, x, (weight, bias), own, examples, own.forward)
+        result = hooked(tracker, x, (weight, bias), examples, place, own, own.forward)
         if result is not None:
             return result
     layer = LinearFactors(of_weight, of_bias, examples, *rest)
@@ -99,7 +99,7 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
         result = layer.forward(x, value_of(weight), value_of(bias))
         return tap(nodes, free_of_views(result), layer, x)
     operands = bare(weight, autocast), bare(bias, autocast)
-    return layered(tracker, x, (weight, bias), operands, examples, layer)
+    return layered(tracker, x, (weight, bias), examples, layer, operands)
 
 
 def matmul(tracker: Context, func, input, other=None, **kwargs):

@@ -143,11 +143,11 @@ class Hooked(Use):
 
 def hooked(
     tracker: Context,
-    place: Place,
     x: Tensor,
     parameters: Sequence[Tensor | None],
-    factors_of,
     examples: Examples,
+    place: Place,
+    factors_of,
     run: Callable[..., Tensor],
 ) -> Tensor | None:
     """Do what ``hook`` does, to be done again at once for operations that are alike."""
