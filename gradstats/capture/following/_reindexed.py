@@ -47,24 +47,11 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Who
     if result.numel() == 0:
         places = [axis for axis in range(result.dim()) if result.shape[axis] == layout.rows]
         return layout.along(places[0]) if len(places) == 1 else None
-    rows, width = layout.rows, math.prod(source.shape[layout.axis + 1 :])
-    owners: Tensor | None = None
-    for axis in range(result.dim()):
-        size, step = result.shape[axis], math.prod(result.shape[axis + 1 :])
-        if layout.segments is None and size * step == rows * width:
-            example = layout.fold * width
-            if example % step == 0:
-                return Examples(layout.batch, axis, example // step)
-        if (size * step) % width or max(step, width) % min(step, width):
-            continue
-        if owners is None:
-            # The example of each run of ``width`` elements, in order.
-            owners = layout.owner(source.device).repeat(source.numel() // (rows * width))
-        inner = max(1, step // width)
-        blocks = owners.view(-1, size * step // width // inner, inner)
-        if bool((blocks == blocks[:1, :, :1]).all()):
-            owner = blocks[0, :, 0].repeat_interleave(max(1, width // step))
-            return layout.owned_by(owner, axis)
+    width = math.prod(source.shape[layout.axis + 1 :])
+    for axis in range(result.dim()) if layout.segments is None else ():
+        step, example = math.prod(result.shape[axis + 1 :]), layout.fold * width
+        if result.shape[axis] * step == layout.rows * width and example % step == 0:
+            return Examples(layout.batch, axis, example // step)
     found = owner_in_reshaped(source, layout, result)
     return None if found is None else spread(found, layout.batch)
 
