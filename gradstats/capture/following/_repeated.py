@@ -27,6 +27,7 @@ from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._taken import is_drawn, is_given
 from gradstats.capture.following._values import VALUES
 from gradstats.capture.following._writes import WRITES
+from gradstats.capture.operations._graph import hooks_on_saved
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
     BLANKS,
@@ -145,7 +146,7 @@ def likeness_of_use(
         return None
     key, operands = form
     _add_pattern(key, operands)
-    key.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+    key.append(hooks_on_saved() is not None)
     return tuple(key), operands
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from threading import RLock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ INNERMOST = torch._C._FunctionBase.__dict__["apply"]
 # Whether it is what an ``apply`` leads to that was looked up before the first context, as from
 # PyTorch 2.14 on: such calls are not seen.
 KEPT_APPLY_IS_UNSEEN = vars(torch.autograd.Function).get("apply") is INNERMOST
+
+
+def hooks_on_saved() -> Any:
+    """Return the hooks on tensors that autograd saves now, as checkpoints set; None if none are."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:

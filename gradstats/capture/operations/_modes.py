@@ -15,6 +15,7 @@ from torch.overrides import (
     _push_mode,
 )
 
+from gradstats.capture.operations._graph import hooks_on_saved
 from gradstats.capture.operations._nested import tensors_in
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _unpacking_seen(modes: Sequence[TorchFunctionMode]) -> AbstractContextManage
 
     Unpacking makes a checkpoint around the graph run its part of the forward again.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = hooks_on_saved()
     if hooks is None:
         return nullcontext()
     pack, unpack = hooks

@@ -26,6 +26,7 @@ from gradstats.capture.operations._graph import (
     MM,
     MUL,
     VIEWS,
+    hooks_on_saved,
 )
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._tensors import node_of
@@ -164,10 +165,7 @@ def may_hook() -> bool:
     """Whether operations may be hooked where they run; operations that are alike agree in it."""
     # Autocast caches casts of leaves, and would reuse one made where no gradient is recorded. Hooks
     # on saved tensors may unpack each only once, as those of checkpoints do.
-    return not (
-        torch._C._is_any_autocast_enabled()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    )
+    return not torch._C._is_any_autocast_enabled() and hooks_on_saved() is None
 
 
 def hook(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Factor
+from gradstats.capture.operations._graph import hooks_on_saved
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.uses._uses import Use, free_of_views
 from gradstats.contractions import Fused, sqnorm_and_sum
@@ -55,8 +56,7 @@ class Kept:
 
     def __init__(self, result: Tensor):
         # Hooks on saved tensors, such as checkpoints', are there to save memory: keep nothing then.
-        packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        self._alias = None if packs else result.detach()
+        self._alias = result.detach() if hooks_on_saved() is None else None
         self._version = result._version
 
     def take(self) -> Tensor | None:
