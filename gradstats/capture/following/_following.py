@@ -24,7 +24,6 @@ from gradstats.capture.following._operands import (
     agree,
     by_first,
     sole_example,
-    whole_of,
 )
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
 from gradstats.capture.following._reindexed import REINDEXES
@@ -170,8 +169,6 @@ def _layout_after(marks: Marks, call: Call) -> Layout | Unchanged:
         if func not in REDUCES:
             marks.meetings.couple(result, "runs over the examples")
         return MIXED
-    if (whole := whole_of(marks, data)) is not None:
-        return whole
     if func in LOSSES and _is_joined(marks, call):
         return MIXED
     family = FAMILIES.get(func)

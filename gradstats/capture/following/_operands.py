@@ -76,22 +76,6 @@ def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
     return first if all(other == first for other in owners) else None
 
 
-def whole_of(marks: Marks, data: list[Tensor]) -> Whole | None:
-    """Return the one example to which several tensors belong as a whole; None if there is none.
-
-    A single number without a gradient belongs to no example, wherever it comes from.
-    """
-    noted = [
-        mark
-        for tensor, mark in zip(data, map(marks.mark_of, data), strict=True)
-        if mark is not None or tensor.requires_grad or tensor.numel() != 1
-    ]
-    first = noted[0] if noted else None
-    if first is None or not isinstance(first[0], Whole):
-        return None
-    return first[0] if all(mark == first for mark in noted[1:]) else None
-
-
 def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     """Return the layout of a result whose examples follow those of one operand."""
     func, args, kwargs, data, result = call
@@ -237,8 +221,7 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
                 marks.meetings.note(result)
             return None
     if not aligned:
-        lost = marks.packed and any(map(marks.is_marked, data))
-        return None if lost else marks.by_contract(result)
+        return None if any(map(marks.is_marked, data)) else marks.by_contract(result)
     trained = [layout for tensor, layout in aligned if tensor.requires_grad]
     deciding = trained or [layout for _, layout in aligned]
     if any(result.shape[layout.axis] != layout.rows for layout in deciding):
