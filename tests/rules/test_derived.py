@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.capture.parameters import _lineage
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.contractions import _dense
 from tests.oracle import (
@@ -934,6 +935,19 @@ def test_biases_that_broadcast_in_layers_of_parameters(shape):
         {"v": (2, 3), "w": (WIDTH, 3), "b": shape},
         normal(BATCH, 2, 1),
     )
+
+
+@pytest.mark.parametrize("second", [(4,), (4, 3)], ids=str)
+@pytest.mark.parametrize("first", [(4,), (2, 4), (5, 2, 4)], ids=str)
+def test_products_of_parameters_that_scale_data(first, second, monkeypatch):
+    """Of rows or a vector and a matrix or a vector: no gradient of the product is pulled back."""
+
+    def forbidden(*args):
+        raise AssertionError("per-example gradients were pulled back")
+
+    monkeypatch.setattr(_lineage, "sqnorms_together", forbidden)
+    shape = torch.matmul(torch.zeros(first), torch.zeros(second)).shape
+    check_operation(lambda m, x: x * (m.v @ m.w), {"v": first, "w": second}, normal(BATCH, *shape))
 
 
 class Product(torch.autograd.Function):

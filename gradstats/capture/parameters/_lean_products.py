@@ -138,39 +138,29 @@ def _of_all_elements(factor: Factor, node: Derived, parent: Node) -> Scaled | No
 
 
 def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """x Wᵀ + b for a matrix x of rows: the factor is that of a linear layer with data x."""
+    """X Wᵀ + b for rows X: the factor of W is that of a linear layer with data X."""
     x, weight, bias = (
         argument_of(node.args, node.kwargs, place, name)
         for place, name in enumerate(("input", "weight", "bias"))
     )
     factor = lean(factor)
-    if not isinstance(factor, Vector) or factor.axis is not None or len(weight.shape) != 2:
+    if not isinstance(factor, Vector) or factor.axis is not None:
         return None
     if parent is bias:
         return _multiple(factor, 1, node, parent)  # it may have been broadcast
-    node.check_step()
-    dtype = compute_dtype(node.value, factor.values)
-    grad = cast(factor.values, dtype).reshape(factor.batch, -1, node.shape[-1])
-    # Autocast may have rounded it first.
-    other = numbers_of(x if parent is weight else weight).to(node.value.dtype).to(dtype)
-    if parent is weight:
-        rows = other.reshape(1, 1, -1, other.shape[-1]).expand(factor.batch, -1, -1, -1)
-        return Outer(grad.unsqueeze(1), rows, tuple(parent.shape))
-    if factor.batch * parent.shape.numel() * dtype.itemsize > node.tracker.settings.workspace:
-        return None
-    return Vector((grad @ other).reshape(factor.batch, *parent.shape), tuple(parent.shape))
+    return _multiplied_rows(factor, node, parent, x, weight, transposed=True)
 
 
 def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """X @ Y of matrices: one side of G is multiplied; with a vector, G is an outer product."""
+    """X @ Y of matrices: one side of an outer product is multiplied."""
     if node.kwargs or len(node.args) != 2:
         return None
-    vector = lean(factor)
-    if isinstance(vector, Vector):
-        return _multiplied_vector(vector, node, parent)
+    first, second = node.args
+    elements = lean(factor)
+    if isinstance(elements, Vector):
+        return _multiplied_rows(elements, node, parent, first, second, transposed=False)
     if not isinstance(factor, (Outer, Ragged)):
         return None
-    first, second = node.args
     if len(first.shape) != 2 or len(second.shape) != 2 or not factor.spans_rows:
         return None
     matrix = other_operand(node, parent)
@@ -186,28 +176,32 @@ def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     return replace(factor, left=left @ matrix, shape=shape)
 
 
-def _multiplied_vector(factor: Vector, node: Derived, parent: Node) -> Factor | None:
-    """x · y, X y and x Y, of vectors x and y."""
-    first, second = node.args
-    if factor.axis is not None or 1 not in (len(first.shape), len(second.shape)):
-        return None
-    if max(len(first.shape), len(second.shape)) > 2:
-        return None
-    value = other_operand(node, parent)
-    if value.layout != torch.strided:
+def _multiplied_rows(
+    factor: Vector, node: Derived, parent: Node, first: Any, second: Any, *, transposed: bool
+) -> Factor | None:
+    """X Y or X Yᵀ, of rows or a vector X and a matrix or a vector Y."""
+    other = numbers_of(second if parent is first else first)
+    if factor.axis is not None or len(second.shape) > 2 or other.layout != torch.strided:
         return None
     node.check_step()
+    batch, shape, is_vector = factor.batch, tuple(parent.shape), len(second.shape) == 1
     dtype = compute_dtype(node.value, factor.values)
     # Autocast may have rounded it first.
-    value = value.to(node.value.dtype).to(dtype)
-    grad = cast(factor.values, dtype).reshape(factor.batch, *node.shape)
-    if len(parent.shape) == 2:
-        grad, value = grad[:, None, None], value.expand(factor.batch, 1, 1, -1)
-        left, right = (grad, value) if first is parent else (value, grad)
-        return Outer(left, right, tuple(parent.shape))
-    if value.dim() == 1:
-        return Vector(grad[:, None] * value, tuple(parent.shape))
-    return Vector(grad @ (value if second is parent else value.mT), tuple(parent.shape))
+    other = other.to(node.value.dtype).to(dtype)
+    grad = cast(factor.values, dtype).reshape(batch, -1, 1 if is_vector else node.shape[-1])
+    if parent is first and is_vector and len(shape) == 2:
+        return Outer(grad.mT.unsqueeze(1), other.expand(batch, 1, 1, -1), shape)
+    if parent is first and not (transposed or is_vector):
+        other = other.mT
+    else:
+        other = other.reshape(-1, other.shape[-1])
+    if parent is second and not is_vector:
+        sides = other.expand(batch, 1, -1, -1), grad.unsqueeze(1)
+        return Outer(*(sides[::-1] if transposed else sides), shape)
+    if batch * parent.shape.numel() * dtype.itemsize > node.tracker.settings.workspace:
+        return None
+    values = (grad.mT if parent is second else grad) @ other
+    return Vector(values.reshape(batch, *shape), shape)
 
 
 def kronecker(factor: Factor, node: Derived, parent: Node) -> Factor | None:
