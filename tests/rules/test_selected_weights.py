@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
+from gradstats.capture.parameters import _lineage
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, normal, uneven_loss
 from tests.rules.test_experts import SINGLE, multiply
@@ -89,6 +90,26 @@ def test_matrices(case, options):
             return functional.linear(x[..., : weight.shape[1]], weight)
 
         check_operation(function, shapes, normal(*sizes), **options)
+
+
+# Rows and columns of each part are picked independently, or it has few elements.
+LEAN = (
+    "rows", "columns", "blocks", "quaternion", "reversed", "twice", "repeated", "a diagonal",
+    "circulant", "columns picked", "written over",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_matrices_whose_gradients_are_not_formed(name, monkeypatch):
+    monkeypatch.setattr(_lineage, "sqnorms_together", None)  # what would form and pull them back
+    shapes, make = MATRICES[name]
+
+    def function(m, x):
+        weight = make(m)
+        return functional.linear(x[..., : weight.shape[1]], weight)
+
+    model = Operation(function, shapes, upstream=False)
+    gs.per_example_norms(model, (normal(BATCH, POSITIONS, WIDTH),), uneven_loss)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

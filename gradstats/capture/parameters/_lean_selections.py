@@ -19,7 +19,6 @@ from gradstats._compiler import is_compiling
 from gradstats._factors import (
     Experts,
     Factor,
-    Masked,
     Outer,
     Ragged,
     Rows,
@@ -82,10 +81,8 @@ def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor 
 
 def _pads_with_numbers(node: Derived) -> bool:
     """Whether a tensor was padded with anything but zeros."""
-    if node.function not in PADS:
-        return False
-    named = [item for name, item in node.kwargs.items() if name not in ("input", "self", "pad")]
-    return not {*node.args[2:], *named} <= {"constant", None, 0}
+    others = (*node.args[2:], *node.kwargs.values())
+    return node.function in PADS and any(item not in ("constant", None, 0) for item in others)
 
 
 class Numbering:
@@ -322,18 +319,8 @@ def _of_rows(factor: Rows, places: Places) -> Factor | None:
     return replace(factor, ids=ids, grad=grad, shape=places.shape, lookup=None)
 
 
-def _of_masked(factor: Masked, places: Places) -> Factor | None:
-    """Masked elements, each of which is in one place."""
-    pick = PICKED.get(type(factor.inner)) if places.elements is None else None
-    inner = None if pick is None else pick(factor.inner, places)
-    if not isinstance(inner, (Outer, Ragged)):
-        return None
-    return Masked(inner, factor.mask.reshape(-1)[places.where].view(places.shape))
-
-
 PICKED: dict[type, Callable[[Any, Places], Factor | None]] = {
     Experts: _of_experts,
-    Masked: _of_masked,
     Outer: _of_outer,
     Ragged: _of_ragged,
     Rows: _of_rows,
