@@ -21,7 +21,7 @@ from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._lean_products import Scaled, numbers_of, other_operand, times
 from gradstats.capture.parameters._nodes import Node
-from gradstats.contractions import lean, row_products, row_sums
+from gradstats.contractions import row_products, row_sums
 
 
 @dataclass(eq=False)
@@ -40,7 +40,6 @@ class Flattened:
 def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """w / ‖w‖."""
     argument = partial(argument_of, node.args, node.kwargs)
-    factor = lean(factor)
     if argument(1, "p", 2.0) != 2 or not _pays(factor):
         return None
     node.check_step()
@@ -55,7 +54,6 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """g v / ‖v‖, for v and for g."""
     direction = node.args[0]
-    factor = lean(factor)
     if not isinstance(direction, Node) or not isinstance(factor, Scaled) or not _pays(factor):
         return None
     node.check_step()
@@ -71,7 +69,7 @@ def standardised(
     factor: Factor | Flattened, node: Derived, parent: Node
 ) -> Factor | Flattened | None:
     """(w - mean) / deviation of each row, multiplied and shifted by a number for each."""
-    inner = factor.inner if isinstance(factor, Flattened) else lean(factor)
+    inner = factor.inner if isinstance(factor, Flattened) else factor
     if not isinstance(inner, Patches) and not (isinstance(inner, Outer) and inner.spans_rows):
         return None
     operands = STANDARDISES[node.function](node) if _pays(inner) else None

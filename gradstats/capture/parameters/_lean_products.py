@@ -49,7 +49,7 @@ def summed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     first = argument_of(node.args, node.kwargs, 0, "input")
     negative = node.function in SUBTRACTS and (first is parent) == (node.function in REVERSED)
     if negative or node.shape != parent.shape:
-        return _multiple(factor, -1 if negative else 1, node, parent)
+        return _multiple(lean(factor), -1 if negative else 1, node, parent)
     return factor
 
 
@@ -79,31 +79,25 @@ def numbers_of(operand: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _multiple(factor: Factor, number: int, node: Derived, parent: Node) -> Factor | None:
-    factor = lean(factor)
+def _multiple(factor: Factor, scale: Any, node: Derived, parent: Node) -> Factor | None:
+    """Return the factor of ``scale`` ∘ G, summed over the axes along which w was broadcast."""
     if not isinstance(factor, Scaled):
         return None
     dtype = compute_dtype(node.value, *tensors_of(factor))
-    return times(factor, torch.tensor(number, dtype=dtype, device=node.value.device), parent.shape)
+    scale = torch.as_tensor(scale, dtype=dtype, device=node.value.device)
+    return times(factor, scale, parent.shape)
 
 
 def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """M ∘ w, w / M and M / w."""
     if node.kwargs or len(node.args) != 2:
         return None
-    factor = lean(factor)
-    if not isinstance(factor, Scaled):
-        return None
-    value = other_operand(node, parent)
-    dtype = compute_dtype(node.value, *tensors_of(factor))
-    scale = torch.as_tensor(value, dtype=dtype, device=node.value.device)
+    value = scale = other_operand(node, parent)
     if node.function in DIVISIONS:
-        if node.args[0] is parent:
-            scale = scale.reciprocal()
-        else:
-            divisor = parent.value.detach().to(dtype)
-            scale = -scale / divisor / divisor
-    found = times(factor, scale, parent.shape)
+        dtype = compute_dtype(node.value)
+        scale, divisor = torch.as_tensor(value, dtype=dtype), numbers_of(parent).to(dtype)
+        scale = scale.reciprocal() if node.args[0] is parent else -scale / divisor / divisor
+    found = _multiple(factor, scale, node, parent)
     if found is not None and isinstance(value, Tensor):
         node.check_step()  # not for a number, which cannot change
     return found
@@ -111,30 +105,21 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def elementwise(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """f(w), element by element."""
-    whole = _of_all_elements(factor, node, parent)
-    if whole is None:
+    if node.shape != parent.shape or not isinstance(factor, Scaled):
         return None
-    slope = node.slope(parent).to(compute_dtype(node.value, *tensors_of(whole)))
-    return times(whole, slope, parent.shape)
+    return _multiple(factor, node.slope(parent), node, parent)
 
 
 def passed_through(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """f(w), by a custom Function with an elementwise backward, such as straight-through."""
-    whole = _of_all_elements(factor, node, parent)
-    slope = None if whole is None else FunctionStep(node, parent).slope(whole)
-    if whole is None or slope is None:
-        return None
-    if bool((slope == 1).all()):
-        return whole
-    return times(whole, slope.to(compute_dtype(node.value, *tensors_of(whole))), parent.shape)
-
-
-def _of_all_elements(factor: Factor, node: Derived, parent: Node) -> Scaled | None:
-    """Return the factor of a tensor of the operand's shape, if its elements can be scaled."""
-    factor = lean(factor)
     if node.shape != parent.shape or not isinstance(factor, Scaled):
         return None
-    return None if isinstance(factor, Vector) and factor.axis is not None else factor
+    slope = FunctionStep(node, parent).slope(factor)
+    if slope is None:
+        return None
+    if bool((slope == 1).all()):
+        return factor
+    return _multiple(factor, slope, node, parent)
 
 
 def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
@@ -143,8 +128,7 @@ def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         argument_of(node.args, node.kwargs, place, name)
         for place, name in enumerate(("input", "weight", "bias"))
     )
-    factor = lean(factor)
-    if not isinstance(factor, Vector) or factor.axis is not None:
+    if not isinstance(factor, Vector):
         return None
     if parent is bias:
         return _multiple(factor, 1, node, parent)  # it may have been broadcast
@@ -156,9 +140,8 @@ def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if node.kwargs or len(node.args) != 2:
         return None
     first, second = node.args
-    elements = lean(factor)
-    if isinstance(elements, Vector):
-        return _multiplied_rows(elements, node, parent, first, second, transposed=False)
+    if isinstance(factor, Vector):
+        return _multiplied_rows(factor, node, parent, first, second, transposed=False)
     if not isinstance(factor, (Outer, Ragged)):
         return None
     if len(first.shape) != 2 or len(second.shape) != 2 or not factor.spans_rows:
@@ -181,7 +164,7 @@ def _multiplied_rows(
 ) -> Factor | None:
     """X Y or X Yᵀ, of rows or a vector X and a matrix or a vector Y."""
     other = numbers_of(second if parent is first else first)
-    if factor.axis is not None or len(second.shape) > 2 or other.layout != torch.strided:
+    if len(second.shape) > 2 or other.layout != torch.strided:
         return None
     node.check_step()
     batch, shape, is_vector = factor.batch, tuple(parent.shape), len(second.shape) == 1
@@ -196,8 +179,8 @@ def _multiplied_rows(
     else:
         other = other.reshape(-1, other.shape[-1])
     if parent is second and not is_vector:
-        sides = other.expand(batch, 1, -1, -1), grad.unsqueeze(1)
-        return Outer(*(sides[::-1] if transposed else sides), shape)
+        rows, grad = other.expand(batch, 1, -1, -1), grad.unsqueeze(1)
+        return Outer(grad, rows, shape) if transposed else Outer(rows, grad, shape)
     if batch * parent.shape.numel() * dtype.itemsize > node.tracker.settings.workspace:
         return None
     values = (grad.mT if parent is second else grad) @ other

@@ -18,7 +18,6 @@ from gradstats.capture.following._reductions import OVER_MATRICES, REDUCES
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
-from gradstats.contractions import lean
 
 # Functions that reduce all of w if their result is one number.
 MEASURES = OVER_MATRICES | {torch.linalg.norm, torch.linalg.matrix_norm}
@@ -26,11 +25,8 @@ MEASURES = OVER_MATRICES | {torch.linalg.norm, torch.linalg.matrix_norm}
 
 def reduced(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """r(w), over some of its axes."""
-    factor = lean(factor)
-    if not isinstance(factor, Vector) or factor.axis is not None:
-        return None
     axes = _reduced_axes(node, parent)
-    if axes is None:
+    if axes is None or not isinstance(factor, Vector):
         return None
     slope = node.slope(parent)
     dtype = compute_dtype(slope, factor.values)

@@ -33,7 +33,6 @@ from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._derived import Changed
 from gradstats.capture.parameters._lean_normalisations import Flattened
 from gradstats.capture.parameters._nodes import Node
-from gradstats.contractions import lean
 
 # Operations whose operands all contribute elements.
 OF_ALL = JOINS.keys() | {torch.block_diag}
@@ -66,7 +65,7 @@ SLICE = 2**17
 
 def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor | None:
     """The gradient of an element is the sum of those at the places where it is."""
-    inner = factor.inner if isinstance(factor, Flattened) else lean(factor)
+    inner = factor.inner if isinstance(factor, Flattened) else factor
     count, places = parent.shape.numel(), node.shape.numel()
     if type(inner) not in PICKED or not 0 < count <= MOST_LEFT_OUT * places:
         return None
@@ -262,8 +261,6 @@ def _picked(side: Tensor, picks: Tensor, size: int) -> Tensor:
 
 
 def _of_vector(factor: Vector, places: Places) -> Factor | None:
-    if factor.axis is not None:
-        return None
     return places.added(factor.values.reshape(factor.batch, -1)[:, places.where])
 
 

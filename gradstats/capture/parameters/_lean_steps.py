@@ -195,14 +195,12 @@ def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Constant ids looked up in a table, as for position embeddings."""
-    factor = lean(factor)
-    if not isinstance(factor, Vector) or factor.axis is not None:
+    if any(node.kwargs.get(name) for name in ("scale_grad_by_freq", "max_norm")):
         return None
-    ids = node.args[0]
-    if isinstance(ids, Node) or any(node.kwargs.get(k) for k in ("scale_grad_by_freq", "max_norm")):
+    if not isinstance(factor, Vector):
         return None
     node.check_constants()
-    return _of_table(factor, ids, parent, node.kwargs.get("padding_idx"))
+    return _of_table(factor, node.args[0], parent, node.kwargs.get("padding_idx"))
 
 
 ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
@@ -257,3 +255,6 @@ OF_SEVERAL = frozenset(
 
 # Steps that only rearrange the elements of the gradient.
 ISOMETRIC_STEPS = frozenset({_permuted, _reshaped, _same_numbers})
+
+# Steps that take any factor. Others take none that is not lean yet, or that is of own slices.
+OF_ANY_FACTOR = ISOMETRIC_STEPS | {_expanded, _indexed, summed}

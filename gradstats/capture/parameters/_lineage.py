@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradstats._complex import real_shape
 from gradstats._cost import pays_to_pull_apart, pulled_chunk
-from gradstats._factors import Changed, Factor, Outer, Path, Undivided, compute_dtype
+from gradstats._factors import Changed, Factor, Outer, Path, Undivided, Vector, compute_dtype
 from gradstats.capture.following._indexing import is_sequence
 from gradstats.capture.operations._memory import extent
 from gradstats.capture.operations._nested import rebuild
@@ -31,6 +31,7 @@ from gradstats.capture.parameters._lean_products import only_adds, summed
 from gradstats.capture.parameters._lean_steps import (
     ISOMETRIC_STEPS,
     LEAN_STEPS,
+    OF_ANY_FACTOR,
     SAME_NUMBERS,
     index_items,
     lean_step,
@@ -164,6 +165,10 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
     step = lean_step(node) if node.depth <= DEEPEST else None
     if step is None:
         return {}
+    if step not in OF_ANY_FACTOR:
+        factor = lean(factor)
+        if isinstance(factor, Vector) and factor.axis is not None:
+            return {}
     parents = dict.fromkeys(node.parents)
     branches = Counter(root for parent in parents for root in parent.roots)
     found: dict[Root, list[Factor]] = {
