@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats._factors import Segments
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.rules._bilinear import BilinearFactors
 from tests.rules.operation import check_operation, check_refused, normal
@@ -22,13 +23,14 @@ def test_bilinear(sizes, between, bias):
     check_operation(lambda m, x, y: m.layer(x, y), {"layer": layer}, first, second)
 
 
-def test_bilinear_with_a_bias_of_several_axes():
+def test_a_bias_of_several_axes_is_refused():
     """PyTorch asks that the first be as many as the results; each position has a row of it."""
-    check_operation(
+    check_refused(
         lambda m, x, y: functional.bilinear(x, y, m.w, m.b),
         {"w": (2, 4, 5), "b": (2, 1, 2)},
         normal(3, 2, 3, 4),
         normal(3, 2, 3, 5),
+        match="bilinear.*bias of several axes.*Add it to the result",
     )
 
 
@@ -67,6 +69,14 @@ def test_bilinear_of_examples_along_different_axes_is_refused():
             error=gs.UnsupportedOperationError,
             match="bilinear.*tracked input",
         )
+    check_refused(
+        lambda m, x: m.layer(x, x),
+        {"layer": nn.Bilinear(4, 4, 3)},
+        normal(4, 4),
+        error=gs.ExampleAxisError,
+        match="bilinear.*reduces over the last 1 axes",
+        batch_dim=1,
+    )
 
 
 def test_memory_is_not_that_of_a_gradient():
@@ -76,6 +86,15 @@ def test_memory_is_not_that_of_a_gradient():
     factors = BilinearFactors(True, False, Examples(BATCH, 0), tuple(layer.weight.shape))
     (outer,) = factors(torch.randn(BATCH, 300), x, y)
     assert outer.left.numel() + outer.right.numel() == BATCH * (300 + 30)
+
+
+def test_rows_of_the_weight_are_cut_from_factors_of_packed_examples():
+    """There the gradient spans the rows: it is not multiplied with data, though it is smaller."""
+    owner = torch.tensor([0, 0, 1])
+    examples = Examples(2, 0, segments=Segments(owner, 2))
+    factors = BilinearFactors(True, False, examples, (2, 3, 4))
+    (factor,) = factors(normal(3, 2), normal(3, 3), normal(3, 4))
+    assert torch.equal(factor.narrow(1, 2).dense(), factor.dense()[:, 1:])
 
 
 def test_a_weight_that_was_computed_from_data_is_refused():

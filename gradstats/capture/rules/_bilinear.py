@@ -12,7 +12,6 @@ from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import common_rows, locate
-from gradstats.capture.uses._grafted import Composed
 from gradstats.capture.uses._layer import bias_factor
 from gradstats.capture.uses._linear import outer_factor
 from gradstats.capture.uses._uses import tap
@@ -29,7 +28,7 @@ def bilinear(tracker: Context, func, input1, input2, weight, bias=None):
     if tracker.marks.is_trained(weight):
         refuse(func, nodes[0], "with a weight that was computed from data has no rule")
     if bias is not None and bias.dim() > 1:
-        return Composed(_bias_apart)(tracker, func, input1, input2, weight, bias)
+        refuse(func, nodes[0], "with a bias of several axes has no rule", "Add it to the result.")
     data = tracker.marks.data_among((input1, input2))
     layouts = [locate(tracker, func, nodes[0], x, folds=True, trailing=1) for x in data]
     examples = common_rows(func, nodes[0], layouts)
@@ -37,10 +36,6 @@ def bilinear(tracker: Context, func, input1, input2, weight, bias=None):
     tracked = (node_of(weight) is not None, node_of(bias) is not None)
     factors = BilinearFactors(*tracked, examples, tuple(weight.shape))
     return tap(nodes, result, factors, input1, input2)
-
-
-def _bias_apart(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.bilinear(input1, input2, weight) + bias
 
 
 @dataclass(frozen=True)
