@@ -313,7 +313,8 @@ def test_addmm_that_sums_over_the_examples_is_refused():
         lambda m, x: torch.addmm(m.b, matrix(), x),
         {"b": (4,)},
         normal(2, 4),
-        match="addmm sums.*'b'",
+        error=gs.ExampleAxisError,
+        match="which example each row.*'b'",
     )
 
 

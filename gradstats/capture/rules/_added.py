@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
-from gradstats.capture.rules._common import are_of_one, locate
+from gradstats.capture.rules._common import are_of_one
 from gradstats.capture.rules._products import cast_data, linear_layer, own_parts, product_factors
 from gradstats.capture.rules._summed import Part, summed
+from gradstats.capture.uses._grafted import Composed
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -52,30 +54,28 @@ def _baddbmm(tracker: Context, func, input, batch1, batch2, *, beta=1, alpha=1):
 
 def _scaled_sum(tracker: Context, func, multiply, input, first, second, beta, alpha):
     tracked = [node_of(item) is not None for item in (first, second)]
-    constant = [not tracker.marks.is_data(item) for item in (first, second)]
+    if not any(tracked):
+        apart = Composed(partial(_apart, multiply))
+        return apart(tracker, func, input, first, second, beta=beta, alpha=alpha)
     x = None
     parts: list[Part] = []
     terms: list[tuple[Tensor, float | None]] = [(input, beta)]
-    if any(tracked) and all(t or c for t, c in zip(tracked, constant, strict=True)):
+    if not tracker.marks.data_among((first, second)):
         # The product belongs to no example: a derived tensor is added to data.
         terms.append((derive(tracker, multiply, (first, second), {}), alpha))
-    elif any(tracked):
+    else:
         first, second = cast_data(tracker, first), cast_data(tracker, second)
         node, x, factors = product_factors(tracker, func, first, second)
         parts.append(Part(node, factors, alpha))
         terms.append((second if tracked[0] else first, None))
-    elif not any(constant) and are_of_one(tracker, (first, second)):
-        terms.append((first, None))
-    else:
-        for item, axis in ((first, -1), (second, -2)):
-            terms.append((item, None))
-            if not tracker.marks.is_data(item):
-                continue
-            node = first_node(input)
-            if locate(tracker, func, node, item, folds=True).axis == item.dim() + axis:
-                refuse(func, node, "sums over the examples of its data, which has no rule")
     result = func(value_of(input), value_of(first), value_of(second), beta=beta, alpha=alpha)
     return summed(tracker, func, result, x, parts, *terms)
+
+
+def _apart(multiply, input: Tensor, first: Tensor, second: Tensor, *, beta, alpha) -> Tensor:
+    """The same of a product of data, whose examples may meet in it."""
+    product = multiply(first, second)
+    return beta * input.to(product.dtype) + alpha * product
 
 
 ADDMM = (torch.addmm, Tensor.addmm)
