@@ -76,13 +76,6 @@ def multi_head_attention(
     views = {id(item): as_data(tracker, func, node, item, examples) for item in (query, key, value)}
     query, key, value = (views[id(item)] for item in (query, key, value))
     length, rows, width = query.shape
-    if width != embed_dim_to_check or width % num_heads:
-        refuse(
-            func,
-            node,
-            f"of {width} features, expected {embed_dim_to_check} divisible by {num_heads} heads,",
-        )
-
     if use_separate_proj_weight:
         separate = (q_proj_weight, k_proj_weight, v_proj_weight)
         biases = _split(tracker, in_proj_bias, [width] * 3)
@@ -95,10 +88,9 @@ def multi_head_attention(
 
     q, k, v = (x.view(len(x), rows * num_heads, -1).transpose(0, 1) for x in (q, k, v))
 
-    if is_causal and key_padding_mask is None and not need_weights:
+    is_causal = is_causal and key_padding_mask is None and not need_weights
+    if is_causal:
         attn_mask = None
-    else:
-        is_causal = is_causal and key_padding_mask is None
     mask = _merged_mask(
         tracker,
         func,
@@ -120,7 +112,7 @@ def multi_head_attention(
         weights = attended.mean(1) if average_attn_weights else attended
     else:
         heads = [x.view(rows, num_heads, x.shape[1], -1) for x in (q, k, v)]
-        for item in heads:
+        for item in heads:  # as the rule for a trained mask goes by
             tracker.marks.place(item, examples.along(0))
         mixed = run(
             tracker, functional.scaled_dot_product_attention, *heads, mask, dropout_p, is_causal
@@ -172,30 +164,24 @@ def _merged_mask(
     """
     if mask is not None:
         shape = (1, 1) if mask.dim() == 2 else (examples.rows, heads)
-        mask = run(
-            tracker, Tensor.reshape, _added(tracker, mask, dtype), (*shape, *mask.shape[-2:])
-        )
+        mask = run(tracker, Tensor.reshape, _added(mask, dtype), (*shape, *mask.shape[-2:]))
     if padding is None:
         return mask
     if node_of(padding) is not None:
         refuse(func, node, "with a tracked key_padding_mask has no rule")
-    if tracker.marks.is_data(padding):
-        rows_along(tracker, func, node, (padding,), 0)
-    padding = _added(tracker, padding, dtype)
+    rows_along(tracker, func, node, (padding,), 0)
+    padding = _added(padding, dtype)
     # For each head, as PyTorch adds them, so that a trained mask's gradient is summed in its order.
     padding = padding.view(examples.rows, 1, 1, -1).expand(-1, heads, -1, -1)
     tracker.marks.place(padding, examples)
     return padding if mask is None else run(tracker, torch.add, mask, padding)
 
 
-def _added(tracker: Context, mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a boolean mask, true where nothing may attend, as numbers to add to the logits."""
     if mask.dtype != torch.bool:
         return mask
-    added = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
-    if not tracker.marks.is_data(mask):
-        tracker.marks.mark_constant(added)
-    return added
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
 def _logits(examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
