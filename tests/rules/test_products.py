@@ -314,7 +314,7 @@ def test_addmm_that_sums_over_the_examples_is_refused():
         {"b": (4,)},
         normal(2, 4),
         error=gs.ExampleAxisError,
-        match="which example each row.*'b'",
+        match="parameter 'b'.*which example each row",
     )
 
 
