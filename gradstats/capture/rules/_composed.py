@@ -52,47 +52,48 @@ def pairwise_distance(
     return torch.linalg.vector_norm(x1 - x2 + eps, ord=p, dim=-1, keepdim=keepdim)
 
 
-def rows_apart(x1: Tensor, x2: Tensor, data: int, fold: int, **kwargs) -> Tensor:
+def rows_apart(x1: Tensor, x2: Tensor, fold: int, **kwargs) -> Tensor:
     """Distances of rows that hold the examples, each row among those of a batch of its own.
 
     Args:
-        x1, x2: of which ``data`` says the one with the examples along its last axis but one.
+        x1, x2: of which the first has the examples along its last axis but one.
         fold: rows of an example.
     """
-    x, others = (x1, x2) if data == 0 else (x2, x1)
-    rows = x.unflatten(-2, (-1, fold))
-    others = others if others.dim() == 2 else others.unsqueeze(-3)
-    distances = torch.cdist(rows, others, **kwargs).flatten(-3, -2)
-    return distances if data == 0 else distances.mT
+    rows = x1.unflatten(-2, (-1, fold))
+    others = x2 if x2.dim() == 2 else x2.unsqueeze(-3)
+    return torch.cdist(rows, others, **kwargs).flatten(-3, -2)
 
 
 def cdist(
     tracker: Context, func, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"
 ):
     """Distances between rows of data and of a tracked tensor, as prototypes and codebooks are."""
-    node = first_node(x1, x2)
-    data = 0 if node_of(x1) is None else 1
-    x = (x1, x2)[data]
-    examples = locate(tracker, func, node, x, folds=True, trailing=1)
     kwargs = {"p": p, "compute_mode": compute_mode}
-    if examples.axis < x.dim() - 2:
+    node = node_of(x2)
+    if node is None:
+        return Composed(_cdist_exchanged)(tracker, func, x1, x2, **kwargs)
+    examples = locate(tracker, func, node, x1, folds=True, trailing=1)
+    if examples.axis < x1.dim() - 2:
         layout = lined_up(tracker, func, node, (x1, x2))
         return per_example(tracker, func, layout, (x1, x2), kwargs)
     if p == 2 and examples.segments is None and x1.dim() == x2.dim() == 2:
-        return _euclidean(tracker, func, x1, x2, data, examples, kwargs)
+        return _euclidean(tracker, func, x1, x2, examples, kwargs)
     fold = examples.fold if examples.segments is None else 1
-    return Composed(partial(rows_apart, data=data, fold=fold))(tracker, func, x1, x2, **kwargs)
+    return Composed(partial(rows_apart, fold=fold))(tracker, func, x1, x2, **kwargs)
 
 
-def _euclidean(tracker: Context, func, x1, x2, data: int, examples: Examples, kwargs) -> Tensor:
+def _cdist_exchanged(x1: Tensor, x2: Tensor, **kwargs) -> Tensor:
+    return torch.cdist(x2, x1, **kwargs).mT.contiguous()
+
+
+def _euclidean(tracker: Context, func, x, points, examples: Examples, kwargs) -> Tensor:
     """Distances of two matrices, each row of data from all rows of the tracked one."""
-    x, points = (x1, x2) if data == 0 else (x2, x1)
-    distances = func(value_of(x1), value_of(x2), **kwargs)
+    distances = func(x, value_of(points), **kwargs)
     saved = x, distances.detach(), value_of(points).detach()
     # PyTorch's backward needs its result as it is, and what is tapped counts as changed.
     result = torch.ops.aten._unsafe_view(distances, distances.shape)
-    result = tap([first_node(points)], result, DistanceFactors(examples, data), *saved)
-    tracker.marks.place(result, examples.along(data))
+    result = tap([first_node(points)], result, DistanceFactors(examples), *saved)
+    tracker.marks.place(result, examples)
     tracker.followed = result
     return result
 
@@ -103,15 +104,11 @@ class DistanceFactors:
 
     Attributes:
         examples: where the examples lie in the rows of data.
-        data: the axis of the distances along which these stand.
     """
 
     examples: Examples
-    data: int
 
     def __call__(self, grad: Tensor, x: Tensor, distances: Tensor, points: Tensor) -> list:
-        if self.data == 1:
-            grad, distances = grad.mT, distances.mT
         fold = self.examples.fold
         grad, distances, rows = (
             side.unflatten(0, (-1, fold)) for side in (grad, distances, x.detach())
