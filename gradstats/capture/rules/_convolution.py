@@ -89,19 +89,21 @@ def transposed_convolution(
 
 def _convolution(tracker: Context, func, dims, input, weight, bias, call):
     nodes = nodes_of((weight, bias))
-    if not tracker.marks.is_of_data(input):
-        kernels = input.dim() == dims + 2 and len(input) == 1 and node_of(weight) is None
-        if kernels and tracker.marks.is_data(weight) and call[-1] % tracker.batch_size == 0:
+    if input.dim() != dims + 2:
+        shape = tuple(input.shape)
+        refuse(
+            func,
+            first_node(input, weight, bias),
+            f"of an unbatched input of shape {shape} has no rule",
+        )
+    marks, batch = tracker.marks, tracker.batch_size
+    if call[-1] % batch == 0:
+        folded = Examples(batch, 1, input.shape[1] // batch)
+        own_kernels = marks.is_of_data(weight) and not marks.is_of_data(input)
+        if own_kernels or (len(input) == 1 < batch and marks.layout_of(input) == folded):
             return _in_groups(tracker, func, input, weight, bias, call)
     if node_of(input) is not None:
         refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
-    if input.dim() != dims + 2:
-        refuse(func, nodes[0], f"of an unbatched input of shape {tuple(input.shape)} has no rule")
-    if len(input) == 1 < tracker.batch_size:
-        layout = tracker.marks.layout_of(input)
-        if layout == Examples(tracker.batch_size, 1, input.shape[1] // tracker.batch_size):
-            if call[-1] % tracker.batch_size == 0:
-                return _in_groups(tracker, func, input, weight, bias, call)
     if tracker.marks.is_trained(weight) and not are_of_one(tracker, (input, weight)):
         apart = Composed(partial(_bias_apart, func))
         return apart(tracker, func, input, weight, bias, **_options(call))
