@@ -250,6 +250,15 @@ def test_rows_renormalised_where_they_are_looked_up(kind, fused, sparse):
     )
 
 
+def test_rows_of_a_derived_table_are_not_renormalised():
+    check_refused(
+        lambda m, ids: functional.embedding(ids, m.w + 1, max_norm=1.0),
+        {"w": (ROWS, 3)},
+        integers(3, 4),
+        match="embedding.*max_norm of other than a parameter.*'w'",
+    )
+
+
 @pytest.mark.parametrize("mode", ["mean", "sum", "max"])
 def test_embedding_bag_of_several_bags_for_each_example(mode):
     """As layers of product keys and features of several values look up, position by position."""
@@ -486,9 +495,11 @@ def test_slices_selected_by_folded_ids():
 
 
 def test_elements_gathered_along_the_examples_are_refused():
-    check_refused(
-        lambda m, ids: m.w.gather(0, ids), {"w": (ROWS, 4)}, integers(3, 4), match="gather.*'w'"
-    )
+    for rows in (3, ROWS):
+        check_refused(
+            lambda m, ids: m.w.gather(0, ids), {"w": (rows, 4)}, integers(3, 4) % 3,
+            match="gather.*along the example axis.*'w'",
+        )  # fmt: skip
 
 
 def test_look_ups_whose_examples_are_not_the_same_are_refused():

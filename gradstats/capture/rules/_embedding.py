@@ -48,15 +48,14 @@ def embedding(
     node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
     examples = locate(tracker, func, node, input, folds=True)
-    shortens = max_norm is not None
-    max_norm = _renormalised(node, input, max_norm, norm_type)
+    _shorten(func, node, input, max_norm, norm_type)
 
     def run(ids: Tensor, table: Tensor) -> Tensor:
-        return func(ids, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return func(ids, table, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
 
-    if max_norm is None and may_hook():  # with max_norm it changes the table
+    if may_hook():
         result = _hook(tracker, input, (weight,), examples, padding_idx, run)
-        if not (result is None or shortens):  # which has to be done each time
+        if not (result is None or max_norm is not None):  # rows are to be shortened each time
             rest = padding_idx, run
             tracker.decided = Decided(result, _hook, input, (weight,), examples, rest)
         if result is not None:
@@ -157,10 +156,8 @@ def embedding_bag(
                 "examples among them as cu_seqlens=.",
             )  # fmt: skip
         examples = found
-    max_norm = _renormalised(node, input, max_norm, norm_type)
+    _shorten(func, node, input, max_norm, norm_type)
     if mode == "max":
-        if max_norm is not None:
-            refuse(func, node, "with mode='max' and max_norm has no rule")
         begins = {"offsets": offsets, "include_last_offset": include_last_offset}
         return Composed(partial(largest_of_bags, tracker, examples))(
             tracker, func, input, weight, mode=mode, padding_idx=padding_idx, **begins
@@ -182,7 +179,7 @@ def embedding_bag(
     if per_sample_weights is not None:
         share = share * per_sample_weights.detach().reshape(-1)
     result = func(
-        input, value_of(weight), offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
+        input, value_of(weight), offsets, None, norm_type, scale_grad_by_freq, mode, sparse,
         per_sample_weights, include_last_offset, padding_idx,
     )  # fmt: skip
     return tap([node], result, BagFactors(examples, tuple(weight.shape)), ids, bag, share)
@@ -213,7 +210,7 @@ class BagFactors:
 
     def __call__(self, grad: Tensor, ids: Tensor, bag: Tensor, share: Tensor) -> list:
         rows = cast(grad, compute_dtype(grad, share))[bag].mul_(share.unsqueeze(1))
-        owner = bag if self.examples.plain else self.examples.owner(bag.device)[bag]
+        owner = self.examples.owner(bag.device)[bag]
         factor = Rows(ids.long(), rows, owner, self.examples.batch, self.shape)
         return [factor if self.examples.order is None else factor.in_order()]
 
@@ -225,7 +222,7 @@ def index(tracker: Context, func, input, indices):
     """
     given = operands_of((indices,), {})
     node = first_node(input, *given)
-    tracked = node_of(input) is not None and all(node_of(index) is None for index in given)
+    tracked = node_of(input) is not None  # otherwise a tracked index, which PyTorch refuses too
     if tracked and not any(index.dim() and tracker.marks.is_data(index) for index in given):
         # A number picks the slice, wherever the number comes from.
         return derive(tracker, func, (input, indices), {})
@@ -323,8 +320,6 @@ def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
 def index_select(tracker: Context, func, input, dim, index):
     """The same look-up with the axis given by number."""
     node = first_node(input, index)
-    if node_of(input) is None or node_of(index) is not None:
-        refuse(func, node, "of data by tracked indices has no rule")
     if input.dim() == 0:
         refuse(func, node, "of a single number has no rule", "Expand it instead: w.expand(n).")
     dim %= input.dim()
@@ -338,9 +333,7 @@ def index_select(tracker: Context, func, input, dim, index):
 def gather(tracker: Context, func, input, dim, index, **kwargs):
     """Elements of a tracked tensor that was repeated for the batch, of each example's own."""
     node = first_node(input, index)
-    if node_of(input) is None or not tracker.marks.is_of_data(index):
-        refuse(func, node, "of data by tracked indices has no rule")
-    if input.dim() < 2 and not any(kwargs.values()):
+    if input.dim() < 2:
         return index_select(tracker, func, input, dim, index)  # which is the same
     examples = locate(tracker, func, node, index, folds=True)
     if dim % input.dim() == examples.axis:
@@ -348,17 +341,13 @@ def gather(tracker: Context, func, input, dim, index, **kwargs):
     return func(as_data(tracker, func, node, input, examples), dim, index, **kwargs)
 
 
-def _renormalised(
-    node: Node, ids: Tensor, max_norm: float | None, norm_type: float
-) -> float | None:
-    """Shorten the rows that ids look up; return what is left for the look-up to shorten by.
-
-    A look-up that did it itself would change the alias that it reads.
-    """
-    if max_norm is None or is_compiling() or not isinstance(node, Root):
-        return max_norm
+def _shorten(func, node: Node, ids: Tensor, max_norm: float | None, norm_type: float) -> None:
+    """Shorten the rows that ids look up; a look-up that did it would change the alias it reads."""
+    if max_norm is None:
+        return
+    if is_compiling() or not isinstance(node, Root):
+        refuse(func, node, "with max_norm of other than a parameter has no rule")
     torch.embedding_renorm_(node.value.detach(), ids.contiguous(), max_norm, norm_type)
-    return None
 
 
 def _refuse_frequency_scale(func, node, scale_grad_by_freq: bool) -> None:
