@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradstats.errors import LoaderError
-from gradstats.statistics._batches import map_tensors, opaque_in
+from gradstats.statistics._batches import can_be_looked_into, map_tensors
 
 # Where a batch holds something: a key, a position, or a function of the batch; None for nowhere.
 Source = str | int | Callable[[Any], Any] | None
@@ -21,9 +21,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     A batch that cannot be looked into moves itself: a copy does, because some are changed by it.
     """
-    opaque = next(opaque_in(batch), None)
-    if opaque is not None and opaque is batch and hasattr(opaque, "to"):
-        return copy.copy(opaque).to(device)
+    if not can_be_looked_into(batch) and hasattr(batch, "to"):
+        return copy.copy(batch).to(device)
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

@@ -43,7 +43,7 @@ def borrowed(model: nn.Module, renewal: Renewal, losses: Callable[[], Tensor]) -
     states = [
         (module, copy.deepcopy(module.get_extra_state()))
         for module in model.modules()
-        if _has_extra_state(module)
+        if type(module).set_extra_state is not nn.Module.set_extra_state
     ]
     _replace_sparse(model)
     tensors = model_tensors(model)
@@ -103,15 +103,6 @@ def overrides_modes(model: nn.Module) -> bool:
     kinds = {type(module) for module in model.modules()}
     return any(
         kind.train is not nn.Module.train or kind.eval is not nn.Module.eval for kind in kinds
-    )
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    """Whether a state dict holds of a module what is no parameter and no buffer."""
-    kind, plain = type(module), nn.Module
-    return (
-        kind.get_extra_state is not plain.get_extra_state
-        and kind.set_extra_state is not plain.set_extra_state
     )
 
 

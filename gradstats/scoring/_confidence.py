@@ -148,4 +148,4 @@ def _is_one_for_each(func: Callable, logits: Tensor, labels: Tensor, batch_size:
     if func in BINARY:
         first = logits.shape[:1].numel()
         return first == logits.numel() == batch_size and labels.shape == logits.shape
-    return logits.dim() == 2 and len(logits) == batch_size and tuple(labels.shape) == (batch_size,)
+    return logits.dim() == 2 and tuple(labels.shape) == (batch_size,)

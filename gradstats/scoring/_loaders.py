@@ -42,7 +42,7 @@ class Data:
         self._index_lists: list[list[int]] | None = None
         # Loaders of other classes may do more between sampler and batch, so they are read in order.
         indexable = type(loader) is DataLoader
-        if (indexable or ids is None) and chooses_batches(loader):
+        if chooses_batches(loader):
             lists = index_lists(loader, role, named=ids is not None)
             self._index_lists = lists if indexable else None
         content = ContentHash()

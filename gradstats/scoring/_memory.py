@@ -21,10 +21,9 @@ HOST_MESSAGES = ("not enough memory", "can't allocate memory", "cannot allocate 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that memory ran out, on a device or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        message in str(error).lower() for message in HOST_MESSAGES
+    said = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        message in said for message in HOST_MESSAGES
     )
 
 

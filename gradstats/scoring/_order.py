@@ -79,7 +79,7 @@ def _single_batch(loader: Any) -> str | None:
     name = type(loader).__name__
     if isinstance(loader, (torch.Tensor, Mapping)):
         return name
-    if not isinstance(loader, (tuple, list)) or not loader:
+    if not isinstance(loader, (tuple, list)):
         return None
     if not all(isinstance(each, torch.Tensor) for each in loader):
         return None

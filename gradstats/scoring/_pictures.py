@@ -116,15 +116,14 @@ def draw_query(
     """
     with require("plot"):
         from matplotlib.figure import Figure
-    pictures = None if data is None else _picture(data[1], query)
-    if data is None or pictures is None:
+    if data is None or (asked := _picture(data[1], query)) is None:
         return _draw_bars(name, rankings)
     width = max(len(ranking) for ranking in rankings)
     figure = Figure(figsize=(1.6 * (width + 1), 4.2), layout="constrained")
     grid = figure.subplots(2, width + 1, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
-    _show(grid[0, 0], pictures, f"query {name}")
+    _show(grid[0, 0], asked, f"query {name}")
     titles = ("proponents", "opponents")
     for line, ranking, title in zip(grid, rankings, titles, strict=True):
         for place, (position, identity, score) in enumerate(

@@ -109,11 +109,10 @@ class InfluenceScores(Rankings):
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         values = self[:]
-        if not isinstance(self._source, dict) and values.flags.writeable:
-            # Made for this call: nobody else's.
+        if values.flags.writeable:  # made for this call: nobody else's
             if copy is False:
                 raise ValueError("scores on disk are read and added up into an array: copy=None")
-            return np.asarray(values, dtype=dtype)
+            copy = None
         return np.array(values, dtype=dtype, copy=copy)
 
     def __len__(self) -> int:

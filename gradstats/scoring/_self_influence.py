@@ -159,7 +159,7 @@ class _Scoring:
             folder = open_folder(self._path, description, {"ids": data.ids}, resume)
         recognition = Recognition(work, None if folder is None else data)
         values = np.zeros((count, data.examples, len(FIELDS)))
-        bar = work.bar(count * data.batches, "self-influence")
+        bar = work.bar(count * data.batches, "self-influence", "batch")
         with borrowed(work.model, work.renewal, work.first_losses(data, check=False)), bar:
             for number, rows in enumerate(values):
                 checkpoint = _ranks.together(self._move_to, number)

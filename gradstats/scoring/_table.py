@@ -323,8 +323,6 @@ class SelfInfluence(Printed):
             return warnings
         for name, rows in zip(self.checkpoints, self._values, strict=True):
             field = dict(zip(FIELDS, rows.T, strict=True))
-            if np.isnan(field["label"]).any():
-                continue
             as_given = field["label"] == field["predicted"]
             guessing = np.log(field["classes"]).mean()
             if field["loss"].mean() >= UNTRAINED * guessing:

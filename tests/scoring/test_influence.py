@@ -781,6 +781,26 @@ def test_pictures_where_the_data_are_images(setting):
     assert f"{best}: " in title and f"label {data[0][1][best].item()}" in title
 
 
+@pytest.mark.parametrize(
+    ("shape", "title"),
+    [((6, 6), "query 1"), ((3, 6, 6), "query 1"), ((2, 6, 6), None), ((3, 6, 2), None),
+     ((3, 6), None), ((36,), None), ((1, 6, 6, 6), None)],
+)  # fmt: skip
+def test_what_is_a_picture(shape, title):
+    """Of one channel or three; a target that is no class is no label."""
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(1))
+    data = [(torch.rand(5, *shape), torch.rand(5))]
+    model(data[0][0])
+
+    def losses(model, batch):
+        return (model(batch[0])[:, 0] - batch[1]).square()
+
+    checkpoints = gs.Checkpoints([model.state_dict()], lr=0.1)
+    scores = gs.influence(model, data, data, losses, checkpoints, progress=False)
+    (first, *_) = scores.plot(query=1, k=2).axes
+    assert (first.get_title() if first.images else None) == title
+
+
 def test_pictures_of_examples_along_another_axis():
     """Spectrograms (frames, B, bands), which could be cut along the frames just as well."""
     model = nn.Linear(7, 3)

@@ -196,6 +196,19 @@ def test_batches_of_graphs(packed, tmp_path):
         packed.influence(loss, cu_seqlens=lambda batch: batch.bounds, out=tmp_path)
 
 
+def test_graphs_beside_other_things(packed):
+    """What a batch holds beside others stays as the loader gives it."""
+    for side, batches in packed.sides.items():
+        packed.sides[side] = [(Graphs(batch), batch["y"]) for batch in batches]
+
+    def loss(model, batch):
+        assert not batch[0].moved
+        return packed_loss(model, batch[0])
+
+    scores = packed.influence(loss, cu_seqlens=lambda batch: batch[0].bounds)
+    assert_close(scores, Packed().products)
+
+
 def test_batches_that_cannot_be_looked_into(packed):
     for side, batches in packed.sides.items():
         packed.sides[side] = [types.SimpleNamespace(**batch) for batch in batches]

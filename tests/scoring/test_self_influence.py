@@ -386,12 +386,38 @@ def test_a_checkpoint_in_between_is_not_warned_about():
     assert table.report([3]).warnings == [] and "warning" not in str(table)
 
 
+def made(examples, label=0.0, reason=None):
+    """A table of given numbers at one checkpoint, with ids that are long."""
+    held = {name: 1.25 for name in FIELDS} | {"label": label, "predicted": label + 1, "classes": 10}
+    values = np.array([[[held[name] for name in FIELDS]] * examples])
+    return gs.SelfInfluence(np.arange(examples) + 123456, ("a",), values, reason)
+
+
 def test_the_table_as_text(setting):
     lines = str(run(setting)).splitlines()
-    assert lines[0] == "self-influence of 11 examples over 2 checkpoints"
-    assert lines[1].split()[:4] == ["id", "label", "predicted", "self_influence"]
     assert len({len(line) for line in lines[1:13]}) == 1
     assert repr(run(setting)).startswith("SelfInfluence(examples=11, self_influence=")
+    head = "id      label  predicted  self_influence  grad_norm  loss  margin  el2n"
+    row = "123456      0          1            1.25      1.118  1.25    1.25  1.25"
+    assert str(made(1)).splitlines() == [
+        "self-influence of 1 example over 1 checkpoint", head, row,
+    ]  # fmt: skip
+    assert len(str(made(20)).splitlines()) == 22
+    assert str(made(1021)).splitlines()[22:] == ["… 1,001 more; .top(k) ranks them"]
+    assert str(made(1, np.nan, "it shows none")).splitlines()[1:] == [
+        "id      self_influence  grad_norm  loss",
+        "123456            1.25      1.118  1.25",
+        "no margin and EL2N: it shows none",
+    ]
+
+
+def test_ids_that_are_known_to_be_bad():
+    """Integers that floats would not tell apart, and names."""
+    held = made(4)
+    for ids in (np.arange(4) + 2**53, np.array(["a", "b", "c", "d"])):
+        table = gs.SelfInfluence(ids, ("a",), held._values, None)
+        for bad in (ids[1:3], ids[1:3].tolist(), set(ids[1:3].tolist())):
+            assert table.report(bad).bad == 2
 
 
 def test_results_in_a_notebook(setting):
