@@ -223,7 +223,7 @@ def _unfitting(
             "is not filled in by guessing: pass gs.Checkpoints([{**model.state_dict(), **saved}, "
             "...], lr=...), where saved has the names of model.state_dict()."
         )
-    if unexpected and any(hasattr(module, "peft_config") for module in model.modules()):
+    if any(hasattr(module, "peft_config") for module in model.modules()):
         remedy += (
             " peft saves adapters under names without the adapter's own: pass its files as they "
             "are, for a model in which they hold all that is trained. Otherwise "
@@ -238,9 +238,9 @@ def _unfitting(
 
 def _before_each(names: Sequence[str], longer: Sequence[str]) -> str:
     """Return the path that makes of all names those of another list, '' where there is none."""
-    for name in longer:
-        prefix = name.removesuffix(names[0]) if names else name
-        if prefix != name and prefix.endswith(".") and {prefix + n for n in names} <= {*longer}:
+    for name in longer if names else ():
+        prefix = name.removesuffix(names[0])
+        if prefix.endswith(".") and {prefix + n for n in names} <= {*longer}:
             return prefix
     return ""
 

@@ -673,6 +673,13 @@ class Resets(nn.Module):
         return (self.layer(x) - self.mean).tanh()
 
 
+class ResetsForSome(Resets):
+    """Has statistics that the examples of the first batch do not need."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) - self.mean * (x[:, :1] < 0)).tanh()
+
+
 class Forgets(nn.Module):
     """Drops in place what no checkpoint has when it is trained, or sets what it had not."""
 
@@ -795,6 +802,7 @@ USERS_MODES = {
     "no tensor": lambda: Calibrated(None, torch.tensor(0.5)),
     "for inference": ForInference,
     "statistics": Resets,
+    "statistics for some examples": ResetsForSome,
     "a buffer that no checkpoint has": lambda: Forgets("scale"),
     "a dict": lambda: Forgets("factors"),
     "another attribute": lambda: Forgets("slope"),
