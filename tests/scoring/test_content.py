@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import gradstats as gs
 from gradstats.scoring._content import ContentHash
-from tests.scoring.setting import make_setting
+from tests.scoring.setting import loss_fn, make_setting
+from tests.scoring.test_quantised import Quantised
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -26,6 +28,18 @@ class Fields:
 
 class Opaque:
     """Says nothing of what it holds."""
+
+
+class Closed(Opaque):
+    """Nor does this."""
+
+
+class OtherwiseQuantised(Quantised):
+    """The same bytes may stand for other numbers here."""
+
+
+def quantised(number, kind=Quantised):
+    return kind(torch.full((2, 2), number, dtype=torch.int8), torch.ones(2, 1))
 
 
 def content_hash(*values, elements=None):
@@ -63,6 +77,9 @@ DIFFERENT = [
     (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
     (torch.zeros(()), torch.ones(())),
     (Opaque(), Fields(1)),
+    (Opaque(), Closed()),
+    (quantised(1), quantised(2)),
+    (quantised(1), quantised(1, OtherwiseQuantised)),
 ]
 
 
@@ -71,6 +88,12 @@ def test_other_contents_have_another_hash(number):
     one, other = DIFFERENT[number]
     assert content_hash(one) == content_hash(one)
     assert content_hash(one) != content_hash(other)
+
+
+def test_types_that_say_nothing_are_named():
+    content = ContentHash()
+    content.add([{"a": Opaque()}, {(Closed(), 1)}])
+    assert content.unread == {"Opaque", "Closed"}
 
 
 def test_equal_contents_have_one_hash():
@@ -145,6 +168,21 @@ def test_objects_without_known_contents_are_refused_on_disk_only(tmp_path):
             out=tmp_path / "out", progress=False,
         )  # fmt: skip
     assert not (tmp_path / "out").exists()
+    # Of whichever batch: a loader's sampler says how many examples there are without reading all.
+    pairs = [*zip(*setting.train, strict=True)]
+
+    def collate(rows):
+        note = Opaque() if any(x is pairs[2][0] for x, _ in rows) else None
+        return *map(torch.stack, zip(*rows, strict=True)), note
+
+    def loss(model, batch):
+        return loss_fn(model, batch[:2])
+
+    loader = DataLoader(pairs, 2, collate_fn=collate)
+    with pytest.raises(gs.LoaderError, match="training loader hold objects of type Opaque"):
+        gs.self_influence(
+            setting.model, loader, loss, checkpoints, out=tmp_path / "out", progress=False
+        )
     table = gs.self_influence(setting.model, batches, numpy_loss, checkpoints, progress=False)
     expected = gs.self_influence(
         setting.model, numpy_batches(setting), numpy_loss, checkpoints, progress=False

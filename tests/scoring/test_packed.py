@@ -196,6 +196,16 @@ def test_batches_of_graphs(packed, tmp_path):
         packed.influence(loss, cu_seqlens=lambda batch: batch.bounds, out=tmp_path)
 
 
+def test_a_nested_tensor_beside_its_bounds(packed):
+    batch = {**packed.sides["train"][0]}
+    batch["x"] = torch.nested.nested_tensor(
+        [torch.ones(2, 3), torch.ones(3, 3)], layout=torch.jagged
+    )
+    packed.sides["train"] = [batch]
+    with pytest.raises(ExampleAxisError, match="the batch holds a nested tensor"):
+        packed.self_influence()
+
+
 def test_graphs_beside_other_things(packed):
     """What a batch holds beside others stays as the loader gives it."""
     for side, batches in packed.sides.items():
