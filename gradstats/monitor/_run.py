@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -180,7 +179,7 @@ class Run:
         found = False
         for name in WATCHED:
             recent, value = self._recent[name], metrics[name]
-            typical = median(recent) if len(recent) >= FEWEST else math.nan
+            typical = float(np.median(recent)) if len(recent) >= FEWEST else math.nan
             if not math.isfinite(value) or value > self._spike_factor * typical:
                 found = True
                 before = self.history.get(name, [0.0])[-1]

@@ -73,14 +73,12 @@ class Recognition:
     ) -> None:
         """Raise unless a checkpoint that was loaded again holds what it did for its entry."""
         weights, query_weights = self._hashes(checkpoint, query)
-        held = [
-            (checkpoint, "weights", weights, entry["weights"]),
-            (checkpoint, "learning rates", checkpoint.rates, entry["rates"]),
-        ]
-        if query is not None:
-            held.append((query, "weights", query_weights, entry["query_weights"]))
-        for each, what, now, before in held:
-            if now != before:
+        for each, what, now, key in (
+            (checkpoint, "weights", weights, "weights"),
+            (checkpoint, "learning rates", checkpoint.rates, "rates"),
+            (query or checkpoint, "weights", query_weights, "query_weights"),
+        ):
+            if now != entry[key]:
                 raise CheckpointError(
                     f"{each.name} holds other {what} than when it was first read in this call, so "
                     f"scores of some examples would be at other {what} than those of the rest. "

@@ -495,9 +495,9 @@ def test_the_same_weights_count_once(setting, tmp_path, kind, source, on_disk):
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["weights", "learning rates"])
+@pytest.mark.parametrize(("what", "sides"), [("weights", 1), ("learning rates", 1), ("weights", 2)])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_a_file_that_is_written_during_a_call_is_refused(setting, tmp_path, on_disk, what):
+def test_a_file_that_is_written_during_a_call_is_refused(setting, tmp_path, on_disk, what, sides):
     """With top_k= files are read again for every chunk of the training data."""
     files = [tmp_path / "0.pt", tmp_path / "1.pt"]
     optimizer = torch.optim.SGD(setting.model.parameters(), lr=0.1)
@@ -517,10 +517,13 @@ def test_a_file_that_is_written_during_a_call_is_refused(setting, tmp_path, on_d
         return loss_fn(model, batch)
 
     out = tmp_path / "out" if on_disk else None
+    checkpoints, other = gs.Checkpoints(files, lr="optimizer"), None
+    if sides == 2:
+        checkpoints, other = gs.Checkpoints(setting.states, lr=0.1), files
     with pytest.raises(gs.CheckpointError, match=rf"1\.pt holds other {what} than when .* first"):
         gs.influence(
-            setting.model, setting.train_batches, setting.query_batches, writing,
-            gs.Checkpoints(files, lr="optimizer"), top_k=2, budget=1, out=out, progress=False,
+            setting.model, setting.train_batches, setting.query_batches, writing, checkpoints,
+            query_checkpoints=other, top_k=2, budget=1, out=out, progress=False,
         )  # fmt: skip
 
 
