@@ -660,7 +660,24 @@ def test_parts_of_other_inputs_written_into_each():
     check_operation(function, parameters, normal(BATCH, 3, WIDTH), gradient_of_data=False)
 
 
+@pytest.mark.parametrize("moved", [lambda x: x.flip(0), lambda x: x.roll(1, 0), lambda x: x[ORDER]])
+def test_other_inputs_added_to_each_in_place(moved):
+    """Mixup: as in sums of inputs of different examples, those added to decide."""
+
+    def function(m, x):
+        others = moved(x).mul_(0.3)
+        mixed = x.clone().mul_(0.7).add_(others)
+        mixed -= 0.1 * others
+        return m.last(m.first(mixed).sin())
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, parameters, normal(BATCH, 3, WIDTH), gradient_of_data=False)
+
+
+BEHIND_THE_FIRST = (slice(None), slice(1, None))
+
 WHOLE_OR_SOME_ROWS = {
+    "all": lambda x: x.copy_(x[ORDER]),
     "all of each row": lambda x: x.__setitem__(slice(None), x[ORDER]),
     "some rows": lambda x: x.__setitem__((slice(1, None), 0), x[:2, 0]),
 }
@@ -679,10 +696,13 @@ def test_rows_of_inputs_written_over_others_are_refused(write):
     )  # fmt: skip
 
 
-def test_parts_of_trained_rows_written_into_others_are_refused():
+@pytest.mark.parametrize(
+    "write", [lambda h: h.__setitem__(BEHIND_THE_FIRST, h[ORDER, 1:]), lambda h: h.add_(h[ORDER])]
+)
+def test_trained_rows_written_into_others_are_refused(write):
     def function(m, x):
         h = m.first(x).clone()
-        h[:, 1:] = h[ORDER, 1:]
+        write(h)
         return m.last(h)
 
     check_refused(

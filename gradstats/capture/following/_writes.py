@@ -33,8 +33,7 @@ class Write:
         places: which places are written to, where these can be some of each example; where no data
             are written, they say to which examples it belongs.
         keeps_sums: whether places that held sums over the examples do so after such are written.
-        is_part: tells whether the place is less than the whole operand; None where that is not
-            known.
+        is_part: tells whether some of what was there remains; None where that is not known.
         replaced: returns which elements of the operand are replaced; None where that is not known.
         reads: the operation that reads the place, and its arguments, where indices or masks tell
             which it is.
@@ -79,7 +78,7 @@ class Write:
         self, target: Tensor, layout: Examples, value: Tensor, owned: Examples | Whole
     ) -> bool:
         """Whether a value puts a part of another row into each row, under a plain layout."""
-        place = None if self.read is None or not layout.plain else self.read(target, layout)
+        place = layout if self.read is None or not layout.plain else self.read(target, layout)
         if not (isinstance(place, Examples) and isinstance(owned, Examples) and place.plain):
             return False
         same = place.axis == owned.axis + self.dims - value.dim() and place.rows == owned.rows
@@ -90,8 +89,12 @@ def _everywhere(target: Tensor, *values, **named) -> Write:
     return Write((*values, *named.values()), None, target.dim(), keeps_sums=False)
 
 
-def _kept(target: Tensor, *values, **named) -> Write:
+def _copied(target: Tensor, *values, **named) -> Write:
     return replace(_everywhere(target, *values, **named), keeps_sums=True)
+
+
+def _added(target: Tensor, *values, **named) -> Write:
+    return replace(_copied(target, *values, **named), is_part=lambda: True)
 
 
 def _put(target: Tensor, indices, values, accumulate=False) -> Write:
@@ -188,7 +191,8 @@ def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
 # Operations that write into their first operand, or into a copy of it.
 WRITES: dict[Any, Callable[..., Write]] = {
     **dict.fromkeys(IN_PLACE, _everywhere),
-    **dict.fromkeys(ADDS_IN_PLACE | {Tensor.copy_}, _kept),
+    **dict.fromkeys(ADDS_IN_PLACE, _added),
+    Tensor.copy_: _copied,
     Tensor.__setitem__: _assigned,
     **{
         function: write
