@@ -371,9 +371,10 @@ class Tracker(Context):
         if self.backward_ran and not nested:
             raise TrackingError(
                 "a second backward was started in one tracking context. One context serves one "
-                "batch and one backward; to accumulate gradients, open one context for each "
-                "micro-batch. Gradients that the losses are computed from, such as those of "
-                f"adversarial examples, are for torch.autograd.grad. {ONE_OF_SEVERAL}"
+                "batch and one backward: of several losses of a batch, run that of their sum; to "
+                "accumulate gradients, open one context for each micro-batch. Gradients that the "
+                "losses are computed from, such as those of adversarial examples, are for "
+                f"torch.autograd.grad. {ONE_OF_SEVERAL}"
             )
         if not nested:
             check_data(losses)

@@ -237,7 +237,7 @@ class Monitor:
         if index not in (0, self._next):
             raise TrackingError(
                 f"accumulation is {accumulation!r} where micro-batch {self._next} was expected: "
-                "the micro-batches of one optimizer step come in order."
+                "the micro-batches of one optimizer step come in order, counted from 0."
             )
         if index == 0 and self._next:
             warn(
