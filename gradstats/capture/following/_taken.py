@@ -160,5 +160,5 @@ def without_given(marks: Marks, data: list[Tensor]) -> list[Tensor]:
     Next to data of the batch, given values do not, whatever their size.
     """
     others = [item for item in data if not is_given(marks, item)]
-    known = any(marks.layout_of(item) is not None for item in others)
+    known = any(marks.owned(item) is not None for item in others)
     return others if known else data
