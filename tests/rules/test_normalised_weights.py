@@ -11,6 +11,7 @@ import gradstats as gs
 from benchmarks.ledger import peak_memory
 from gradstats.capture.parameters import _lineage
 from tests.oracle import assert_sqnorms, flat, oracle_gradients, oracle_sqnorms
+from tests.rules.operation import check_operation, normal
 
 Weight = Callable[[nn.Module], Tensor]
 
@@ -44,6 +45,7 @@ NORMALISED: dict[str, Weight] = {
     "unit rows": lambda m: functional.normalize(m.weight),
     "unit columns": lambda m: functional.normalize(m.weight, dim=0),
     "of unit norm": lambda m: functional.normalize(m.weight, dim=(0, 1)),
+    "unit columns by hand": lambda m: m.weight / m.weight.norm(dim=0, keepdim=True),
     "unit rows by hand": lambda m: m.weight / m.weight.norm(dim=1, keepdim=True),
     "centred": lambda m: m.weight - m.weight.mean(1, keepdim=True),
     "spectral norm": spectral,
@@ -97,7 +99,11 @@ def check(model, x: Tensor, scale: Tensor, rtol: float) -> None:
     torch.testing.assert_close(got.double(), expected.sqrt(), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("make", NORMALISED.values(), ids=NORMALISED)
+def unit_sums(m) -> Tensor:
+    return functional.normalize(m.weight, 1.0)
+
+
+@pytest.mark.parametrize("make", [*NORMALISED.values(), unit_sums], ids=[*NORMALISED, "unit sums"])
 @pytest.mark.parametrize("positions", [1, 3, 90])
 def test_norms(make, positions):
     check(Layer(make), torch.randn(5, positions, 12), torch.ones(5), 1e-5)
@@ -180,6 +186,12 @@ CONVOLUTIONS = {
     "layer_norm of all axes": (
         lambda m: functional.layer_norm(m.weight, m.weight.shape[1:], eps=0.05), {}
     ),
+    "weight norm of a constant": (
+        lambda m: torch._weight_norm(m.weight.detach(), m.length, 0), {}
+    ),
+    "unit taps by hand": (
+        lambda m: m.weight / m.weight.norm(dim=(0, 1), keepdim=True), {}
+    ),
     "layer_norm of some axes": (
         lambda m: functional.layer_norm(m.weight, m.weight.shape[2:], eps=0.05), {}
     ),
@@ -216,6 +228,32 @@ def test_convolutions(make, options, size):
     along = gs.alignment(model, batch, loss, direction)
     towards = torch.cat([each.flatten() for each in direction.values()])
     torch.testing.assert_close(along, one @ towards)
+
+
+def test_groups_that_are_standardised_each_as_a_whole():
+    def function(m, x):
+        weight = functional.layer_norm(m.w, m.w.shape[1:])
+        return torch.einsum("btgi,goi->btgo", x, weight)
+
+    check_operation(function, {"w": (2, 3, 4)}, normal(3, 5, 2, 4))
+
+
+def test_rows_that_are_standardised_then_scaled_and_shifted():
+    for beside in ({"weight": "v"}, {"bias": "v"}):
+
+        def function(m, x, beside=beside):
+            named = {name: getattr(m, own) for name, own in beside.items()}
+            return functional.linear(x, functional.layer_norm(m.w, (4,), **named))
+
+        check_operation(function, {"w": (3, 4), "v": (4,)}, normal(3, 5, 4))
+
+
+@pytest.mark.parametrize("dim", [0, 1, (0, 1)])
+def test_normalised_scales(dim):
+    def function(m, x):
+        return x * functional.normalize(m.w, dim=dim)
+
+    check_operation(function, {"w": (3, 4)}, normal(5, 3, 4))
 
 
 @pytest.mark.parametrize("make", [by_batch_norm, by_layer_norm])

@@ -54,7 +54,7 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """g v / ‖v‖, for v and for g."""
     direction = node.args[0]
-    if not isinstance(direction, Node) or not isinstance(factor, Scaled) or not _pays(factor):
+    if not isinstance(factor, Scaled) or not _pays(factor):
         return None
     node.check_step()
     weight = _numbers(direction)
@@ -150,9 +150,9 @@ def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Fact
         return None
     dtype = compute_dtype(unit, *tensors_of(factor))
     unit, scale = unit.to(dtype), scale.to(dtype)
-    inner = times(factor, scale, unit.shape)
-    along = node.once(factor, lambda: times(factor, unit, scale.shape))
-    if not isinstance(inner, (Outer, Patches)) or not isinstance(along, Vector):
+    inner: Any = times(factor, scale, unit.shape)
+    along: Any = node.once(factor, lambda: times(factor, unit, scale.shape))
+    if along is None:
         return None
     shape = (1,) * (unit.dim() - scale.dim()) + tuple(scale.shape)
     values = (along.values * scale).reshape(factor.batch, *shape)

@@ -61,9 +61,6 @@ def _reduced_axes(node: Derived, parent: Node) -> Sequence[int] | None:
     position = REDUCES[node.function]
     dim = argument_of(node.args, node.kwargs, position, "dim")
     dims: Sequence[Any] = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if not dims or not all(isinstance(axis, int) for axis in dims):
-        return None
-    axes = [axis % count for axis in dims]
-    kept = [1 if axis in axes else size for axis, size in enumerate(parent.shape)]
-    gone = [size for axis, size in enumerate(parent.shape) if axis not in axes]
-    return axes if list(node.shape) in (kept, gone) else None
+    if not all(isinstance(axis, int) for axis in dims):
+        return None  # such as the other operand of a maximum
+    return [axis % count for axis in dims]

@@ -121,7 +121,7 @@ class Numbering:
         kind: dict[str, Any] = {"dtype": dtype, "device": node.value.device}
 
         def numbered(item):
-            if isinstance(item, Node) and item in self.first:
+            if item in self.first:
                 start = self.first[item]
                 return torch.arange(start, start + item.shape.numel(), **kind).view(item.shape)
             return torch.zeros(item.shape, **kind) if isinstance(item, (Node, Tensor)) else item
