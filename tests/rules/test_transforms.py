@@ -216,6 +216,16 @@ def test_transforms_of_what_has_no_gradient_are_served():
     check_operation(slopes, parameters, normal(BATCH, WIDTH), gradient_of_data=False)
 
 
+def test_transforms_with_detached_weights_are_served():
+    def slopes(m, x):
+        return m.layer(x) * torch.func.grad(
+            lambda v: (v @ m.layer.weight.detach().t()).sin().sum()
+        )(x)
+
+    parameters = {"layer": nn.Linear(WIDTH, WIDTH)}
+    check_operation(slopes, parameters, normal(BATCH, WIDTH), gradient_of_data=False)
+
+
 def test_vmap_outside_contexts_is_as_before():
     gs.per_example_norms(nn.Linear(2, 1), torch.randn(3, 2), lambda m, x: m(x)[:, 0])
     x = torch.randn(3, 2)

@@ -87,8 +87,6 @@ class ExampleLayout:
             return Vector(slices.reshape(batch, *rest), shape, axis)
         if not self.examples.plain:
             slices = self.examples.reduce(slices.to(compute_dtype(slices)))
-        elif slices.dim() == len(shape) + 1:
-            return Vector(slices, shape)
         return Vector(slices.reshape(batch, *shape), shape)
 
     def total(self, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
