@@ -78,7 +78,7 @@ def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
             seen(item, index) if isinstance(item, Tensor) and item.requires_grad else item
             for index, item in enumerate(result)
         ]
-        return wrapped if type(result) is list else type(result)(wrapped)
+        return type(result)(wrapped)
     # A question about the tensor (is it a view? where is its memory?) concerns the object itself.
     return func(*args, **kwargs)
 
@@ -177,25 +177,6 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
                 show(part, target)
                 return _returned(func, target)
     # Views of the old value may still be in use, and would continue to describe it.
-    refuse_change(func, node)
-
-
-def change_any(
-    tracker: Context,
-    func,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    node: Node,
-    changed: list[Tensor],
-):
-    """Run an operation that changes some operands in place, none of which belongs to an example.
-
-    Refused if a parameter's gradient flows through one of them.
-    """
-    if all(node_of(item) is None for item in changed):
-        result = derive(tracker, func, args, kwargs)
-        if not any(item.requires_grad for item in changed):
-            return result
     refuse_change(func, node)
 
 

@@ -32,9 +32,9 @@ from gradstats.capture.operations._operations import (
     reads_property,
     variants,
 )
-from gradstats.capture.parameters._derived import change, change_any, derive, note_alias
+from gradstats.capture.parameters._derived import change, derive, note_alias
 from gradstats.capture.parameters._nodes import Node, unique_roots
-from gradstats.capture.parameters._refusals import check_nested, refuse
+from gradstats.capture.parameters._refusals import check_nested, refuse, refuse_change
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.parameters._transforms import HiddenError, transform_level
 from gradstats.capture.uses._grafted import Grafted, Registered
@@ -166,10 +166,9 @@ def _without_data(tracker: Context, func, args, kwargs, node: Node):
     """Run an operation on tracked tensors and constants, whose result belongs to no example."""
     if func in IN_PLACE or kwargs.get("inplace"):
         return change(tracker, func, args, kwargs, node)
-    changed = changed_by(func, args, kwargs)
-    if not changed:
-        return derive(tracker, func, args, kwargs)
-    return change_any(tracker, func, args, kwargs, node, changed)
+    if changed_by(func, args, kwargs):
+        refuse_change(func, node)
+    return derive(tracker, func, args, kwargs)
 
 
 def _dense(item):
