@@ -219,6 +219,22 @@ def test_what_shows_a_changed_constant_is_refused(function):
     check_refused(function, {"w": (WIDTH, WIDTH)}, normal(BATCH, POSITIONS, WIDTH), match="'w'")
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [lambda: torch.zeros(2 * WIDTH).double()[WIDTH:], lambda: torch.zeros(WIDTH, 2).double()[:, 0]],
+    ids=["the end", "every other"],
+)
+def test_parameters_written_into_a_part_of_what_was_lost_are_refused(memory):
+    """Of a tensor in the middle of its memory that is no view, as ``.data`` returns them."""
+
+    def function(m, x):
+        constant = memory().data
+        constant[:2] = m.w
+        return x * constant
+
+    check_refused(function, {"w": (2,)}, normal(BATCH, WIDTH), match="in place.*out of place")
+
+
 def test_a_buffer_is_not_changed_in_place():
     def function(m, x):
         m.kept.running_mean[0] = m.w[0]
@@ -528,12 +544,20 @@ def part_detached_before(m, x):
     return x * tensor * seen
 
 
+def made_of_another_with_a_view(m, x):
+    other = m.w * 2
+    tensor = other * 3
+    part = tensor[1:]
+    tensor.add_(1)
+    return x * tensor + other + part.sum()
+
+
 @pytest.mark.parametrize(
     "function",
     [
         with_a_view, with_its_base, detached_before, shown_without_gradients,
         moved_then_changed_while_shown, part_changed_after_a_move, made_of_what_is_shown,
-        part_detached_before, written_from_another_part,
+        part_detached_before, written_from_another_part, made_of_another_with_a_view,
     ],
 )  # fmt: skip
 def test_what_another_tensor_shows_is_not_changed_in_place(function):
