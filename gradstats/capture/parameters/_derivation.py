@@ -243,7 +243,7 @@ class Derived(Node):
             again = self.replay(known, copies)
             seen = as_real(again)
         self.check_same(again)
-        for node in self._behind():
+        for node in self.behind():
             node._check_operands()
         return leaves, seen
 
@@ -309,7 +309,7 @@ class Derived(Node):
                 self.names,
             )
 
-    def _behind(self) -> dict[Derived, None]:
+    def behind(self) -> dict[Derived, None]:
         """Return this tensor and all derived ones that it was computed from."""
         found: dict[Derived, None] = {}
         waiting: list[Node] = [self]
@@ -323,7 +323,7 @@ class Derived(Node):
     def check_same(self, again: Tensor) -> None:
         """Raise unless this tensor, computed again, has the same values."""
         if is_compiling():
-            for node in self._behind():
+            for node in self.behind():
                 node._check_fixed()
             return
         if not same_bits(again.detach(), self._value.detach()):

@@ -179,17 +179,6 @@ def _losses(pulled: Slices, known: dict[Any, Tensor]) -> Tensor:
 
 def _constants_behind(pulled: Sequence[Slices]) -> list[Tensor]:
     """Return the constants that some derived tensors were computed with."""
-    found: dict[int, Tensor] = {}
-    waiting: list[Node] = [each.node for each in pulled]
-    seen: set[Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen or not isinstance(node, Derived):
-            continue
-        seen.add(node)
-        for item in flatten((node.args, node.kwargs)):
-            if isinstance(item, Node):
-                waiting.append(item)
-            elif isinstance(item, Tensor):
-                found[id(item)] = item
-    return list(found.values())
+    behind = (node for each in pulled for node in each.node.behind())
+    leaves = (item for node in behind for item in flatten((node.args, node.kwargs)))
+    return [*{id(item): item for item in leaves if isinstance(item, Tensor)}.values()]
