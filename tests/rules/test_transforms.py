@@ -118,6 +118,7 @@ PARAMETERS = {
             lambda p, rows: torch.func.functional_call(m.layer, p, (rows,)), in_dims=(None, 0)
         )(dict(m.layer.named_parameters()), x),
     ),
+    "a result's axis in a tuple": (LAYER, lambda m, x: torch.vmap(m.layer, out_dims=(0,))(x)),
     "rows of a matrix": (
         MATRIX,
         lambda m, x: x @ torch.vmap(functional.softmax, (0, None))(m.w, 0).T,
@@ -214,6 +215,45 @@ def test_transforms_of_what_has_no_gradient_are_served():
 
     parameters = {"layer": nn.Linear(WIDTH, 2)}
     check_operation(slopes, parameters, normal(BATCH, WIDTH), gradient_of_data=False)
+
+
+OVER_NUMBERS = {
+    "seen": lambda x, n: torch.vmap(lambda one: (x * one).sum(-1))(n).t(),
+    "seen, then no more": lambda x, n: torch.vmap(lambda one: (x * one).sum(-1) + one + one)(n).t(),
+    "returned beside": lambda x, n: torch.vmap(lambda one: (x, one + one))(n)[0].sum((0, 2))[
+        :, None
+    ],
+    "returned, then seen no more": lambda x, n: torch.vmap(torch.vmap(lambda one: x), out_dims=0)(
+        n[:, None]
+    ).sum((0, 1)),
+}
+
+
+@pytest.mark.parametrize("function", OVER_NUMBERS.values(), ids=OVER_NUMBERS)
+def test_numbers_mapped_by_functions_of_data(function):
+    """What comes of data that the function sees is of the examples, without a gradient too."""
+
+    def of_data(x):
+        return function(x, torch.arange(1, 3).to(x))
+
+    width = of_data(normal(1, WIDTH)).shape[1]
+    check_operation(
+        lambda m, x: m.layer(of_data(x)),
+        {"layer": nn.Linear(width, 2)},
+        normal(BATCH, WIDTH),
+        gradient_of_data=False,
+    )
+
+
+def test_rows_mapped_beside_those_of_other_examples_are_refused():
+    def paired(m, x):
+        h = m.layer(x)  # (B, T, 2)
+        return torch.vmap(torch.dot)(h.flatten(0, 1), h.transpose(0, 1).flatten(0, 1)).view(
+            BATCH, 2
+        )
+
+    error = (gs.ExampleAxisError, gs.CoupledExamplesError)
+    check_refused(paired, LAYER, normal(BATCH, 2, WIDTH), error=error, match="example")
 
 
 def test_transforms_with_detached_weights_are_served():
