@@ -35,6 +35,7 @@ class Queries(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
         self.keys = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("numbers", torch.linspace(0.5, 2, WIDTH))
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,6 +63,10 @@ def with_first_states(m, q):
     first, second, third, _ = m.layers
     hidden = torch.zeros_like(q)
     return hidden + attention(first(q) + second(hidden), first(q), third(hidden) * q)
+
+
+def scaled_by_numbers(m, q):
+    return functional.linear(m.layers[1](q * m.numbers).tanh(), m.layers[0].weight * m.numbers)
 
 
 def of_two(m, q):
@@ -110,6 +115,7 @@ TOWERS = {
     "among themselves": among_themselves,
     "in heads": in_heads,
     "with first states": with_first_states,
+    "scaled by numbers": scaled_by_numbers,
     "of two": of_two,
     "with merged weights": with_merged_weights,
     "made before": made_before,

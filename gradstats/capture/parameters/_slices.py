@@ -136,14 +136,7 @@ def factors_of_slices(
     zeros = [torch.zeros(r.shape, dtype=r.value.dtype, device=r.value.device) for r in repeated]
     collected = Collected()
     tracker = make_tracker(weights, batch, collected)
-    constants = _constants_behind(pulled)
-    # Constants with a row for each example, such as initial states, count as data here, which is
-    # refused if rows of different examples meet.
-    rows = [
-        each for each in constants if each.shape[:1] == (batch,) and not tracker.marks.is_data(each)
-    ]
-    tracker.marks.keep_constant(each for each in constants if each.shape[:1] != (batch,))
-    tracker.marks.take_batch(rows)
+    tracker.marks.keep_constant(_constants_behind(pulled))
     try:
         with without_contexts(), torch.enable_grad():
             tracker.open()
@@ -161,8 +154,6 @@ def factors_of_slices(
         return None
     finally:
         tracker.close()
-        for each in rows:
-            tracker.marks.mark_constant(each)
         # The factors' graphs lead back to the context, which refers to their collector.
         factors, collected.factors = collected.factors, {}
     return {root: factors.get(str(number), ()) for number, root in enumerate(roots)}
