@@ -344,9 +344,29 @@ def test_a_slice_for_each_place_of_a_mask_is_refused():
         return hidden
 
     mask = torch.eye(BATCH, dtype=torch.bool)
+    for shape in ((BATCH, 2), (1, BATCH, 2)):
+        check_refused(
+            function, {"w": shape}, normal(BATCH, BATCH, 2), mask,
+            match="__setitem__ of a slice for each place.*'w'",
+        )  # fmt: skip
+
+
+def test_writing_into_what_holds_nothing_of_any_example_is_refused():
+    def function(m, x):
+        table = torch.zeros(2, dtype=torch.float64)
+        table[x[0, :2] > 0] = m.w
+        return x * table.sum()
+
     check_refused(
-        function, {"w": (BATCH, 2)}, normal(BATCH, BATCH, 2), mask, match="__setitem__.*'w'"
+        function, {"w": ()}, normal(BATCH, 4), match="__setitem__ to a tensor that holds nothing"
     )
+
+
+def test_prelu_of_a_derived_input_is_refused():
+    check_refused(
+        lambda m, x: functional.prelu(m.w * 2, x[0, :1]), {"w": (BATCH, 4)}, normal(BATCH, 4),
+        match="prelu of a derived input.*'w'",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("index", [0, slice(1, 3), ..., torch.tensor([0, 1])], ids=str)

@@ -274,8 +274,8 @@ def assign(tracker: Context, func, input, index, value):
         refuse(func, node, "to some of the examples has no rule")
     part = input[index]
     tracker.marks.place_like(part, input)
-    if value.dim() > part.dim() and all(size == 1 for size in value.shape[: -part.dim() or None]):
-        # PyTorch leaves out axes of size 1 in front.
+    if value.dim() > part.dim():
+        # PyTorch leaves out axes of size 1 in front, and refuses others.
         value = run(tracker, Tensor.view, value, value.shape[value.dim() - part.dim() :])
     return broadcast(tracker, Tensor.copy_, part, value)
 
@@ -284,13 +284,10 @@ def _assign_where(tracker: Context, func, node: Node, input, mask, value) -> Non
     """Put the same slice of a tracked tensor wherever a mask says, as mask tokens are."""
     rest = input.dim() - mask.dim()
     one = value.dim() <= rest or (value.dim() == rest + 1 and value.shape[0] == 1)
-    if node_of(mask) is not None or node_of(value) is None or not one:
+    if not one:
         refuse(func, node, "of a slice for each place that a mask selects has no rule")
     shown = mask.reshape(*mask.shape, *(1 for _ in range(rest)))
-    if tracker.marks.is_data(mask):
-        tracker.marks.place(shown, tracker.marks.layout_of(mask))
-    else:
-        tracker.marks.mark_constant(shown)
+    tracker.marks.place_like(shown, mask)
     layout = lined_up(tracker, func, node, (input, shown))
     func(input, mask, node.value)
     factors = MaskedFactors(BroadcastFactors(layout, tuple(value.shape)))

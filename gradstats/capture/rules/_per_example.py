@@ -22,7 +22,7 @@ from gradstats.capture.operations._operations import (
 )
 from gradstats.capture.parameters._derived import real_numbers
 from gradstats.capture.parameters._nodes import Node
-from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data
 from gradstats.capture.rules._embedding import leading_axes, table_rows
 from gradstats.capture.uses._uses import tap
@@ -46,11 +46,7 @@ def per_example(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     """
     if tracker.settings.exact:
         return tapped(tracker, func, layout, args, kwargs)
-    operands = flatten((args, kwargs))
-    if not all(node_of(item) is None or layout.serves(item.shape) for item in operands):
-        args, kwargs = rebuild((args, kwargs), partial(_own_rows, tracker, func, layout))
-        if not nodes_of(flatten((args, kwargs))):
-            return func(*args, **kwargs)
+    args, kwargs = rebuild((args, kwargs), partial(_own_rows, tracker, func, layout))
     if changes_type((args, kwargs)):
         return tapped(tracker, func, layout, args, kwargs)
 

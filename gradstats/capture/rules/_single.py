@@ -61,9 +61,7 @@ def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
             if whole is not None:
                 composed = Composed(partial(composition, called))
                 result = composed(tracker, called, *args, **kwargs)
-                for item in (result,) if isinstance(result, Tensor) else result:
-                    if item is not None:
-                        tracker.marks.place(item, whole)
+                tracker.marks.place(result, whole)
                 return result
         return rule(tracker, called, *args, **kwargs)
 
