@@ -117,9 +117,10 @@ def test_initial_states(kind):
     check(function, parameters, normal(BATCH, 4, WIDTH))
 
 
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_dropout_between_layers(kind):
+@pytest.mark.parametrize(("kind", "training"), [("lstm", True), ("gru", True), ("gru", False)])
+def test_dropout_between_layers(kind, training):
     layer = LAYERS[kind](num_layers=3, dropout=0.4, batch_first=True, bidirectional=True)
+    layer.train(training)
 
     def losses(model, batch):
         torch.manual_seed(3)

@@ -217,8 +217,6 @@ def _padded(tracker: Context, func, input, hx, weights, *options):
     *shared, batch_first = options
     states = states_of(hx)
     node = first_node(input, *states, *weights)
-    if input.dim() != 3:
-        refuse(func, node, f"of an input of shape {tuple(input.shape)} has no rule")
     axis = 0 if batch_first else 1
     examples = rows_along(tracker, func, node, (input,), axis).along(0)
     data = as_data(tracker, func, node, input, examples.along(axis))
