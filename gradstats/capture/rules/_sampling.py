@@ -30,7 +30,7 @@ def grid_sample(
     One for all is a table, of which a sample looks up the points around it.
     """
     node, options = first_node(input, grid), (mode, padding_mode, align_corners)
-    if node_of(input) is not None and tracker.marks.is_of_data(grid):
+    if node_of(input) is not None:
         examples = locate(tracker, func, node, grid, folds=True, trailing=1)
         if examples.axis != 0:
             return _of_one_image(tracker, func, input, grid, examples, *options)

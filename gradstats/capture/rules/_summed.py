@@ -89,11 +89,11 @@ def summed(tracker: Context, func, result, x, parts, *terms):
     """
     nodes = [part.node for part in parts] + [node_of(t) for t, _ in terms if node_of(t) is not None]
     layout = lined_up(tracker, func, nodes[0], [term for term, _ in terms], result)
-    if any(node_of(term) is not None and not layout.serves(term.shape) for term, _ in terms):
-        refuse(func, nodes[0], "with a part for each of an example's rows has no rule")
     for term, scale in terms:
         node = node_of(term)
         if node is not None:
+            if not layout.serves(term.shape):
+                refuse(func, node, "with a part for each of an example's rows has no rule")
             parts.append(Part(node, BroadcastFactors(layout, tuple(term.shape)), scale))
     factors = SumFactors(tuple(part.factors for part in parts), tuple(part.scale for part in parts))
     nodes = [part.node for part in parts]
