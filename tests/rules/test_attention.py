@@ -232,6 +232,16 @@ def test_keys_of_fewer_axes_that_all_examples_share(length):
     check_operation(function, parameters, normal(1, 2, WIDTH), fusing=(True,))
 
 
+def test_scaled_dot_products_between_the_examples_are_refused():
+    for shape in ((3, 4), (1, 3, 4)):
+        check_refused(
+            lambda m, x: functional.scaled_dot_product_attention(m.q, x, x),
+            {"q": shape},
+            normal(3, 4),
+            match="scaled_dot_product_attention whose examples do not lie along the first axis",
+        )
+
+
 def test_examples_along_the_second_axis():
     attention = nn.MultiheadAttention(WIDTH, HEADS)
 

@@ -235,13 +235,13 @@ def _for_each(
     tracker: Context, func, node: Node, item: Tensor, dims: int, examples: Examples
 ) -> Tensor:
     """Return an operand of attention with a slice for each example: also of one that all share."""
-    own, data = node_of(item), tracker.marks.is_data(item)
-    if dims < 3 or (own is None and data and item.dim() < dims):
+    of_data = tracker.marks.is_of_data(item)
+    if dims < 3 or (of_data and item.dim() < dims):
         refuse(func, node, "whose examples do not lie along the first axis has no rule")
     shape = (1,) * (dims - item.dim()) + tuple(item.shape)
-    if shape[0] == 1 and (shape != item.shape or examples.rows > 1) and not (own is None and data):
+    if shape[0] == 1 and not of_data:
         sizes = (examples.rows, *shape[1:])
-        if own is None:
+        if node_of(item) is None:
             item = item.expand(sizes)
             tracker.marks.mark_constant(item)
         elif tracker.settings.exact:
