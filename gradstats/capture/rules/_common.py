@@ -183,22 +183,16 @@ def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tenso
             )
 
 
-def lined_up(
-    tracker: Context, func, node: Node, operands: Sequence[Tensor], result: Tensor | None = None
-) -> ExampleLayout:
-    """Return where the examples lie in operands that are broadcast against each other.
-
-    Or in the ``result`` in which products of some of them are added to others.
-    """
-    whole = operands if result is None else [result]
-    dims = max([operand.dim() for operand in whole])
+def lined_up(tracker: Context, func, node: Node, operands: Sequence[Tensor]) -> ExampleLayout:
+    """Return where the examples lie in operands that are broadcast against each other."""
+    dims = max([operand.dim() for operand in operands])
     layouts = []
     data = tracker.marks.data_among(operands)
     for operand in [*filter(tracker.marks.may_hold_rows, data)] or data:
         examples = locate(tracker, func, node, operand, folds=True)
         layouts.append(examples.along(dims - operand.dim() + examples.axis))
     layout = ExampleLayout(dims, common_rows(func, node, layouts))
-    check_rows(func, node, layout, whole)
+    check_rows(func, node, layout, operands)
     return layout
 
 

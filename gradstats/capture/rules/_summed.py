@@ -12,7 +12,7 @@ from gradstats._factors import compute_dtype
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
-from gradstats.capture.parameters._tensors import node_of
+from gradstats.capture.parameters._tensors import first_node, node_of
 from gradstats.capture.rules._common import lined_up
 from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import free_of_views, tap
@@ -87,8 +87,9 @@ def summed(tracker: Context, func, result, x, parts, *terms):
         terms: operands with the number that multiplies them; None for operands of a product, which
             only say where the examples lie.
     """
-    nodes = [part.node for part in parts] + [node_of(t) for t, _ in terms if node_of(t) is not None]
-    layout = lined_up(tracker, func, nodes[0], [term for term, _ in terms], result)
+    operands = [term for term, _ in terms]
+    node = parts[0].node if parts else first_node(*operands)
+    layout = lined_up(tracker, func, node, operands)
     for term, scale in terms:
         node = node_of(term)
         if node is not None:
