@@ -502,6 +502,20 @@ def test_elements_gathered_along_the_examples_are_refused():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "index",
+    [lambda ids: (slice(1, 3), ids), lambda ids: (torch.tensor([True, False, True, False]), ids)],
+    ids=["a part", "a mask"],
+)
+def test_look_ups_in_a_part_of_a_parameter_are_refused(index):
+    check_refused(
+        lambda m, ids: m.w[index(ids)].mean(0).unsqueeze(-1),
+        {"w": (4, ROWS)},
+        integers(2),
+        match="__getitem__ with other than integer indices.*'w'",
+    )
+
+
 def test_look_ups_whose_examples_are_not_the_same_are_refused():
     check_refused(
         lambda m, ids: m.w[ids, ids.flip(0)], {"w": (ROWS, ROWS)}, integers(3),

@@ -112,7 +112,7 @@ def multi_head_attention(
         weights = attended.mean(1) if average_attn_weights else attended
     else:
         heads = [x.view(rows, num_heads, x.shape[1], -1) for x in (q, k, v)]
-        for item in heads:  # as the rule for a trained mask goes by
+        for item in heads:  # the rule for a trained mask asks where examples lie
             tracker.marks.place(item, examples.along(0))
         mixed = run(
             tracker, functional.scaled_dot_product_attention, *heads, mask, dropout_p, is_causal

@@ -222,21 +222,19 @@ def index(tracker: Context, func, input, indices):
     """
     given = operands_of((indices,), {})
     node = first_node(input, *given)
-    tracked = node_of(input) is not None  # otherwise a tracked index, which PyTorch refuses too
-    if tracked and not any(index.dim() and tracker.marks.is_data(index) for index in given):
+    if node_of(input) is None:
+        refuse(func, node, "with a tracked index has no rule")  # PyTorch refuses it too
+    if not any(index.dim() and tracker.marks.is_data(index) for index in given):
         # A number picks the slice, wherever the number comes from.
         return derive(tracker, func, (input, indices), {})
     items = [_as_index(tracker, item, given) for item in items_of(input, indices)]
     mask = next((index for index in given if index.dtype == torch.bool and index.dim()), None)
-    if tracked and mask is not None and tracker.marks.is_data(mask):
+    if mask is not None and tracker.marks.is_data(mask):
         return _masked(tracker, func, node, input, indices, axis_of(items, mask), mask)
     places = [place for place, item in enumerate(items) if isinstance(item, Tensor)]
     chosen = [items[place] for place in places]
-    if (
-        not tracked
-        or any(index.dtype not in (torch.int32, torch.int64) for index in chosen)
-        or any(item != slice(None) for item in items if not isinstance(item, Tensor))
-    ):
+    integers = all(index.dtype in (torch.int32, torch.int64) for index in chosen)
+    if not integers or any(item != slice(None) for item in items if not isinstance(item, Tensor)):
         refuse(func, node, "with other than integer indices has no rule")
     examples = lined_up(tracker, func, node, [index for index in chosen if index.dim()]).examples
     result = func(value_of(input), indices)
