@@ -28,18 +28,14 @@ def parse_equation(equation: str, operands: Sequence[Tensor]) -> Equation:
     left, _, right = text.partition("->")
     terms = left.split(",")
     free = [c for c in string.ascii_letters if c not in text]
-    hidden = [
-        dim - len(term.replace("...", ""))
-        for term, dim in zip(terms, dims, strict=True)
-        if "..." in term
-    ]
-    longest = max(hidden, default=0)
+    pairs = zip(terms, dims, strict=True)
+    longest = max(dim - len(term.replace("...", "")) for term, dim in pairs)
     ellipsis = free[:longest]
 
     def spell(term: str, dim: int | None) -> list[str]:
         head, dots, tail = term.partition("...")
         count = longest if dim is None else dim - len(head) - len(tail)
-        middle = ellipsis[len(ellipsis) - count :] if dots and count else []
+        middle = ellipsis[len(ellipsis) - count :] if dots else []
         return [*head, *middle, *tail]
 
     inputs = [spell(term, dim) for term, dim in zip(terms, dims, strict=True)]
