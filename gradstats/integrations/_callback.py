@@ -39,7 +39,7 @@ def monitor_of_run(
         model, every, optimizer, scaler, process_group, options: as for ``gs.Monitor``.
     """
     if before is not None and before.model is model:
-        before.continue_in(optimizer, scaler, process_group)
+        before.optimizer, before.scaler, before.process_group = optimizer, scaler, process_group
         return before
     return Monitor(
         model, every, optimizer=optimizer, scaler=scaler, process_group=process_group, **options

@@ -351,16 +351,6 @@ class Monitor:
         self._run, self.steps = run, run.load_state_dict(state)
         self._collector, self._pending, self._metrics, self._next = None, None, {}, 0
 
-    def continue_in(self, optimizer, scaler, process_group) -> None:
-        """Measure another run of the same model: all that was measured stays.
-
-        For callbacks of trainers, which are told of one run after the other.
-
-        Args:
-            optimizer, scaler, process_group: those of that run, as for a new monitor.
-        """
-        self.optimizer, self.scaler, self.process_group = optimizer, scaler, process_group
-
     def _begin(self, *, single: bool) -> None:
         """Start an optimizer step, of one micro-batch or of several."""
         self._settle()

@@ -91,7 +91,7 @@ class Folder:
                 # and files may have been damaged since.
                 for name, values in ids.items():
                     if not _holds(path / f"{name}.npy", values):
-                        write_whole(path / f"{name}.npy", partial(_save, values))
+                        write_whole(path / f"{name}.npy", partial(np.save, arr=values))
         except OSError as error:
             raise StoreError(
                 f"{path} cannot be used: {error.strerror}. Name a folder that can be written."
@@ -275,10 +275,6 @@ def read_results(
         ) from error
     names = tuple(entry["name"] for entry in manifest["checkpoints"].values())
     return names, named, held
-
-
-def _save(values: np.ndarray, file: Any) -> None:
-    np.save(file, values)
 
 
 def _holds(path: Path, values: np.ndarray) -> bool:

@@ -39,12 +39,11 @@ class Data:
         self.layout = layout
         self._loader = loader
         check_order(loader, role, ids)
-        self._index_lists: list[list[int]] | None = None
+        lists = (
+            index_lists(loader, role, named=ids is not None) if chooses_batches(loader) else None
+        )
         # Loaders of other classes may do more between sampler and batch, so they are read in order.
-        indexable = type(loader) is DataLoader
-        if chooses_batches(loader):
-            lists = index_lists(loader, role, named=ids is not None)
-            self._index_lists = lists if indexable else None
+        self._index_lists = lists if type(loader) is DataLoader else None
         content = ContentHash()
         self._hashes: dict[int, str] = {}
         self._counted = self._covered = True
@@ -59,8 +58,9 @@ class Data:
             for _, batch in self.read(sorted({0, last // 2, last})):
                 content.add(batch)
         else:
-            sizes = []
-            for number, batch in enumerate(self._all()):
+            sizes, lists = [], self._index_lists
+            reading = self._begun() if lists is None else _again(loader, lists)
+            for number, batch in enumerate(reading):
                 size = layout.count(batch)
                 sizes.append(size)
                 self._compare(number, batch)
@@ -189,11 +189,6 @@ class Data:
                 "augmentation, or read it once and pass list(loader); and a loss_fn that does not "
                 "write into the batch."
             )
-
-    def _all(self) -> Iterable[Any]:
-        if self._index_lists is not None:
-            return _again(self._loader, self._index_lists)
-        return self._begun()
 
     def _begun(self) -> Iterator[Any]:
         """Return the loader's batches from the start."""

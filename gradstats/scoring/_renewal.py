@@ -42,7 +42,8 @@ class Renewal:
     def renew(self, model: nn.Module) -> None:
         """Have a model in eval mode drop its caches before a forward, if that is all it does."""
         if self._resets_mode:
-            _there_and_back(model)
+            model.train(True)
+            model.eval()
 
     def try_out(
         self,
@@ -116,11 +117,6 @@ def merging(model: nn.Module, changed: Sequence[Tensor]) -> CheckpointError:
         "computed with as they were. Expected weights that do not depend on the mode: have "
         "adapters not merged into them (loralib: merge_weights=False)."
     )
-
-
-def _there_and_back(model: nn.Module) -> None:
-    model.train(True)
-    model.eval()
 
 
 def _parts(model: nn.Module) -> list[object]:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -134,8 +133,10 @@ class Fallback:
         names, wide = list(self._selected), any_double(self._selected.values())
         rows = torch.stack([values.get(name, unused) for name in names])
         total = rows.sum(0)
-        relative = partial(_relative, bound, total)
-        return summarise(names, rows, total, relative, together.losses, nonfinite, wide)
+        return summarise(
+            names, rows, total, lambda: torch.where(total != 0, bound / total, 0.0),
+            together.losses, nonfinite, wide,
+        )  # fmt: skip
 
     def _lean_part(self, lean: Callable[..., GradientNorms]) -> GradientNorms | None:
         """Return the norms over all parameters that have a rule, and note those that have none.
@@ -309,10 +310,6 @@ class Fallback:
             name: torch.zeros_like(self._unserved[name]) if found is None else found.detach()
             for name, found in named.items()
         }
-
-
-def _relative(bound: Tensor | float, total: Tensor) -> Tensor:
-    return torch.where(total != 0, bound / total, 0.0)
 
 
 def check_same(alone: Gradients, together: Gradients) -> None:

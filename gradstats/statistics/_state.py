@@ -136,13 +136,3 @@ class State:
                     table.copy_(value)
         if generators:
             self._numbers.restore()
-
-
-@contextmanager
-def state_kept(model: nn.Module, beside: Iterable[nn.Module] = ()) -> Iterator[State]:
-    """Restore the state after a block."""
-    state = State(model, beside)
-    try:
-        yield state
-    finally:
-        state.restore()

@@ -32,7 +32,7 @@ from gradstats.statistics._loss import check_losses, examples_in, packed_segment
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._reference import TOLERANCE, Example, choose_subject
 from gradstats.statistics._result import GradientNorms
-from gradstats.statistics._state import State, state_kept
+from gradstats.statistics._state import State
 from gradstats.statistics._verify_report import Check, ParameterRow, VerifyReport, summary
 
 NOT_COMPARED = "not compared: nothing was computed (see coverage)"
@@ -124,12 +124,15 @@ def verify(
     }
     own = set(model.modules())
     beside = [module for module in modules_beside(loss_fn) if module not in own]
-    with state_kept(model, beside) as state, torch.enable_grad():
-        verification = Verification(
-            model, batch, on_a_copy(loss_fn), options, selected, division, chosen, tolerance, state,
-            beside,
-        )  # fmt: skip
-        return verification.run()
+    state = State(model, beside)
+    try:
+        with torch.enable_grad():
+            return Verification(
+                model, batch, on_a_copy(loss_fn), options, selected, division, chosen, tolerance,
+                state, beside,
+            ).run()  # fmt: skip
+    finally:
+        state.restore()
 
 
 class Verification:
