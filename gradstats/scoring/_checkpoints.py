@@ -28,7 +28,6 @@ from gradstats.scoring._rates import (
     check_rate,
     from_optimizer,
     from_patterns,
-    is_zero,
 )
 from gradstats.scoring._renamed import in_own_names
 
@@ -122,13 +121,12 @@ class Checkpoints:
         """
         name, content = self.names[index], _read(self._sources[index])
         rates = self._rates_at(index, content, model, names)
-        if is_zero(rates):
-            others = (
-                self._rates_at(other, _read(self._sources[other]), model, names)
-                for other in range(len(self))
-                if other != index
+        if rates == 0:
+            every = (
+                self._rates_at(each, _read(source), model, names)
+                for each, source in enumerate(self._sources)
             )
-            if all(map(is_zero, others)):
+            if all(each == 0 for each in every):
                 raise _all_zero()
             warn(
                 f"the learning rate of every parameter is zero in {name}, so it adds nothing to "

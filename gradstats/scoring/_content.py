@@ -92,7 +92,7 @@ class ContentHash:
         return content.hexdigest()
 
     def _add_array(self, array: np.ndarray) -> None:
-        self._say("array", array.shape, array.dtype.descr if array.dtype.names else array.dtype)
+        self._say("array", array.shape, array.dtype)
         if array.dtype.hasobject:
             self.add(array.reshape(-1).tolist())
             return

@@ -101,16 +101,13 @@ class Passes:
                 self._work.say(f"{problem}: computing it again")
         first = lists.next_batch
         left = list(chunks(self._train.sizes, self._query.examples, self._budget, first))
-        # One checkpoint is loaded once for all chunks.
-        only = held if len(self._pairs) == 1 else None
 
         def compute(part: range) -> Lists:
             rows = slice(self._train.spans[part[0]].start, self._train.spans[part[-1]].stop)
             chunk = Chunk(rows, self._query.examples, *self._spans)
             pending = self._tiles_of(slice(part.start, part.stop))
             for number in range(len(self._pairs)):
-                if only is None:
-                    self._recognition.check_same(*self._move_to(number), entries[str(number)])
+                self._recognition.check_same(*self._move_to(number), entries[str(number)])
                 if part.start == first and number == 0:
                     size = self._query.examples * k * 64
                     self._announce(self._tiles_of(slice(first, None)), size, "for the lists")

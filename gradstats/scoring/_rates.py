@@ -180,8 +180,3 @@ def simplify(rates: dict[str, float]) -> Rates:
     """Return one number where all parameters share it."""
     values = set(rates.values())
     return values.pop() if len(values) == 1 else rates
-
-
-def is_zero(rates: Rates) -> bool:
-    """Whether no parameter has a rate above zero."""
-    return not any(rates.values()) if isinstance(rates, dict) else rates == 0

@@ -155,7 +155,9 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
     state = {name: own for name, own in model.state_dict().items() if name.startswith(prefix)}
     own = {name: clean_name(name, prefix) for name in state}
     known = set(own.values())
-    weights = _without_count(checkpoint.weights)
+    # AveragedModel keeps the number of its updates beside the weights.
+    counts = {"n_averaged"} - known
+    weights = {name: value for name, value in checkpoint.weights.items() if name not in counts}
     given = matching_names(weights, known)
     values = {given[name]: value for name, value in weights.items()}
     shards = [name for name, value in values.items() if hasattr(value, "to_local")]
@@ -243,12 +245,6 @@ def _before_each(names: Sequence[str], longer: Sequence[str]) -> str:
         if prefix.endswith(".") and {prefix + n for n in names} <= {*longer}:
             return prefix
     return ""
-
-
-def _without_count(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return weights without the number of updates that AveragedModel keeps beside them."""
-    others = {name: value for name, value in weights.items() if name != "n_averaged"}
-    return others if all(name.startswith("module.") for name in others) else weights
 
 
 def _storages(value: Any) -> set[int]:

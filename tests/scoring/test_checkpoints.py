@@ -121,6 +121,7 @@ def folders(setting, tmp_path, file="optimizer.pt"):
         decayed, *others = setting.model.parameters()
         optimizer = torch.optim.AdamW([{"params": [decayed]}, {"params": others}], lr=rate)
         torch.save(optimizer.state_dict(), folder / file)
+        (folder / "training_args.bin").write_bytes(b"objects that are not to be opened")
 
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "optimizer.bin"])  # transformers, accelerate

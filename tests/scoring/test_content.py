@@ -59,6 +59,7 @@ DIFFERENT = [
     (np.array(["a", "b"]), np.array(["a", "c"])),
     (np.array(["a", None], dtype=object), np.array(["b", None], dtype=object)),
     (np.array([(1, 2.0)], dtype="i4,f8"), np.array([(1, 3.0)], dtype="i4,f8")),
+    (np.array([(1,)], dtype=[("a", "i4")]), np.array([(1,)], dtype=[("b", "i4")])),
     ([1, 23], [12, 3]),
     (["a", "bc"], ["ab", "c"]),
     ([[1], 2], [[1, 2]]),

@@ -156,6 +156,21 @@ def binary_of_probabilities(model, batch):
     return nn.BCELoss(reduction="none")(logits[:, 0].sigmoid(), labels[:, 0])
 
 
+def beside_another(model, batch):
+    """Of several classes, and of whether it is the last one."""
+    logits = model(batch[0])
+    last = functional.binary_cross_entropy_with_logits(
+        logits[:, 2], (batch[1] == 2).double(), reduction="none"
+    )
+    return last + functional.cross_entropy(logits, batch[1], reduction="none")
+
+
+def test_several_classes_beside_two(setting):
+    table, expected = run(setting, beside_another), run(setting)
+    np.testing.assert_allclose(table.margin, expected.margin, rtol=1e-10)
+    np.testing.assert_allclose(table.el2n, expected.el2n, rtol=1e-10)
+
+
 @pytest.mark.parametrize("loss", [binary, binary_of_probabilities])
 def test_binary_classification(setting, loss):
     def as_two_classes(model, batch):
