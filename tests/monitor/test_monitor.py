@@ -41,6 +41,28 @@ def model():
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda monitor: monitor.metrics()["nonfinite/examples"],
+        lambda monitor: B - len(monitor.histograms()["example_grad_norm"]),
+        lambda monitor: len(monitor.nonfinite),
+        lambda monitor: monitor.history["nonfinite/examples"][0],
+        lambda monitor: len(monitor.spikes),
+        lambda monitor: B - len(monitor.self_influence),
+        lambda monitor: not math.isfinite(monitor.examples(1)[0].norm),
+        lambda monitor: len(monitor.state_dict()["nonfinite"]),
+    ],
+)
+def test_whatever_is_asked_first_has_the_last_step(model, asked):
+    monitor = gs.Monitor(model, every=1, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs, labels = batch_of()
+    with monitor.step(batch_size=B, ids=range(B)):
+        losses = losses_of(model, (inputs, labels))
+        (losses.mean() + torch.tensor(math.inf) * losses[2]).backward()
+    assert asked(monitor) == 1
+
+
 @pytest.mark.parametrize("alignment", ALIGNMENT)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "step_mean"])
 def test_metrics_against_the_oracle(model, reduction, alignment):
@@ -699,6 +721,7 @@ def test_an_exception_leaves_nothing_behind_and_is_not_counted(model):
         (lambda m: gs.Monitor(m, scaler=1024.0), "scaler is 1024.0"),
         (lambda m: gs.Monitor(m, process_group=0), "process_group is 0, expected a torch.dist"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(2, 2)), "expected \\(k, K\\)"),
+        (lambda m: gs.Monitor(m).step(2, accumulation=(-1, 2)), "expected \\(k, K\\)"),
         (lambda m: gs.Monitor(m).step(2, accumulation=2), "accumulation is 2, expected \\(k, K\\)"),
         (lambda m: gs.Monitor(m).step(2, accumulation=(0, 1, 2)), "expected \\(k, K\\)"),
         (lambda m: gs.Monitor(m).examples(-1), "k is -1"),
