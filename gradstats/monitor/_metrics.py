@@ -16,6 +16,7 @@ from gradstats.statistics._training import (
     m_coherence,
     norm_test,
     orthogonality_test,
+    ratio,
     root,
 )
 
@@ -39,9 +40,7 @@ def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
         "norm_test/theta": norm_test(step),
         "nonfinite/examples": float(len(step.sqnorm) - len(norms)),
         "batch_loss": measured.loss,
-        "cabs": measured.learning_rate * step.noise_scale[0] / measured.loss
-        if measured.loss > 0
-        else math.nan,
+        "cabs": ratio(measured.learning_rate * step.noise_scale[0], measured.loss),
     }
     if step.alignment is not None:
         with np.errstate(invalid="ignore", over="ignore"):

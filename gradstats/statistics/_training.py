@@ -65,7 +65,7 @@ class StepGradients:
         if len(self.sqnorm) < 2:
             return NAN, NAN
         diagonal = float(self.weight**2 @ self.sqnorm)
-        gradient = _ratio(self.mean_sqnorm - diagonal, 1 - 1 / self.effective_batch)
+        gradient = ratio(self.mean_sqnorm - diagonal, 1 - 1 / self.effective_batch)
         return self.mean_of_sqnorms - gradient, gradient
 
 
@@ -75,7 +75,7 @@ def gradient_diversity(step: StepGradients) -> float:
     Source:
         Yin et al., arXiv 1706.05699; N Δ bounds the batch size that still speeds training up.
     """
-    return _ratio(step.mean_of_sqnorms, step.effective_batch * step.mean_sqnorm)
+    return ratio(step.mean_of_sqnorms, step.effective_batch * step.mean_sqnorm)
 
 
 def m_coherence(step: StepGradients) -> float:
@@ -84,7 +84,7 @@ def m_coherence(step: StepGradients) -> float:
     Source:
         Chatterjee and Zielinski, arXiv 2008.01217.
     """
-    return _ratio(step.effective_batch * step.mean_sqnorm, step.mean_of_sqnorms)
+    return ratio(step.effective_batch * step.mean_sqnorm, step.mean_of_sqnorms)
 
 
 def norm_test(step: StepGradients) -> float:
@@ -93,7 +93,7 @@ def norm_test(step: StepGradients) -> float:
     Source:
         Byrd et al., Sample size selection in optimization methods for machine learning, 2012.
     """
-    return root(_ratio(step.noise_scale[0], step.effective_batch * step.mean_sqnorm))
+    return root(ratio(step.noise_scale[0], step.effective_batch * step.mean_sqnorm))
 
 
 def inner_product_test(step: StepGradients) -> float:
@@ -111,7 +111,7 @@ def inner_product_test(step: StepGradients) -> float:
             spread = float(part.weight @ (part.alignment - part.square) ** 2)
             above += spread * part.size / (part.size - 1)
             below += part.size * part.square * part.square
-    return root(_ratio(above, below))
+    return root(ratio(above, below))
 
 
 def orthogonality_test(step: StepGradients) -> float:
@@ -125,13 +125,13 @@ def orthogonality_test(step: StepGradients) -> float:
     above = below = 0.0
     for part in _micro_batches(step):
         if part.size > 1:
-            along = _ratio(float(part.weight @ part.alignment**2), part.square)
+            along = ratio(float(part.weight @ part.alignment**2), part.square)
             across = float(part.weight @ part.sqnorm) - along
             # Not negative by Cauchy and Schwarz, but for rounding.
             across = max(across, 0.0) if math.isfinite(across) else NAN
             above += across * part.size / (part.size - 1)
             below += part.size * part.square
-    return root(_ratio(above, below))
+    return root(ratio(above, below))
 
 
 def lengths_along_mean(step: StepGradients) -> np.ndarray:
@@ -200,17 +200,17 @@ class RunningRatio:
     def value(self) -> float:
         """The ratio; NaN before the first step and while the average denominator is ≤ 0."""
         _, _, y, x, *_ = self._sums
-        return y / x if x > 0 else NAN
+        return ratio(y, x)
 
     @property
     def standard_error(self) -> float:
         """The standard error of ``value``; NaN before the second step that counts."""
         total, squares, _, x, yy, xy, xx = self._sums
-        ratio = self.value
+        value = self.value
         share = squares / (total * total) if total else 1.0
-        if math.isnan(ratio) or self.count < 2 or share == 1:
+        if math.isnan(value) or self.count < 2 or share == 1:
             return NAN
-        spread = max((yy - 2 * ratio * xy + ratio * ratio * xx) / total, 0.0) / (1 - share)
+        spread = max((yy - 2 * value * xy + value * value * xx) / total, 0.0) / (1 - share)
         return math.sqrt(spread * share) / (x / total)
 
     def state_dict(self) -> dict:
@@ -245,7 +245,8 @@ def _micro_batches(step: StepGradients) -> Iterator[_MicroBatch]:
         yield _MicroBatch(step.sqnorm[rows], alignment, weight, size, square)
 
 
-def _ratio(above: float, below: float) -> float:
+def ratio(above: float, below: float) -> float:
+    """Return a quotient; NaN where it has no meaning."""
     return above / below if below > 0 else NAN
 
 

@@ -1180,6 +1180,16 @@ def test_an_optimizer_that_has_no_learning_rate(model, tensor_rates):
     assert monitor.metrics()["cabs"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("loss", [0.0, -1.0])
+def test_no_batch_size_follows_from_a_loss_that_is_not_positive(model, loss):
+    monitor = gs.Monitor(model, every=1, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with monitor.step(B):
+        losses = losses_of(model, batch_of())
+        (losses - losses.detach() + loss).mean().backward()
+    assert monitor.metrics()["batch_loss"] == pytest.approx(loss, abs=1e-12)
+    assert math.isnan(monitor.metrics()["cabs"])
+
+
 @pytest.mark.parametrize("way", ["two losses", "a vector", "a gradient"])
 def test_the_loss_of_a_backward_that_does_not_start_from_one_scalar(model, way):
     """It is what the backward differentiates: the sum of losses times what they start from."""
