@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 
 import numpy as np
@@ -262,6 +263,7 @@ def test_no_parameter_that_requires_grad(model, batch):
         ((torch.randn(0, 4), torch.zeros(0, dtype=torch.long)), r"empty.*\(0, 4\)"),
         (3, r"batch is int and holds no tensor"),
         ((np.zeros((2, 4)), np.zeros(2)), r"tuple of ndarray and holds.*torch\.as_tensor"),
+        (dataclasses.make_dataclass("Rows", ["x"])(np.zeros(2)), r"batch is Rows of ndarray and"),
         ((), r"holds no tensor"),
         ({"x": "text"}, r"holds no tensor"),
     ],

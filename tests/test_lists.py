@@ -96,6 +96,18 @@ def test_lists_are_verified_one_entry_at_a_time(loss_fn):
     assert gs.verify(model(), given([1, 3, 2], listed=True), loss_fn).ok
 
 
+def test_two_tensors_of_two_examples_each():
+    """A list of as many tensors as there are examples, each of which has rows of both."""
+    net, batch = nn.Linear(4, 3).double(), {"both": [*torch.randn(2, 2, 4).double()]}
+
+    def losses(m, batch):
+        inputs, mask = batch["both"]
+        return m(inputs * mask).square().sum(1)
+
+    assert gs.verify(net, batch, losses).ok
+    assert gs.verify(net, batch, losses).check("coupling").ok
+
+
 def same_for_all(m, batch):
     x, levels = batch
     values = torch.cat(levels)[None].expand(len(x), -1, -1)

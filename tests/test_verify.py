@@ -167,10 +167,21 @@ class Centred(nn.Module):
         return self.head(Centre.apply(self.body(x)))
 
 
+def test_losses_that_depend_on_others_by_a_number_alone(batch):
+    """Their gradients do not."""
+
+    def losses(model, batch):
+        return classify(model, batch) + batch[0].detach().numpy().sum().item()
+
+    report = gs.verify(nn.Linear(4, 3), batch, losses)
+    assert failed(report) == ["coupling"]
+
+
 def test_coupling_that_no_operation_shows(batch):
     report = gs.verify(Centred(), batch, classify)
     assert not report.ok
     assert "depend on each other" in report.check("coupling").detail
+    assert "was not divided" not in report.check("coupling").detail
     assert report.check("exactness").ok is False
     assert "coupled" in report.check("exactness").detail
     assert "report it" not in report.check("exactness").detail
@@ -430,6 +441,8 @@ def test_a_model_that_cannot_be_copied(batch):
     report = gs.verify(model, batch, classify)
     assert report.ok
     assert "float32 on the model itself" in report.reference and "copy failed" in report.reference
+    # It would be compared with itself.
+    assert "precision" not in [check.name for check in report.checks]
     report = gs.verify(model, batch, lambda m, b: classify(m, b) / len(b[1]))
     assert failed(report) == ["coupling"]
 

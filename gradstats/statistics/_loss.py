@@ -222,7 +222,8 @@ def loss_scale(scaler, device: torch.device) -> Tensor | float:
     """Return what a torch.amp.GradScaler multiplies the loss by as it stands, on the device."""
     if scaler is None:
         return 1.0
-    if scaler.is_enabled() and getattr(scaler, "_scale", device) is None:
+    # One that is not enabled has none.
+    if getattr(scaler, "_scale", device) is None:
         raise TrackingError(
             "scaler= is a GradScaler that has scaled no loss yet, so that its scale was not in "
             "this backward. Expected scaler.scale(loss).backward(), as its step() does too; "

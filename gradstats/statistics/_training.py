@@ -174,14 +174,10 @@ class RunningRatio:
 
     Args:
         decay: in [0, 1); 1 / (1 − decay) is the number of steps that count.
-
-    Attributes:
-        count: steps that entered: those of which both values are finite.
     """
 
     def __init__(self, decay: float):
         self.decay = decay
-        self.count = 0
         # Σω, Σω², Σωy, Σωx, Σωy², Σωxy, Σωx²
         self._sums = [0.0] * 7
 
@@ -194,7 +190,6 @@ class RunningRatio:
         kept = [self.decay] * 7
         kept[1] = self.decay**2
         self._sums = [k * s + term for k, s, term in zip(kept, self._sums, terms, strict=True)]
-        self.count += 1
 
     @property
     def value(self) -> float:
@@ -208,18 +203,17 @@ class RunningRatio:
         total, squares, _, x, yy, xy, xx = self._sums
         value = self.value
         share = squares / (total * total) if total else 1.0
-        if math.isnan(value) or self.count < 2 or share == 1:
+        if math.isnan(value) or share == 1:
             return NAN
         spread = max((yy - 2 * value * xy + value * value * xx) / total, 0.0) / (1 - share)
         return math.sqrt(spread * share) / (x / total)
 
     def state_dict(self) -> dict:
         """Return what ``load_state_dict`` takes: plain numbers."""
-        return {"count": self.count, "sums": list(self._sums)}
+        return {"sums": list(self._sums)}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a saved state."""
-        self.count = state["count"]
         self._sums = [float(entry) for entry in state["sums"]]
 
 

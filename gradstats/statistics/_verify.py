@@ -201,8 +201,7 @@ class Verification:
             elif not computed:
                 status, ok = "unknown", False
             elif name in self.refused:
-                served = self.options["fallback"] is not None and error is not None
-                status, ok = ("fallback", True) if served else ("refused", False)
+                status, ok = ("refused", False) if error is None else ("fallback", True)
             else:
                 used = operations or name in self.hidden
                 status, ok = ("counted" if used else "unused"), True

@@ -138,8 +138,10 @@ def test_a_ratio_without_meaning_is_nan():
     assert math.isnan(ratio.value) and math.isnan(ratio.standard_error)
     ratio.add(1.0, -1.0)
     assert math.isnan(ratio.value)
+    before = ratio.state_dict()
     ratio.add(math.nan, 1.0)
-    assert ratio.count == 1
+    ratio.add(1.0, math.inf)
+    assert ratio.state_dict() == before
     ratio.add(1.0, 2.0)
     # weights 1/2 and 1: (1/2 + 1) / (−1/2 + 2)
     assert ratio.value == pytest.approx(1.0)
@@ -148,6 +150,12 @@ def test_a_ratio_without_meaning_is_nan():
     for each in (ratio, again):
         each.add(3.0, 4.0)
     assert (again.value, again.standard_error) == (ratio.value, ratio.standard_error)
+
+
+def test_a_ratio_of_one_step_has_a_value_and_no_error():
+    ratio = RunningRatio(0.5)
+    ratio.add(3.0, 2.0)
+    assert ratio.value == 1.5 and math.isnan(ratio.standard_error)
 
 
 def test_a_ratio_that_forgets_at_once_has_a_value_and_no_error():
