@@ -96,6 +96,16 @@ def test_lists_are_verified_one_entry_at_a_time(loss_fn):
     assert gs.verify(model(), given([1, 3, 2], listed=True), loss_fn).ok
 
 
+@pytest.mark.parametrize("counts", [[1, 3, 2], [1, 3]], ids=str)
+def test_lists_by_name(counts):
+    batch = dict(zip(("images", "targets"), given(counts, listed=True), strict=True))
+
+    def losses(m, batch):
+        return padded(m, (batch["images"], batch["targets"]))
+
+    assert gs.verify(model(), batch, losses).ok
+
+
 def test_two_tensors_of_two_examples_each():
     """A list of as many tensors as there are examples, each of which has rows of both."""
     net, batch = nn.Linear(4, 3).double(), {"both": [*torch.randn(2, 2, 4).double()]}

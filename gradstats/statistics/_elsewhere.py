@@ -100,7 +100,7 @@ class Elsewhere:
             return [Check("padding", None, "no example has trailing padding")]
 
         def trim(tensor: Tensor) -> Tensor:
-            padded = tensor.dim() > 1 and tuple(tensor.shape[:2]) == (1, positions)
+            padded = tuple(tensor.shape[:2]) == (1, positions)
             return tensor[:, :length] if padded else tensor
 
         whole = self._division.take(self._subject.batch, [number])
