@@ -150,7 +150,7 @@ def gram_halvings(positions: int, bytes_per_product: int, workspace: int) -> tup
     while positions % (2 << halvings) == 0 and positions >> (halvings + 1) >= GRAM_BLOCK:
         halvings += 1
     last = positions >> halvings
-    held = max(positions * last, (positions // 2) ** 2 if halvings else 0)
+    held = max(positions * last, (positions // 2) ** 2)
     if last < 3 * GRAM_BLOCK and held * bytes_per_product <= min(workspace, FRESH_BYTES):
         return halvings, held
     return None, positions * GRAM_BLOCK

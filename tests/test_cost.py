@@ -201,3 +201,33 @@ def test_chunks():
     assert _cost.convolution_chunk(50, 2**18, 64, WORKSPACE) == _cost.CACHE_BYTES // 2**18
     assert _cost.convolution_chunk(50, 2**22, 64, WORKSPACE) == 1
     assert _cost.convolution_chunk(2**21, 50, 99, WORKSPACE) == 64
+
+
+def test_forms_of_pairs():
+    """Products of T × T' positions for each pair, or gradients of both sides and their products."""
+    for positions1, positions2 in ((0, 1), (1, 1)):
+        assert _cost.choose_pair_form(positions1, positions2, 64, 64, 8, 8) == "rank_one"
+    for positions1, positions2 in ((1, 2), (2, 1)):
+        assert _cost.choose_pair_form(positions1, positions2, 64, 64, 8, 8) == "gram"
+    # 16 · 16 · (64 + 64 + 24) for each of n² pairs; 64 · 64 · 2 (16 + 16) for each of n, and n².
+    assert _cost.choose_pair_form(16, 16, 64, 64, 7, 7) == "gram"
+    assert _cost.choose_pair_form(16, 16, 64, 64, 8, 8) == "direct"
+    # One side's gradients cost as much as the other's.
+    for sizes in ((15, 1), (1, 15)):
+        assert _cost.choose_pair_form(16, 16, 64, 64, *sizes) == "gram"
+    # Where positions are multiplied on the chip only the products cost anything.
+    assert _cost.choose_pair_form(16, 16, 64, 64, 8, 8, on_chip=True) == "gram"
+    # Products of so few digits would be computed once more.
+    assert _cost.choose_pair_form(16, 16, 64, 64, 1, 1, roundoff=2.0**-8) == "direct"
+
+
+def test_gradients_are_formed_transposed_where_that_has_fewer_columns():
+    assert _cost.pays_to_transpose(64, 256, 4, with_sum=False)
+    assert not _cost.pays_to_transpose(256, 64, 4, with_sum=False)
+    # A sum has to be transposed back.
+    assert not _cost.pays_to_transpose(64, 256, 7, with_sum=True)
+    assert _cost.pays_to_transpose(64, 256, 8, with_sum=True)
+    for p, q in ((64, 256), (256, 64)):
+        # (256, 64) either way: rows of 256 bytes.
+        plan = _cost.direct_plan(4, 1, p, q, 4, 2**12, with_sum=False)
+        assert plan == (p < q, 16, 1)
