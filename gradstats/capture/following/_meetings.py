@@ -108,7 +108,8 @@ class Meetings:
                 f"{node.name()} {how}: what it gives belongs to no example, and neither does any "
                 "part of its gradient. Expected losses of one example each, or a sum, a mean or a "
                 "weighted sum of them: the mean squared error, not its root; x.square().sum(), not "
-                "x.norm() ** 2. Detach what they are divided or multiplied by."
+                "x.norm() ** 2; the mean of the examples' Dice losses, not that of all their "
+                "pixels. Detach normalisers and weights."
             )
         return CoupledExamplesError(
             f"{node.name()} {how}: each loss depends on several examples, and their "
