@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import gradstats as gs
 
-from .oracle import assert_sqnorms, oracle_sqnorms
+from .oracle import assert_sqnorms, check_model, oracle_sqnorms
 
 BATCH, WIDTH = 3, 4
 
@@ -695,6 +695,52 @@ AS_POSITIONS = {
 def test_a_row_for_each_example_as_one_of_each_position(cross):
     model, (x, _) = nn.Linear(WIDTH, WIDTH).double(), data_at_coincidence()
     assert_crossed(model, lambda: cross(x, model(x[:, 0])).sum())
+
+
+# What a loop makes of one example's inputs (T, d), others' x (B, T, d), and what may have a row for
+# each position or for each example.
+BESIDE_OTHERS = {
+    "mixed": lambda own, other, x, rows: own * 0.7 + other * 0.3,
+    "one row of another": lambda own, other, x, rows: own - other[:1],
+    "chosen": lambda own, other, x, rows: torch.where(rows[:, :1] > 0, own, other),
+    "centred": lambda own, other, x, rows: own - x.mean(0),
+    "masked": lambda own, other, x, rows: own * rows[:, :1],
+    "noisy": lambda own, other, x, rows: own + torch.randn(BATCH, WIDTH).double(),
+    "squared": lambda own, other, x, rows: (own - rows) ** 2,
+    "stacked": lambda own, other, x, rows: torch.stack([own, rows]).sum(0),
+    "attention": lambda own, other, x, rows: functional.scaled_dot_product_attention(
+        own[None], rows[None], other[None]
+    )[0],
+}
+
+
+@pytest.mark.parametrize("make", BESIDE_OTHERS.values(), ids=BESIDE_OTHERS)
+@pytest.mark.parametrize("batched", [False, True])
+def test_inputs_of_one_example_beside_rows_that_may_be_of_all(make, batched):
+    """In a loop over examples with as many positions, shape does not tell whose the rows are."""
+    model, (x, _) = nn.Linear(WIDTH, WIDTH).double(), data_at_coincidence()
+    rows = torch.randn(BATCH, WIDTH).double()
+
+    def of(i):
+        inputs = make(x[i], x[i - 1], x, rows)
+        return model(inputs[None] if batched else inputs).square().sum()
+
+    with pytest.raises(gs.ExampleAxisError, match="which example each row"):
+        with gs.track(model, batch_size=BATCH):
+            sum(map(of, range(BATCH))).backward()
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_inputs_of_one_example_that_all_share(place):
+    """As the grid of the first one, or a single row of any, which is given to all."""
+
+    def loss_fn(model, x):
+        shared = x[0] if place == 0 else x[place, 0]
+        return model(x - shared).square().sum((1, 2))
+
+    model, (x, _) = nn.Linear(WIDTH, WIDTH).double(), data_at_coincidence()
+    check_model(model, x, loss_fn)
 
 
 def test_rows_along_positions_of_data_by_their_second_axis():

@@ -150,11 +150,13 @@ def _kept_apart(marks: Marks, call: Call, after: Layout | Unchanged) -> Layout |
 def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) -> None:
     """Note that the examples of a result were lost at the operation named ``at``."""
     lost = next(filter(marks.is_lost, data), None)
-    if lost is None:
-        marks.place(result, None, at)
-    else:
+    if lost is not None:
         # Blame the first of several operations that could not be followed.
         marks.mark(result, None, marks.lost_at(lost) if marks.is_marked(lost) else at)
+    elif any(isinstance(marks.owned(item), Whole) for item in data):
+        marks.mark(result, None, at)  # an axis as long as the batch is not that of the examples
+    else:
+        marks.place(result, None, at)
 
 
 def _layout_after(marks: Marks, call: Call) -> Layout | Unchanged:
