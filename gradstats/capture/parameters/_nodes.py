@@ -41,6 +41,8 @@ class Node:
         paths: how many ways lead from each of them to here through the computation.
     """
 
+    __slots__ = ()
+
     tracker: Context
     roots: tuple[Root, ...]
     paths: dict[Root, int]
@@ -99,22 +101,28 @@ class Root(Node):
         result: the squared norms, once all uses have delivered.
     """
 
-    graph: GraphReport | None = None
-    alias: Tensor | None = None
-    alias_nodes: tuple[Any, ...] = ()
-    _alias_version = 0
-    _first: tuple[Tensor, int] | None = None
-    registered = counted = expected = 0
-    postponed = of_slices = False
-    lookups: tuple[Lookup, ...] = ()
-    places: tuple[Any, ...] = ()
-    result: Contraction | None = None
-    delivered: tuple[Factor | Fused | Projected, ...] = ()
+    # Without slots, all of a model's roots would have dictionaries as soon as uses are counted.
+    __slots__ = (
+        "_alias_version", "_first", "alias", "alias_nodes", "counted", "delivered", "expected",
+        "graph", "lookups", "name", "of_slices", "parameter", "places", "postponed", "registered",
+        "result", "tracker",
+    )  # fmt: skip
 
     def __init__(self, tracker: Context, name: str, parameter: torch.nn.Parameter):
         self.tracker = tracker
         self.name = name
         self.parameter = parameter
+        self.graph: GraphReport | None = None
+        self.alias: Tensor | None = None
+        self.alias_nodes: tuple[Any, ...] = ()
+        self._alias_version = 0
+        self._first: tuple[Tensor, int] | None = None
+        self.registered = self.counted = self.expected = 0
+        self.postponed = self.of_slices = False
+        self.lookups: tuple[Lookup, ...] = ()
+        self.places: tuple[Any, ...] = ()
+        self.result: Contraction | None = None
+        self.delivered: tuple[Factor | Fused | Projected, ...] = ()
 
     # Computed: a root that held itself would only be freed by the garbage collector.
     @property
@@ -203,11 +211,6 @@ class Root(Node):
         """Whether all uses have delivered, and their factors may be contracted."""
         return self.expected <= 0 and not (self.postponed or self.of_slices)
 
-    def settle_alone(self, result: Contraction) -> None:
-        """Note that the only use has delivered, with the squared norms of its factor."""
-        self.expected -= 1
-        self.finish(result)
-
     def contract(self) -> None:
         """Contract the delivered factors."""
         if self.delivered:
@@ -261,5 +264,5 @@ def unique_roots(nodes: Sequence[Node]) -> tuple[Root, ...]:
     if len(nodes) == 1:
         return nodes[0].roots
     if len(nodes) == 2 and isinstance(nodes[0], Root) and isinstance(nodes[1], Root):
-        return nodes[0].roots if nodes[0] is nodes[1] else (nodes[0], nodes[1])
+        return nodes[0].roots if nodes[0] is nodes[1] else tuple(nodes)  # type: ignore[arg-type]
     return tuple(dict.fromkeys([root for node in nodes for root in node.roots]))
