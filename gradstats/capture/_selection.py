@@ -125,6 +125,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     modules: list[tuple[str, nn.Module]] = []
     parameters: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
+    compiled = False
 
     # A stack, so that modules come in the order of `named_modules`.
     left: list[tuple[str, nn.Module]] = [("", model)]
@@ -134,6 +135,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             continue
         seen.add(id(module))
         modules.append((path, module))
+        compiled = compiled or is_compiled(module)
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in seen:
@@ -143,7 +145,6 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         for name, child in reversed(module._modules.items()):
             if child is not None:
                 left.append((prefix + name, child))
-    compiled = any(is_compiled(module) for _, module in modules)
     return Anatomy(modules, parameters, wrapper_prefix(model), compiled)
 
 

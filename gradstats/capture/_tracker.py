@@ -91,8 +91,8 @@ class Tracker(Context):
         self.modules = [module for _, module in anatomy.modules]
         self._parameters = list(anatomy.parameters.values())
         named = anatomy.select(parameters, exclude)
-        self.device = device = next(iter(named.values())).device
-        self.spans_devices = any(each.device != device for each in self._parameters)
+        self.device = next(iter(named.values())).device
+        self.spans_devices = len({each.device for each in self._parameters}) > 1
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
         # Tensors that modules keep belong to no example: buffers, parameters that are not tracked,
         # tensors in plain attributes and in caches.
@@ -178,7 +178,8 @@ class Tracker(Context):
 
     def _track(self, root: Root) -> None:
         parameter = root.parameter
-        check_trackable(root)
+        if type(parameter) is not nn.Parameter:
+            check_trackable(root)
         if not parameter.numel():
             self._ignore(parameter)  # nothing of it has a gradient
             return
