@@ -117,6 +117,62 @@ def test_all_of_them_are_hooked():
     check_model(*affine(), losses_of)
 
 
+def of_changed(h):
+    """A view whose node is made anew because what it shows has changed."""
+    view = h[:, :]
+    h.mul_(2)
+    return view
+
+
+DATA = {
+    "computed": torch.tanh,
+    "one of several results": lambda h: torch.cat([h, h], 1).chunk(2, 1)[1],
+    "view of what changed": of_changed,
+    "leaf": lambda h: h.detach().requires_grad_(),
+    "without a gradient": torch.Tensor.detach,
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("make", DATA.values(), ids=DATA)
+def test_the_node_behind_the_data_is_found_without_those_of_parameters(make, bias):
+    model = network(bias)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        node = model[2](make(model[0](data()[0]))).grad_fn
+        use = _hooked.hooked_on(node)
+        found = [use.edges_to_data(node) for _ in range(2)]  # of two walks
+        (expected, _) = node.next_functions[use.place.edge]
+        assert [edge for ((edge, _),) in found] == [expected, expected]
+        tracker.backward(losses_of(model, data()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_walk_finds_what_is_behind_changed_data(bias):
+    model = network(bias)
+
+    def losses(model, batch):
+        logits = model[2](of_changed(model[0](batch[0])))
+        return functional.cross_entropy(logits, batch[1], reduction="none")
+
+    assert_sqnorms(tracked(model, data(), losses), oracle_sqnorms(model, data(), losses), 1e-12)
+
+
+def test_whether_operations_wait_is_remembered_for_their_sizes_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    waited = []
+    for examples in (BATCH, BATCH, 1000, BATCH, 1000):
+        x = torch.randn(examples, 2, 4, dtype=torch.float64)
+        with gs.track(model, batch_size=examples, fused=False) as tracker:
+            node = model(x).grad_fn.next_functions[0][0]
+            use = _hooked.hooked_on(node)
+            waited.append(use is not None and use.group is not None)
+            tracker.backward(model(x).square().sum((1, 2)))
+        expected = oracle_sqnorms(model, x, lambda model, x: model(x).square().sum((1, 2)))
+        assert_sqnorms(tracker.stats, expected, 1e-12)
+    assert waited == [True, True, False, True, False]
+
+
 def test_gradients_of_affine_operations_are_pytorchs():
     model, batch = affine()
     plain = [p.grad.clone() for p in trained(model, batch)]

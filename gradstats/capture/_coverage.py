@@ -80,15 +80,14 @@ def _walk(
         partial = kind is COPY_SLICES
         if partial:
             hidden = True
-        edges: Any = node.next_functions
-        use: Any = None
-        if kind in KINDS:
-            use = hooked_on(node)
-            if use is not None:
-                edge = use.place.edge
-                edges = () if edge is None else (edges[edge],)  # the others lead to parameters
-        elif isinstance(node, BackwardCFunction):
-            use = getattr(node, "use", None)
+        use: Any = hooked_on(node) if kind in KINDS else None
+        edges: Any
+        if use is not None:
+            edges = use.edges_to_data(node)
+        else:
+            edges = node.next_functions
+            if isinstance(node, BackwardCFunction):
+                use = getattr(node, "use", None)
         tracked = use is not None and isinstance(use, Use)
         if tracked:
             uses.append(use)

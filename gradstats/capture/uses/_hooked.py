@@ -7,11 +7,12 @@ Function, which would take longer than a small operation itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node as GraphNode
 
 from gradstats._compiler import is_compiling
 from gradstats._factors import Lookup
@@ -31,7 +32,7 @@ from gradstats.capture.operations._graph import (
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.uses._decided import Decided
-from gradstats.capture.uses._together import Group, norms_of
+from gradstats.capture.uses._together import Group, kind_of, norms_of
 from gradstats.capture.uses._uses import Use, check_derivatives
 
 if TYPE_CHECKING:
@@ -42,31 +43,34 @@ Gradients = tuple[Tensor | None, ...]
 # The key of a node's ``Hooked`` in its metadata.
 KEY = "gradstats"
 
+# Of an operation of which it was not asked whether it may wait for others.
+UNDECIDED = object()
+
 
 class Place(NamedTuple):
     """Where the autograd node of an operation keeps its data.
 
     Attributes:
         kind: type of the node.
-        saved: attributes that hold what the factors need, the data first.
+        saved: the attribute that holds the data; None where the factors need none.
         edge: position of the edge to the node that computed the data; None where data never have a
             gradient.
     """
 
     kind: type
-    saved: tuple[str, ...]
+    saved: str | None
     edge: int | None
 
 
-LINEAR = Place(ADDMM, ("_saved_mat1",), 1)
-LINEAR_WITHOUT_BIAS = Place(MM, ("_saved_self",), 0)
-CONVOLVED = Place(CONVOLUTION, ("_saved_input",), 0)
-NORMALISED = Place(LAYER_NORM, ("_saved_input",), 0)
-NORMALISED_IN_GROUPS = Place(GROUP_NORM, ("_saved_input",), 0)
-LOOKED_UP = Place(EMBEDDING, ("_saved_indices",), None)
+LINEAR = Place(ADDMM, "_saved_mat1", 1)
+LINEAR_WITHOUT_BIAS = Place(MM, "_saved_self", 0)
+CONVOLVED = Place(CONVOLUTION, "_saved_input", 0)
+NORMALISED = Place(LAYER_NORM, "_saved_input", 0)
+NORMALISED_IN_GROUPS = Place(GROUP_NORM, "_saved_input", 0)
+LOOKED_UP = Place(EMBEDDING, "_saved_indices", None)
 # By the position of the data.
-MULTIPLIED = Place(MUL, ("_saved_self",), 0), Place(MUL, ("_saved_other",), 1)
-ADDED = Place(ADD, (), 0), Place(ADD, (), 1)
+MULTIPLIED = Place(MUL, "_saved_self", 0), Place(MUL, "_saved_other", 1)
+ADDED = Place(ADD, None, 0), Place(ADD, None, 1)
 
 KINDS = frozenset({ADDMM, MM, CONVOLUTION, LAYER_NORM, GROUP_NORM, EMBEDDING, MUL, ADD})
 
@@ -78,6 +82,7 @@ class Hooked(Use):
         place: where the node keeps its data.
         factors_of: as ``tap`` takes it, and as ``Joinable`` has it.
         group: the operations that it may wait for; None if it may not wait.
+        behind: the node that computed the data, until it was asked for; None where there is none.
     """
 
     def __init__(
@@ -87,8 +92,10 @@ class Hooked(Use):
         factors_of,
         lookup: Lookup | None,
         group: Group | None,
+        behind: GraphNode | None,
     ):
         super().__init__(roots)
+        self.behind = behind
         self.place = place
         self.factors_of = factors_of
         self.lookup = lookup
@@ -98,6 +105,19 @@ class Hooked(Use):
         super().expect()
         if self.group is not None:
             self.group.expected += 1
+
+    def edges_to_data(self, node: GraphNode) -> tuple[tuple[GraphNode | None, int], ...]:
+        """Return which edges of its node lead to data; the others lead to parameters.
+
+        Python's objects for those others, which ``next_functions`` makes, live as long as the graph
+        and take longer to make than all else here.
+        """
+        if self.place.edge is None:
+            return ()
+        if self.behind is None:
+            return (node.next_functions[self.place.edge],)
+        behind, self.behind = self.behind, None
+        return ((behind, 0),)
 
     def after_backward(self, grads: Gradients, given: Gradients) -> Gradients | None:
         """Report the factors; in a differentiated backward return gradients that can be tracked.
@@ -119,9 +139,9 @@ class Hooked(Use):
                     self._report(grad, *saved)
         return None
 
-    def _saved(self) -> list[Tensor]:
-        node = torch._C._current_autograd_node()
-        return [getattr(node, name) for name in self.place.saved]
+    def _saved(self) -> tuple[Tensor, ...]:
+        name = self.place.saved
+        return () if name is None else (getattr(torch._C._current_autograd_node(), name),)
 
     def _report(self, grad: Tensor, *saved: Tensor) -> None:
         if self.settings.consumer is None and self.all_sole:
@@ -129,7 +149,8 @@ class Hooked(Use):
                 return
             norms = norms_of(self.factors_of, self.settings.workspace, grad, *saved)
             for root, result in zip(self.roots, norms, strict=True):
-                root.settle_alone(result)
+                root.expected -= 1
+                root.finish(result)
             return
         self.deliver(self.factors_of(grad, *saved))
 
@@ -156,7 +177,7 @@ def hooked(
         return None
     result = hook(tracker, x, parameters, examples, place, factors_of, run)
     if result is not None:
-        rest = place, factors_of, run
+        rest = place, factors_of, run, None, kind_of(tracker.settings, factors_of, result)
         tracker.decided = Decided(result, hook, x, parameters, examples, rest)
     return result
 
@@ -165,7 +186,9 @@ def may_hook() -> bool:
     """Whether operations may be hooked where they run; operations that are alike agree in it."""
     # Autocast caches casts of leaves, and would reuse one made where no gradient is recorded. Hooks
     # on saved tensors may unpack each only once, as those of checkpoints do.
-    return not torch._C._is_any_autocast_enabled() and hooks_on_saved() is None
+    return not (
+        is_compiling() or torch._C._is_any_autocast_enabled() or hooks_on_saved() is not None
+    )
 
 
 def hook(
@@ -177,6 +200,7 @@ def hook(
     factors_of,
     run: Callable[..., Tensor],
     lookup: Lookup | None = None,
+    kind: Hashable = UNDECIDED,
 ) -> Tensor | None:
     """Return PyTorch's result of an operation, with a hook on its node; None if not possible.
 
@@ -192,6 +216,7 @@ def hook(
         run: the operation, called with the data and the plain tensors for ``parameters``; it holds
             no tensors.
         lookup: as ``tap`` takes it.
+        kind: what ``kind_of`` returned for an operation that is alike.
     """
     exact = tracker.settings.exact
     roots: list[Root] = []
@@ -206,14 +231,15 @@ def hook(
             operands.append(None)
         else:
             return None
-    if is_compiling():
-        return None
+    behind = None if place.edge is None else x.grad_fn
     result = run(x, *operands)
     node = _own_node(result, place.kind)
     if node is None:
         return None
-    group = tracker.together.group(factors_of, result)
-    use = Hooked(roots, place, factors_of, lookup, group)
+    if kind is UNDECIDED:
+        kind = kind_of(tracker.settings, factors_of, result)
+    group = None if kind is None else tracker.together.group(kind, factors_of)
+    use = Hooked(roots, place, factors_of, lookup, group, behind)
     node.metadata[KEY] = use
     node.register_hook(use.after_backward)
     tracker.note_followed(result, examples)

@@ -44,6 +44,24 @@ def is_small(settings: Settings, x: Tensor, width: int, outputs: int) -> bool:
     return 0 < x.nbytes * max(width, outputs) <= SMALL * width
 
 
+def kind_of(settings: Settings, factors_of: Joinable, result: Tensor) -> Hashable | None:
+    """Return what operations share that may wait for each other; None for one that may not.
+
+    Args:
+        settings: the context's.
+        factors_of, result: the operation's.
+    """
+    if settings.consumer is not None or not result.is_cpu:
+        return None
+    examples = factors_of.examples
+    if not (examples.joinable and 0 < result.nbytes <= SMALL):
+        return None
+    likeness = factors_of.likeness()
+    if likeness is None:
+        return None
+    return type(factors_of), likeness, examples.fold, result.shape, result.dtype
+
+
 class Joinable:
     """Factors of an operation, as ``tap`` takes them, whose operands can be joined.
 
@@ -77,20 +95,11 @@ class Together:
         self._groups: dict[Hashable, Group] = {}
         self._held = 0
 
-    def group(self, factors_of: Joinable, result: Tensor) -> Group | None:
-        """Return the group of an operation with this result; None where it cannot wait."""
-        if self.settings.consumer is not None or not result.is_cpu:
-            return None
-        examples = factors_of.examples
-        if not (examples.joinable and 0 < result.nbytes <= SMALL):
-            return None
-        likeness = factors_of.likeness()
-        if likeness is None:
-            return None
-        key = type(factors_of), likeness, examples.fold, result.shape, result.dtype
-        group = self._groups.get(key)
+    def group(self, kind: Hashable, factors_of: Joinable) -> Group:
+        """Return the group of the operations of a kind, those with factors like these."""
+        group = self._groups.get(kind)
         if group is None:
-            group = self._groups[key] = Group(self, factors_of)
+            group = self._groups[kind] = Group(self, factors_of)
         return group
 
     def reserve(self, operands: Sequence[Tensor], expected: int) -> list[Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Settings:
     workspace: int
     consumer: Consumer | None = None
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether the training gradients are to be PyTorch's own, to the bit."""
         return self.weight_gradients and not self.fused
@@ -144,7 +144,8 @@ class Use:
             settings = self.settings
             for root, factor in zip(self.roots, factors, strict=True):
                 if factor is not None and settings.consumer is None and root.has_one_use:
-                    root.settle_alone(
+                    root.expected -= 1
+                    root.finish(
                         factor.norms
                         if isinstance(factor, Fused)
                         else sqnorm([factor], settings.workspace)
