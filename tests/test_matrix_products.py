@@ -34,6 +34,7 @@ def products(monkeypatch):
     monkeypatch.setattr(_multiply, "_product", record)
     monkeypatch.setattr(_multiply, "has_faster_products", lambda: True)
     monkeypatch.setattr(_multiply, "WORTH_CALLING", 0)
+    monkeypatch.setattr(_multiply, "WORTH_CALLING_ON_ROWS", 0)
     monkeypatch.setattr(_multiply, "WORTH_PREPARING", 0)
     return found
 
@@ -130,6 +131,9 @@ def test_small_products_are_pytorchs(monkeypatch):
     # What is asked for often repays its preparation sooner, but never where it is tiny.
     assert _multiply.pays(_multiply.WORTH_CALLING, large, times=threads)
     assert not _multiply.pays(_multiply.WORTH_CALLING - 1, large, times=10**6)
+    least = _multiply.WORTH_CALLING_ON_ROWS
+    assert _multiply.pays(least, large, times=10**6, on_rows=True)
+    assert not _multiply.pays(least - 1, large, times=10**6, on_rows=True)
     monkeypatch.setattr(_multiply, "has_faster_products", lambda: False)
     assert not _multiply.pays(work, large)
 
@@ -210,6 +214,25 @@ def test_gates_of_recurrent_layers(products):
     gates = [(35, 12, 80), (35, 20, 80), (35, 20, 18), (35, 6, 18)]
     data = (35, 18, 20)
     assert {*gates, data} <= set(products)
+
+
+def test_steps_of_recurrent_layers(products):
+    """Backward through the states, unless each step would have a size of its own."""
+    model, (x, labels) = sequences()
+    steps = [(7, 80, 20), (7, 18, 6)]
+    gs.per_example_norms(model, (x, labels), losses_of)
+    assert [products.count(step) for step in steps] == [5, 5]
+    del products[:]
+
+    def packed_losses(model, batch):
+        x, lengths, labels = batch
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        hidden = model.upper(model.lower(packed)[0])[1][0]
+        return functional.cross_entropy(hidden, labels, reduction="none")
+
+    lengths = torch.tensor([5, 5, 4, 3, 3, 2, 1])
+    check_model(model, (x, lengths, labels), packed_losses, rtol=2e-5, gradient_rtol=1e-6)
+    assert products and not {*steps} & {*products}
 
 
 @pytest.mark.parametrize("make", [blocks, rows])
@@ -295,6 +318,7 @@ def test_layers_on_rows_are_hooked_where_a_function_gains_nothing(monkeypatch):
     assert hooked()
     monkeypatch.setattr(_multiply, "has_faster_products", lambda: True)
     monkeypatch.setattr(_multiply, "WORTH_CALLING", 0)
+    monkeypatch.setattr(_multiply, "WORTH_CALLING_ON_ROWS", 0)
     monkeypatch.setattr(_multiply, "WORTH_PREPARING", 0)
     assert not hooked()
     assert hooked(fused=False)

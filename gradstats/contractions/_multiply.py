@@ -19,8 +19,9 @@ from gradstats._compiler import is_compiling
 # recur: oneDNN first generates code for each new size, which takes a quarter of a millisecond.
 WORTH_PREPARING = 2**24
 
-# Multiply-adds below which oneDNN gains less than calling it and its copies cost.
-WORTH_CALLING = 2**24
+# Multiply-adds below which oneDNN gains less than calling it and its copies cost; and where it need
+# not copy the left operand.
+WORTH_CALLING, WORTH_CALLING_ON_ROWS = 2**24, 2**21
 
 # Bytes of the copies that oneDNN may make of operands in its own memory order.
 SCRATCH = 16 * 1024 * 1024
@@ -40,9 +41,10 @@ def multiply(left: Tensor, right: Tensor, *, times: int = 1, out: Tensor | None 
     """
     rows, length = left.shape
     columns = right.shape[1]
-    if not pays(rows * length * columns, left, right, times=times):
+    on_rows = left.is_contiguous()
+    if not pays(rows * length * columns, left, right, times=times, on_rows=on_rows):
         return torch.mm(left, right, out=out)
-    if not left.is_contiguous() and rows * columns * left.itemsize > SCRATCH:
+    if not on_rows and rows * columns * left.itemsize > SCRATCH:
         return torch.mm(left, right, out=out)
     return by_onednn(left, right)
 
@@ -67,17 +69,18 @@ def multiply_groups(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right)
 
 
-def pays(work: int, *operands: Tensor, times: int = 1) -> bool:
+def pays(work: int, *operands: Tensor, times: int = 1, on_rows: bool = False) -> bool:
     """Whether matrix products take less time in oneDNN.
 
     Args:
         work: multiply-adds of one product.
         operands: matrices.
         times: how many products there are of the same sizes.
+        on_rows: whether the left operands are contiguous.
     """
     return (
         not is_compiling()
-        and work >= WORTH_CALLING
+        and work >= (WORTH_CALLING_ON_ROWS if on_rows else WORTH_CALLING)
         and work * times >= WORTH_PREPARING * torch.get_num_threads()
         and all(map(_is_served, operands))
         and has_faster_products()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -347,6 +348,8 @@ class Sweep:
         before = steps.before(after, starts[0])
         cell = self.cell(steps, self._inner(rows), self._outer(before), before, starts)
         grads = None if grad is None else steps.split(grad)
+        # Steps of other sizes would each have to be prepared for.
+        product = partial(multiply, times=len(steps.sizes)) if steps.even else torch.mm
         projected = list(steps.split(after))
 
         def advance(step: int, states: States) -> States:
@@ -355,9 +358,9 @@ class Sweep:
                 state = state + grads[step]
             if projection is not None:
                 projected[step] = state
-                state = _product(state, projection)
+                state = _product(state, projection, product)
             gates, beside, others = cell.back(step, state, others)
-            earlier = _product(gates, self.from_state)
+            earlier = _product(gates, self.from_state, product)
             return [earlier if beside is None else earlier.add_(beside), *others]
 
         first = steps.walk(ends, advance, back=True)
