@@ -110,11 +110,12 @@ class Hooked(Use):
         """Return which edges of its node lead to data; the others lead to parameters.
 
         Python's objects for those others, which ``next_functions`` makes, live as long as the graph
-        and take longer to make than all else here.
+        and take longer to make than all else here. Without it, nodes of views that the operation
+        makes of the data are passed over, which matter only where tensors were given other values.
         """
         if self.place.edge is None:
             return ()
-        if self.behind is None:
+        if self.behind is None or self.tracker.renumbered:
             return (node.next_functions[self.place.edge],)
         behind, self.behind = self.behind, None
         return ((behind, 0),)
