@@ -305,8 +305,15 @@ def test_narrow_agrees_with_the_definition():
             expected = factor.dense()[:, start : start + granule]
             assert part.shape == expected.shape[1:]
             torch.testing.assert_close(part.dense(), expected)
-    assert Vector(normal(3), ()).granule == 0
-    assert Vector(normal(3, 2), (3, 2), axis=0).granule == 0
+    undivided = [
+        Outer(normal(3, 2, 5, 6), normal(3, 2, 5, 4), (4, 2, 3, 2), (3, 0, 1, 2), (2, 3, 2, 4)),
+        Outer(normal(3, 1, 4, 1), normal(3, 1, 4, 1), ()),
+        Outer(normal(3, 1, 4, 1), normal(3, 1, 4, 6), (6,)),
+        Outer(normal(3, 4, 5, 3), normal(3, 4, 5, 2), (6, 4)),
+        Vector(normal(3), ()),
+        Vector(normal(3, 2), (3, 2), axis=0),
+    ]
+    assert not any(factor.granule for factor in undivided)
 
 
 @pytest.mark.parametrize("dtype, noise", ADVERSARIAL, ids=str)
