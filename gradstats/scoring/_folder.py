@@ -117,18 +117,21 @@ class Folder:
                 self._refuse(_differences(held, {key: entry[key] for key in held}), name)
             tiles = Tiles(self.path / folder, tiling)
             tiles.create_or_check()
-            if folder not in known:
-                if any(other["name"] == name for other in known.values()) and Path(name).is_file():
+            if folder in known and tiles.done.any():
+                if not tiles.done.all():
+                    self.check_circumstances(known[folder]["circumstances"], circumstances, name)
+            else:
+                others = [other["name"] for key, other in known.items() if key != folder]
+                if name in others and Path(name).is_file():
                     warn(
                         f"{self.path} holds the scores of {name} at other weights, which the file "
                         "had before. Both stay there, and what reads the folder without naming "
                         "checkpoints (load) adds them up. Name another folder with out= if only "
                         "one of them counts.",
                     )
+                # Anew where no tile was computed under those of an earlier call.
                 known[folder] = {**entry, "circumstances": circumstances}
                 self._write(manifest)
-            elif tiles.done.any() and not tiles.done.all():
-                self.check_circumstances(known[folder]["circumstances"], circumstances, name)
         return tiles
 
     def check_circumstances(self, held: dict[str, str], now: dict[str, str], what: str) -> None:

@@ -523,6 +523,39 @@ def test_other_circumstances_do_not_finish_a_checkpoint(tmp_path, what):
         call("matrix", out)
 
 
+def test_circumstances_are_those_of_the_first_tile(tmp_path, monkeypatch):
+    """A call that came to none may have needed others, such as a smaller workspace."""
+    out, own = tmp_path / "scores", _work.Work.circumstances
+    left = [0]
+
+    def loss(model, batch):
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("stop")
+        return loss_fn(model, batch)
+
+    loss.__qualname__ = loss_fn.__qualname__
+
+    def stopped(calls, workspace):
+        left[0] = calls
+        monkeypatch.setattr(
+            _work.Work, "circumstances", lambda w: {**own(w), "workspace": workspace}
+        )
+        with pytest.raises(RuntimeError, match="stop"):
+            call("matrix", out, loss=loss)
+
+    stopped(2, "large")
+    (first,) = out.glob("checkpoint-*")
+    assert not np.load(first / "done.npy").any()
+    stopped(5, "small")
+    assert np.load(first / "done.npy").any()
+    with pytest.raises(gs.StoreError, match="workspace: on disk 'small', now 'None'"):
+        monkeypatch.undo()
+        call("matrix", out)
+    monkeypatch.setattr(_work.Work, "circumstances", lambda w: {**own(w), "workspace": "small"})
+    assert_same("matrix", call("matrix", out), call("matrix", None))
+
+
 @pytest.mark.parametrize("what", ["torch", "float32 products", "workspace"])
 def test_other_circumstances_do_not_finish_lists(tmp_path, monkeypatch, what):
     out = tmp_path / "lists"
