@@ -781,6 +781,15 @@ def test_pictures_where_the_data_are_images(setting):
     assert f"{best}: " in title and f"label {data[0][1][best].item()}" in title
 
 
+@pytest.mark.parametrize("queries", [3, 4])
+def test_lists_of_few_queries_are_left_to_chance(queries):
+    matrix = np.repeat(np.arange(40.0)[:, None], queries, 1)
+    scores = gs.InfluenceScores({None: matrix}, np.arange(40), np.arange(queries), None, ("a",))
+    alike = pytest.warns(gs.GradStatsWarning, match="hardly differ between queries")
+    with alike if queries == 4 else contextlib.nullcontext():
+        scores.warn_if_alike(10)
+
+
 @pytest.mark.parametrize(
     ("shape", "title"),
     [((6, 6), "query 1"), ((3, 6, 6), "query 1"), ((2, 6, 6), None), ((3, 6, 2), None),
