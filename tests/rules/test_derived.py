@@ -310,6 +310,13 @@ def test_position_embedding(ids, positions):
     check_operation(lambda m, x: m.table(ids(x)) * x, parameters, x)
 
 
+def test_positions_picked_by_truth_values():
+    def function(m, x):
+        return x * m.w[torch.ones(POSITIONS).bool()]
+
+    check_operation(function, {"w": (POSITIONS, WIDTH)}, normal(BATCH, POSITIONS, WIDTH))
+
+
 def test_a_number_for_each_example_expanded_to_all_positions():
     x = normal(BATCH, POSITIONS, WIDTH)
     for axes in ((BATCH, 1), (1, BATCH, 1)):

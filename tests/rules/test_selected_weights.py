@@ -281,6 +281,26 @@ def test_groups_of_their_own():
         check_operation(function, dict.fromkeys("vuw", (2, WIDTH)), x)
 
 
+def test_stacks_of_groups_that_are_joined():
+    """A part is the weights of several products that are computed at once."""
+
+    def function(m, x):
+        return torch.einsum("btgi,goi->btgo", x, torch.cat([m.v, m.w]))
+
+    x = normal(BATCH, POSITIONS, 3, WIDTH)
+    check_operation(function, {"v": (2, 2, WIDTH), "w": (1, 2, WIDTH)}, x)
+
+
+def test_groups_that_are_written_over():
+    def function(m, x):
+        weight = torch.stack([m.v, m.w])
+        weight[:] = m.u
+        return torch.einsum("btgi,goi->btgo", x, weight)
+
+    shapes = {"v": (3, WIDTH), "w": (3, WIDTH), "u": (2, 3, WIDTH)}
+    check_operation(function, shapes, normal(BATCH, POSITIONS, 2, WIDTH))
+
+
 def test_groups_whose_axes_stand_in_another_order():
     def function(m, x):
         return torch.einsum("btgi,gio->btgo", x, torch.stack([m.v, m.w]))
