@@ -310,6 +310,14 @@ def test_position_embedding(ids, positions):
     check_operation(lambda m, x: m.table(ids(x)) * x, parameters, x)
 
 
+@pytest.mark.parametrize("turn", ["t", "transpose", "permute", "swapaxes", "movedim"])
+def test_axes_in_another_order_form_no_gradients(turn, monkeypatch):
+    monkeypatch.setattr(_lineage, "sqnorms_together", None)
+    order = {"t": (), "permute": ((1, 0),)}.get(turn, (0, 1))
+    model = Operation(lambda m, x: x @ getattr(m.w.tanh(), turn)(*order), {"w": (6, 4)}, False)
+    gs.per_example_norms(model, (normal(BATCH, 4),), uneven_loss)
+
+
 def test_positions_picked_by_truth_values():
     def function(m, x):
         return x * m.w[torch.ones(POSITIONS).bool()]

@@ -214,7 +214,8 @@ LEAN_STEPS = {
     **dict.fromkeys(SELECTS, selected),
     # Some of the following are elementwise too; their own steps are leaner.
     # T and mT: the other getters conjugate as well.
-    **dict.fromkeys([*variants("t", "transpose", "permute"), *TRANSPOSING_GETTERS[:2]], _permuted),
+    **dict.fromkeys(variants("t", "transpose", "permute", "swapaxes", "movedim"), _permuted),
+    **dict.fromkeys(TRANSPOSING_GETTERS[:2], _permuted),
     **dict.fromkeys(CASTS | SAME_NUMBERS, _same_numbers),
     **dict.fromkeys(ADDS, summed),
     **dict.fromkeys(function_variants("neg", "negative"), negated),

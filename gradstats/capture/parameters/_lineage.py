@@ -333,6 +333,6 @@ ISOMETRIC = frozenset(
     {function for function, step in LEAN_STEPS.items() if step in ISOMETRIC_STEPS}
 ).union(
     variants(
-        "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "movedim", "unflatten",
+        "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "unflatten",
     )
 )  # fmt: skip
