@@ -248,6 +248,13 @@ def test_rows_that_are_standardised_then_scaled_and_shifted():
         check_operation(function, {"w": (3, 4), "v": (4,)}, normal(3, 5, 4))
 
 
+def test_rows_of_one_element():
+    def function(m, x):
+        return functional.linear(x, functional.normalize(m.w, eps=10.0))
+
+    check_operation(function, {"w": (6, 1)}, normal(5, 1))
+
+
 @pytest.mark.parametrize("dim", [0, 1, (0, 1)])
 def test_normalised_scales(dim):
     def function(m, x):

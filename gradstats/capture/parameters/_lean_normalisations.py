@@ -151,9 +151,9 @@ def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Fact
     dtype = compute_dtype(unit, *tensors_of(factor))
     unit, scale = unit.to(dtype), scale.to(dtype)
     inner: Any = times(factor, scale, unit.shape)
-    along: Any = node.once(factor, lambda: times(factor, unit, scale.shape))
-    if along is None:
-        return None
+    along = node.once(factor, lambda: times(factor, unit, scale.shape))
+    if not isinstance(along, Vector):
+        return None  # each element is divided by its own size
     shape = (1,) * (unit.dim() - scale.dim()) + tuple(scale.shape)
     values = (along.values * scale).reshape(factor.batch, *shape)
     return Tangent(inner, unit, values, torch.ones_like(scale).reshape(shape))
