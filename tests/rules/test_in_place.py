@@ -606,3 +606,13 @@ def test_data_written_into_tokens_of_other_examples_are_refused(write):
         {"token": (1, 1, 4), "layer": nn.Linear(3, 4)}, normal(4, 3, 3),
         error=gs.UnsupportedOperationError, match="examples are not known",
     )  # fmt: skip
+
+
+def test_an_operation_that_is_refused_leaves_the_batch_as_it_was():
+    """One without a rule, in place, on data that the user passed."""
+    batch = normal(3, 4)
+    before = batch.clone()
+    check_refused(
+        lambda m, x: x.put_(torch.arange(4), m.w), {"w": (4,)}, batch, match="put_ has no rule"
+    )
+    assert torch.equal(batch, before)

@@ -185,12 +185,13 @@ def _number(item):
 def _without_rule(func, nodes: list[Node], args, kwargs):
     """Run an operation without a rule if its result has no gradient; refuse it otherwise."""
     changed = changed_by(func, args, kwargs)
-    with torch.set_grad_enabled(bool(changed)):
-        result = func(*args, **kwargs)
-    found = tensors_in(result)
-    differentiable = any(item.is_floating_point() or item.is_complex() for item in found)
-    if not (differentiable or any(item.requires_grad for item in changed)):
-        return result
+    if not (func in IN_PLACE or any(item.requires_grad for item in changed)):
+        with torch.set_grad_enabled(bool(changed)):
+            result = func(*args, **kwargs)
+        found = tensors_in(result)
+        differentiable = any(item.is_floating_point() or item.is_complex() for item in found)
+        if not (differentiable or any(item.requires_grad for item in changed)):
+            return result
     remedy = ""
     if isinstance(func, SCRIPTS):
         names = [root.name for root in unique_roots(nodes)]
