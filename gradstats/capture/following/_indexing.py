@@ -173,18 +173,16 @@ def _selected_shape(item: Tensor) -> tuple[int, ...]:
 def _selected(items, first_axis, dims, after, layout, source) -> Examples | None:
     """Return the layout where index tensors select along the example axis."""
     offset = layout.axis - first_axis
-    for item in items:
-        if offset >= _axes_taken(item):
-            offset -= _axes_taken(item)
-            continue
-        index = item.nonzero()[:, offset] if item.dtype == torch.bool else item
-        index = index.to(source.device).expand(dims)
-        owner = layout.owner(source.device)[index]
-        if owner.dim() != 1:
-            # The index has several axes: each row along its first one must belong to one example.
-            blocks = owner.flatten(1)
-            if owner.dim() == 0 or not bool((blocks == blocks[:, :1]).all()):
-                return None
-            owner = blocks[:, 0].contiguous()
-        return layout.owned_by(owner, after)
-    return None
+    item, *others = items
+    while offset >= _axes_taken(item):
+        offset -= _axes_taken(item)
+        item, *others = others
+    index = item.nonzero()[:, offset] if item.dtype == torch.bool else item
+    owner = layout.owner(source.device)[index.to(source.device).expand(dims)]
+    if owner.dim() > 1:
+        # The index has several axes: each row along its first one must belong to one example.
+        blocks = owner.flatten(1)
+        if not bool((blocks == blocks[:, :1]).all()):
+            return None
+        owner = blocks[:, 0].contiguous()
+    return layout.owned_by(owner, after)
