@@ -106,8 +106,6 @@ def contraction(
 def convolved(call: Call, place: int, layout: Examples) -> Examples | None:
     """With groups of channels, the same number for each example, each has a kernel of its own."""
     result = call.result
-    if layout.batch == 1:
-        return Examples(1, 0, len(result))
     if place == 0 and layout.axis == 0:
         return layout
     if layout.axis != (1 if place == 0 else 0):
@@ -193,10 +191,7 @@ def _product(
     if marks.packed and len({layout.axis for _, layout in kept}) > 1:
         if not result.requires_grad:
             return kept[0][1]
-        found_scores = scores([layout for _, layout in kept], result)
-        if found_scores is None:
-            marks.meetings.note(result)
-        return found_scores
+        return scores([layout for _, layout in kept], result)
     if marks.batch_size > 1 and len(axes) > 1:
         _couple_all(marks, result)
     elif any(not same_layout(trained[0], other) for other in trained[1:]):

@@ -168,9 +168,6 @@ def agree(marks: Marks, call: Call) -> bool:
     if func in LOOKS_AT_FIRST and any(tensor is not args[0] for tensor in trained):
         marks.meetings.note(result)
         return False
-    if any(is_shared(call, tensor) for tensor in trained):
-        marks.meetings.note(result)
-        return False
     if func not in LOOKS_AT_FIRST:
         beside = [tensor for tensor in data if not is_shared(call, tensor)]
         note_crossed(marks, beside, places_in_rows(func, beside), result)
@@ -239,8 +236,6 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
     ):
         return None  # of one example's rows beside others, as agree() has it
     deciding = trained or [layout for _, layout in aligned]
-    if any(result.shape[layout.axis] != layout.rows for layout in deciding):
-        return None  # the only example, broadcast
     if marks.packed and (pairs := scores(deciding, result)) is not None:
         # Pairs without a gradient count as values of their rows.
         return pairs if trained else without_columns(pairs)

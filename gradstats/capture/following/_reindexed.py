@@ -277,14 +277,10 @@ def _jagged(call: Call, source, layout) -> Examples | None:
 
 def _segments(call: Call, source, layout) -> Examples | None:
     """Rows between bounds become one row each."""
-    axis = call.argument(KEYWORD, "dim", 0) % source.dim()
-    if layout.axis != axis:
-        return layout
-    lengths: Any = call.kwargs.get("lengths")
-    offsets: Any = call.kwargs.get("offsets")
-    if axis or is_compiling() or (lengths is None) == (offsets is None):
+    if layout.axis or call.argument(KEYWORD, "dim") or is_compiling():
         return None
-    return layout.in_pieces(offsets[:-1] if lengths is None else lengths.cumsum(0) - lengths)
+    lengths, offsets = (call.argument(KEYWORD, name) for name in ("lengths", "offsets"))
+    return layout.in_pieces(lengths.cumsum(0) - lengths if offsets is None else offsets[:-1])
 
 
 # Operations that cut, repeat or pick elements of their first operand, each whole, with the rule for

@@ -204,8 +204,6 @@ def exponent_of(call: Call) -> float | None:
 
 def joins_examples(marks: Marks, output: Any) -> bool:
     """Whether derivatives of a tensor may depend on values of several examples."""
-    if marks.batch_size == 1 or not marks.is_trained(output):
-        return False
     coupled = marks.meetings.coupled
     if coupled and any(node in coupled for node in nodes_behind(output)):
         return True

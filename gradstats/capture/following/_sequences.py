@@ -250,15 +250,13 @@ def _layout(marks: Marks, tensor: Tensor) -> Examples | None:
 def _common_along(marks: Marks, tensors: Sequence[Tensor], axis: int) -> Examples | None:
     """Return the layout of the data among tensors, if it is the same in all, along ``axis``."""
     data = marks.data_among(tensors)
-    if not data:
-        return None
-    first = _layout(marks, data[0])
     # Data without a gradient may be of other examples: only trained values are attributed.
-    for tensor in (data[0], *(tensor for tensor in data[1:] if tensor.requires_grad)):
-        layout = _layout(marks, tensor)
-        if first is None or layout is None or layout.axis != axis or not same_rows(first, layout):
-            return None
-    return first
+    found = [_layout(marks, item) for item in data if item is data[0] or item.requires_grad]
+    first = found[0] if found else None
+    common = first is not None and all(
+        each and each.axis == axis and same_rows(first, each) for each in found
+    )
+    return first if common else None
 
 
 # Called with the marks, the operation's arguments, and its results; returns where the examples
