@@ -1,5 +1,6 @@
 """Examples moved to another axis by the model itself; with T = B shape cannot tell."""
 
+import copy
 import functools
 
 import pytest
@@ -1723,3 +1724,68 @@ def test_a_roll_along_no_axis_goes_over_all_elements():
         return m.layer(x).roll(3, ())[[1, 2, 3, 0]]
 
     check_operation(function, {"layer": nn.Linear(3, 3)}, normal(4, 3))
+
+
+def test_indices_with_an_axis_between_them():
+    """Theirs comes first in the result, before the examples'."""
+
+    def function(m, x):
+        chosen = m.layer(x)[:, [2, 0, 1], :, [3, 1, 0]]
+        return m.last(chosen).transpose(0, 1)
+
+    parameters = {"layer": nn.Linear(4, 4), "last": nn.Linear(5, 2)}
+    check_operation(function, parameters, normal(BATCH, 4, 5, 4))
+
+
+@pytest.mark.parametrize("flip", [lambda h: h.flip(0, 1), lambda h: h.flip((0, 1))])
+def test_examples_flipped_along_with_another_axis(flip):
+    def function(m, x):
+        flipped = flip(m.layer(x.transpose(0, 1)))
+        return m.last(flipped.flip(1)).transpose(0, 1)
+
+    parameters = {"layer": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+    check_operation(function, parameters, normal(BATCH, BATCH, 4))
+
+
+def test_windows_over_rows_of_two_examples_are_refused():
+    def function(m, x):
+        windows = m.layer(x).contiguous().as_strided((5, 2, 4), (4, 4, 1))
+        return m.last(windows[[1, 3, 4]])
+
+    check_refused(
+        function,
+        {"layer": nn.Linear(4, 4), "last": nn.Linear(4, 2)},
+        normal(BATCH, 2, 4),
+        error=gs.ExampleAxisError,
+        match="was lost at Tensor.as_strided",
+    )
+
+
+def test_rows_of_none_are_folded():
+    """Nothing is sent to one of the experts."""
+
+    def function(m, x):
+        hidden, results = m.layer(x), x.new_zeros(BATCH, 2, 2)
+        for expert in range(3):
+            own = (torch.tensor([0, 0, 2]) == expert).nonzero()[:, 0]
+            found = m.last(hidden[own].flatten(0, 1)).view(-1, 2, 2)
+            results = results.index_add(0, own, found)
+        return results
+
+    parameters = {"layer": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+    check_operation(function, parameters, normal(BATCH, 2, 4))
+
+
+def test_a_copy_is_followed_anew_in_a_later_context():
+    """What was noted on the tensor is copied with it."""
+    kept = []
+
+    def losses(model, x):
+        h = model(x)
+        kept.append(copy.deepcopy(h.detach().transpose(0, 1)))
+        return h.square().sum((1, 2))
+
+    model = nn.Linear(4, 4).double()
+    gs.per_example_norms(model, normal(BATCH, BATCH, 4), losses)
+    x = kept[0]
+    assert_sqnorms(gs.per_example_norms(model, x, losses), oracle_sqnorms(model, x, losses), 1e-9)

@@ -487,6 +487,31 @@ def test_packed_rows_from_outside_are_refused():
     )
 
 
+def test_packed_rows_moved_from_place_to_place_are_refused():
+    def function(m, x):
+        packed = pack_padded_sequence(x, torch.tensor([4, 3, 1]), True)
+        return m.layer(packed._replace(data=packed.data.roll(1, 0)))[1][0]
+
+    check_refused(
+        function,
+        {"layer": nn.GRU(WIDTH, HIDDEN)},
+        normal(BATCH, 4, WIDTH),
+        error=gs.ExampleAxisError,
+        match="gru.*packed rows",
+    )
+
+
+def test_states_made_of_data_before_constant_steps():
+    frozen = nn.GRU(2, HIDDEN).double().requires_grad_(False)
+
+    def function(m, x):
+        steps = torch.ones(BATCH, BATCH, 2, dtype=x.dtype)
+        return m.last(frozen(steps, m.layer(x).tanh()[None])[0]).transpose(0, 1)
+
+    parameters = {"layer": nn.Linear(WIDTH, HIDDEN), "last": nn.Linear(HIDDEN, 2)}
+    check_operation(function, parameters, normal(BATCH, WIDTH))
+
+
 def test_packed_rows_of_unknown_examples_have_a_fallback():
     def function(m, x):
         rows = x.transpose(0, 1).flatten(0, 1)
