@@ -496,6 +496,19 @@ def test_derivatives_that_depend_on_other_examples_are_refused(combine):
         gs.per_example_norms(model, torch.randn(4, 2).double(), of_outputs(combine))
 
 
+def test_derivatives_by_what_is_not_used():
+    def losses(model, x):
+        x, unused = x.clone().requires_grad_(), x.clone().requires_grad_()
+        slope, none = torch.autograd.grad(
+            model(x).sum(), (x, unused), create_graph=True, allow_unused=True
+        )
+        assert none is None
+        return slope.square().sum(1)
+
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    check_model(model, torch.randn(4, 3).double(), losses, fusing=(True,))
+
+
 def points(**options):
     return torch.linspace(0, 1, 5, dtype=torch.float64, **options)[:, None]
 
@@ -536,6 +549,27 @@ def of_functional(field):
     return jacobian(lambda at: field(at[:, None]).squeeze(1), at, create_graph=True).sum(0)[:, None]
 
 
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x**2
+
+
+class CubedOnce(Cubed):
+    """The slope of its slope is zero."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x.detach() ** 2
+
+
 class Fields(nn.Module):
     """A function of coordinates that belong to no example, and a layer of data."""
 
@@ -551,6 +585,12 @@ WITHOUT_DATA = {
     "along two directions": along_two_directions,
     "descent": descent,
     "by a parameter": by_a_parameter,
+    "through a Function": lambda field: slope(
+        lambda at: Cubed.apply(field(at)), points().requires_grad_()
+    ),
+    "through a Function of one derivative": lambda field: slope(
+        lambda at: CubedOnce.apply(field(at)), points().requires_grad_()
+    ),
     "jacobian": of_functional,
 }
 

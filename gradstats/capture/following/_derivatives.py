@@ -16,7 +16,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gradstats.capture.following._results import follow_results
 from gradstats.capture.operations._engine import run_backward
 from gradstats.capture.operations._modes import ContextMode
-from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._nodes import Root, unique_roots
 from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of
@@ -140,18 +139,7 @@ def _is_of_no_example(
     given = [item for item in vectors if isinstance(item, Tensor)]
     names = [root.name for root in unique_roots(derived)]
     if len(derived) == len(outputs) and not any(map(is_data, (*inputs, *given))):
-        if not create_graph:
-            return False  # a number like any other
-        for node in derived:
-            if isinstance(node, Derived) and node.has_function:
-                raise UnsupportedOperationError(
-                    f"torch.autograd.grad(..., create_graph=True) differentiates "
-                    f"{node.describe()}, which a custom autograd Function takes part in, whose "
-                    "backward is not known to be differentiable. Expected PyTorch's own "
-                    f"operations there, or exclude={names!r}.",
-                    names,
-                )
-        return True
+        return create_graph  # else they are numbers like any others
     if all(node_of(item) is not None for item in free) and not derived:
         return False  # gradients of the losses with respect to parameters
     raise UnsupportedOperationError(
