@@ -42,11 +42,8 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Who
     """Follow reshapes by the order of the elements, which they keep."""
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
         return layout
-    if result.numel() != source.numel():
-        return None  # a view with another dtype
-    if result.numel() == 0:
-        places = [axis for axis in range(result.dim()) if result.shape[axis] == layout.rows]
-        return layout.along(places[0]) if len(places) == 1 else None
+    if result.numel() != source.numel() or not result.numel():
+        return None  # a view with another dtype; or nothing, which is anyone's
     width = math.prod(source.shape[layout.axis + 1 :])
     for axis in range(result.dim()) if layout.segments is None else ():
         step, example = math.prod(result.shape[axis + 1 :]), layout.fold * width
@@ -228,8 +225,6 @@ def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Ten
             list(zip(source.shape, source.stride(), strict=True))[last + 1 :],
             list(zip(result.shape, result.stride(), strict=True)),
         )
-        while same and not _steps_over(same, source, result, start):
-            same -= 1
         first: tuple[Any, ...] = (..., *[0] * same)
         whole, part, owner = source[first], result[first], owner[first]
         unit = gcd(start, *whole.stride(), *part.stride()) or 1
@@ -244,19 +239,6 @@ def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Ten
     if bool((found < 0).any()):
         return None  # the result shows memory between the operand's elements
     return found
-
-
-def _steps_over(same: int, source: Tensor, result: Tensor, start: int) -> bool:
-    """Whether no other axis steps into the last ones, as windows that overlap do.
-
-    Args:
-        same: how many of the last axes both tensors share.
-        source, result: the tensors.
-        start: the distance in memory between them.
-    """
-    block = max(1, source.shape[-same] * source.stride(-same))
-    others = (*source.stride()[:-same], *result.stride()[:-same], start)
-    return all(step % block == 0 for step in others)
 
 
 def _of_batch(dims: int) -> Callable[..., Examples | None]:
@@ -277,7 +259,10 @@ def _jagged(call: Call, source, layout) -> Examples | None:
 
 def _segments(call: Call, source, layout) -> Examples | None:
     """Rows between bounds become one row each."""
-    if layout.axis or call.argument(KEYWORD, "dim") or is_compiling():
+    axis = call.argument(KEYWORD, "dim", 0) % source.dim()
+    if layout.axis != axis:
+        return layout
+    if axis or is_compiling():
         return None
     lengths, offsets = (call.argument(KEYWORD, name) for name in ("lengths", "offsets"))
     return layout.in_pieces(lengths.cumsum(0) - lengths if offsets is None else offsets[:-1])
