@@ -85,9 +85,6 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
         along = of_mask.along(of_mask.axis - mask.dim())
         rows_only = along.axis == query.axis == -2 and not isinstance(of_mask, Scores)
         return rows_only and same_rows(along, query)
-    if query is None and (own := marks.by_contract(call.result)) is not None:
-        # A query that is no data has its rows where the result has them.
-        query = own.along(own.axis - call.result.dim())
     if query is None or mask is None or any(each.axis != -2 for each in (query, *keys)):
         return False  # features are all summed
     if is_trained:
