@@ -90,8 +90,6 @@ def _of_added_product(marks: Marks, call: Call) -> Layout:
 def _of_solution(marks: Marks, call: Call) -> Layout:
     func, args, kwargs, data, result = call
     if solves_vector(func, args):
-        if args[1].dim() == 1 and any(tensor is args[1] for tensor in data):
-            return None  # one right-hand side, in which the examples are the unknowns
         # Axes in front of the matrices stay where they are; over theirs all unknowns are summed.
         first, second = (operand.dim() for operand in args[:2])
         places = [[*range(first - 2), -1, -1], [*range(second - 1), -1]]
