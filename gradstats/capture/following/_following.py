@@ -139,8 +139,6 @@ def _kept_apart(marks: Marks, call: Call, after: Layout | Unchanged) -> Layout |
     if isinstance(known, Mixed) or not (of_scores or isinstance(known, Scores)):
         return after
     rows = known if isinstance(known, Examples) else None
-    if rows is None and call.func not in OVER_AXES:
-        return None
     apart = after_scores(marks, call, rows)
     if apart is None and rows is not None:
         marks.meetings.note(call.result)
