@@ -103,9 +103,7 @@ class Marks:
 
     def keep_data(self, tensors: Iterable[Tensor]) -> None:
         """Treat tensors as data, even if the model keeps them from an earlier batch."""
-        for tensor in tensors:
-            if self.constants.pop(id(tensor), None) is not None:
-                CONSTANTS.pop(id(tensor), None)
+        self.take_batch(filter(self.is_kept, tensors))
 
     def take_batch(self, tensors: Iterable[Tensor]) -> None:
         """Treat the tensors of a batch as data, even if an earlier context found them constant."""
