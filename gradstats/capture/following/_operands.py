@@ -115,8 +115,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
         # an axis of size 1 once that is as long.
         tells = layout is marks.contract and not marks.written.storages
         return UNCHANGED if tells or marks.layout_of(result) == layout else after
-    decides = func in MOVES or is_trusted(func)
-    if after is None and layout is not None and decides:
+    if after is None and layout is not None and is_trusted(func):
         # The shape still decides if no other axis has the batch's size.
         alone = marks.is_distinct(source) and marks.is_distinct(result)
         if alone and layout == marks.by_contract(source) and marks.has_example_axis(result):
