@@ -86,18 +86,14 @@ def gradients(
             if item is not None and node_of(item) is None:
                 tracker.marks.mark_constant(item)
         return found
-    tracked = any(node_of(item) is not None for item in inputs)
     _check_inputs(tracker, inputs, create_graph)
-    if tracked:
-        allow_unused = allow_unused or materialize_grads
     find: Any = partial(
         torch.autograd.grad,
         [value_of(item) for item in outputs],
         [_differentiable(item) for item in inputs],
         create_graph=create_graph,
         only_inputs=only_inputs,
-        allow_unused=allow_unused,
-        materialize_grads=materialize_grads and not tracked,
+        allow_unused=allow_unused or materialize_grads,
     )
     if is_grads_batched and _are_stacks(vectors):
         found = _along_each(find, vectors, create_graph if retain_graph is None else retain_graph)
