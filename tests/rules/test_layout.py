@@ -1789,3 +1789,15 @@ def test_a_copy_is_followed_anew_in_a_later_context():
     gs.per_example_norms(model, normal(BATCH, BATCH, 4), losses)
     x = kept[0]
     assert_sqnorms(gs.per_example_norms(model, x, losses), oracle_sqnorms(model, x, losses), 1e-9)
+
+
+def test_examples_that_a_bilinear_layer_sums_are_refused():
+    """With as many features as examples its result looks like its operands."""
+    weight = torch.randn(BATCH, BATCH, BATCH).double()
+    check_refused(
+        lambda m, x: nn.functional.bilinear(m.layer(x).T, x.T, weight).T,
+        {"layer": nn.Linear(4, 4)},
+        normal(BATCH, 4),
+        error=gs.GradStatsError,
+        match="bilinear|which loss belongs to which example was lost",
+    )

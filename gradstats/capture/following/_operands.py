@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.nn.functional import bilinear
 
 from gradstats.capture.following._apart import scores, without_columns
 from gradstats.capture.following._crossed import note_crossed, note_picked, places_in_rows
@@ -33,7 +34,6 @@ from gradstats.capture.operations._operations import (
     OPAQUE,
     READS_ONLY_FIRST,
     RESHAPES,
-    SUM_LAST,
     UNFOLLOWED,
     is_trusted,
 )
@@ -92,7 +92,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
     if any(item.dim() < dims for item in data if item is source or item.requires_grad):
         lost = True  # it may be broadcast, which counts axes from the right
-    if func in SUM_LAST and layout is not None and layout.axis == source.dim() - 1:
+    if func is bilinear and layout is not None and layout.axis == source.dim() - 1:
         lost = True  # the examples' axis is summed
     noted = marks.is_marked(source)
     owner = marks.values.owner_of(source) if func in REARRANGES else None

@@ -105,9 +105,6 @@ ELEMENT_LOSSES = frozenset(
     }
 )
 
-# Layers that sum over the last axis of their input.
-SUM_LAST = frozenset({functional.linear, functional.bilinear})
-
 # Products of the rows of both operands.
 ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
 
