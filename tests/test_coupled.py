@@ -707,9 +707,9 @@ BESIDE_OTHERS = {
     "masked": lambda own, other, x, rows: own * rows[:, :1],
     "noisy": lambda own, other, x, rows: own + torch.randn(BATCH, WIDTH).double(),
     "squared": lambda own, other, x, rows: (own - rows) ** 2,
-    "stacked": lambda own, other, x, rows: torch.stack([own, rows]).sum(0),
+    "stacked": lambda own, other, x, rows: torch.stack([own, rows.expand_as(own)]).sum(0),
     "attention": lambda own, other, x, rows: functional.scaled_dot_product_attention(
-        own[None], rows[None], other[None]
+        own.view(1, BATCH, WIDTH), rows[None], other[None]
     )[0],
 }
 
@@ -729,6 +729,21 @@ def test_inputs_of_one_example_beside_rows_that_may_be_of_all(make, batched):
         with gs.track(model, batch_size=BATCH):
             sum(map(of, range(BATCH))).backward()
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "add", [lambda own, other, rows: own + rows, lambda own, other, rows: own * 0.7 + other * 0.3]
+)
+def test_slices_of_one_example_beside_others_that_lose_their_axis(add):
+    model, (x, _) = nn.Linear(WIDTH, WIDTH).double(), data_at_coincidence()
+    rows = torch.randn(BATCH, WIDTH).double()
+
+    def of(i):
+        return model(add(x[i : i + 1], x.roll(1, 0)[i : i + 1], rows)[0]).square().sum()
+
+    with pytest.raises(gs.ExampleAxisError, match="which example each row"):
+        with gs.track(model, batch_size=BATCH):
+            sum(map(of, range(BATCH))).backward()
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -151,8 +151,8 @@ def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) 
     if lost is not None:
         # Blame the first of several operations that could not be followed.
         marks.mark(result, None, marks.lost_at(lost) if marks.is_marked(lost) else at)
-    elif any(isinstance(marks.owned(item), Whole) for item in data):
-        marks.mark(result, None, at)  # an axis as long as the batch is not that of the examples
+    elif any(map(marks.is_marked, data)):
+        marks.mark(result, None, at)  # an axis as long as the batch need not be the examples'
     else:
         marks.place(result, None, at)
 
