@@ -840,7 +840,7 @@ def test_rows_sorted_by_a_score():
         lambda x: torch.sort(x, dim=0).values,
         lambda x: x.gather(0, (ORDER[:, None] + torch.arange(4)) % BATCH),
         lambda x: torch.take_along_dim(x, (ORDER[:, None] + torch.arange(4)) % BATCH, 0),
-        lambda x: torch.scatter(x, 0, ORDER[:, None].expand(-1, 4), x),
+        lambda x: torch.scatter(x, 0, (ORDER[:, None] + torch.arange(4)) % BATCH, x),
         lambda x: x.topk(BATCH, dim=0).values,
     ],
     ids=["sort", "gather", "take_along_dim", "scatter", "topk"],

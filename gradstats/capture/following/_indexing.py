@@ -60,6 +60,13 @@ def dims_at(source: Tensor, items: list) -> int:
     return left + len(sizes) + source.dim() - sum(map(_axes_taken, items))
 
 
+def axes_until(items: list) -> int:
+    """Return how many axes items take, without those behind the last ones that are left whole."""
+    while items and isinstance(items[-1], slice) and items[-1] == slice(None):
+        items = items[:-1]
+    return sum(map(_axes_taken, items))
+
+
 def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole | None:
     """Return the layout of source[items], with ``items`` as ``items_of`` gives them."""
     if not all(map(_is_ordinary, items)):

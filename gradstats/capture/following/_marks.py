@@ -234,7 +234,8 @@ class Marks:
 
         Layouts noted so far on other tensors that share its memory are invalid.
         """
-        self.rearranged.add(tensor)
+        if self.batch_size > 1:
+            self.rearranged.add(tensor)
 
     def owned(self, tensor: Tensor) -> Layout:
         """Return to which examples a tensor of data belongs; None where that is not known."""

@@ -41,7 +41,7 @@ def note_of(marks: Marks, tensor: Tensor) -> Note | None:
     if not marks.is_data(tensor):
         return Note(True, None, {})
     held = marks.values.held_by(tensor)
-    if held.get("filling") is not None or "owner" in held or is_given(marks, tensor):
+    if "owner" in held or is_given(marks, tensor):
         return None
     mark = marks.mark_of(tensor)
     place = None if mark is None else mark[0]

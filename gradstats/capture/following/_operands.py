@@ -95,9 +95,9 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     if func is bilinear and layout is not None and layout.axis == source.dim() - 1:
         lost = True  # the examples' axis is summed
     noted = marks.is_marked(source)
-    owner = marks.values.owner_of(source) if func in REARRANGES else None
+    owner = marks.values.owner_of(source) if layout is None and func in REARRANGES else None
     if owner is not None and not constant:
-        found = owner_of_picked(call, source, owner, source.dim() - 1)
+        found = owner_of_picked(call, source, owner.expand(source.shape), source.dim() - 1)
         return _placed(marks, result, found)
     if layout is None and not (noted or marks.is_lost(source)):
         return UNCHANGED

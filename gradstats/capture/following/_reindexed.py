@@ -58,13 +58,18 @@ def owner_in_reshaped(source: Tensor, layout: Examples, result: Tensor) -> Tenso
     if is_compiling() or not result.numel() or result.numel() != source.numel():
         return None  # a graph has no values to look at
     # Of the axes behind, which stay as they are, one element stands for all.
-    same = _same_behind(source.shape[layout.axis + 1 :], result.shape)
-    first: tuple[Any, ...] = (..., *[slice(1)] * same)
+    same = same_behind(source.shape[layout.axis + 1 :], result.shape)
     sizes = [*result.shape[: result.dim() - same], *[1] * same]
-    return layout.of_elements(source)[first].reshape(sizes)
+    return first_behind(layout.of_elements(source), same).reshape(sizes)
 
 
-def _same_behind(first: Sequence[Any], second: Sequence[Any]) -> int:
+def first_behind(tensor: Tensor, axes: int) -> Tensor:
+    """Return the first element along each of so many last axes, of size 1 then."""
+    first: tuple[Any, ...] = (..., *[slice(1)] * axes)
+    return tensor[first]
+
+
+def same_behind(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return how many entries two sequences share at their ends."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(first), reversed(second)))  # noqa: B905
     return len(list(pairs))
@@ -221,7 +226,7 @@ def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Ten
         if start < 0 or start + extent(result) > extent(source) or expanded:
             return None
         # Of the axes behind, which stay as they are, one element stands for all.
-        same = _same_behind(
+        same = same_behind(
             list(zip(source.shape, source.stride(), strict=True))[last + 1 :],
             list(zip(result.shape, result.stride(), strict=True)),
         )

@@ -7,8 +7,6 @@ from weakref import ref
 
 from torch import Tensor
 
-from gradstats.capture.following._filled import Filling
-
 # The attribute of marks on tensors: the context's serial number, the tensor's version, properties.
 VALUES = "_gradstats_values"
 NOTHING: dict[str, Any] = {}
@@ -21,8 +19,8 @@ class Values:
         sum       it is a sum of terms that depend on one example each
         given     it is of given values, or of such alone, and counts as data because of its size
         drawn     the same of drawn values, perhaps with given ones
-        filling   what has been written into it, if it was blank
-        owner     the example of each element, if these lie along no axis
+        owner     the example of each element, if these lie along no axis, or nothing of any was
+                  written to some, which are `_numbered.NOBODY`'s
 
     Where a method takes ``writes``, it tells what held before a tensor's last ``writes`` changes.
     """
@@ -43,13 +41,9 @@ class Values:
         """Whether a tensor of several examples was such a sum."""
         return "sum" in self.held_by(tensor, writes)
 
-    def filling_of(self, tensor: Tensor, writes: int = 0) -> Filling | None:
-        """Return what had been written into a blank tensor."""
-        return self.held_by(tensor, writes).get("filling")
-
-    def owner_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the example of each element of a tensor in which these lie along no axis."""
-        return self.held_by(tensor).get("owner")
+    def owner_of(self, tensor: Tensor, writes: int = 0) -> Tensor | None:
+        """Return the example of each element of a tensor, 1 standing for whole axes, if noted."""
+        return self.held_by(tensor, writes).get("owner")
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the properties after a write that changed none of them."""

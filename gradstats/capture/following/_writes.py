@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,9 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture.following._examples import Examples, Whole, same_rows, sole_of
-from gradstats.capture.following._indexing import dims_at, items_of, read_at
+from gradstats.capture.following._indexing import axes_until, dims_at, items_of, read_at
+from gradstats.capture.following._reindexed import first_behind, same_behind
 from gradstats.capture.operations._operations import ADDS_IN_PLACE, IN_PLACE, variants
 from gradstats.capture.operations._rowwise import is_elementwise_in_place
+
+# What becomes of the values that were there: others replace them or are added, or any other change.
+REPLACES, ADDS, CHANGES = "replaces", "adds", "changes"
 
 
 @dataclass(frozen=True)
@@ -26,27 +31,28 @@ class Write:
 
     Attributes:
         values: what is written; data among them determine to which examples it belongs.
-        read: called with the operand and a layout of it, returns that of the place written to; None
-            where the place is the whole operand.
         dims: number of axes of the place.
-        index: where a number is written to some rows, which rows; where a mask is true, the mask.
-        places: which places are written to, where these can be some of each example; where no data
-            are written, they say to which examples it belongs.
-        keeps_sums: whether places that held sums over the examples do so after such are written.
-        is_part: tells whether some of what was there remains; None where that is not known.
-        replaced: returns which elements of the operand are replaced; None where that is not known.
+        rest: how many of the operand's last axes the place goes over as a whole.
+        at: called with a number of these, returns an index of the place in a tensor of the
+            operand's form that has size 1 along so many last axes.
+        read: called with a layout of the operand, returns that of the place, if no more than an
+            index along the examples' axis is needed; None where the place is the whole operand.
+        part_of: called with a value and the same number as ``at``, returns what of it is written.
+        how: what becomes of the values that were there.
+        places: which places are written to, where a number is written to some of each example; then
+            they say to which examples it belongs.
         reads: the operation that reads the place, and its arguments, where indices or masks tell
             which it is.
     """
 
     values: tuple[Any, ...]
-    read: Callable[[Tensor, Examples], Examples | Whole | None] | None
     dims: int
-    index: Tensor | None = None
+    rest: int
+    at: Callable[[int], Any] = lambda rest: ...
+    read: Callable[[Examples], Examples | Whole | None] | None = None
+    part_of: Callable[[Tensor, int], Tensor] = lambda value, rest: value
+    how: str = REPLACES
     places: Tensor | None = None
-    keeps_sums: bool = True
-    is_part: Callable[[], bool] | None = None
-    replaced: Callable[[], Tensor] | None = None
     reads: tuple[Any, tuple[Any, ...]] | None = None
 
     @property
@@ -56,105 +62,83 @@ class Write:
             isinstance(value, Tensor) and not value.numel() for value in self.values
         )
 
-    def agrees(
-        self, target: Tensor, layout: Examples, value: Tensor, owned: Examples | Whole
+    def shares(
+        self, layout: Examples, value: Tensor, owned: Examples | Whole, *, blank: bool
     ) -> bool:
         """Whether a value is written to places of its own examples, under a layout of the operand.
 
         Args:
-            target, layout: the operand, and its layout.
+            layout: the layout.
             value: what is written.
             owned: where the examples lie in ``value``.
+            blank: whether each row has to get something, as where the operand held nothing.
         """
-        place = layout if self.read is None else self.read(target, layout)
+        place = layout if self.read is None else self.read(layout)
         if isinstance(place, Examples) and isinstance(owned, Examples):
             if place.axis == owned.axis + self.dims - value.dim() and same_rows(place, owned):
-                return True
+                every = layout.plain and place.segments is None
+                return every or not blank or same_rows(place, layout)
         # Rows that all belong to one example may lie along any axis.
         alone = sole_of(place)
-        return isinstance(alone, Whole) and alone == sole_of(owned)
+        return not blank and isinstance(alone, Whole) and alone == sole_of(owned)
 
-    def mixes(
-        self, target: Tensor, layout: Examples, value: Tensor, owned: Examples | Whole
-    ) -> bool:
-        """Whether a value puts a part of another row into each row, under a plain layout."""
-        place = layout if self.read is None or not layout.plain else self.read(target, layout)
+    def mixes(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
+        """Whether each row gets values of another row besides its own, under a plain layout."""
+        place = layout if self.read is None or not layout.plain else self.read(layout)
         if not (isinstance(place, Examples) and isinstance(owned, Examples) and place.plain):
             return False
-        same = place.axis == owned.axis + self.dims - value.dim() and place.rows == owned.rows
-        return same and self.is_part is not None and self.is_part()
+        return place.axis == owned.axis + self.dims - value.dim() and place.rows == owned.rows
 
 
 def _everywhere(target: Tensor, *values, **named) -> Write:
-    return Write((*values, *named.values()), None, target.dim(), keeps_sums=False)
-
-
-def _copied(target: Tensor, *values, **named) -> Write:
-    return replace(_everywhere(target, *values, **named), keeps_sums=True)
-
-
-def _added(target: Tensor, *values, **named) -> Write:
-    return replace(_copied(target, *values, **named), is_part=lambda: True)
+    return Write((*values, *named.values()), target.dim(), target.dim())
 
 
 def _put(target: Tensor, indices, values, accumulate=False) -> Write:
-    write = _assigned(target, tuple(indices), values)
-    return replace(write, replaced=None) if accumulate else write
+    return replace(_assigned(target, tuple(indices), values), how=ADDS if accumulate else REPLACES)
 
 
 def _assigned(target: Tensor, index, value) -> Write:
     items = items_of(target, index)
-    mask = items[0] if items else None
+    first = items[0] if items and isinstance(items[0], Tensor) else None
     reads = Tensor.__getitem__, (target, index)
-
-    def replaced() -> Tensor:
-        found = torch.zeros(target.shape, dtype=torch.bool, device=target.device)
-        found[index] = True
-        return found
-
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() and _is_number(value):
+    number = not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
+    if number and first is not None and first.dtype == torch.bool and first.dim():
         # The mask says whose the rows are, of the whole operand, whose first axes it covers.
-        return Write((), None, mask.dim(), mask, replaced=replaced, reads=reads)
+        behind = (1,) * (target.dim() - first.dim())
+        return Write(
+            (), first.dim(), 0, part_of=lambda mask, rest: mask.reshape(*mask.shape, *behind),
+            places=first, reads=reads,
+        )  # fmt: skip
+    rows = first if number and target.dim() == 1 else None
     return Write(
-        (value,),
-        lambda target, layout: read_at(target, items, layout),
-        dims_at(target, items),
-        _rows_of_number(target, value, items[0] if items else None),
-        is_part=lambda: target.detach()[index].numel() < target.numel(),
-        replaced=replaced,
-        reads=reads,
-    )
-
-
-def _rows_of_number(target: Tensor, value, index) -> Tensor | None:
-    """Return the rows that a number is written to; None for other values and other places."""
-    rows = target.dim() == 1 and isinstance(index, Tensor) and index.dtype != torch.bool
-    return index if rows and _is_number(value) else None
-
-
-def _is_number(value) -> bool:
-    return not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
+        (value,) if rows is None else (), dims_at(target, items), target.dim() - axes_until(items),
+        lambda rest: index, lambda layout: read_at(target, items, layout), places=rows, reads=reads,
+    )  # fmt: skip
 
 
 def _rows(target: Tensor, dim: int, index: Tensor, *values, **named) -> Write:
     value = values[0] if values else named.get("source", named.get("value"))
-    dim %= max(1, target.dim())  # as PyTorch has it, a number lies along one axis
-
-    def read(target: Tensor, layout: Examples) -> Examples:
-        if layout.axis != dim:
-            return layout
-        return layout.owned_by(layout.owner(index.device)[index.view(-1)], dim)
-
-    of_number = _rows_of_number(target, value, index)
-    reduces = len(values) > 1 or "reduce" in named
-    return Write((value,), read, target.dim(), of_number, keeps_sums=not reduces)
+    if not target.dim():  # a number
+        return _everywhere(target, value)
+    axes = [slice(None)] * (dim % target.dim())
+    return replace(_assigned(target, (*axes, index.reshape(-1)), value), reads=None)
 
 
 def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, **others) -> Write:
     value = others.get("src", others.get("value", value))
-    dim %= max(1, target.dim())  # as PyTorch has it, a number lies along one axis
+    if not target.dim():  # a number
+        return replace(_everywhere(target, value), places=index)
+    dim %= target.dim()
 
-    def read(target: Tensor, layout: Examples) -> Examples | None:
+    def at(rest: int) -> tuple[Tensor, ...]:
+        sizes = index.shape[: index.dim() - rest]
+        ranges = [torch.arange(size, device=index.device) for size in sizes]
+        places = [*torch.meshgrid(*ranges, indexing="ij")]
+        places[dim] = first_behind(index, rest).reshape(sizes)
+        return tuple(places)
+
+    def read(layout: Examples) -> Examples | None:
         if layout.axis != dim:
             return layout if index.shape[layout.axis] == target.shape[layout.axis] else None
         # Rows move as a whole if all elements of one go to the same place.
@@ -163,42 +147,56 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, 
             return None
         return layout.owned_by(layout.owner(index.device)[rows[:, 0]], dim)
 
-    reduces = bool(reduction) or "reduce" in others
-    reads = Tensor.gather, (target, dim, index)
-    return Write((value,), read, target.dim(), places=index, keeps_sums=not reduces, reads=reads)
+    return Write(
+        (value,), target.dim(), min(_alike_behind(index, target), target.dim() - 1 - dim), at, read,
+        lambda value, rest: value[tuple(map(slice, index.shape[: index.dim() - rest]))],
+        CHANGES if reduction or "reduce" in others else REPLACES, index,
+        (Tensor.gather, (target, dim, index)),
+    )  # fmt: skip
 
 
 def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
-    """The elements of the value, in order, written where the mask is true.
+    """The elements of the value, in order, written where the mask is true."""
+    covered = mask.expand(torch.broadcast_shapes(mask.shape, target.shape))
+    same = same_behind(source.shape[1:], target.shape)
 
-    So each row of the mask takes as many of them as it has true elements.
-    """
+    def part_of(value: Tensor, rest: int) -> Tensor:
+        return value.reshape(-1)[: int(first_behind(covered, rest).sum())]
 
-    rows, width = source.shape[:1].numel(), source.shape[1:].numel() if source.dim() else 0
+    return Write(
+        (source,), source.dim(), min(_alike_behind(covered, target), same),
+        lambda rest: first_behind(covered, rest), lambda layout: None, part_of,
+        reads=(Tensor.masked_select, (target, mask)),
+    )  # fmt: skip
 
-    def read(target: Tensor, layout: Examples) -> Examples | None:
-        if torch.broadcast_shapes(mask.shape, target.shape) != target.shape:
-            return None  # the mask repeats the target
-        counts = layout.lead(mask.expand(target.shape)).reshape(layout.rows, -1).sum(1)
-        if layout.axis != 0 or not width or bool((counts % width).any()):
-            return None
-        owner = layout.owner(target.device).repeat_interleave(counts // width)
-        return layout.owned_by(owner, 0) if len(owner) == rows else None
 
-    return Write((source,), read, source.dim(), reads=(Tensor.masked_select, (target, mask)))
+def _alike_behind(index: Tensor, target: Tensor) -> int:
+    """Return along how many last axes an index that covers the operand is expanded."""
+    axes = zip(reversed(index.stride()), reversed(index.shape), reversed(target.shape))  # noqa: B905
+    return len([*takewhile(lambda axis: axis[0] == 0 and axis[1] == axis[2], axes)])
 
+
+def _how(how: str, write: Callable[..., Write]) -> Callable[..., Write]:
+    return lambda *args, **named: replace(write(*args, **named), how=how)
+
+
+_CHANGED = _how(CHANGES, _everywhere)
 
 # Operations that write into their first operand, or into a copy of it.
 WRITES: dict[Any, Callable[..., Write]] = {
-    **dict.fromkeys(IN_PLACE, _everywhere),
-    **dict.fromkeys(ADDS_IN_PLACE, _added),
-    Tensor.copy_: _copied,
+    **dict.fromkeys(IN_PLACE, _CHANGED),
+    **dict.fromkeys(ADDS_IN_PLACE, _how(ADDS, _everywhere)),
+    Tensor.copy_: _everywhere,
     Tensor.__setitem__: _assigned,
     **{
         function: write
         for write, names in (
-            (_rows, ("index_add", "index_copy", "index_fill", "index_reduce")),
-            (_scattered, ("scatter", "scatter_add", "scatter_reduce")),
+            (_rows, ("index_copy", "index_fill")),
+            (_how(ADDS, _rows), ("index_add",)),
+            (_how(CHANGES, _rows), ("index_reduce",)),
+            (_scattered, ("scatter",)),
+            (_how(ADDS, _scattered), ("scatter_add",)),
+            (_how(CHANGES, _scattered), ("scatter_reduce",)),
             (_put, ("index_put",)),
             (_masked, ("masked_scatter",)),
         )
@@ -226,5 +224,5 @@ OUT_OF_PLACE = {
 CHANGES_IN_PLACE = {
     method: _out_of_place(method)
     for method in IN_PLACE
-    if WRITES[method] is _everywhere and not is_elementwise_in_place(method)
+    if WRITES[method] is _CHANGED and not is_elementwise_in_place(method)
 }

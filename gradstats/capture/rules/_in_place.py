@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture.following._candidates import candidates
 from gradstats.capture.following._examples import Examples, Whole
 from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._numbered import lies_after
 from gradstats.capture.following._writes import WRITES, Write
-from gradstats.capture.following._written import agreed
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import variants
 from gradstats.capture.parameters._derivation import Derived
@@ -44,7 +43,7 @@ def write_data(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, 
         node.shown = lambda: None  # type: ignore[attr-defined]
         layout = _become_data(tracker, func, whole, write)
         _swap(func, node, target, whole[index])
-        tracker.marks.place(target, write.read(whole, layout) if write.read else layout)
+        tracker.marks.place(target, write.read(layout) if write.read else layout)
     if any(node_of(item) is not None for item in operands_of(args, kwargs)):
         return run(tracker, func, *args, **kwargs)
     return func(*args, **kwargs)
@@ -107,18 +106,15 @@ def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
 
 def _layout_after(marks: Marks, target: Tensor, write: Write) -> Examples | None:
     """Return where examples lie in a tensor that holds nothing of any, once data are written."""
-    values = marks.data_among(write.values if write.index is None else [write.index])
+    values = marks.data_among(write.values) or marks.data_among([write.places])
     layouts = [marks.owned(item) for item in values]
     known = [each for each in layouts if isinstance(each, (Examples, Whole))]
     if not known or len(known) < len(values):
         return None
-    possible = [
-        layout
-        for layout in candidates(marks, target, known[0])
-        if ExampleLayout(target.dim(), layout).serves(target.shape)
-    ]
-    owned = list(zip(values, known, strict=True))
-    return agreed(marks, write, target, possible, owned)[0]
+    layout = lies_after(marks, write, target, list(zip(values, known, strict=True))).layout
+    if not isinstance(layout, Examples):
+        return None
+    return layout if ExampleLayout(target.dim(), layout).serves(target.shape) else None
 
 
 IN_PLACE = variants("scatter_", "scatter_add_", "index_put_", "masked_scatter_")

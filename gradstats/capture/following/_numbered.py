@@ -1,0 +1,246 @@
+"""Where the examples lie in a tensor that is written to piece by piece, told by numbers.
+
+Each write is repeated on the number of each element's example, ``NOBODY`` where nothing of any was
+written. Of the last axes, which writes go over as a whole, one element stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradstats.capture.following._examples import (
+    Examples,
+    Scores,
+    Whole,
+    same_layout,
+)
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._reindexed import first_behind
+from gradstats.capture.following._writes import ADDS, REPLACES, Write
+
+NOBODY = -1
+
+# Values that were written of which the examples are known, and where these lie.
+Owned = Sequence[tuple[Tensor, Examples | Whole]]
+
+
+class Found(NamedTuple):
+    """Where the examples lie after a write.
+
+    Attributes:
+        layout: None if that is not known.
+        numbers: the example of each element, if further writes may tell more.
+        meets: whether values of several examples met.
+    """
+
+    layout: Examples | Whole | None
+    numbers: Tensor | None = None
+    meets: bool = False
+
+
+def lies_after(
+    marks: Marks,
+    write: Write,
+    target: Tensor,
+    owned: Owned,
+    known: Examples | None = None,
+    writes: int = 0,
+    *,
+    blank: bool = True,
+) -> Found:
+    """Return where the examples lie after a write, as what was written says.
+
+    Args:
+        marks, write, target: what is noted, what was written, and into what.
+        owned: the values, and where their examples lie.
+        known: where they lay before.
+        writes: how many changes of the target this was: 1 in place, else 0.
+        blank: whether the target is known to have held nothing of any example.
+    """
+    noted = marks.values.owner_of(target, writes)
+    blank = (blank and noted is None) or marks.values.was_blank(target, writes)
+    blank |= write.how == REPLACES and write.read is None  # nothing is left of what it held
+    layouts = [known] if known else []
+    for layout in [*layouts, *_of_its_size(marks, target, owned[0][1])] if blank else layouts:
+        if all(write.shares(layout, *value, blank=blank) for value in owned):
+            if noted is not None and not blank:
+                noted, _ = _numbers_after(write, target, noted, owned)
+            return Found(layout, noted)
+    before = _numbers_before(marks, target, writes, blank=blank)
+    if before is None:
+        return Found(None)
+    numbers, met = _numbers_after(write, target, before, owned)
+    if known and not met and torch.equal(numbers, before.expand_as(numbers)):
+        return Found(known, noted)
+    found = Found(None, None, True) if met else _settled(marks, target, numbers, owned[0][1])
+    apart = write.how == ADDS or not met
+    if found.layout is None and known and apart and not (target.requires_grad or marks.packed):
+        if all(write.mixes(known, *value) for value in owned):
+            return Found(known)  # inputs meet, as in CutMix and Mixup: those written into decide
+    return found
+
+
+def lies_behind(
+    marks: Marks, view: Tensor, owned: Examples | Whole, base: Tensor, *, blank: bool
+) -> Found:
+    """Return where the examples lie in a contiguous tensor, a view of which was written to.
+
+    Args:
+        marks, view, owned: what is noted, the view, and where the examples lie in it now.
+        base, blank: the tensor, and whether it is known to have held nothing of any example.
+    """
+    numbers = _numbers_before(marks, base, 1, blank=blank)
+    if numbers is None:
+        return Found(None)
+    numbers = numbers.expand(base.shape).clone(memory_format=torch.contiguous_format)
+    offset = view.storage_offset() - base.storage_offset()
+    seen = numbers.as_strided(view.shape, view.stride(), offset)
+    seen.copy_(_numbers_of(view, owned, 0))
+    return _settled(marks, base, numbers, owned)
+
+
+def _numbers_before(marks: Marks, target: Tensor, writes: int, *, blank: bool) -> Tensor | None:
+    """Return the example of each element of a tensor before its last writes, if that is known.
+
+    Args:
+        marks, target, writes: what is noted, the tensor, and how many writes there were.
+        blank: whether it is known to have held nothing of any example.
+    """
+    numbers = marks.values.owner_of(target, writes)
+    if numbers is not None:
+        return numbers
+    if blank or marks.values.was_blank(target, writes):
+        sizes = (1,) * target.dim()
+        return torch.full(sizes, NOBODY, dtype=torch.int32, device=target.device)
+    known = marks.owned(target)
+    if isinstance(known, Scores) or not isinstance(known, (Examples, Whole)):
+        return None
+    return _numbers_of(target, known, target.dim())
+
+
+def _numbers_of(tensor: Tensor, layout: Examples | Whole, rest: int) -> Tensor:
+    """Return the example of each element, of up to ``rest`` axes behind one for all."""
+    if isinstance(layout, Whole):
+        whose = torch.tensor(layout.example, dtype=torch.int32, device=tensor.device)
+        return first_behind(whose.expand(tensor.shape), min(rest, tensor.dim()))
+    return first_behind(layout.of_elements(tensor), min(rest, tensor.dim() - 1 - layout.axis))
+
+
+def _numbers_after(
+    write: Write, target: Tensor, numbers: Tensor, owned: Owned
+) -> tuple[Tensor, Tensor]:
+    """Return the example of each element after a write, and whether those of several meet.
+
+    Args:
+        write, target: what was written, and into what.
+        numbers: the example of each element before.
+        owned: the values, and where their examples lie.
+    """
+    behind = [v.dim() - 1 - own.axis for v, own in owned if isinstance(own, Examples)]
+    rest = min([write.rest, *behind])
+    while rest and numbers.shape[-rest:].numel() > 1:
+        rest -= 1
+    sizes = [*target.shape[: target.dim() - rest], *[1] * rest]
+    numbers = numbers.expand(sizes).clone(memory_format=torch.contiguous_format)
+    place, met = write.at(rest), numbers.new_zeros((), dtype=torch.bool)
+    for value, layout in owned:
+        new = write.part_of(_numbers_of(value, layout, rest), rest)
+        if write.how != REPLACES or len(owned) > 1:
+            before = numbers[place]
+            met |= ((before != NOBODY) & (before != new)).any()
+        numbers[place] = new
+        met |= (numbers[place] != new).any()  # two were written to one place
+    return numbers, met
+
+
+def _settled(marks: Marks, target: Tensor, numbers: Tensor, owned: Examples | Whole) -> Found:
+    """Return where the examples lie in a tensor.
+
+    Args:
+        marks, target: what is noted, and the tensor.
+        numbers: the example of each element.
+        owned: whose the value is that was written last.
+    """
+    rows = dict(_rows(target, numbers))
+    one = int(numbers.amax())
+    alone = bool(((numbers == NOBODY) | (numbers == one)).all())
+    for axis, owner in rows.items():
+        if not alone and bool((owner != NOBODY).all()):
+            return Found(marks.contract.owned_by(owner.long(), axis))
+    fitting = [own for own in _likely(marks, target, owned) if _fits(rows, own)]
+    found = fitting[0] if fitting else None
+    if marks.packed and not all(same_layout(found, other) for other in fitting):
+        found = None  # places where nothing was written may be one example's or another's
+    if found is None and alone and isinstance(owned, Whole):
+        return Found(owned, numbers)
+    if marks.packed and not marks.has_example_axis(target):
+        # Rows that nothing was written to, as nodes that pooling left without neighbours, are taken
+        # for those of the same examples as in other tensors of as many rows.
+        others = [own.along(axis) for axis in rows for own in marks.known_of(target.shape[axis])]
+        others = [own for own in others if _fits(rows, own)]
+        alike = all(same_layout(others[0], other) for other in others)
+        if others and not (alike and same_layout(found, others[0])):
+            marks.supposed = True
+        found = others[0] if others and alike else found
+    return Found(found, numbers)
+
+
+def _rows(target: Tensor, numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the axes whose rows hold values of one example each, with the example of each row."""
+    for axis, size in enumerate(target.shape):
+        if size and numbers.shape[axis] == size:
+            each = numbers.movedim(axis, 0).reshape(size, -1)
+            owner = each.amax(1)
+            if bool(((each == NOBODY) | (each == owner[:, None])).all()):
+                yield axis, owner
+
+
+def _fits(rows: dict[int, Tensor], layout: Examples) -> bool:
+    """Whether a layout gives rows the examples they have; others, which are nobody's, may be any's.
+
+    Args:
+        rows: the example of each row, by axis.
+        layout: the layout.
+    """
+    if (own := rows.get(layout.axis)) is None:
+        return False
+    return bool(((own == NOBODY) | (own == layout.owner(own.device))).all())
+
+
+def _likely(marks: Marks, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
+    """Yield the layouts that a tensor may have, the likeliest first.
+
+    Args:
+        marks, target: what is noted, and the tensor.
+        owned: whose the value is that was written into it.
+    """
+    yield from _of_its_size(marks, target, owned)
+    contract = marks.contract
+    if contract.batch:
+        # Packed examples may get one row each, as pooled graphs do.
+        yield from _several(target, Examples(contract.batch, 0), 1 if marks.packed else 2)
+    if marks.packed and contract.rows:
+        # Or several for each of their rows, as the nodes of graphs have for their neighbours.
+        yield from _several(target, contract, 2)
+
+
+def _of_its_size(marks: Marks, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
+    """Yield the batch's layout, and a value's, along each axis of their size."""
+    for layout in (marks.contract, owned):
+        if isinstance(layout, Examples):
+            sizes = enumerate(target.shape)
+            yield from (layout.along(axis) for axis, size in sizes if size == layout.rows)
+
+
+def _several(target: Tensor, each: Examples, fewest: int) -> Iterator[Examples]:
+    """Yield the layouts with equally many rows, ``fewest`` or more, for each row of ``each``."""
+    for axis, size in enumerate(target.shape):
+        count, rest = divmod(size, each.rows)
+        if count >= fewest and rest < 2:
+            owner = each.owner(target.device).repeat_interleave(count)
+            # A last one may take what overflows.
+            yield each.owned_by(torch.cat([owner, owner[-1:]]) if rest else owner, axis)
