@@ -29,8 +29,8 @@ _reindexed, _indexing, _reductions, _multiplied, _joins, _sequences
 _families    operations on several operands
 _apart       whether packed examples are kept apart where rows meet rows
 _flex_attention  parameters in the functions that modify or mask its scores
-_writes      what an operation writes, and where; _written the layout afterwards, one of
-_numbered told by the numbers of the examples, where forms do not tell
+_writes      what an operation writes, and where; _written the layout afterwards, by
+_numbered    the examples' numbers, on which the write is repeated where forms do not tell it
 _crossed     rows of examples that may have been taken for rows of positions
 _separable   which values of several examples are sums of terms of one example each
 _returned    results of autograd Functions, wrappers and ``grad``

@@ -67,12 +67,12 @@ def lies_after(
     layouts = [known] if known else []
     for layout in [*layouts, *_of_its_size(marks, target, owned[0][1])] if blank else layouts:
         if all(write.shares(layout, *value, blank=blank) for value in owned):
-            if noted is not None and not blank:
-                noted, _ = _numbers_after(write, target, noted, owned)
-            return Found(layout, noted)
+            if noted is None or blank:
+                return Found(layout)
+            return Found(layout, _numbers_after(write, target, noted, owned)[0])
     before = _numbers_before(marks, target, writes, blank=blank)
-    if before is None:
-        return Found(None)
+    if before is None or write.at is None:
+        return Found(None, meets=known is not None)
     numbers, met = _numbers_after(write, target, before, owned)
     if known and not met and torch.equal(numbers, before.expand_as(numbers)):
         return Found(known, noted)
@@ -93,14 +93,16 @@ def lies_behind(
         marks, view, owned: what is noted, the view, and where the examples lie in it now.
         base, blank: the tensor, and whether it is known to have held nothing of any example.
     """
-    numbers = _numbers_before(marks, base, 1, blank=blank)
-    if numbers is None:
+    before = _numbers_before(marks, base, 1, blank=blank)
+    if before is None:
         return Found(None)
-    numbers = numbers.expand(base.shape).clone(memory_format=torch.contiguous_format)
+    numbers = before.expand(base.shape).clone(memory_format=torch.contiguous_format)
     offset = view.storage_offset() - base.storage_offset()
     seen = numbers.as_strided(view.shape, view.stride(), offset)
     seen.copy_(_numbers_of(view, owned, 0))
-    return _settled(marks, base, numbers, owned)
+    rest = _alike_behind(before, base.dim(), [(view, owned)])
+    one = first_behind(numbers, rest)
+    return _settled(marks, base, one.clone() if bool((numbers == one).all()) else numbers, owned)
 
 
 def _numbers_before(marks: Marks, target: Tensor, writes: int, *, blank: bool) -> Tensor | None:
@@ -125,7 +127,7 @@ def _numbers_before(marks: Marks, target: Tensor, writes: int, *, blank: bool) -
 def _numbers_of(tensor: Tensor, layout: Examples | Whole, rest: int) -> Tensor:
     """Return the example of each element, of up to ``rest`` axes behind one for all."""
     if isinstance(layout, Whole):
-        whose = torch.tensor(layout.example, dtype=torch.int32, device=tensor.device)
+        whose = torch.full((), layout.example, dtype=torch.int32, device=tensor.device)
         return first_behind(whose.expand(tensor.shape), min(rest, tensor.dim()))
     return first_behind(layout.of_elements(tensor), min(rest, tensor.dim() - 1 - layout.axis))
 
@@ -140,13 +142,10 @@ def _numbers_after(
         numbers: the example of each element before.
         owned: the values, and where their examples lie.
     """
-    behind = [v.dim() - 1 - own.axis for v, own in owned if isinstance(own, Examples)]
-    rest = min([write.rest, *behind])
-    while rest and numbers.shape[-rest:].numel() > 1:
-        rest -= 1
+    rest = _alike_behind(numbers, write.rest, owned)
     sizes = [*target.shape[: target.dim() - rest], *[1] * rest]
     numbers = numbers.expand(sizes).clone(memory_format=torch.contiguous_format)
-    place, met = write.at(rest), numbers.new_zeros((), dtype=torch.bool)
+    place, met = write.at(rest) if write.at else ..., numbers.new_zeros((), dtype=torch.bool)
     for value, layout in owned:
         new = write.part_of(_numbers_of(value, layout, rest), rest)
         if write.how != REPLACES or len(owned) > 1:
@@ -157,6 +156,16 @@ def _numbers_after(
     return numbers, met
 
 
+def _alike_behind(numbers: Tensor, rest: int, owned: Owned) -> int:
+    """Return along how many of the last axes, at most ``rest``, the examples are the same."""
+    for value, layout in owned:
+        if isinstance(layout, Examples):
+            rest = min(rest, value.dim() - 1 - layout.axis)
+    while rest and numbers.shape[-rest:].numel() > 1:
+        rest -= 1
+    return rest
+
+
 def _settled(marks: Marks, target: Tensor, numbers: Tensor, owned: Examples | Whole) -> Found:
     """Return where the examples lie in a tensor.
 
@@ -165,6 +174,8 @@ def _settled(marks: Marks, target: Tensor, numbers: Tensor, owned: Examples | Wh
         numbers: the example of each element.
         owned: whose the value is that was written last.
     """
+    if not numbers.numel():
+        return Found(None)
     rows = dict(_rows(target, numbers))
     one = int(numbers.amax())
     alone = bool(((numbers == NOBODY) | (numbers == one)).all())

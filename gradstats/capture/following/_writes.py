@@ -34,7 +34,8 @@ class Write:
         dims: number of axes of the place.
         rest: how many of the operand's last axes the place goes over as a whole.
         at: called with a number of these, returns an index of the place in a tensor of the
-            operand's form that has size 1 along so many last axes.
+            operand's form that has size 1 along so many last axes; None where values of another
+            form are written.
         read: called with a layout of the operand, returns that of the place, if no more than an
             index along the examples' axis is needed; None where the place is the whole operand.
         part_of: called with a value and the same number as ``at``, returns what of it is written.
@@ -48,7 +49,7 @@ class Write:
     values: tuple[Any, ...]
     dims: int
     rest: int
-    at: Callable[[int], Any] = lambda rest: ...
+    at: Callable[[int], Any] | None = lambda rest: ...
     read: Callable[[Examples], Examples | Whole | None] | None = None
     part_of: Callable[[Tensor, int], Tensor] = lambda value, rest: value
     how: str = REPLACES
@@ -147,10 +148,13 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, 
             return None
         return layout.owned_by(layout.owner(index.device)[rows[:, 0]], dim)
 
+    def part_of(value: Tensor, rest: int) -> Tensor:
+        return value[tuple(map(slice, index.shape[: index.dim() - rest]))]
+
+    rest = min(_expanded_behind(index, target), target.dim() - 1 - dim)
+    how = CHANGES if reduction or "reduce" in others else REPLACES
     return Write(
-        (value,), target.dim(), min(_alike_behind(index, target), target.dim() - 1 - dim), at, read,
-        lambda value, rest: value[tuple(map(slice, index.shape[: index.dim() - rest]))],
-        CHANGES if reduction or "reduce" in others else REPLACES, index,
+        (value,), target.dim(), rest, at, read, part_of, how, index,
         (Tensor.gather, (target, dim, index)),
     )  # fmt: skip
 
@@ -158,29 +162,31 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, 
 def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
     """The elements of the value, in order, written where the mask is true."""
     covered = mask.expand(torch.broadcast_shapes(mask.shape, target.shape))
+    if covered.shape != target.shape:  # the result repeats the target
+        return Write((source,), source.dim(), 0, None, lambda layout: None)
     same = same_behind(source.shape[1:], target.shape)
 
     def part_of(value: Tensor, rest: int) -> Tensor:
         return value.reshape(-1)[: int(first_behind(covered, rest).sum())]
 
     return Write(
-        (source,), source.dim(), min(_alike_behind(covered, target), same),
+        (source,), source.dim(), min(_expanded_behind(covered, target), same),
         lambda rest: first_behind(covered, rest), lambda layout: None, part_of,
         reads=(Tensor.masked_select, (target, mask)),
     )  # fmt: skip
 
 
-def _alike_behind(index: Tensor, target: Tensor) -> int:
+def _expanded_behind(index: Tensor, target: Tensor) -> int:
     """Return along how many last axes an index that covers the operand is expanded."""
     axes = zip(reversed(index.stride()), reversed(index.shape), reversed(target.shape))  # noqa: B905
     return len([*takewhile(lambda axis: axis[0] == 0 and axis[1] == axis[2], axes)])
 
 
-def _how(how: str, write: Callable[..., Write]) -> Callable[..., Write]:
-    return lambda *args, **named: replace(write(*args, **named), how=how)
+def _how(how: str, write: Callable[..., Write], **others: Any) -> Callable[..., Write]:
+    return lambda *args, **named: replace(write(*args, **named), how=how, **others)
 
 
-_CHANGED = _how(CHANGES, _everywhere)
+_CHANGED = _how(CHANGES, _everywhere, at=None)
 
 # Operations that write into their first operand, or into a copy of it.
 WRITES: dict[Any, Callable[..., Write]] = {

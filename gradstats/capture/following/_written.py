@@ -127,10 +127,8 @@ def _place_written(marks: Marks, change: Change) -> None:
     if not owned:
         _place_unowned(marks, change, fresh)
         return
-    found = Found(None)
-    if after.shape == target.shape:
-        known = marks.layout_of(target) if before else None
-        found = lies_after(marks, write, target, owned, known, int(change.in_place), blank=fresh)
+    known = marks.layout_of(target) if before else None
+    found = lies_after(marks, write, target, owned, known, int(change.in_place), blank=fresh)
     _place_after(marks, change, found.layout, fresh=fresh)
     if marks.packed and found.meets and any(value.requires_grad for value, _ in owned):
         marks.meetings.note(after)
@@ -141,9 +139,10 @@ def _place_written(marks: Marks, change: Change) -> None:
 def _written_by(marks: Marks, change: Change) -> list[Tensor]:
     """Return the data that say to which examples what is written belongs."""
     write, _, before, after = change
-    by_shape = marks.is_distinct(after) and marks.has_example_axis(after)
-    places = [] if before or by_shape else [write.places]
-    return marks.data_among(write.values) or marks.data_among(places)
+    written = marks.data_among(write.values)
+    if written or before or (marks.is_distinct(after) and marks.has_example_axis(after)):
+        return written
+    return marks.data_among([write.places])
 
 
 def _owned_of(marks: Marks, change: Change, values: list[Tensor]) -> Owned | None:
