@@ -29,6 +29,12 @@ def by_position(h):
     return out
 
 
+def by_two_indices(h):
+    out = empty(h, *h.transpose(0, 1).shape)
+    out[torch.arange(h.shape[1])[:, None], torch.arange(BATCH)] = h.transpose(0, 1)
+    return out.transpose(0, 1)
+
+
 def time_major(h):
     out = empty(h, *h.transpose(0, 1).shape)
     for position in range(h.shape[1]):
@@ -168,6 +174,7 @@ FOLLOWED = {
     "rows scattered": lambda h: empty(h, *h.shape).scatter(0, ROWS.expand_as(h), h)[ORDER],
     "by position": by_position,
     "time major": time_major,
+    "by two indices": by_two_indices,
     "one by one": one_by_one,
     "all at once": lambda h: empty(h, *h.shape).copy_(h),
     "through a view": through_a_view,
@@ -596,6 +603,21 @@ def test_trained_values_written_into_inputs_with_the_examples_elsewhere(write):
         function, parameters, normal(BATCH, WIDTH), normal(2, BATCH, BATCH),
         error=gs.ExampleAxisError, match="'last.weight'",
     )  # fmt: skip
+
+
+def test_nothing_written_into_what_has_no_elements():
+    """As where no token is of one kind."""
+
+    def function(m, x):
+        h = m.first(x)
+        rows, none = empty(h, 0, WIDTH), torch.zeros(0, dtype=torch.long)
+        rows[:] = h[0, :0]
+        rows[none] = h[1, none]
+        rows.view(0, 2, 2).copy_(h[2, :0].view(0, 2, 2))
+        return m.last(torch.cat([h, rows.expand(BATCH, 0, WIDTH)], 1))
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, parameters, normal(BATCH, 2, WIDTH))
 
 
 def test_masks_made_by_vmap_after_a_write():

@@ -71,12 +71,14 @@ def lies_after(
                 return Found(layout)
             return Found(layout, _numbers_after(write, target, noted, owned)[0])
     before = _numbers_before(marks, target, writes, blank=blank)
-    if before is None or write.at is None:
+    if before is None or write.at is None or not target.numel():
         return Found(None, meets=known is not None)
     numbers, met = _numbers_after(write, target, before, owned)
     if known and not met and torch.equal(numbers, before.expand_as(numbers)):
         return Found(known, noted)
-    found = Found(None, None, True) if met else _settled(marks, target, numbers, owned[0][1])
+    found = Found(None, None, True)
+    if not met:
+        found = _settled(marks, target, numbers, owned[0][1], known)
     apart = write.how == ADDS or not met
     if found.layout is None and known and apart and not (target.requires_grad or marks.packed):
         if all(write.mixes(known, *value) for value in owned):
@@ -161,18 +163,25 @@ def _alike_behind(numbers: Tensor, rest: int, owned: Owned) -> int:
     for value, layout in owned:
         if isinstance(layout, Examples):
             rest = min(rest, value.dim() - 1 - layout.axis)
-    while rest and numbers.shape[-rest:].numel() > 1:
+    while rest and numbers.shape[-rest:] != (1,) * rest:
         rest -= 1
     return rest
 
 
-def _settled(marks: Marks, target: Tensor, numbers: Tensor, owned: Examples | Whole) -> Found:
+def _settled(
+    marks: Marks,
+    target: Tensor,
+    numbers: Tensor,
+    owned: Examples | Whole,
+    known: Examples | None = None,
+) -> Found:
     """Return where the examples lie in a tensor.
 
     Args:
         marks, target: what is noted, and the tensor.
         numbers: the example of each element.
         owned: whose the value is that was written last.
+        known: where they lay before, which decides if it may be so still.
     """
     if not numbers.numel():
         return Found(None)
@@ -182,6 +191,8 @@ def _settled(marks: Marks, target: Tensor, numbers: Tensor, owned: Examples | Wh
     for axis, owner in rows.items():
         if not alone and bool((owner != NOBODY).all()):
             return Found(marks.contract.owned_by(owner.long(), axis))
+    if known and _fits(rows, known):
+        return Found(known, numbers)
     fitting = [own for own in _likely(marks, target, owned) if _fits(rows, own)]
     found = fitting[0] if fitting else None
     if marks.packed and not all(same_layout(found, other) for other in fitting):
