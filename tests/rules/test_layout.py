@@ -196,6 +196,11 @@ PICKS = {
         .as_strided((2, 2, BATCH, 4), (12, 12, 4, 1))
         .permute(2, 0, 1, 3)
     ),
+    "windows of chunks, as long as these": lambda x: (
+        x.repeat(1, 2, 1)
+        .unflatten(1, (2, -1))
+        .as_strided((BATCH, x.shape[1] + 1, *x.shape[1:]), (x.shape[1] * 8, 4, 4, 1))
+    ),
     "unfolded": lambda x: x.transpose(0, 1).unfold(0, 2, 1).permute(1, 0, 3, 2),
     "made diagonal": lambda x: torch.diag_embed(x.transpose(0, 1), 1, 1, dim2=0).movedim(3, 0),
     "diagonal": lambda x: torch.einsum("btd,bse->btsde", x, x).diagonal(dim1=1, dim2=2).mT,

@@ -14,6 +14,7 @@ from gradstats.capture.following._examples import (
     Mixed,
     Scores,
     Whole,
+    sole_of,
 )
 from gradstats.capture.following._families import FAMILIES
 from gradstats.capture.following._joins import joined_layout
@@ -151,8 +152,8 @@ def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) 
     if lost is not None:
         # Blame the first of several operations that could not be followed.
         marks.mark(result, None, marks.lost_at(lost) if marks.is_marked(lost) else at)
-    elif any(map(marks.is_marked, data)):
-        marks.mark(result, None, at)  # an axis as long as the batch need not be the examples'
+    elif any(isinstance(sole_of(marks.owned(item)), Whole) for item in data):
+        marks.mark(result, None, at)  # an axis as long as the batch is not that of the examples
     else:
         marks.place(result, None, at)
 

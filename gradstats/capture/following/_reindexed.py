@@ -230,6 +230,8 @@ def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Ten
             list(zip(source.shape, source.stride(), strict=True))[last + 1 :],
             list(zip(result.shape, result.stride(), strict=True)),
         )
+        while same and not _steps_over(same, source, result, start):
+            same -= 1
         first: tuple[Any, ...] = (..., *[0] * same)
         whole, part, owner = source[first], result[first], owner[first]
         unit = gcd(start, *whole.stride(), *part.stride()) or 1
@@ -244,6 +246,19 @@ def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Ten
     if bool((found < 0).any()):
         return None  # the result shows memory between the operand's elements
     return found
+
+
+def _steps_over(same: int, source: Tensor, result: Tensor, start: int) -> bool:
+    """Whether no other axis steps into the last ones, as windows that overlap do.
+
+    Args:
+        same: how many of the last axes both tensors share.
+        source, result: the tensors.
+        start: the distance in memory between them.
+    """
+    block = max(1, source.shape[-same] * source.stride(-same))
+    others = (*source.stride()[:-same], *result.stride()[:-same], start)
+    return all(step % block == 0 for step in others)
 
 
 def _of_batch(dims: int) -> Callable[..., Examples | None]:
