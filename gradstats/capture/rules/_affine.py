@@ -88,6 +88,8 @@ class AffineFactors(Joinable):
         grad, x = self.examples.lead(grad), self.examples.lead(x)
         # x̂ and its product with the gradient are used at once and dropped.
         held = 2 * grad.numel() * dtype.itemsize
+        if held <= SCRATCH and self.examples.segments is None:
+            return self._part(grad, x, dtype, statistics, None)
         offsets = self._offsets()
         count = len(offsets) - 1
         chunk = max(1, SCRATCH * count // max(1, held))
@@ -101,10 +103,12 @@ class AffineFactors(Joinable):
         x: Tensor,
         dtype: torch.dtype,
         statistics: tuple[Tensor, ...],
-        bounds: Sequence[int],
+        bounds: Sequence[int] | None,
     ) -> list[Tensor]:
-        """Return the same of some examples: where their rows begin and end."""
-        grad, x = cast(self._rows(grad, bounds), dtype), self._rows(x, bounds)
+        """Return the same of some examples: where their rows begin and end; None for all."""
+        if bounds is not None:
+            grad, x = self._rows(grad, bounds), self._rows(x, bounds)
+        grad = cast(grad, dtype)
         values = []
         if self.scale:
             normalised = self.normalise(cast(x, dtype), *statistics)
@@ -200,7 +204,7 @@ class AffineFactors(Joinable):
             return tensor[bounds[0] : bounds[-1]]
         return tensor[segments.order[bounds[0] : bounds[-1]]]
 
-    def _sum(self, product: Tensor, bounds: Sequence[int]) -> Tensor:
+    def _sum(self, product: Tensor, bounds: Sequence[int] | None) -> Tensor:
         """Return the sum over all but the parameters' axes, for each example: (n, *shape)."""
         if self.channel_axis is None:
             if product.dim() == 1 + len(self.shape) and self.examples.plain:
@@ -211,9 +215,10 @@ class AffineFactors(Joinable):
         if self.examples.segments is None:
             # One sum over rows and positions.
             if self.examples.fold != 1:
-                sizes = len(bounds) - 1, self.examples.fold
-                rows = rows.unflatten(0, sizes).flatten(1, 2)
+                batch = self.examples.batch if bounds is None else len(bounds) - 1
+                rows = rows.unflatten(0, (batch, self.examples.fold)).flatten(1, 2)
             return rows.sum(1)
+        assert bounds is not None
         counts = torch.tensor(bounds, device=product.device).diff()
         return segment_sum(rows.sum(1), counts)
 

@@ -284,10 +284,10 @@ def _copies(tracker: Context, node: Node, axis: int, sizes: tuple[int, int]) -> 
     while isinstance(node, Derived) and _transposes_later_axes(node):
         transposes.append(node)
         node = node.parents[0]
-    if not isinstance(node, Derived) or node.function is not Tensor.repeat:
+    repeated = isinstance(node, Derived) and node.function is Tensor.repeat
+    if not repeated or axis or tracker.settings.exact:
         return None
-    if axis or tracker.settings.exact:
-        return None
+    assert isinstance(node, Derived)
     source: Node = node.parents[0]
     if tuple(source.shape) != (sizes[1], *node.shape[1:]):
         return None
