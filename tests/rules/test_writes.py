@@ -780,6 +780,24 @@ def test_trained_rows_written_into_others_are_refused(write):
     )  # fmt: skip
 
 
+ADDED_OUT_OF_PLACE = {
+    "put": lambda x, h: x.index_put((torch.arange(BATCH), torch.zeros(BATCH).long()), h[ORDER, 0]),
+    "put and added": lambda x, h: x.index_put((torch.arange(BATCH),), h[ORDER], accumulate=True),
+    "index_add": lambda x, h: x.index_add(0, torch.arange(BATCH), h.flip(0)),
+    "scatter_add": lambda x, h: x.scatter_add(1, torch.zeros_like(x).long(), h[ORDER]),
+    "scatter": lambda x, h: x.scatter(1, torch.zeros_like(x[:, :1]).long(), h[ORDER, :1]),
+}
+
+
+@pytest.mark.parametrize("write", ADDED_OUT_OF_PLACE.values(), ids=ADDED_OUT_OF_PLACE)
+def test_trained_rows_of_others_beside_inputs_in_a_new_tensor_are_refused(write):
+    check_refused(
+        lambda m, x: m.last(write(x, m.first(x))).sin(),
+        {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)},
+        normal(BATCH, 3, WIDTH), error=gs.ExampleAxisError, match="'last.weight'",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("back", ["by an index", "by a write"])
 @pytest.mark.parametrize("drawn", range(3))
 def test_packed_rows_in_groups(back, drawn):

@@ -80,7 +80,8 @@ def lies_after(
     if not met:
         found = _settled(marks, target, numbers, owned[0][1], known)
     apart = write.how == ADDS or not met
-    if found.layout is None and known and apart and not (target.requires_grad or marks.packed):
+    inputs = not any(item.requires_grad for item in [target, *(value for value, _ in owned)])
+    if found.layout is None and known and apart and inputs and not marks.packed:
         if all(write.mixes(known, *value) for value in owned):
             return Found(known)  # inputs meet, as in CutMix and Mixup: those written into decide
     return found
