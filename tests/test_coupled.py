@@ -697,6 +697,13 @@ def test_a_row_for_each_example_as_one_of_each_position(cross):
     assert_crossed(model, lambda: cross(x, model(x[:, 0])).sum())
 
 
+def written(tensor, place, values):
+    """Return a copy of a tensor with values at a place."""
+    copy = tensor.clone()
+    copy[place] = values
+    return copy
+
+
 # What a loop makes of one example's inputs (T, d), others' x (B, T, d), and what may have a row for
 # each position or for each example.
 BESIDE_OTHERS = {
@@ -708,6 +715,13 @@ BESIDE_OTHERS = {
     "noisy": lambda own, other, x, rows: own + torch.randn(BATCH, WIDTH).double(),
     "squared": lambda own, other, x, rows: (own - rows) ** 2,
     "stacked": lambda own, other, x, rows: torch.stack([own, rows.expand_as(own)]).sum(0),
+    "a row written over": lambda own, other, x, rows: written(own, 0, other[0]),
+    "rows of noise": lambda own, other, x, rows: written(
+        own, slice(1, None), torch.randn(BATCH, WIDTH).double()[1:]
+    ),
+    "in a copy": lambda own, other, x, rows: written(
+        torch.zeros_like(own).copy_(own), 0, rows.squeeze(0)[0]
+    ),
     "attention": lambda own, other, x, rows: functional.scaled_dot_product_attention(
         own.view(1, BATCH, WIDTH), rows[None], other[None]
     )[0],
