@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms
+from tests.oracle import assert_sqnorms, check_model
 from tests.rules.operation import check_operation, check_refused, normal
 
 BATCH, WIDTH = 3, 4
@@ -727,6 +727,54 @@ def test_other_inputs_added_to_each_in_place(moved):
 
     parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
     check_operation(function, parameters, normal(BATCH, 3, WIDTH), gradient_of_data=False)
+
+
+# What loops write into a copy of inputs, of one example and the next.
+INTO_ROWS = {
+    "a mixture": lambda out, x, i, j: out.__setitem__(i, out[i] * 0.7 + x[j] * 0.3),
+    "a mixture of slices": lambda out, x, i, j: out.__setitem__(
+        slice(i, i + 1), out[i : i + 1] * 0.7 + x[j : j + 1] * 0.3
+    ),
+    "added": lambda out, x, i, j: out[i].mul_(0.7).add_(x[j] * 0.3),
+    "chosen": lambda out, x, i, j: out.__setitem__(i, torch.where(x[j] > 0, out[i], x[j])),
+    "columns": lambda out, x, i, j: out[i].__setitem__((slice(None), 0), x[j][:, 0]),
+    "columns of slices": lambda out, x, i, j: out[i : i + 1].__setitem__(
+        (..., slice(1, 3)), x[j : j + 1, :, 1:3]
+    ),
+    "positions": lambda out, x, i, j: out[i].__setitem__(slice(1, None), x[j][1:]),
+    "positions copied": lambda out, x, i, j: out[i][1:].copy_(x[j][1:]),
+    "one position": lambda out, x, i, j: out.__setitem__((i, 0), x[j, 0]),
+    "positions of all": lambda out, x, i, j: out.__setitem__((i, 0), x.mean(0)[0]),
+}
+
+
+@pytest.mark.parametrize("write", INTO_ROWS.values(), ids=INTO_ROWS)
+@pytest.mark.parametrize("positions", [2, BATCH])
+def test_other_inputs_written_into_one_row_at_a_time(write, positions):
+    """Mixup and CutMix by loops: the row of the batch that is written into decides."""
+
+    def loss_fn(model, x):
+        out = x.clone()
+        for example in range(BATCH):
+            write(out, x, example, (example + 1) % BATCH)
+        return torch.stack([model(row).sin().sum() for row in out])
+
+    check_model(nn.Linear(WIDTH, 2).double(), normal(BATCH, positions, WIDTH), loss_fn)
+
+
+def test_mixtures_written_into_rows_of_nothing_are_refused():
+    """Of as many positions as examples, the rows may be one example's."""
+
+    def loss(model, x, i):
+        out = torch.zeros_like(x[i])
+        for place in range(BATCH):
+            out[place] = x[i, place] * 0.7 + x[i - 1, place] * 0.3
+        return model(out).sin().sum()
+
+    model, x = nn.Linear(WIDTH, 2), normal(BATCH, BATCH, WIDTH).float()
+    with pytest.raises(gs.ExampleAxisError, match="which example each row"):
+        with gs.track(model, batch_size=BATCH):
+            sum(loss(model, x, i) for i in range(BATCH)).backward()
 
 
 def test_a_part_of_some_inputs_written_over_others_is_refused():

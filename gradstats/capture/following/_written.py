@@ -18,6 +18,7 @@ from gradstats.capture.following._examples import (
     Scores,
     Whole,
     same_layout,
+    sole_of,
 )
 from gradstats.capture.following._following import follow_layout
 from gradstats.capture.following._layout import FOLLOWED
@@ -129,6 +130,8 @@ def _place_written(marks: Marks, change: Change) -> None:
         return
     known = marks.layout_of(target) if before else None
     found = lies_after(marks, write, target, owned, known, int(change.in_place), blank=fresh)
+    if _goes_into_row(marks, change, found.layout):
+        return
     _place_after(marks, change, found.layout, fresh=fresh)
     if marks.packed and found.meets and any(value.requires_grad for value, _ in owned):
         marks.meetings.note(after)
@@ -159,9 +162,29 @@ def _owned_of(marks: Marks, change: Change, values: list[Tensor]) -> Owned | Non
         if isinstance(layout, (Examples, Whole)):
             owned.append((value, layout))
         elif marks.is_marked(value):
-            _place_after(marks, change, layout)
+            if not _goes_into_row(marks, change, None):
+                _place_after(marks, change, layout)
             return None
     return owned
+
+
+def _goes_into_row(marks: Marks, change: Change, found: Layout) -> bool:
+    """Whether inputs are written into one example's row of others, or a part of it, which decides.
+
+    Unless the operand, of which the layout now is ``found``, is that row, moved from another place.
+    """
+    write, target, before, after = change
+    base = target if target._base is None else target._base
+    rows, own = marks.layout_of(base), sole_of(marks.owned(target))
+    held = [*marks.values.held_by(target, writes=1), *marks.values.held_by(base, writes=1)]
+    inputs = before and change.in_place and not (after.requires_grad or marks.packed)
+    if rows is None or not inputs or "blank" in held or "owner" in held:
+        return False  # some rows may be nobody's
+    if isinstance(own, Whole):
+        moved = isinstance(sole_of(found), Whole) and target.numel() * rows.rows == base.numel()
+        return base is not target and not moved
+    place = write.read(own) if isinstance(own, Examples) and write.read else None
+    return isinstance(sole_of(place), Whole) and found is None
 
 
 def _place_unowned(marks: Marks, change: Change, fresh: bool) -> None:
