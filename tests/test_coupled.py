@@ -704,6 +704,13 @@ def written(tensor, place, values):
     return copy
 
 
+def copied(tensor, other):
+    """Return a copy of a tensor with a row of another, written through a view."""
+    copy = tensor.clone()
+    copy[0].copy_(other[0])
+    return copy
+
+
 # What a loop makes of one example's inputs (T, d), others' x (B, T, d), and what may have a row for
 # each position or for each example.
 BESIDE_OTHERS = {
@@ -716,6 +723,10 @@ BESIDE_OTHERS = {
     "squared": lambda own, other, x, rows: (own - rows) ** 2,
     "stacked": lambda own, other, x, rows: torch.stack([own, rows.expand_as(own)]).sum(0),
     "a row written over": lambda own, other, x, rows: written(own, 0, other[0]),
+    "a row copied over": lambda own, other, x, rows: copied(own, other),
+    "one of joined rows": lambda own, other, x, rows: written(
+        torch.cat([own, rows.view(BATCH, WIDTH)])[:BATCH], 0, other[0]
+    ),
     "rows of noise": lambda own, other, x, rows: written(
         own, slice(1, None), torch.randn(BATCH, WIDTH).double()[1:]
     ),

@@ -17,6 +17,7 @@ from gradstats.capture.following._examples import (
     Scores,
     Whole,
     same_layout,
+    sole_of,
 )
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reindexed import first_behind
@@ -77,10 +78,7 @@ def lies_after(
     if known and not met and torch.equal(numbers, before.expand_as(numbers)):
         return Found(known, noted)
     found = Found(None, None, True)
-    had, same = before != NOBODY, before == numbers
-    # Others' values that replace some of one example's need not be for rows that are theirs.
-    some = isinstance(marks.owned(target), Whole) and (had & same).any() & (had & ~same).any()
-    if not (met or some):
+    if not (met or _some_replaced(marks, target, before, numbers)):
         found = _settled(marks, target, numbers, owned[0][1], known)
     apart = write.how == ADDS or not met
     inputs = not any(item.requires_grad for item in [target, *(value for value, _ in owned)])
@@ -106,9 +104,18 @@ def lies_behind(
     offset = view.storage_offset() - base.storage_offset()
     seen = numbers.as_strided(view.shape, view.stride(), offset)
     seen.copy_(_numbers_of(view, owned, 0))
+    if _some_replaced(marks, base, before, numbers):
+        return Found(None)
     rest = _alike_behind(before, base.dim(), [(view, owned)])
     one = first_behind(numbers, rest)
     return _settled(marks, base, one.clone() if bool((numbers == one).all()) else numbers, owned)
+
+
+def _some_replaced(marks: Marks, tensor: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether others' values replaced some of one example's: such rows need not be theirs."""
+    had, same = before != NOBODY, before == after
+    alone = isinstance(sole_of(marks.owned(tensor)), Whole)
+    return alone and bool((had & same).any() & (had & ~same).any())
 
 
 def _numbers_before(marks: Marks, target: Tensor, writes: int, *, blank: bool) -> Tensor | None:
