@@ -196,6 +196,16 @@ def test_trained_queries(need_weights):
     check_operation(function, parameters, normal(BATCH, BATCH, WIDTH))
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_trained_queries_repeated_for_the_only_example(fused):
+    def function(m, x):
+        queries = m.queries.expand(len(x), -1, -1, -1)
+        return functional.scaled_dot_product_attention(queries, x, m.scale * x)
+
+    parameters = {"queries": (1, HEADS, BATCH, WIDTH), "scale": (WIDTH,)}
+    check_operation(function, parameters, normal(1, HEADS, BATCH, WIDTH), fusing=(fused,))
+
+
 @pytest.mark.parametrize("rows", [1, BATCH])
 def test_trained_queries_of_scaled_dot_products(rows):
     """Latents that attend to every example, and learned keys and values beside its own."""

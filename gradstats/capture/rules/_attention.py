@@ -239,8 +239,8 @@ def _for_each(
     if dims < 3 or (of_data and item.dim() < dims):
         refuse(func, node, "whose examples do not lie along the first axis has no rule")
     shape = (1,) * (dims - item.dim()) + tuple(item.shape)
-    if shape[0] == 1 and not of_data:
-        sizes = (examples.rows, *shape[1:])
+    sizes = (examples.rows, *shape[1:])
+    if shape[0] == 1 and sizes != item.shape and not of_data:
         if node_of(item) is None:
             item = item.expand(sizes)
             tracker.marks.mark_constant(item)
