@@ -49,6 +49,38 @@ def test_data_that_are_overwritten_once_parameters_were_put_to_them(name):
     check_operation(function, {"scale": (WIDTH,), "w": (2, WIDTH)}, normal(BATCH, 2, WIDTH))
 
 
+# Of the operations that write their result, those that PyTorch differentiates all the same.
+WRITTEN_OUT = {
+    "norm": torch.linalg.norm,
+    "condition number": torch.linalg.cond,
+    "median": lambda w, out: torch.quantile(w, 0.5, out=out),
+    "inner product": lambda w, out: torch.inner(w, w, out=out),
+    "contraction": lambda w, out: torch.tensordot(w, w, 2, out=out),
+}
+
+
+@pytest.mark.parametrize("write", WRITTEN_OUT.values(), ids=WRITTEN_OUT)
+def test_what_operations_on_parameters_write_out_is_refused(write):
+    def function(m, x):
+        written = torch.empty(0).double()
+        write(m.w, out=written)
+        return m.scale * x + written.flatten()[:1]
+
+    parameters = {"w": (WIDTH, WIDTH), "scale": (WIDTH,)}
+    check_refused(function, parameters, normal(BATCH, WIDTH), match="in place.*'w'.*out of place")
+
+
+def test_what_has_no_gradient_may_be_written_out():
+    def function(m, x):
+        large, total = torch.empty(0, dtype=torch.bool), torch.empty(0).double()
+        torch.gt(m.w, 0, out=large)
+        with torch.no_grad():
+            torch.sum(m.w, 0, out=total)
+        return m.w * x * (large + total)
+
+    check_operation(function, {"w": (WIDTH,)}, normal(BATCH, WIDTH))
+
+
 def triangle(m, x):
     """As Cholesky factors and LU layers are put together."""
     matrix = torch.zeros(WIDTH, WIDTH).double()

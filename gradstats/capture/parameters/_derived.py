@@ -53,6 +53,8 @@ def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
             refuse(
                 func, first_node(*operands), "makes a sparse or nested tensor, which has no rule"
             )
+        if kwargs.get("out") is not None:
+            refuse_change(func, first_node(*operands))
         node = Derived(tracker, value, again, node_args, node_kwargs, index)
         if node.parents:
             return wrap(node)
