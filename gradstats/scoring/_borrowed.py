@@ -43,7 +43,8 @@ def borrowed(model: nn.Module, renewal: Renewal, losses: Callable[[], Tensor]) -
     states = [
         (module, copy.deepcopy(module.get_extra_state()))
         for module in model.modules()
-        if type(module).set_extra_state is not nn.Module.set_extra_state
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and type(module).set_extra_state is not nn.Module.set_extra_state
     ]
     _replace_sparse(model)
     tensors = model_tensors(model)

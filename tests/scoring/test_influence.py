@@ -509,6 +509,22 @@ def test_extra_state_comes_back(setting, fails):
         np.testing.assert_allclose(table.self_influence, expected)
 
 
+def test_extra_state_that_is_only_taken(setting):
+    """A module may take what older versions of it saved, and save none itself."""
+
+    class Taking(nn.Sequential):
+        def set_extra_state(self, state):
+            raise AssertionError("a checkpoint holds none")
+
+    model = Taking(setting.model)
+    states = [{f"0.{name}": value for name, value in state.items()} for state in setting.states]
+    checkpoints = gs.Checkpoints(states, lr=0.1)
+    table = gs.self_influence(model, setting.train_batches, loss_fn, checkpoints, progress=False)
+    own = gs.Checkpoints(setting.states, lr=0.1)
+    other = gs.self_influence(setting.model, setting.train_batches, loss_fn, own, progress=False)
+    np.testing.assert_array_equal(table.self_influence, other.self_influence)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_graph_recorded_before_can_still_be_differentiated(setting, fails):
     """What autograd has saved is as it was, and it knows."""
