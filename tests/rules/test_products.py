@@ -131,6 +131,17 @@ def test_baddbmm_of_two_operands_of_data():
     check_operation(function, {"made": nn.Linear(4, 2), "b": (2,)}, normal(3, 4, 4))
 
 
+def test_a_sum_that_is_multiplied_by_zero_is_not_read():
+    def function(m, x):
+        return torch.baddbmm(m.b + torch.nan, x, m.made(x), beta=0)
+
+    model = Operation(function, {"made": nn.Linear(4, 2), "b": (2,)}, upstream=False)
+    with gs.track(model, batch_size=3) as tracker:
+        tracker.backward(model(normal(3, 4, 4)).sin().sum((1, 2)))
+    assert tracker.stats.sqnorm.isfinite().all()
+    assert not model.b.grad.any()
+
+
 SHARED_BY_ALL = {
     "weight": lambda m, h: functional.linear(h, h[:, :4], m.b[:3]),
     "weight of one": lambda m, h: functional.linear(h[:, :2], h[0].view(2, 2), m.b[:2]),

@@ -75,6 +75,7 @@ def _scaled_sum(tracker: Context, func, multiply, input, first, second, beta, al
 def _apart(multiply, input: Tensor, first: Tensor, second: Tensor, *, beta, alpha) -> Tensor:
     """The same of a product of data, whose examples may meet in it."""
     product = multiply(first, second)
+    input = input if beta else input.nan_to_num(0, 0, 0)  # which is not read, but has a gradient
     return beta * input.to(product.dtype) + alpha * product
 
 
