@@ -19,6 +19,13 @@ def batch():
     return torch.randn(BATCH, WIDTH).double()
 
 
+def written_out(h: torch.Tensor) -> torch.Tensor:
+    """Return a contraction of each example's values, which PyTorch writes for the caller."""
+    written = torch.empty(0).double()
+    torch.tensordot(h, SQUARE, 1, out=written)
+    return written
+
+
 # What brings together the hidden values h (B, d) of all examples.
 MIXES = {
     "centred": lambda h: h - h.mean(0),
@@ -33,6 +40,7 @@ MIXES = {
     "attention": lambda h: functional.scaled_dot_product_attention(h, h, h),
     "joined": lambda h: torch.cat([h, h.amax(0).expand_as(h)], 1),
     "written": lambda h: torch.zeros_like(h).copy_(h.mean(0).expand_as(h)),
+    "written out": lambda h: h * written_out(h).mean(0),
 }
 
 
@@ -1274,6 +1282,7 @@ APART = {
     "solutions, given by name": lambda m, x: torch.linalg.solve(
         SQUARE + m(x)[:, :, None].sin() * m(x)[:, None].sin(), B=m(x)
     ),
+    "contractions written to a buffer": lambda m, x: m(x) * written_out(m(x).sin()),
     "products written to a buffer": lambda m, x: m(torch.mul(x, x, out=torch.empty_like(x))),
     "sums written to a buffer": lambda m, x: m(
         torch.sum(x, 1, keepdim=True, out=torch.empty(len(x), 1).double()).expand_as(x)

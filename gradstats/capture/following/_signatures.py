@@ -67,7 +67,8 @@ def names_of(function: Any) -> tuple[tuple[str, ...], ...]:
     """Return the names of an operation's positional parameters for each of its overloads."""
     try:
         parameters = inspect.signature(function).parameters.values()
-        found = [[each.name for each in parameters if each.kind in POSITIONAL]]
+        named = [each.name for each in parameters if each.kind in POSITIONAL]
+        found = [[name for name in named if name != "out"]]  # by that name it is told as written
     except (TypeError, ValueError):  # it is not written in Python
         operator = f"aten::{function.__name__}"
         found = [
