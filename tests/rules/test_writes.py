@@ -777,6 +777,31 @@ def test_mixtures_written_into_rows_of_nothing_are_refused():
             sum(loss(model, x, i) for i in range(BATCH)).backward()
 
 
+# Ways to write a part of h (B, 3, d), or all of it, into inputs of that shape.
+INTO_INPUTS = {
+    "index_add": lambda x, h: torch.index_add(x, 1, torch.arange(3), h),
+    "index_add along the examples": lambda x, h: x.index_add(0, torch.arange(BATCH), h),
+    "index_copy": lambda x, h: x.index_copy(1, torch.arange(2), h[:, 1:]),
+    "index_put": lambda x, h: x.index_put(
+        (torch.arange(BATCH), torch.ones(BATCH).long()), h[:, 0], accumulate=True
+    ),
+    "scatter_add": lambda x, h: x.scatter_add(1, torch.zeros(h.shape).long(), h),
+}
+
+
+@pytest.mark.parametrize("write", INTO_INPUTS.values(), ids=INTO_INPUTS)
+def test_trained_rows_of_other_examples_written_into_inputs_are_refused(write):
+    """Other than among inputs alone, it does not say which loss depends on which of them."""
+
+    def function(m, x):
+        return m.last(write(x, m.first(x)[ORDER]))
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_refused(
+        function, parameters, normal(BATCH, 3, WIDTH), error=gs.ExampleAxisError, match="'last"
+    )
+
+
 def test_a_part_of_some_inputs_written_over_others_is_refused():
     def function(m, x):
         x = x.clone()
