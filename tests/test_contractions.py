@@ -15,12 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradstats import _cost, contractions
 from gradstats._factors import (
     ConvolutionGeometry,
+    Distances,
     Elementwise,
     Experts,
+    Images,
+    Masked,
     Outer,
     Patches,
     Ragged,
     Rows,
+    Tangent,
     Vector,
 )
 from gradstats.contractions import _outer, _patches, _ragged, _rows, _tied
@@ -549,7 +553,66 @@ def test_experts(counts):
     torch.testing.assert_close(contractions.total([first]), dense.sum(0))
     torch.testing.assert_close(first.transposed().dense(), dense.mT)
     torch.testing.assert_close(first.select([first.batch - 1]).dense(), dense[-1:])
-    torch.testing.assert_close(first.narrow(0, 1).dense(), dense[:, :1])
+
+
+def images() -> Images:
+    pieces = tuple(patches(count) for count in (2, 1, 0, 2))
+    return Images(pieces, (0, 2, 1, 2), 3)
+
+
+def masked(inner) -> Masked:
+    return Masked(inner, normal(*inner.shape))
+
+
+def tangent(inner, over: tuple[int, ...]) -> Tangent:
+    """Return gradients less half of their components along unit vectors over some of the axes."""
+    weight = normal(*inner.shape)
+    unit = weight / torch.linalg.vector_norm(weight, dim=over, keepdim=True)
+    along = (inner.dense() * unit).sum([axis + 1 for axis in over], keepdim=True)
+    return Tangent(inner, unit, along, torch.full(along.shape[1:], 0.5, dtype=torch.float64))
+
+
+def distances() -> Distances:
+    rows, points = normal(3, 4, 2), normal(6, 2)
+    apart = torch.cdist(rows, points)
+    apart[0, 1, 2] = apart[2, 0, 5] = 0
+    return Distances(normal(3, 4, 6), apart, rows, points)
+
+
+NARROWED = {
+    "outer": outer(p=6),
+    "groups of rows": outer(groups=3, p=2),
+    "groups of matrices": replace(outer(groups=6, p=2), shape=(3, 2, 2, 2)),
+    "patches": patches(groups=1),
+    "patches of groups": patches(),
+    "images": images(),
+    "rows": rows([2, 0, 3], table=6),
+    "ragged": ragged([2, 0, 3], p=6),
+    "experts": experts([[1, 0, 2], [3, 4, 1], [0, 0, 0], [9, 0, 1], [0, 1, 0], [2, 1, 1]]),
+    "vector": Vector(normal(3, 6, 2), (6, 2)),
+    "slices": Vector(normal(3, 6, 2), (6, 3, 2), axis=1),
+    "masked": masked(outer(p=6)),
+    "masked patches": masked(patches()),
+    "masked ragged": masked(ragged([2, 0, 3], p=6)),
+    "without parts along rows": tangent(outer(p=6), (1,)),
+    "without parts along columns": tangent(outer(p=6), (0,)),
+    "without the part along all": tangent(patches(), (0, 1, 2, 3)),
+    "twice": tangent(tangent(outer(p=6), (1,)), (0, 1)),
+    "distances": distances(),
+}
+
+
+@pytest.mark.parametrize("factor", NARROWED.values(), ids=NARROWED)
+def test_narrow(factor):
+    """Rows of the parameter, and examples, are those of the whole gradients."""
+    dense, step = factor.dense(), factor.granule
+    assert step > 0
+    for start in range(0, factor.shape[0], step):
+        for stop in range(start + step, factor.shape[0] + 1, step):
+            part = factor.narrow(start, stop)
+            assert tuple(part.shape) == tuple(dense[0, start:stop].shape)
+            torch.testing.assert_close(part.dense(), dense[:, start:stop])
+            torch.testing.assert_close(part.select(slice(1, 3)).dense(), dense[1:3, start:stop])
 
 
 @pytest.mark.parametrize("chosen", [slice(None), slice(1, 3), torch.tensor([0, 3])], ids=str)
