@@ -30,20 +30,23 @@ class Language(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolutions, norms of all kinds, pools, indices."""
+    """Convolutions, norms of all kinds, pools, indices, contractions."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Conv2d(3, WIDTH, 3), nn.Conv2d(WIDTH, WIDTH, 3, groups=2)
         self.group, self.instance = nn.GroupNorm(2, WIDTH), nn.InstanceNorm2d(WIDTH, affine=True)
         self.batch, self.head = nn.BatchNorm2d(WIDTH).eval(), nn.Linear(WIDTH, CLASSES)
+        self.mixing, self.scale = nn.Parameter(torch.randn(WIDTH, 3)), nn.Parameter(torch.randn(3))
 
     def forward(self, images):
         hidden = functional.silu(self.group(self.first(images)))
         hidden = self.instance(self.batch(functional.max_pool2d(hidden, 2)))
         hidden = functional.adaptive_avg_pool2d(self.second(hidden), 1)[:, :, 0, 0]
         order = torch.arange(WIDTH).flip(0)
-        return self.head(hidden[:, order] + torch.einsum("bi,bi->b", hidden, hidden)[:, None])
+        logits = self.head(hidden[:, order] + torch.einsum("bi,bi->b", hidden, hidden)[:, None])
+        mixed = torch.einsum("bi,ij->bj", hidden, self.mixing)
+        return logits * mixed + torch.einsum("bi,ij,j->bj", hidden, self.mixing, self.scale)
 
 
 class Recurrent(nn.Module):

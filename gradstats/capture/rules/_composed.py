@@ -123,10 +123,11 @@ NO_INDICES = str.maketrans("", "", " .")
 def einsum(tracker: Context, func, equation, *operands):
     """A contraction of any number of operands: of two at a time.
 
-    PyTorch has written lists of indices as an equation before it shows the call.
+    PyTorch has written lists of indices as an equation before it shows the call. Its operator takes
+    all operands in one list.
     """
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
+    if isinstance(operands[0], list):
+        (operands,) = operands
     terms = equation.partition("->")[0].translate(NO_INDICES).split(",")
     if any(len(set(indices)) < len(indices) for indices in terms):
         remedy = "Take the diagonal first: x.diagonal(dim1=1, dim2=2)."
