@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from tests.rules.operation import check_operation, normal
@@ -227,3 +228,29 @@ def test_examples_computed_one_by_one_and_put_together(function, examples):
 
     shapes = {"w": (WIDTH, WIDTH), "p": (POSITIONS, WIDTH)}
     check_operation(each, shapes, normal(examples, POSITIONS, WIDTH))
+
+
+# Operations that take for rows what are positions of the only example, or its features.
+ON_OTHER_AXES = {
+    "linear": (lambda m, x: m.linear(x.mT[0, :, :1]), {"linear": nn.Linear(1, 2)}),
+    "linear on columns": (lambda m, x: m.linear(x[:, 0].T), {"linear": nn.Linear(1, 2)}),
+    "product with columns": (lambda m, x: x[:, 0].T @ m.w, {"w": (1, 3)}),
+    "convolution": (
+        lambda m, x: m.layer(x.transpose(0, 1)),
+        {"layer": nn.Conv1d(1, 2, 3, padding=1)},
+    ),
+    "recurrence": (
+        lambda m, x: m.layer(x)[0].cos(),
+        {"layer": nn.GRU(WIDTH, 3)},
+    ),
+    "norm of columns": (lambda m, x: m.layer(x[:, 0].T + x[:, 0]), {"layer": nn.LayerNorm(WIDTH)}),
+    "norm of channels": (lambda m, x: m.layer(x.transpose(0, 1)), {"layer": nn.GroupNorm(1, 1)}),
+    "scale": (lambda m, x: functional.prelu(x.transpose(0, 1), m.w), {"w": (1,)}),
+}
+
+
+@pytest.mark.parametrize(("function", "parameters"), ON_OTHER_AXES.values(), ids=ON_OTHER_AXES)
+def test_the_only_example_lies_along_every_axis(function, parameters):
+    check_operation(
+        lambda m, x: function(m, x.sin()).reshape(1, -1), parameters, normal(1, POSITIONS, WIDTH)
+    )

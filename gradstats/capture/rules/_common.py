@@ -168,11 +168,10 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
 
 def _of_the_only(layout: Examples, data: Tensor, axis: int | None, trailing: int) -> Examples:
     """Return where the only example lies for an operation: along every axis all is its own."""
-    ends = data.dim() - trailing
-    if axis in (None, layout.axis) and layout.axis < ends:
+    if axis in (None, layout.axis) and layout.axis < data.dim() - trailing:
         return layout
     axis = axis or 0
-    return Examples(1, axis, data.shape[axis]) if axis < ends else layout
+    return Examples(1, axis, data.shape[axis])
 
 
 def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tensor]) -> None:
