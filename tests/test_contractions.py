@@ -581,8 +581,10 @@ def distances() -> Distances:
 
 NARROWED = {
     "outer": outer(p=6),
-    "groups of rows": outer(groups=3, p=2),
-    "groups of matrices": replace(outer(groups=6, p=2), shape=(3, 2, 2, 2)),
+    "groups": outer(groups=3),
+    "rows of groups": Outer(normal(3, 2, 4, 3), normal(3, 2, 4, 2), (6, 2)),
+    "groups of a row": Outer(normal(3, 6, 4, 2), normal(3, 6, 4, 2), (3, 4, 2)),
+    "a row of several": Outer(normal(3, 1, 4, 6), normal(3, 1, 4, 2), (3, 2, 2)),
     "patches": patches(groups=1),
     "patches of groups": patches(),
     "images": images(),
@@ -613,6 +615,18 @@ def test_narrow(factor):
             assert tuple(part.shape) == tuple(dense[0, start:stop].shape)
             torch.testing.assert_close(part.dense(), dense[:, start:stop])
             torch.testing.assert_close(part.select(slice(1, 3)).dense(), dense[1:3, start:stop])
+
+
+def test_factors_that_cannot_be_narrowed():
+    undivided = [
+        Outer(normal(3, 2, 5, 6), normal(3, 2, 5, 4), (4, 2, 3, 2), (3, 0, 1, 2), (2, 3, 2, 4)),
+        Outer(normal(3, 1, 4, 1), normal(3, 1, 4, 1), ()),
+        Outer(normal(3, 1, 4, 1), normal(3, 1, 4, 6), (6,)),
+        Outer(normal(3, 4, 5, 3), normal(3, 4, 5, 2), (6, 4)),
+        Vector(normal(3), ()),
+        Vector(normal(3, 2), (3, 2), axis=0),
+    ]
+    assert not any(factor.granule for factor in undivided)
 
 
 @pytest.mark.parametrize("chosen", [slice(None), slice(1, 3), torch.tensor([0, 3])], ids=str)

@@ -98,6 +98,15 @@ def test_outer(batch, other, groups, positions, longer, p, q):
     torch.testing.assert_close(_tiles.dense_pairs([first], [second], 100), expected)
 
 
+def test_chunks_of_a_batch_with_itself():
+    """Whatever fits: of the chunks on both sides of the diagonal, one is computed."""
+    factor = outer(9, 1, 2, 1, 1)
+    expected = gradient_rows([factor]) @ gradient_rows([factor]).T
+    for workspace in range(16, 2048, 16):
+        gram = _outer_pairs.gram_pairs(factor, factor, workspace)
+        torch.testing.assert_close(gram, expected)
+
+
 @pytest.mark.parametrize("positions", [(1, 1), (2, 3), (40, 50), (1, 60)])
 def test_every_form_is_chosen_and_agrees(positions):
     first, second = outer(3, 1, positions[0], 30, 20), outer(4, 1, positions[1], 30, 20)
@@ -136,6 +145,19 @@ def test_patches(groups):
 
 def masked(inner):
     return Masked(inner, normal(*inner.shape))
+
+
+def test_convolutions_with_other_numbers_of_groups():
+    """Of as many input channels to a group, so that their weights have one shape."""
+    first, second = patches(3, 8, 24, groups=1), patches(4, 16, 24, groups=2)
+    assert _cost.choose_pair_form(first.positions, second.positions, 24, 48, 3, 4) == "gram"
+    assert_inner([first], [second])
+
+
+def test_more_convolutions_than_are_grouped():
+    first, second = patches(2 * _tiles.GROUPED_EXAMPLES + 1), patches(3)
+    assert_inner([first], [second])
+    assert_inner([masked(first)], [masked(second)])
 
 
 def test_packed_examples_and_experts():
@@ -285,37 +307,6 @@ def test_other_layouts_meet_in_the_definition():
     assert_inner([grouped], [turned])
 
 
-def test_narrow_agrees_with_the_definition():
-    cases = [
-        outer(3, 1, 4, 6, 2),
-        Outer(normal(3, 2, 4, 3), normal(3, 2, 4, 2), (6, 2)),
-        Outer(normal(3, 6, 4, 2), normal(3, 6, 4, 2), (3, 4, 2)),
-        Outer(normal(3, 1, 4, 6), normal(3, 1, 4, 2), (3, 2, 2)),
-        patches(groups=1),
-        patches(groups=2),
-        rows([3, 2, 4], table=6),
-        Vector(normal(3, 6, 2), (6, 2)),
-        Vector(normal(3, 6, 2), (6, 3, 2), axis=1),
-    ]
-    for factor in cases:
-        granule = factor.granule
-        assert granule > 0 and factor.shape[0] % granule == 0
-        for start in range(0, factor.shape[0], granule):
-            part = factor.narrow(start, start + granule)
-            expected = factor.dense()[:, start : start + granule]
-            assert part.shape == expected.shape[1:]
-            torch.testing.assert_close(part.dense(), expected)
-    undivided = [
-        Outer(normal(3, 2, 5, 6), normal(3, 2, 5, 4), (4, 2, 3, 2), (3, 0, 1, 2), (2, 3, 2, 4)),
-        Outer(normal(3, 1, 4, 1), normal(3, 1, 4, 1), ()),
-        Outer(normal(3, 1, 4, 1), normal(3, 1, 4, 6), (6,)),
-        Outer(normal(3, 4, 5, 3), normal(3, 4, 5, 2), (6, 4)),
-        Vector(normal(3), ()),
-        Vector(normal(3, 2), (3, 2), axis=0),
-    ]
-    assert not any(factor.granule for factor in undivided)
-
-
 @pytest.mark.parametrize("dtype, noise", ADVERSARIAL, ids=str)
 def test_pairs_that_cancel_are_computed_again(dtype, noise):
     both = cancelling(dtype, noise, width=512, batch=4)
@@ -395,6 +386,33 @@ def test_products_that_leave_the_range_of_float32(size, positions):
         norms = sizes[0][:2], sizes[1]
         diagonal = contractions.inner_diagonal([one.select(slice(0, 2))], [two], WORKSPACE, norms)
         assert bool(((diagonal - expected.diagonal()).abs() <= 1e-6 * scale.diagonal()).all())
+
+
+@pytest.mark.parametrize("small, large", [(1e-30, 1e-10), (1e10, 1e30)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_of_which_one_side_leaves_the_range_of_float32(small, large, turned):
+    """Beside another that is inside: what either side's examples need is done by itself."""
+
+    def vectors(*sizes):
+        values = normal(len(sizes), 8) * torch.tensor(sizes, dtype=torch.float64)[:, None]
+        return Vector(values.float(), (8,))
+
+    def looked_up(*sizes):
+        scale = torch.tensor(sizes, dtype=torch.float64).repeat_interleave(2)[:, None]
+        table = rows([2] * len(sizes), table=2)
+        return replace(table, grad=(table.grad * scale).float())
+
+    for make in (vectors, looked_up):
+        first, second = make(small, large, small, small), make(large, small, small, small)
+        both = make(large, large, large, small), make(small, large, large, small)
+        for one, two in ((second, first) if turned else (first, second), both):
+            sizes = sizes_of([one], [two])
+            expected = gradient_rows([one]) @ gradient_rows([two]).T
+            allowed = 1e-6 * sizes[0][:, None] * sizes[1]
+            pairs = contractions.inner_pairs([one], [two], WORKSPACE, sizes)
+            assert bool(((pairs - expected).abs() <= allowed).all())
+            diagonal = contractions.inner_diagonal([one], [two], WORKSPACE, sizes)
+            assert bool(((diagonal - expected.diagonal()).abs() <= allowed.diagonal()).all())
 
 
 def test_float32_and_mixed_dtypes():
