@@ -149,8 +149,8 @@ def masked(inner):
 
 def test_convolutions_with_other_numbers_of_groups():
     """Of as many input channels to a group, so that their weights have one shape."""
-    first, second = patches(3, 8, 24, groups=1), patches(4, 16, 24, groups=2)
-    assert _cost.choose_pair_form(first.positions, second.positions, 24, 48, 3, 4) == "gram"
+    first, second = (patches(3, 8 * n, 24, groups=n, stride=(4, 3)) for n in (1, 2))
+    assert _cost.choose_pair_form(first.positions, second.positions, 24, 48, 3, 3) == "gram"
     assert_inner([first], [second])
 
 
