@@ -145,10 +145,9 @@ class Patches:
         # Not by as_strided: a compiled graph may keep its operands with other strides than it is
         # traced with.
         windows = x.unflatten(1, (groups, -1))
-        steps = zip(kernel, geometry.dilation, geometry.stride, positions, strict=True)
-        for axis, (size, apart, step, count) in enumerate(steps, 3):
-            windows = windows.unfold(axis, (size - 1) * apart + 1, step).narrow(axis, 0, count)
-            windows = windows[..., ::apart]
+        steps = zip(kernel, geometry.dilation, geometry.stride, strict=True)
+        for axis, (size, apart, step) in enumerate(steps, 3):
+            windows = windows.unfold(axis, (size - 1) * apart + 1, step)[..., ::apart]
         # The longer of the two last axes last, so that longer runs are copied.
         rows_last = positions[-1] > kernel[-1]
         inner = 3 + len(positions)

@@ -41,7 +41,7 @@ class Segments:
     @cached_property
     def order(self) -> Tensor | None:
         """The rows sorted by example, (rows,); None where they are in that order already."""
-        ascending = self.rows < 2 or bool((self.owner[1:] >= self.owner[:-1]).all())
+        ascending = bool((self.owner[1:] >= self.owner[:-1]).all())
         return None if ascending else torch.argsort(self.owner, stable=True)
 
     @cached_property
@@ -74,8 +74,6 @@ class Segments:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return Σ over each example's rows of (rows, *): (B, *); no rows give zero."""
-        if tensor.dim() == 1:
-            return self.sum(tensor.unsqueeze(1)).squeeze(1)
         return segment_sum(self.sorted(tensor), self.counts)
 
 

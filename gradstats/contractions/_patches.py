@@ -131,15 +131,12 @@ def row_products(
 
 
 def convolve(x: Tensor, weight: Tensor, factor: Patches) -> Tensor:
-    """Return the convolution with a weight, at the positions of a factor's output gradient."""
-    geometry, positions = factor.geometry, factor.grad.shape[2:]
-    output = torch.ops.aten.convolution(
+    """Return the convolution with a weight, as a factor's geometry says."""
+    geometry = factor.geometry
+    return torch.ops.aten.convolution(
         x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,
-        [0] * len(positions), geometry.groups,
+        [0] * len(geometry.stride), geometry.groups,
     )  # fmt: skip
-    for axis, count in enumerate(positions):
-        output = output.narrow(axis + 2, 0, count)
-    return output
 
 
 def total(factor: Patches) -> Tensor:
