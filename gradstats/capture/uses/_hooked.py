@@ -158,7 +158,7 @@ class Hooked(Use):
     def _with_tracked(self, grads: Gradients, grad: Tensor | None) -> Gradients | None:
         """Return the gradients, that of the data computed by tracked operations."""
         edge = self.place.edge
-        if edge is None or grads[edge] is None or grad is None:
+        if edge is None or grad is None:
             return None
         found = self.factors_of.data_gradients(self.nodes, grad, *self._saved())
         return None if found is None else (*grads[:edge], found[0], *grads[edge + 1 :])
