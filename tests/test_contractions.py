@@ -572,6 +572,33 @@ def tangent(inner, over: tuple[int, ...]) -> Tangent:
     return Tangent(inner, unit, along, torch.full(along.shape[1:], 0.5, dtype=torch.float64))
 
 
+MET = {
+    "a product": lambda: outer(p=6),
+    "one position": lambda: outer(positions=1, p=6),
+    "a product of rows in groups": lambda: Outer(normal(3, 2, 4, 3), normal(3, 2, 4, 2), (6, 2)),
+    "a transposed product": lambda: Outer(
+        normal(3, 1, 4, 2), normal(3, 1, 4, 6), (6, 2), (1, 0), (2, 6)
+    ),
+    "one position, transposed": lambda: Outer(
+        normal(3, 1, 1, 2), normal(3, 1, 1, 6), (6, 2), (1, 0), (2, 6)
+    ),
+    "one position, of elements": lambda: Outer(normal(3, 1, 1, 12), normal(3, 1, 1, 1), (6, 2)),
+    "look-ups": lambda: rows([2, 0, 3], table=6),
+    "packed": lambda: ragged([2, 0, 3], p=6),
+}
+
+
+@pytest.mark.parametrize("first", MET)
+@pytest.mark.parametrize("second", [kind for kind in MET if kind != "look-ups"])
+def test_masked_uses_meet_others(first, second):
+    one, two = MET[first](), masked(MET[second]())
+    others = [two, masked(two.inner)] if first == "look-ups" else [two, masked(one)]
+    for workspace in (WORKSPACE, TINY):
+        assert_exact(contractions.sqnorm([two], workspace), two)
+        assert_exact(contractions.sqnorm([one, two], workspace), one, two)
+        assert_exact(contractions.sqnorm(others, workspace), *others)
+
+
 def distances() -> Distances:
     rows, points = normal(3, 4, 2), normal(6, 2)
     apart = torch.cdist(rows, points)
