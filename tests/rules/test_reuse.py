@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from gradstats.capture import _reports
 from gradstats.contractions import _tied
+from tests.functions import ScaleGradient
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import Operation, check_operation, normal, uneven_loss
 
@@ -110,6 +111,17 @@ def test_a_look_up_beside_a_layer_that_uses_the_table_twice(monkeypatch):
         ids,
     )
     assert not found
+
+
+def test_look_ups_without_gradients_beside_a_projection():
+    """A Function in front of the projection stops them, which shows in the backward alone."""
+
+    def function(m, ids):
+        hidden = m.layer(ScaleGradient.apply(functional.embedding(ids, m.w), None)).tanh()
+        return functional.linear(hidden, m.w)
+
+    ids = torch.randint(0, 6, (BATCH, POSITIONS))
+    check_operation(function, {"w": (6, WIDTH), "layer": nn.Linear(WIDTH, WIDTH)}, ids)
 
 
 def test_transposed_autoencoder():
