@@ -203,7 +203,7 @@ def _rules(first: list[Factor], second: list[Factor], which: int):
 
 def _fit(one: Factor, two: Factor) -> bool:
     """Whether there is a rule for two factors of one parameter and they meet its conditions."""
-    if isinstance(one, Rows) and isinstance(two, Outer):
+    if isinstance(one, Rows):
         one, two = two, one
     if isinstance(one, Outer):
         if isinstance(two, Rows):

@@ -84,7 +84,7 @@ def diagonal(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     dtype = compute_dtype(first.grad, second.grad)
     result = _tiles.zeros([first], first.batch)
     one, two = _runs(first), _runs(second)
-    if one.ids.numel() == 0 or two.ids.numel() == 0:
+    if not two.ids.numel():
         return result
     keys1, keys2 = (runs.ids * first.batch + runs.example for runs in (one, two))
     place = torch.searchsorted(keys2, keys1).clamp_(max=keys2.numel() - 1)
