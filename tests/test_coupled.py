@@ -730,6 +730,12 @@ BESIDE_OTHERS = {
     "noisy": lambda own, other, x, rows: own + torch.randn(BATCH, WIDTH).double(),
     "squared": lambda own, other, x, rows: (own - rows) ** 2,
     "stacked": lambda own, other, x, rows: torch.stack([own, rows.expand_as(own)]).sum(0),
+    "mixed and noisy": lambda own, other, x, rows: (
+        own * 0.7 + other * 0.3 + torch.randn(BATCH, WIDTH).double()
+    ),
+    "mixed and joined": lambda own, other, x, rows: torch.cat(
+        [own * 0.7 + other * 0.3, rows.view(BATCH, WIDTH)], 1
+    )[:, :WIDTH],
     "a row written over": lambda own, other, x, rows: written(own, 0, other[0]),
     "a row copied over": lambda own, other, x, rows: copied(own, other),
     "one of joined rows": lambda own, other, x, rows: written(

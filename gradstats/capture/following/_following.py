@@ -24,6 +24,7 @@ from gradstats.capture.following._operands import (
     Unchanged,
     agree,
     by_first,
+    is_of_another,
     sole_example,
 )
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
@@ -149,6 +150,8 @@ def _kept_apart(marks: Marks, call: Call, after: Layout | Unchanged) -> Layout |
 def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) -> None:
     """Note that the examples of a result were lost at the operation named ``at``."""
     lost = next(filter(marks.is_lost, data), None)
+    if any(is_of_another(marks, item) for item in data):
+        marks.values.note(result, **{"of one": True})
     if lost is not None:
         # Blame the first of several operations that could not be followed.
         marks.mark(result, None, marks.lost_at(lost) if marks.is_marked(lost) else at)

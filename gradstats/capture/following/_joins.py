@@ -10,6 +10,7 @@ from torch import Tensor
 from gradstats.capture.following._crossed import note_crossed
 from gradstats.capture.following._examples import Examples, Mixed, Whole, same_rows, sole_of
 from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._operands import is_of_another
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import JOINS, PAD_SEQUENCE
@@ -69,7 +70,8 @@ def _in_line(
 ) -> Examples | None:
     """Return the layout of joined tensors, none of which belongs to one example as a whole."""
     trained = [tensor for tensor in tensors if tensor.requires_grad and marks.is_of_data(tensor)]
-    if any(map(marks.is_lost, trained)):
+    others = not trained and any(is_of_another(marks, tensor) for tensor in tensors)
+    if others or any(map(marks.is_lost, trained)):
         return None
     known = [owned for owned in owners if isinstance(owned, Examples)]
     if not known:

@@ -159,7 +159,7 @@ def agree(marks: Marks, call: Call) -> bool:
     trained = [tensor for tensor in data if tensor.requires_grad]
     if not trained:
         # What seems to have a row for each example may have one for each position of this one.
-        return not any(_is_of_another(marks, tensor) for tensor in data)
+        return not any(is_of_another(marks, tensor) for tensor in data)
     if any(marks.is_lost(tensor) for tensor in trained):
         return False
     if marks.batch_size > 1 and any(isinstance(marks.owned(tensor), Whole) for tensor in trained):
@@ -192,10 +192,11 @@ def _meets_others(marks: Marks, tensor: Tensor, data: list[Tensor]) -> bool:
     return any(sole_of(other) != owned for other in known)
 
 
-def _is_of_another(marks: Marks, tensor: Tensor) -> bool:
+def is_of_another(marks: Marks, tensor: Tensor) -> bool:
     """Whether values are one example's, and not the first's, which may stand for all."""
     owned = marks.owned(tensor)
-    return tensor.numel() > 1 and isinstance(owned, Whole) and owned.example > 0
+    other = isinstance(owned, Whole) and owned.example > 0
+    return tensor.numel() > 1 and (other or "of one" in marks.values.held_by(tensor))
 
 
 def _deciding(marks: Marks, data: list[Tensor]) -> tuple[Tensor, Examples | None]:
@@ -230,7 +231,7 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
     trained = [layout for tensor, layout in aligned if tensor.requires_grad]
     place = aligned[0][1].axis - result.dim()
     if not trained and any(
-        _is_of_another(marks, item) and item.dim() >= -place and item.shape[place] > 1
+        is_of_another(marks, item) and item.dim() >= -place and item.shape[place] > 1
         for item in data
     ):
         return None  # of one example's rows beside others, as agree() has it

@@ -18,6 +18,7 @@ class Values:
         blank     it has the shape of data, but holds no example's values yet
         sum       it is a sum of terms that depend on one example each
         given     it is of given values, or of such alone, and counts as data because of its size
+        of one    it was lost whose it is where one example's values met others
         drawn     the same of drawn values, perhaps with given ones
         owner     the example of each element, if these lie along no axis, or nothing of any was
                   written to some, which are `_numbered.NOBODY`'s
