@@ -907,6 +907,24 @@ def test_packed_rows_in_groups(back, drawn):
     )
 
 
+def test_packed_rows_padded_with_less_than_all_values():
+    """As graphs are before their nodes are sorted: the padding is told by its value."""
+    bounds, places = torch.tensor([0, 2, 5]), torch.tensor([0, 1, 3, 4, 5])
+
+    def function(m, x):
+        hidden = x @ m.w
+        padding = hidden.detach().min() - 1
+        dense = padding.repeat(6, WIDTH)
+        dense[places] = hidden
+        dense = dense.view(2, 3, WIDTH).sort(dim=1, descending=True).values
+        return m.last(dense.masked_fill(dense == padding, 0.0).flatten(1))
+
+    check_operation(
+        function, {"w": (WIDTH, WIDTH), "last": nn.Linear(3 * WIDTH, 2)}, normal(5, WIDTH),
+        cu_seqlens=bounds,
+    )  # fmt: skip
+
+
 def test_packed_rows_that_not_all_are_written_are_refused():
     """Rows that nothing was written to belong to nobody, and what is computed of them as well."""
     bounds, order = torch.tensor([0, 2, 5]), torch.tensor([3, 0, 4, 2, 1])

@@ -221,15 +221,17 @@ def _place_after(marks: Marks, change: Change, layout: Layout, *, fresh: bool = 
     marks.place(change.after, layout)
 
 
-def _shows_unknown(marks: Marks, view: Tensor) -> bool:
-    """Whether a tensor is a view of data of which nothing was noted and shape says nothing.
+def _shows_unknown(marks: Marks, tensor: Tensor) -> bool:
+    """Whether a tensor is, or shows, data of which nothing was noted and shape says nothing.
 
-    Such data are inputs that have no example axis by contract.
+    Such data have no example axis by contract, as inputs may have none, and pass on no gradient.
     """
-    base = view._base
-    if base is None or node_of(base) is not None or not marks.is_data(base):
+    base = tensor._base
+    if base is None:
+        base = tensor
+    elif node_of(base) is not None:
         return False
-    return not marks.is_marked(base) and marks.layout_of(base) is None
+    return marks.is_data(base) and not marks.is_marked(base) and marks.layout_of(base) is None
 
 
 def _place_base(
