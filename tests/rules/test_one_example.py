@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.oracle import check_model
 from tests.rules.operation import check_operation, normal
 from tests.rules.test_complex import numbers, real
 
@@ -254,3 +255,19 @@ def test_the_only_example_lies_along_every_axis(function, parameters):
     check_operation(
         lambda m, x: function(m, x.sin()).reshape(1, -1), parameters, normal(1, POSITIONS, WIDTH)
     )
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        lambda value: value.unsqueeze(0),
+        lambda value: value.view(1),
+        lambda value: value.expand(2).sum()[None],
+        lambda value: torch.atleast_1d(value.movedim(0, -1)),
+    ],
+)
+def test_a_single_number_gets_its_axis_back(back):
+    def loss_fn(model, x):
+        return back(model(x).sin().squeeze())
+
+    check_model(nn.Linear(3, 1).double(), torch.randn(1, 3).double(), loss_fn)

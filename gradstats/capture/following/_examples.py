@@ -235,7 +235,7 @@ def spread(owner: Tensor, batch: int) -> Examples | Whole | None:
         owner: in the tensor's shape.
         batch: number of examples B.
     """
-    if batch > 1 and bool((owner == owner.flatten()[0]).all()):
+    if (batch > 1 or not owner.dim()) and bool((owner == owner.flatten()[0]).all()):
         return Whole(int(owner.flatten()[0]))
     for axis in range(owner.dim()):
         rows = owner.movedim(axis, 0).reshape(owner.shape[axis], -1)
