@@ -736,6 +736,12 @@ BESIDE_OTHERS = {
     "mixed and joined": lambda own, other, x, rows: torch.cat(
         [own * 0.7 + other * 0.3, rows.view(BATCH, WIDTH)], 1
     )[:, :WIDTH],
+    "mixed in place and masked": lambda own, other, x, rows: (
+        own.clone().lerp_(other, 0.3) * rows.view(BATCH, WIDTH)
+    ),
+    "a sum in place beside others": lambda own, other, x, rows: torch.maximum(
+        own.clone().unsqueeze(0).add_(other), rows.view(BATCH, WIDTH)
+    )[0],
     "a row written over": lambda own, other, x, rows: written(own, 0, other[0]),
     "a row copied over": lambda own, other, x, rows: copied(own, other),
     "one of joined rows": lambda own, other, x, rows: written(

@@ -14,7 +14,6 @@ from gradstats.capture.following._examples import (
     Mixed,
     Scores,
     Whole,
-    sole_of,
 )
 from gradstats.capture.following._families import FAMILIES
 from gradstats.capture.following._joins import joined_layout
@@ -24,7 +23,7 @@ from gradstats.capture.following._operands import (
     Unchanged,
     agree,
     by_first,
-    is_of_another,
+    holds_one_alone,
     sole_example,
 )
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
@@ -150,12 +149,13 @@ def _kept_apart(marks: Marks, call: Call, after: Layout | Unchanged) -> Layout |
 def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) -> None:
     """Note that the examples of a result were lost at the operation named ``at``."""
     lost = next(filter(marks.is_lost, data), None)
-    if any(is_of_another(marks, item) for item in data):
+    alone = holds_one_alone(marks, data)
+    if alone:
         marks.values.note(result, **{"of one": True})
     if lost is not None:
         # Blame the first of several operations that could not be followed.
         marks.mark(result, None, marks.lost_at(lost) if marks.is_marked(lost) else at)
-    elif any(isinstance(sole_of(marks.owned(item)), Whole) for item in data):
+    elif alone:
         marks.mark(result, None, at)  # an axis as long as the batch is not that of the examples
     else:
         marks.place(result, None, at)

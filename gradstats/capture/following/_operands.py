@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.nn.functional import bilinear
@@ -197,6 +197,14 @@ def is_of_another(marks: Marks, tensor: Tensor) -> bool:
     owned = marks.owned(tensor)
     other = isinstance(owned, Whole) and owned.example > 0
     return tensor.numel() > 1 and (other or "of one" in marks.values.held_by(tensor))
+
+
+def holds_one_alone(marks: Marks, data: Iterable[Tensor]) -> bool:
+    """Whether any of several tensors is of one example alone, or of what met such a one."""
+    return any(
+        isinstance(sole_of(marks.owned(item)), Whole) or "of one" in marks.values.held_by(item)
+        for item in data
+    )
 
 
 def _deciding(marks: Marks, data: list[Tensor]) -> tuple[Tensor, Examples | None]:

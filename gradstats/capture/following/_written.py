@@ -25,7 +25,7 @@ from gradstats.capture.following._layout import FOLLOWED
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import BROUGHT_BACK
 from gradstats.capture.following._numbered import Found, Owned, lies_after, lies_behind
-from gradstats.capture.following._operands import sole_example
+from gradstats.capture.following._operands import holds_one_alone, sole_example
 from gradstats.capture.following._writes import CHANGES, REPLACES, Write
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
@@ -132,7 +132,10 @@ def _place_written(marks: Marks, change: Change) -> None:
     found = lies_after(marks, write, target, owned, known, int(change.in_place), blank=fresh)
     if _goes_into_row(marks, change, found.layout):
         return
+    alone = found.layout is None and before and holds_one_alone(marks, [target, *values])
     _place_after(marks, change, found.layout, fresh=fresh)
+    if alone:
+        marks.values.note(after, **{"of one": True})
     if marks.packed and found.meets and any(value.requires_grad for value, _ in owned):
         marks.meetings.note(after)
     if found.numbers is not None:
