@@ -62,3 +62,17 @@ LIBRARY = torch.library.Library("gradstats_tests", "DEF")
 LIBRARY.define("linear(Tensor input, Tensor weight) -> Tensor")
 LIBRARY.impl("linear", torch.nn.functional.linear, "CompositeImplicitAutograd")
 linear_without_rule = torch.ops.gradstats_tests.linear
+
+
+class Cubed(torch.autograd.Function):
+    """x³, element by element."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x**2

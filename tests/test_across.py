@@ -11,6 +11,7 @@ from torch.nn.utils import rnn
 
 import gradstats as gs
 
+from .functions import Cubed
 from .oracle import assert_sqnorms, oracle_on_the_batch
 
 BATCH, WIDTH = 4, 3
@@ -152,18 +153,6 @@ def test_losses_of_all_examples_may_add_up_groups(loss):
     with gs.track(m, batch_size=BATCH, loss_reduction="sum") as tracker:
         loss(m(x)).backward()
     assert_sqnorms(tracker.stats, expected, 1e-10)
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * 3 * x**2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 
+from .functions import Cubed
 from .oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 from .pages import page_with
 
@@ -547,18 +548,6 @@ def of_functional(field):
     at = points().squeeze(1)
     jacobian = torch.autograd.functional.jacobian
     return jacobian(lambda at: field(at[:, None]).squeeze(1), at, create_graph=True).sum(0)[:, None]
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * 3 * x**2
 
 
 class CubedOnce(Cubed):
