@@ -164,7 +164,8 @@ def test_whether_operations_wait_is_remembered_for_their_sizes_alone():
     for examples in (BATCH, BATCH, 1000, BATCH, 1000):
         x = torch.randn(examples, 2, 4, dtype=torch.float64)
         with gs.track(model, batch_size=examples, fused=False) as tracker:
-            node = model(x).grad_fn.next_functions[0][0]
+            out = model(x)
+            node = out.grad_fn.next_functions[0][0]
             use = _hooked.hooked_on(node)
             waited.append(use is not None and use.group is not None)
             tracker.backward(model(x).square().sum((1, 2)))
