@@ -49,5 +49,5 @@ def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
 
 def rows_squared_norms(gradients: Tensor) -> Tensor:
     """Return the squared norms of gradients (B, *), float64."""
-    *_, width = 1, *gradients.shape[1:]
+    width = gradients.shape[-1] if gradients.dim() > 1 else 1
     return squared_norms(gradients.reshape(len(gradients), -1, max(1, width)), gradients.dtype)

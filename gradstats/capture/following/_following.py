@@ -151,7 +151,7 @@ def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) 
     lost = next(filter(marks.is_lost, data), None)
     alone = holds_one_alone(marks, data)
     if alone:
-        marks.values.note(result, **{"of one": True})
+        marks.values.note(result, of_one=True)
     if lost is not None:
         # Blame the first of several operations that could not be followed.
         marks.mark(result, None, marks.lost_at(lost) if marks.is_marked(lost) else at)

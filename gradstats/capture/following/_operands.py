@@ -196,13 +196,13 @@ def is_of_another(marks: Marks, tensor: Tensor) -> bool:
     """Whether values are one example's, and not the first's, which may stand for all."""
     owned = marks.owned(tensor)
     other = isinstance(owned, Whole) and owned.example > 0
-    return tensor.numel() > 1 and (other or "of one" in marks.values.held_by(tensor))
+    return tensor.numel() > 1 and (other or marks.values.is_of_one(tensor))
 
 
 def holds_one_alone(marks: Marks, data: Iterable[Tensor]) -> bool:
     """Whether any of several tensors is of one example alone, or of what met such a one."""
     return any(
-        isinstance(sole_of(marks.owned(item)), Whole) or "of one" in marks.values.held_by(item)
+        isinstance(sole_of(marks.owned(item)), Whole) or marks.values.is_of_one(item)
         for item in data
     )
 

@@ -18,7 +18,7 @@ class Values:
         blank     it has the shape of data, but holds no example's values yet
         sum       it is a sum of terms that depend on one example each
         given     it is of given values, or of such alone, and counts as data because of its size
-        of one    it was lost whose it is where one example's values met others
+        of_one    it was lost whose it is where one example's values met others
         drawn     the same of drawn values, perhaps with given ones
         owner     the example of each element, if these lie along no axis, or nothing of any was
                   written to some, which are `_numbered.NOBODY`'s
@@ -41,6 +41,10 @@ class Values:
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor of several examples was such a sum."""
         return "sum" in self.held_by(tensor, writes)
+
+    def is_of_one(self, tensor: Tensor) -> bool:
+        """Whether it was lost whose a tensor is where one example's values met others."""
+        return "of_one" in self.held_by(tensor)
 
     def owner_of(self, tensor: Tensor, writes: int = 0) -> Tensor | None:
         """Return the example of each element of a tensor, 1 standing for whole axes, if noted."""

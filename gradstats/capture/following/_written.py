@@ -135,7 +135,7 @@ def _place_written(marks: Marks, change: Change) -> None:
     alone = found.layout is None and before and holds_one_alone(marks, [target, *values])
     _place_after(marks, change, found.layout, fresh=fresh)
     if alone:
-        marks.values.note(after, **{"of one": True})
+        marks.values.note(after, of_one=True)
     if marks.packed and found.meets and any(value.requires_grad for value, _ in owned):
         marks.meetings.note(after)
     if found.numbers is not None:
