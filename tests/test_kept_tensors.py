@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from tests.functions import Kernel
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 BATCH, WIDTH = 5, 3
@@ -178,3 +179,71 @@ def test_a_forward_that_counts_its_calls_is_not_run_again():
     with pytest.raises(gs.CoupledExamplesError, match="keep it in the model"):
         gs.per_example_norms(model, torch.randn(4, 3), lambda model, x: model(x))
     assert model.calls == 1
+
+
+class Caches(nn.Module):
+    """Keeps in eval mode what it computes of its parameters, in several ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(2))
+        self.layer = nn.Linear(WIDTH, 2)
+        self.cache: dict[str, torch.Tensor] = {}
+        self.steps = {"history": [torch.ones(2)], "mean": torch.ones(2)}
+        self.width = None
+
+    def forward(self, x):
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.table[[1, 3, 1]].sum(0)[:2]
+        if self.width is None:
+            self.width = self.scale.exp()
+        self.steps["mean"] = (self.steps["mean"] + self.scale) / 2
+        self.steps["history"].append(self.steps["mean"])
+        drift = sum(self.steps["history"])
+        return torch.tanh(self.layer(x) * self.width + self.cache["bias"]) * drift
+
+
+def test_what_a_model_caches_of_its_parameters_does_not_outlive_a_call(batch):
+    torch.manual_seed(0)
+    model = Caches().double().eval()
+    expected = oracle_sqnorms(model, batch, loss_of)
+    steps, history, first = model.steps, model.steps["history"], model.steps["mean"]
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, batch, loss_of), expected, 1e-12)
+    assert_sqnorms(gs.per_example_norms(model, batch, loss_of, fallback="vmap"), expected, 1e-12)
+    one = tuple(each[:2] for each in batch)
+    products = gs.inner_products(model, batch, model, one, loss_of)
+    whole = gs.per_example_norms(model, batch, loss_of, gram=True).gram
+    torch.testing.assert_close(products, whole[:, :2])
+    gs.alignment(model, batch, loss_of, "mean")
+    report = gs.verify(model, batch, loss_of)
+    assert report.ok, report
+    assert model.cache == {} and model.width is None and model.steps is steps
+    assert steps["history"] is history and len(history) == 1 and steps["mean"] is first
+
+
+def test_what_a_model_caches_does_not_outlive_a_call_that_fails(batch):
+    model = Caches().double().eval()
+
+    def coupled(model, batch):
+        return loss_of(model, batch) * loss_of(model, batch).sum()
+
+    with pytest.raises(gs.CoupledExamplesError):
+        gs.per_example_norms(model, batch, coupled)
+    assert model.cache == {} and model.width is None and len(model.steps["history"]) == 1
+
+
+class WithoutRule(Caches):
+    """The same with an operation that has no rule."""
+
+    def forward(self, x):
+        return Kernel.apply(super().forward(x), self.scale)
+
+
+def test_what_a_model_caches_does_not_outlive_the_fallback(batch):
+    model = WithoutRule().double().eval()
+    expected = oracle_sqnorms(model, batch, loss_of)
+    for _ in range(2):
+        found = gs.per_example_norms(model, batch, loss_of, fallback="vmap")
+        assert_sqnorms(found, expected, 1e-12)
+    assert model.cache == {} and model.width is None and len(model.steps["history"]) == 1

@@ -98,14 +98,16 @@ class Tracker(Context):
         # tensors in plain attributes and in caches.
         kept: list[Tensor] = []
         attributes: list[Tensor] = []
+        self.attributes: list[Any] = []
         tracked = set(map(id, named.values()))
         if len(tracked) < len(self._parameters):
             kept += [p for p in self._parameters if id(p) not in tracked]
         for module in self.modules:
-            for name in kept_by(module):
-                attributes += tensors_kept(vars(module)[name])
+            self.attributes += [vars(module)[name] for name in kept_by(module)]
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
+        for each in self.attributes:
+            attributes += tensors_kept(each)
         for kind in set(map(type, self.modules)):
             attributes += tensors_kept(caches_of(kind))
         self.marks.keep_constant((*kept, *attributes))

@@ -3,7 +3,6 @@
 _checkpoint_files, _rates, _checkpoints    reading checkpoints, and their learning rates; _renamed
                 names under which transformers and peft save them
 _borrowed       lending the user's model to other weights; _renewal what it caches from them
-_surroundings   attributes and containers of modules, and restoring them
 _weights        checkpoints fitted to the model, and loaded
 _content, _loaders, _batches    data that are read several times, and identified; _order what a
                 loader's samplers choose, and its order

@@ -15,7 +15,7 @@ from gradstats.capture.operations._memory import parts_of
 from gradstats.capture.parameters._attributes import kept_by, tensors_kept
 from gradstats.scoring import _ranks
 from gradstats.scoring._renewal import Renewal, merging
-from gradstats.scoring._surroundings import Surroundings, ordinary_modules
+from gradstats.statistics._surroundings import Surroundings, ordinary_modules
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from gradstats.capture._selection import quoted
 from gradstats.capture.operations._memory import parts_of
 from gradstats.capture.parameters._attributes import kept_by, tensors_kept
 from gradstats.errors import CheckpointError
-from gradstats.scoring._surroundings import Surroundings
 from gradstats.statistics._state import Versions
+from gradstats.statistics._surroundings import Surroundings
 
 
 class Renewal:

@@ -3,7 +3,8 @@
 _arguments      checks of the caller's arguments
 _batches        batches: searched, copied, converted to another precision
 _division       how they divide into examples
-_state          side effects of a forward, and undoing them
+_state          side effects of a forward, and undoing them; _surroundings those on attributes
+                and containers of modules
 _loss           losses, example axes and weights, checked
 _backward       the forward and backward behind every function that is given a loss function
 _result         GradientNorms, and how it is made from a backward's reports

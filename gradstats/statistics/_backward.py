@@ -71,9 +71,9 @@ def run_examples(
     let_go()
     given = Given(batch)
     tracker = Tracker(model, settings=settings, **options)
-    start = Start(tracker.modules, tracker.marks.constants.values())
+    start = Start(tracker.modules, tracker.attributes, tracker.marks.constants.values())
     try:
-        losses = _differentiate(tracker, model, batch, loss_fn)
+        losses = _differentiate(tracker, start, model, batch, loss_fn)
     except ABOUT_EXAMPLES as error:
         explain(tracker.marks, error)
         again = given.again()
@@ -85,7 +85,7 @@ def run_examples(
         # entries as there are examples, which may belong to none.
         tracker = Tracker(model, settings=settings, doubtful_are_data=False, **options)
         try:
-            losses = _differentiate(tracker, model, *again, loss_fn)
+            losses = _differentiate(tracker, start, model, *again, loss_fn)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:
@@ -100,7 +100,9 @@ def run_examples(
     return tracker, losses
 
 
-def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: LossFunction) -> Tensor:
+def _differentiate(
+    tracker: Tracker, start: Start, model: nn.Module, batch: Any, loss_fn: LossFunction
+) -> Tensor:
     """Run the forward and the backward inside a context; return the losses' values."""
     division = Division(tracker.batch_size, tracker.marks.batch_dim)
     lists = division.lists_of_entries(batch)
@@ -115,6 +117,9 @@ def _differentiate(tracker: Tracker, model: nn.Module, batch: Any, loss_fn: Loss
                 total = losses.sum()
             tracker.backward_without_gradients(total)
         finally:
+            if tracker.derived:
+                start.drop_derived()
+                tracker.derived = False  # so that none of it is to be made plain
             tracker.close()
         with torch._C.DisableTorchFunction():
             measured = losses.detach()

@@ -122,7 +122,8 @@ class Fallback:
             with differentiable(self._model):
                 alone = self._one_by_one()
         finally:
-            after.restore()
+            self._before.restore()  # attributes too, which may be of the graph of any forward
+            after.restore(attributes=False)
         check_same(alone, together)
         values = alone.sqnorms
         bound: Tensor | float = 0.0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
+from gradstats.capture.parameters._attributes import holds_derived, kept_by
+from gradstats.statistics._surroundings import Surroundings, contents_of, refill
 
 
 class RandomNumbers:
@@ -72,9 +75,16 @@ class Start:
 
     Random numbers of the host are drawn again, and modules have the attributes and buffers that
     they had. Numbers that were written into these can only be told from those before.
+
+    Args:
+        modules: the model and all in it.
+        attributes: what their plain attributes hold that may hold tensors.
+        kept: the tensors that they keep.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], kept: Iterable[Tensor]):
+    def __init__(
+        self, modules: Iterable[nn.Module], attributes: Iterable[Any], kept: Iterable[Tensor]
+    ):
         self._versions = Versions(kept)
         self._numbers = torch.get_rng_state()
         self._held = [
@@ -82,6 +92,21 @@ class Start:
             for module in modules
             if type(module._buffers) is dict  # not one of TorchScript
         ]
+        self._contents = contents_of(attributes)
+
+    def drop_derived(self) -> None:
+        """Restore modules that hold tensors derived from parameters, which are of this forward.
+
+        Models may cache what they compute of their weights. The next forward would find it, and its
+        gradients would not reach the weights. What else the module holds may say that it is there.
+        """
+        for container, content in self._contents:
+            if holds_derived(container):
+                refill(container, content)
+        for module, attributes, _ in self._held:
+            own = vars(module)
+            if any(holds_derived(own[name]) for name in kept_by(module)):
+                _return_to(own, attributes)
 
     def restore(self) -> bool:
         """Return to that state; False if kept tensors have been written into."""
@@ -89,15 +114,20 @@ class Start:
             return False
         torch.set_rng_state(self._numbers)
         for module, attributes, buffers in self._held:
-            for now, then in ((vars(module), attributes), (module._buffers, buffers)):
-                for name in now.keys() - then.keys():
-                    del now[name]
-                now.update(then)
+            _return_to(vars(module), attributes)
+            _return_to(module._buffers, buffers)
         return True
 
 
+def _return_to(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """Have a dictionary hold what it did."""
+    for name in now.keys() - then.keys():
+        del now[name]
+    now.update(then)
+
+
 class State:
-    """What a forward may change as a side effect: random generators, buffers, look-up tables.
+    """What a forward may change as a side effect: generators, attributes, buffers, look-up tables.
 
     Of tables those whose rows are shortened where they are looked up (``max_norm``). ``restore``
     makes the next forward the same as the one after construction.
@@ -120,12 +150,16 @@ class State:
             for module in modules
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
         ]
+        self._surroundings = [Surroundings(each) for each in (model, *beside)]
         kept = (each for module in modules for each in (module._parameters, module._buffers))
         tensors = (tensor for each in kept for tensor in each.values())
         self._numbers = RandomNumbers(tensor.device for tensor in tensors if tensor is not None)
 
-    def restore(self, *, generators: bool = True) -> None:
-        """Put everything back, tensors in place; on request all but the random generators."""
+    def restore(self, *, generators: bool = True, attributes: bool = True) -> None:
+        """Put everything back, tensors in place; on request all but the one or the other."""
+        if attributes:
+            for surroundings in self._surroundings:
+                surroundings.restore()
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 module._buffers[name] = buffer

@@ -543,17 +543,28 @@ def test_what_was_kept_in_eval_mode_is_computed_anew(kind, with_graph, tmp_path)
     assert model.cache == kept and not model.training
 
 
-def test_what_an_earlier_call_kept_in_eval_mode_is_refused_until_the_model_drops_it():
+@pytest.mark.parametrize("kind", EVAL_CACHES.values(), ids=EVAL_CACHES)
+def test_what_a_call_keeps_in_eval_mode_does_not_outlive_it(kind):
+    torch.manual_seed(0)
+    model = kind().double()
+    batch = torch.randn(6, 4).double(), torch.arange(6) % 3
+    expected = oracle_sqnorms(model.train(), batch, loss_fn)
+    model.eval()
+    state = dict(vars(model))
+    for _ in range(1 if kind is InAnObject else 2):
+        assert_sqnorms(gs.per_example_norms(model, batch, loss_fn), expected, 1e-10)
+        assert vars(model) == state and model.cache == {}
+
+
+def test_what_an_earlier_forward_kept_in_eval_mode_is_refused_until_the_model_drops_it():
     torch.manual_seed(0)
     model = EvalCache().double().eval()
     batch = torch.randn(6, 4).double(), torch.arange(6) % 3
-    first = gs.per_example_norms(model, batch, loss_fn)
+    loss_fn(model, batch)
     with pytest.raises(gs.UnsupportedOperationError, match=r"'table'.*earlier forward in eval mod"):
         gs.per_example_norms(model, batch, loss_fn)
     expected = oracle_sqnorms(model.train(), batch, loss_fn)
-    again = gs.per_example_norms(model.eval(), batch, loss_fn)
-    assert_sqnorms(first, expected, 1e-10)
-    assert_sqnorms(again, expected, 1e-10)
+    assert_sqnorms(gs.per_example_norms(model.eval(), batch, loss_fn), expected, 1e-10)
 
 
 @pytest.mark.parametrize("kind", [EvalCache, CalibratedCache])

@@ -58,11 +58,16 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
     return found
 
 
+def holds_derived(attribute: Any) -> bool:
+    """Whether an attribute is a derived tensor, or holds one in containers."""
+    return any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(attribute))
+
+
 def restore_attributes(module: nn.Module) -> None:
     """Replace derived tensors that a forward (or a hook in it) left by plain ones."""
     own = vars(module)
     for name in kept_by(module):
-        if any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(own[name])):
+        if holds_derived(own[name]):
             own[name] = _unwrapped(own[name], set())
 
 

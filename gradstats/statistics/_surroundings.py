@@ -24,7 +24,7 @@ class Surroundings:
     def __init__(self, model: nn.Module):
         self._attributes = [(module, _attributes(module)) for module in ordinary_modules(model)]
         every = (value for _, kept in self._attributes for value in kept.values())
-        self._contents = [(each, _kind(each)(each)) for each in _containers_in(every)]
+        self._contents = contents_of(every)
 
     def restore(self) -> None:
         """Restore everything that has changed."""
@@ -34,7 +34,7 @@ class Surroundings:
             vars(module).update(kept)
         for container, content in self._contents:
             if _identities(container) != _identities(content):
-                _refill(container, content)
+                refill(container, content)
 
 
 def ordinary_modules(model: nn.Module) -> list[nn.Module]:
@@ -45,6 +45,11 @@ def ordinary_modules(model: nn.Module) -> list[nn.Module]:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return all but the mode."""
     return {name: value for name, value in vars(module).items() if name != "training"}
+
+
+def contents_of(items: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return the containers among some values and inside of these, each with a copy."""
+    return [(each, _kind(each)(each)) for each in _containers_in(items)]
 
 
 def _containers_in(items: Iterable[Any]) -> Iterator[Any]:
@@ -62,7 +67,7 @@ def _containers_in(items: Iterable[Any]) -> Iterator[Any]:
             pending += entries
 
 
-def _refill(container: Any, content: Any) -> None:
+def refill(container: Any, content: Any) -> None:
     """Have a container hold what it did; not by methods of its own, which may refuse to."""
     kind = _kind(container)
     kind.clear(container)
