@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -577,3 +578,66 @@ def test_recurrent_layers_without_cudnn_where_it_refuses_gradients(batch, traini
             assert torch.backends.cudnn.enabled == enabled
         finally:
             torch.backends.cudnn.enabled = True
+
+
+def adapted_in_turn(model, tasks):
+    """Each task's loss at weights that two steps on its support set have led to (MAML)."""
+    losses = []
+    for support, labels, queries, answers in zip(*tasks, strict=True):
+        own = dict(model.named_parameters())
+        for _ in range(2):
+            loss = functional.cross_entropy(functional_call(model, own, (support,)), labels)
+            steps = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+            own = {n: w - 0.1 * g for (n, w), g in zip(own.items(), steps, strict=True)}
+        losses.append(functional.cross_entropy(functional_call(model, own, (queries,)), answers))
+    return torch.stack(losses)
+
+
+def adapted_at_once(model, tasks):
+    """The same with transforms."""
+    weights = dict(model.named_parameters())
+
+    def loss_of(weights, x, labels):
+        return functional.cross_entropy(functional_call(model, weights, (x,)), labels)
+
+    def loss_of_task(support, labels, queries, answers):
+        own = weights
+        for _ in range(2):
+            steps = torch.func.grad(loss_of)(own, support, labels)
+            own = {name: own[name] - 0.1 * steps[name] for name in own}
+        return loss_of(own, queries, answers)
+
+    return torch.vmap(loss_of_task)(*tasks)
+
+
+def adapted_to_the_batch(model, tasks):
+    """All tasks' losses at the weights to which one step on all support sets leads."""
+    own = dict(model.named_parameters())
+    support, labels, queries, answers = tasks
+    loss = functional.cross_entropy(functional_call(model, own, (support,)).mT, labels)
+    steps = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+    own = {n: w - 0.1 * g for (n, w), g in zip(own.items(), steps, strict=True)}
+    scores = functional_call(model, own, (queries,))
+    return functional.cross_entropy(scores.mT, answers, reduction="none").mean(1)
+
+
+@pytest.fixture
+def tasks():
+    torch.manual_seed(0)
+    support, queries = torch.randn(B, 4, 4).double(), torch.randn(B, 5, 4).double()
+    return support, torch.randint(3, (B, 4)), queries, torch.randint(3, (B, 5))
+
+
+@pytest.mark.parametrize("losses", [adapted_in_turn, adapted_at_once])
+def test_weights_that_each_task_adapts_for_itself(tasks, losses):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    with pytest.raises(gs.GradStatsError, match=r'fallback="vmap"'):
+        gs.per_example_norms(model, tasks, losses)
+    stats = gs.per_example_norms(model, tasks, losses, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, tasks, losses), 1e-9)
+
+
+def test_weights_that_are_adapted_to_the_batch_are_refused(tasks):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    with pytest.raises(gs.CoupledExamplesError, match="when it is computed alone"):
+        gs.per_example_norms(model, tasks, adapted_to_the_batch, fallback="vmap")

@@ -156,19 +156,30 @@ class Fallback:
                 if not self._unserved:
                     raise
                 break
-            except (UnsupportedOperationError, ExampleAxisError) as error:
+            except (UnsupportedOperationError, ExampleAxisError, CoupledExamplesError) as error:
                 # Which losses are whose may not be known either: then no parameter is named.
                 named = set(error.parameters) or set(self._selected)
                 if not self._selected.keys() & (named - self._unserved.keys()):
                     raise
+                # One that names parameters is about their own gradients, each example's perhaps.
+                if isinstance(error, CoupledExamplesError) and not error.parameters:
+                    raise
                 self._before.restore()
-                lists = self._division.lists_of_entries(self._batch)
-                found = survey(self._model, self._batch, self._loss_fn, lists, **self._options)
-                refused = {*self._unserved, *named, *found.refused}
+                refused = {*self._unserved, *named, *self._refused()}
                 self._unserved = {n: p for n, p in self._selected.items() if n in refused}
-                self._hidden |= bool(found.functions.inside)
                 self._before.restore()
         return stats
+
+    def _refused(self) -> set[str]:
+        """Return the parameters that a survey finds to be refused; all where it finds no end."""
+        lists = self._division.lists_of_entries(self._batch)
+        try:
+            found = survey(self._model, self._batch, self._loss_fn, lists, **self._options)
+        except (UnsupportedOperationError, CoupledExamplesError):
+            self._hidden = True
+            return set(self._selected)
+        self._hidden |= bool(found.functions.inside)
+        return set(found.refused)
 
     def _together(self) -> Gradients:
         """Return the losses of the whole batch, and the gradients of their sum."""

@@ -198,9 +198,11 @@ def _check_inputs(tracker: Context, inputs: tuple, create_graph: bool) -> None:
                 f"no per-example gradient.{'' if create_graph else as_numbers} If each example "
                 "adapts a copy of its own (MAML), write it as w + delta and differentiate by "
                 "delta, zeros made of the batch, for x (B, d) and a matrix w "
-                "zeros_like(x[:, :1, None]).expand(-1, *w.shape).clone().requires_grad_(). "
+                "zeros_like(x[:, :1, None]).expand(-1, *w.shape).clone().requires_grad_(); or have "
+                'per_example_norms compute one example at a time with fallback="vmap". '
                 "Otherwise compute it outside the context, or leave the parameter out by name with "
-                f"exclude={node.names!r}."
+                f"exclude={node.names!r}.",
+                node.names,
             )
 
 

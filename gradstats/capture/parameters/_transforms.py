@@ -69,7 +69,8 @@ def hidden(what: str) -> HiddenError:
     return HiddenError(
         f"{what} computes with values that depend on parameters, and hides which of them belong to "
         "which example. Expected plain autograd: write derivatives with "
-        "torch.autograd.grad(..., create_graph=True) on the whole batch, or detach the values."
+        "torch.autograd.grad(..., create_graph=True) on the whole batch, detach the values, or "
+        'have per_example_norms compute one example at a time with fallback="vmap".'
     )
 
 
