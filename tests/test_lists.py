@@ -145,3 +145,36 @@ def test_entries_of_one_example_in_the_losses_of_others_are_refused(first):
     batch = torch.randn(3, 4).double(), list(torch.randn(3, 5, 4).double())
     with pytest.raises(gs.CoupledExamplesError, match="several examples"):
         gs.per_example_norms(model(), batch, losses)
+
+
+def by_bag(m, batch):
+    """Multiple-instance learning: one forward of all bags' rows, and a label for each bag."""
+    bags, labels = batch.values() if isinstance(batch, dict) else batch
+    rows = m["box"](torch.cat(bags)).split([len(bag) for bag in bags])
+    scores = torch.stack([each.amax(0) for each in rows])
+    return functional.cross_entropy(scores, labels, reduction="none")
+
+
+@pytest.mark.parametrize("lengths", [[2, 4, 1, 3], [2, 2, 2], [3, 2, 5], [5]], ids=str)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_list_of_sequences_may_come_first(lengths, named):
+    bags = [torch.randn(length, 4).double() for length in lengths]
+    batch = bags, torch.randint(4, (len(bags),))
+    net = model()
+    expected = oracle_sqnorms(net, batch, by_bag)
+    given = dict(zip(("bags", "labels"), batch, strict=True)) if named else batch
+    assert_sqnorms(gs.per_example_norms(net, given, by_bag), expected, 1e-9)
+
+
+def test_a_list_of_tensors_of_all_examples_may_come_first():
+    """There may be as many of them as something else has rows."""
+    net = nn.Linear(4, 3).double()
+    batch = [*torch.randn(2, 5, 4).double()], torch.randint(3, (5,)), torch.rand(2).double()
+
+    def losses(m, batch):
+        (first, second), labels, weights = batch
+        scores = weights[0] * m(first) + weights[1] * m(second)
+        return functional.cross_entropy(scores, labels, reduction="none")
+
+    expected = oracle_sqnorms(net, batch, losses)
+    assert_sqnorms(gs.per_example_norms(net, batch, losses), expected, 1e-9)

@@ -249,3 +249,24 @@ class Division:
 
 def _owners(lengths: Sequence[int]) -> list[int]:
     return [number for number, length in enumerate(lengths) for _ in range(length)]
+
+
+def listed_with_labels(batch: Any, batch_dim: int) -> int | None:
+    """Return how many tensors the list has with which a batch begins, if these are its examples.
+
+    They are if other tensors of the batch, such as labels, have as many rows, and not all have as
+    many as each tensor of the list does.
+    """
+    held = list(batch.values()) if isinstance(batch, Mapping) else batch
+    first = next(iter(held), None) if _is_list(held) else None
+    if not (_is_list(first) and first and _is_alike(first)):
+        return None
+    tensors, others = ([*tensors_in(each)] for each in (first, held[1:]))
+    if len(tensors) != len(first) or not all(each.dim() for each in (*tensors, *others)):
+        return None
+    rows, labels = (
+        {each.shape[min(batch_dim, each.dim() - 1)] for each in found}
+        for found in (tensors, others)
+    )
+    divided = len(rows) == 1 and rows <= labels
+    return len(first) if len(first) in labels and not divided else None

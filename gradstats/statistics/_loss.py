@@ -18,7 +18,7 @@ from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._refusals import PACK
 from gradstats.errors import ExampleAxisError, LossShapeError, TrackingError
 from gradstats.statistics._batches import opaque_in
-from gradstats.statistics._division import Division
+from gradstats.statistics._division import Division, listed_with_labels
 
 
 def check_losses(losses, batch_size: int) -> Tensor:
@@ -109,7 +109,8 @@ def check_plain(batch) -> None:
 def infer_batch_size(batch, batch_dim: int) -> int:
     """Return the number of examples of a batch, the example axis of its first tensor.
 
-    A batch of lists has as many as these have entries.
+    A batch of lists has as many as these have entries; so has one that begins with a list of
+    tensors of other lengths, such as bags or sequences, beside as many labels.
     """
     check_plain(batch)
     for tensor in tensors_in(batch):
@@ -121,7 +122,7 @@ def infer_batch_size(batch, batch_dim: int) -> int:
                     f"expected at least one example along axis {batch_dim}."
                 )
             lists = Division(size, batch_dim).lists_with_targets(batch)
-            return len(lists[0]) if lists else size
+            return len(lists[0]) if lists else listed_with_labels(batch, batch_dim) or size
     held = {type(item).__name__ for item in opaque_in(batch) if item is not batch}
     of = f" of {', '.join(sorted(held))}" if held else ""
     raise ExampleAxisError(
