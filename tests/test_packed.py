@@ -563,6 +563,106 @@ def test_nodes_that_pooling_left_without_neighbours(reached):
         loss_fn(model, batch).mean().backward()
 
 
+class Weighed(nn.Module):
+    """A graph layer with trained weights of edges, beside those of self-loops, which are ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_edge, self.of_node = nn.Linear(2, 1), nn.Linear(3, 4)
+        self.shift, self.last = nn.Parameter(torch.randn(4)), nn.Linear(4, 2)
+
+    def forward(self, nodes, edges, features, loops):
+        weights = self.of_edge(features).squeeze(1).sigmoid()
+        weights = torch.cat([weights, weights.new_ones(len(nodes))])
+        source, target = torch.cat([edges, loops.expand(2, -1)], 1)
+        degrees = torch.zeros(len(nodes)).to(nodes).scatter_add_(0, target, weights)
+        weights = degrees[source].rsqrt() * weights * degrees[target].rsqrt()
+        sent = weights[:, None] * self.of_node(nodes)[source]
+        received = nodes.new_zeros(len(nodes), 4).index_add_(0, target, sent)
+        return self.last((received + self.shift).tanh())
+
+
+def loss_of_weighed(sizes, loops=None):
+    owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    loops = torch.arange(len(owner)) if loops is None else loops
+
+    def losses(model, batch):
+        nodes, edges, features, labels = batch
+        gs.assign_rows(features, owner[edges[0]])
+        rows = model(nodes, edges, features, loops)
+        pooled = torch.zeros(len(sizes), 2).to(rows).index_add(0, owner, rows)
+        return functional.cross_entropy(pooled, labels, reduction="none")
+
+    return losses
+
+
+def weighed_graphs(sizes):
+    first = itertools.accumulate(sizes[:-1], initial=0)
+    edges = [
+        start + torch.randint(n, (2, 2 * (n - 1))) for start, n in zip(first, sizes, strict=True)
+    ]
+    edges = torch.cat(edges, 1)
+    nodes, features = torch.randn(sum(sizes), 3), torch.randn(edges.shape[1], 2)
+    bounds = functional.pad(torch.tensor(sizes).cumsum(0), (1, 0))
+    return (nodes.double(), edges, features.double(), torch.randint(2, (len(sizes),))), bounds
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 4), (2, 2, 2), (4, 1, 1, 2), (5, 3), (4,)], ids=str)
+def test_constants_that_are_joined_to_the_rows_of_examples(sizes):
+    torch.manual_seed(0)
+    model, (batch, bounds) = Weighed().double(), weighed_graphs(sizes)
+    losses = loss_of_weighed(sizes)
+    expected = oracle_on_the_batch(model, batch, losses)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses, cu_seqlens=bounds), expected, 1e-9)
+    with gs.track(model, batch_size=len(sizes), cu_seqlens=bounds) as tracker:
+        tracker.backward(losses(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    if len(sizes) > 1:
+        with (
+            gs.track(model, batch_size=len(sizes), cu_seqlens=bounds),
+            pytest.raises(gs.ExampleAxisError, match=r"constants were joined to its rows"),
+        ):
+            losses(model, batch).mean().backward()
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 4), (2, 2, 2)], ids=str)
+def test_joined_constants_of_other_nodes_than_they_are_taken_for(sizes):
+    """Self-loops in another order: those of other examples meet the edges' weights."""
+    torch.manual_seed(0)
+    model, (batch, bounds) = Weighed().double(), weighed_graphs(sizes)
+    losses = loss_of_weighed(sizes, torch.arange(sum(sizes)).flip(0))
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, batch, losses, cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 1, 3, 2]])
+def test_joined_constants_that_meet_no_rows_of_other_examples(order):
+    """Those of two examples could be taken for each other's where they meet given values alone."""
+    order = torch.tensor(order)
+    model, nodes = nn.ModuleList([nn.Linear(2, 1), nn.Linear(1, 1)]).double(), torch.randn(4, 1)
+    batch = nodes.double(), torch.randn(3, 2).double()
+
+    def losses(model, batch):
+        nodes, edges = batch
+        weights = model[0](gs.assign_rows(edges, torch.zeros(3, dtype=torch.long)))[:, 0].exp()
+        weights = torch.cat([weights, torch.arange(1, 5).to(weights)])
+        sent = (
+            model[1](weights[:, None])[:, 0]
+            * nodes[torch.cat([torch.tensor([0, 1, 1]), order])][:, 0]
+        )
+        targets = torch.cat([torch.tensor([1, 0, 0]), order])
+        received = torch.zeros(4).to(sent).index_add(0, targets, sent)
+        return torch.zeros(3).to(sent).index_add(0, torch.tensor([0, 0, 1, 2]), received).square()
+
+    bounds = torch.tensor([0, 2, 3, 4])
+    if order.tolist() == [0, 1, 2, 3]:
+        got = gs.per_example_norms(model, batch, losses, cu_seqlens=bounds)
+        assert_sqnorms(got, oracle_on_the_batch(model, batch, losses), 1e-9)
+    else:
+        with pytest.raises(gs.ExampleAxisError, match=r"order of the batch"):
+            gs.per_example_norms(model, batch, losses, cu_seqlens=bounds)
+
+
 def test_graphs_without_bounds_are_refused():
     batch = Packed((torch.randn(3, 4), torch.randint(3, (2, 6))))
     with pytest.raises(gs.ExampleAxisError, match=r"Packed.*cu_seqlens="):

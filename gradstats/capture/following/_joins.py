@@ -80,8 +80,30 @@ def _in_line(
         known = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
         dim = -1
     elif dim == known[0].axis and len(known) < len(tensors):
-        return None  # constants may be joined to data along other axes only
+        placed = [
+            owned if isinstance(owned, Examples) else _supposed(marks, tensor, dim)
+            for tensor, owned in zip(tensors, owners, strict=True)
+        ]
+        known = [layout for layout in placed if layout is not None]
+        if len(known) < len(tensors) or not trained:
+            return None
+        marks.supposed = True
     return _joined(known, dim, result.device)
+
+
+def _supposed(marks: Marks, constant: Tensor, axis: int) -> Examples | None:
+    """Return whose the rows of a constant are supposed to be that is joined to packed examples'.
+
+    They are nobody's, as the weights of self-loops that a graph layer adds to those of edges. Taken
+    for another example's they are refused where they meet the rows that they belong with.
+    """
+    if not marks.packed or marks.is_of_data(constant):
+        return None
+    rows = constant.shape[axis]
+    if rows == marks.contract.rows:
+        return marks.contract.along(axis)
+    likely = [*marks.known_of(rows)]
+    return likely[0].along(axis) if len(likely) == 1 else None
 
 
 def _joined(layouts: Sequence[Examples], dim: int, device: torch.device) -> Examples | None:

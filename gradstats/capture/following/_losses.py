@@ -14,6 +14,11 @@ MADE_OF_THE_BATCH = (
     "(zeros_like)."
 )
 
+NOBODYS = (
+    "nothing was written to some rows of a tensor, or constants were joined to its rows, so that "
+    "it is not known to which packed example they belong"
+)
+
 
 def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
     """Return the example of each loss, (B,); None if they are in the batch's order."""
@@ -43,6 +48,12 @@ def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
             f"the losses belong to the examples {owner.tolist()}, as followed through the "
             f"model, expected one loss for each of {marks.batch_size} examples. Sum the losses "
             "of each example."
+        )
+    if marks.supposed:
+        raise ExampleAxisError(
+            f"the losses belong to the examples {owner.tolist()}, as followed through the model, "
+            f"but {NOBODYS}. Expected losses in the order of the batch: put them back by indexing; "
+            "or say whose rows these are with gs.assign_rows."
         )
     return owner
 
@@ -78,10 +89,9 @@ def check_sum(marks: Marks, loss: Tensor, *, crossed: bool) -> None:
         )
     if marks.supposed and not marks.knows_losses:
         raise ExampleAxisError(
-            "nothing was written to some rows of a tensor, so that it is not known to which "
-            "packed example they belong, and a loss over all examples does not tell. Expected "
-            "one loss for each example, as tracker.backward(losses) takes; or say whose rows "
-            "these are with gs.assign_rows."
+            f"{NOBODYS}, and a loss over all examples does not tell. Expected one loss for each "
+            "example, as tracker.backward(losses) takes; or say whose rows these are with "
+            "gs.assign_rows."
         )
 
 

@@ -67,7 +67,8 @@ class Marks:
         marked: the data tensors that carry a mark.
         noted_nodes: the numbers in the autograd graph of those whose examples do not lie as the
             contract says, where an operation may not be seen.
-        supposed: whether rows that nothing was written to were supposed to belong to examples.
+        supposed: whether rows of constants, or that nothing was written to, were supposed to belong
+            to examples.
         knows_losses: whether there are losses of one example each, which would contradict what is
             wrong.
         enclosed: tensors in the closures and globals of the loss function and the model's code.
