@@ -8,7 +8,7 @@ _products       linear layers and matrix products; _added, _bilinear, _experts
 _convolution    convolutions and transposed convolutions
 _embedding      look-ups by integers
 _normalization  normalisation layers; _affine the factors of their scale and shift
-_elementwise    everything that broadcasts; _summed sums of terms, _per_example all the rest
+_elementwise    everything that broadcasts; _per_example what has no short cut
 _losses         losses of each element or class
 _sampling       grid_sample
 _in_place       data written into what was made of parameters, or into a copy of it

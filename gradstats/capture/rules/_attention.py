@@ -6,7 +6,6 @@ Symbols: N examples, L queries, S keys, H heads, E features. Sequence first: (L,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +17,9 @@ from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
-from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
+from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of
 from gradstats.capture.rules._common import as_data, rows_along, run
 from gradstats.capture.rules._per_example import per_example
-from gradstats.capture.rules._summed import BroadcastFactors
-from gradstats.capture.uses._uses import tap
 from gradstats.capture.uses._views import ExampleLayout
 
 if TYPE_CHECKING:
@@ -91,19 +88,11 @@ def multi_head_attention(
     is_causal = is_causal and key_padding_mask is None and not need_weights
     if is_causal:
         attn_mask = None
-    mask = _merged_mask(
-        tracker,
-        func,
-        node,
-        attn_mask,
-        key_padding_mask,
-        examples.along(0),
-        num_heads,
-        q.dtype,
-    )
+    along = examples.along(0)
+    mask = _merged_mask(tracker, func, node, attn_mask, key_padding_mask, along, num_heads, q.dtype)
     dropout_p = dropout_p if training else 0.0
     if need_weights:
-        logits = _logits(examples.along(0), q * math.sqrt(1.0 / q.shape[2]), k, mask)
+        logits = _logits(tracker, along, q * math.sqrt(1.0 / q.shape[2]), k, mask)
         attended = logits.softmax(-1)
         if dropout_p > 0.0:
             attended = functional.dropout(attended, dropout_p)
@@ -113,7 +102,7 @@ def multi_head_attention(
     else:
         heads = [x.view(rows, num_heads, x.shape[1], -1) for x in (q, k, v)]
         for item in heads:  # the rule for a trained mask asks where examples lie
-            tracker.marks.place(item, examples.along(0))
+            tracker.marks.place(item, along)
         mixed = run(
             tracker, functional.scaled_dot_product_attention, *heads, mask, dropout_p, is_causal
         )
@@ -156,7 +145,7 @@ def _split(tracker: Context, packed, sizes: list[int]):
 def _merged_mask(
     tracker: Context, func, node: Node, mask, padding, examples: Examples, heads, dtype
 ):
-    """Return what is added to the logits, (1 or N, 1 or H, L, S); None for nothing.
+    """Return what is added to the logits, (1, 1, L, S) or (N, H, L, S); None for nothing.
 
     Args:
         mask: attn_mask (L, S) or (N·H, L, S), boolean or added.
@@ -184,34 +173,16 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
-def _logits(examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
+def _logits(tracker: Context, examples: Examples, q: Tensor, k: Tensor, mask) -> Tensor:
     """Return q kᵀ + mask, (N·H, L, S)."""
+    k = k.mT
     if mask is None:
-        return torch.bmm(q, k.mT)
-    node = node_of(mask)
-    value = value_of(mask)
-    heads = len(q) // examples.rows
-    if value.shape[:2] == (1, 1):
-        flat = value.view(1, *value.shape[2:])
-    else:
-        flat = value.expand(-1, heads, -1, -1).reshape(len(q), *value.shape[2:])
-    logits = torch.baddbmm(flat, q, k.mT)
-    if node is None:
-        return logits
-    layout = ExampleLayout(4, examples)
-    factors = HeadsFactors(BroadcastFactors(layout, tuple(mask.shape)), heads)
-    return tap([node], logits, factors, None)
-
-
-@dataclass(frozen=True)
-class HeadsFactors:
-    """The factor of a tracked mask, from the gradient of logits (N·H, L, S)."""
-
-    factors: BroadcastFactors
-    heads: int
-
-    def __call__(self, grad: Tensor, nothing: None) -> list:
-        return self.factors(grad.unflatten(0, (-1, self.heads)), None)
+        return torch.bmm(q, k)
+    if node_of(mask) is not None:  # its rule asks where examples lie
+        owner = examples.owner(q.device).repeat_interleave(len(q) // examples.rows)
+        for item in (q, k):
+            tracker.marks.place(item, examples.owned_by(owner, 0))
+    return run(tracker, torch.baddbmm, run(tracker, Tensor.flatten, mask, 0, 1), q, k)
 
 
 def scaled_dot_product(tracker: Context, func, query, key, value, *args, **kwargs):

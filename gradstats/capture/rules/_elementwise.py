@@ -7,10 +7,10 @@ kernels on CUDA (``_broadcast``), which write no per-example gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,9 +51,9 @@ from gradstats.capture.rules._per_example import (
     per_example,
     tapped,
 )
-from gradstats.capture.rules._summed import BroadcastFactors
 from gradstats.capture.uses._broadcast import BroadcastUse, on_chip
 from gradstats.capture.uses._hooked import ADDED, MULTIPLIED, hooked
+from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
 from gradstats.capture.uses._views import ExampleLayout, Shared, example_view
 
@@ -173,6 +173,37 @@ def _product_or_sum(
 
 def _exchanged(func, x: Tensor, parameter: Tensor) -> Tensor:
     return func(parameter, x)
+
+
+@dataclass(frozen=True)
+class BroadcastFactors(Joinable):
+    """The factor of a term that was broadcast to the result's shape."""
+
+    layout: ExampleLayout
+    shape: tuple[int, ...]
+
+    @property
+    def examples(self) -> Examples:  # type: ignore[override]
+        return self.layout.examples
+
+    def likeness(self) -> Hashable | None:
+        whole = self.layout.rows_of(self.shape) == 1
+        return (self.shape, self.layout.dims) if whole else None
+
+    def joined(self, count: int) -> BroadcastFactors:
+        layout = replace(self.layout, examples=self.examples.times(count))
+        return replace(self, layout=layout)
+
+    def data_gradients(self, nodes: Sequence[Node], grad: Tensor, *saved: Tensor) -> Any:
+        """What a sum hands on does not depend on its terms: None."""
+
+    def __call__(self, grad: Tensor, x: Tensor | None = None) -> list:
+        sizes, own = self.layout.padded(self.shape), self.layout.examples.axis
+        repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != own]
+        if repeated:
+            dtype = None if grad.is_complex() else compute_dtype(grad)
+            grad = grad.sum(repeated, keepdim=True, dtype=dtype)
+        return [self.layout.factor(grad, self.shape)]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from gradstats.capture.rules._common import (
     run,
 )
 from gradstats.capture.rules._layered import layered
-from gradstats.capture.rules._summed import Part, summed
 from gradstats.capture.uses._grafted import Composed
 from gradstats.capture.uses._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
 from gradstats.capture.uses._linear import LinearFactors, by_rows, is_pytorchs_own
@@ -49,22 +48,17 @@ def linear(tracker: Context, func, input, weight, bias=None):
     if weight.is_complex():
         return Composed(_complex_linear)(tracker, func, input, weight, bias)
     apart = tracker.marks.is_trained(weight) and not are_of_one(tracker, (input, weight))
-    if apart or not tracker.marks.is_of_data(input):
+    fits = bias is None or bias.shape == weight.shape[:1]
+    if apart or not fits or not tracker.marks.is_of_data(input):
         return Composed(_bias_apart)(tracker, func, input, weight, bias)
-    if bias is None or bias.shape == weight.shape[:1]:
-        return linear_layer(tracker, func, input, weight, bias)
-    x = cast_for_autocast(tracker, input)
-    parts = []
-    if node_of(weight) is not None:
-        node = first_node(weight)
-        examples = locate(tracker, func, node, x, folds=True, trailing=1)
-        parts.append(Part(node, LinearFactors(True, False, examples, tuple(weight.shape))))
-    result = func(x, value_of(weight), value_of(bias))
-    return summed(tracker, func, result, x, parts, (bias, 1), (x, None))
+    return linear_layer(tracker, func, input, weight, bias)
 
 
 def _bias_apart(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The examples may lie in the bias alone, or along the rows of a weight made of data."""
+    """The examples may lie in the bias alone, or along the rows of a weight made of data.
+
+    And the bias may be broadcast.
+    """
     result = functional.linear(input, weight)
     return result + bias.to(result.dtype)  # autocast may have made it another
 
