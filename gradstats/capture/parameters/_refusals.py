@@ -28,14 +28,15 @@ BACKWARD_OF_ONES_OWN = (
 )
 
 
-def refuse(func, node: Node, reason: str = "has no rule", remedy: str = "") -> NoReturn:
+def refuse(
+    func,
+    node: Node,
+    reason: str = "has no rule",
+    remedy: str = "",
+    cause: Exception | None = None,
+) -> NoReturn:
     """Raise the error for an operation whose factor is not known."""
-    raise refusal(func, node, reason, remedy)
-
-
-def refusal(func, node: Node, reason: str, remedy: str) -> UnsupportedOperationError:
-    """Return the error for an operation whose factor is not known."""
-    return UnsupportedOperationError(
+    raise UnsupportedOperationError(
         f"{function_name(func)} {reason} for {node.describe()}, so its per-example gradient is not "
         "known. Expected an operation that gradstats has a rule for. "
         + (
@@ -45,7 +46,7 @@ def refusal(func, node: Node, reason: str, remedy: str) -> UnsupportedOperationE
             f"parameter out by name with exclude={node.names!r}."
         ),
         node.names,
-    )
+    ) from cause
 
 
 def check_nested(func, operands: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import variants
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node, same_storage
-from gradstats.capture.parameters._refusals import refusal, refuse_change
+from gradstats.capture.parameters._refusals import refuse, refuse_change
 from gradstats.capture.parameters._tensors import first_node, node_of
 from gradstats.capture.rules._common import run
 from gradstats.capture.uses._views import ExampleLayout, example_view
@@ -55,13 +55,13 @@ def write_into(tracker: Context, func, input, *args, **kwargs):
     As the tokens of a masked autoencoder are, among copies of a mask token.
     """
     if node_of(input) is None or tracker.marks.packed:
-        raise refusal(func, first_node(input, *args, *kwargs.values()), "has no rule", "")
+        refuse(func, first_node(input, *args, *kwargs.values()))
     if func in IN_PLACE:
         return write_data(tracker, func, (input, *args), kwargs)
     node = first_node(input)
     layout = _layout_after(tracker.marks, input, WRITES[func](input, *args, **kwargs))
     if layout is None:
-        raise refusal(func, node, "of data whose examples are not known has no rule", "")
+        refuse(func, node, "of data whose examples are not known has no rule")
     seen = example_view(node, ExampleLayout(input.dim(), layout))
     tracker.marks.place(seen, layout)
     result = run(tracker, func, seen, *args, **kwargs)
@@ -101,7 +101,7 @@ def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
         torch.utils.swap_tensors(target, data)
     except RuntimeError as error:  # something else holds it, such as a view
         reason = "changes a tensor in place that others show, which has no rule"
-        raise refusal(func, node, reason, "Write it out of place.") from error
+        refuse(func, node, reason, "Write it out of place.", error)
 
 
 def _layout_after(marks: Marks, target: Tensor, write: Write) -> Examples | None:

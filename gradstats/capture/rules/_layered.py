@@ -24,7 +24,7 @@ def layered(
     parameters: Sequence[Tensor | None],
     examples: Examples,
     layer: Layer,
-    operands: Sequence[Tensor | None],
+    operands: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """Run a layer whose backward computes norms together with the weight gradient.
 
@@ -34,25 +34,13 @@ def layered(
         parameters: weight and bias.
         examples: where the examples lie in the result.
         layer: the layer.
-        operands: what it takes in place of the parameters.
+        operands: what it takes in place of the parameters; None where a decision is repeated.
     """
-    result = _layered(tracker, x, parameters, examples, layer, operands)
-    tracker.decided = Decided(result, _layered, x, parameters, examples, (layer,))
-    return result
-
-
-def _layered(
-    tracker: Context,
-    x: Tensor,
-    parameters: Sequence[Tensor | None],
-    examples: Examples,
-    layer: Layer,
-    operands: Sequence[Tensor | None] | None = None,
-) -> Tensor:
-    if operands is None:
-        operands = [bare(item, False) for item in parameters]
+    given = [bare(item, False) for item in parameters] if operands is None else operands
     nodes = nodes_of(parameters)
-    result = attach(LayerUse, Use(nodes), layer, x, *operands)
+    result = attach(LayerUse, Use(nodes), layer, x, *given)
     if len(nodes) == sum([item is not None for item in parameters]):
         tracker.note_followed(result, examples)
+    if operands is not None:
+        tracker.decided = Decided(result, layered, x, parameters, examples, (layer,))
     return result

@@ -107,16 +107,18 @@ def matmul(tracker: Context, func, input, other=None, **kwargs):
         return func(value_of(input), value_of(other))  # which PyTorch refuses
     if node_of(input) is None and other.dim() == 2 <= input.dim() and not other.is_complex():
         return linear_layer(tracker, func, input, other, None, inputs_first=True)
-    input, other = own_parts(tracker, func, input, other)
-    if node_of(input) is None and node_of(other) is None:
-        return func(input, other)
-    input, other = cast_data(tracker, input), cast_data(tracker, other)
-    node, x, factors = product_factors(tracker, func, input, other)
-    result = func(value_of(input), value_of(other))
+    operands = input, other = _cast_data(tracker, input), _cast_data(tracker, other)
+    sources = _repeated_source(input, other), _repeated_source(other, input)
+    shown = _own_slices(tracker, func, operands, sources, *matrix_product(input.dim(), other.dim()))
+    if not nodes_of(shown):
+        return func(*shown)
+    result = func(*map(value_of, operands))
+    specs, out = matrix_product(*(source.dim() for source in sources))
+    node, x, factors = _factors_between(tracker, func, sources, specs, out)
     return tap([node], free_of_views(result), factors, x)
 
 
-def own_slices(
+def _own_slices(
     tracker: Context,
     func,
     operands: Sequence[Tensor],
@@ -150,22 +152,8 @@ def own_slices(
     return shown
 
 
-def own_parts(tracker: Context, func, input: Tensor, other: Tensor) -> list[Tensor]:
-    """Do the same for the operands of a product of matrices."""
-    sources = _repeated_source(input, other), _repeated_source(other, input)
-    specs, out = matrix_product(input.dim(), other.dim())
-    return own_slices(tracker, func, (input, other), sources, specs, out)
-
-
-def cast_data(tracker: Context, item: Tensor) -> Tensor:
+def _cast_data(tracker: Context, item: Tensor) -> Tensor:
     return cast_for_autocast(tracker, item) if node_of(item) is None else item
-
-
-def product_factors(tracker: Context, func, input, other) -> tuple[Node, Tensor, ProductFactor]:
-    """Return the tracked operand's node and the factors of a product, with the data they need."""
-    operands = [_repeated_source(input, other), _repeated_source(other, input)]
-    specs, out = matrix_product(*(operand.dim() for operand in operands))
-    return _factors_between(tracker, func, operands, specs, out)
 
 
 def _factors_between(
@@ -233,11 +221,11 @@ def _unused(specs: Sequence[list[str]]) -> str:
 def einsum(tracker: Context, func, equation, *operands):
     """Two-operand contractions in Einstein's notation, one operand tracked."""
     inputs, out = parse_equation(equation, operands)
-    operands = tuple(own_slices(tracker, func, operands, operands, inputs, out))
+    operands = tuple(_own_slices(tracker, func, operands, operands, inputs, out))
     if not nodes_of(operands):
         return func(equation, *operands)
     result = func(equation, *(value_of(operand) for operand in operands))
-    operands = tuple(cast_data(tracker, operand) for operand in operands)
+    operands = tuple(_cast_data(tracker, operand) for operand in operands)
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
     return tap([node], free_of_views(result), factors, x)
 
