@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,19 +43,6 @@ def el2n(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
     Source: Paul et al., arXiv 2107.07075.
     """
     return np.linalg.norm(probability - np.eye(probability.shape[-1])[given], axis=-1)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a loss function's cross-entropy was computed from.
-
-    Attributes:
-        probability: (B, K) float64.
-        label: (B,) int64.
-    """
-
-    probability: np.ndarray
-    label: np.ndarray
 
 
 class CrossEntropyWatch(TorchFunctionMode):
@@ -103,8 +89,8 @@ class CrossEntropyWatch(TorchFunctionMode):
             except GradStatsError as error:
                 self._problem = str(error)
 
-    def prediction(self, batch_size: int) -> Prediction | None:
-        """Return what was seen, or None and set ``reason``."""
+    def prediction(self, batch_size: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return probabilities (B, K), float64, and labels (B,), or None and set ``reason``."""
         seen, self._seen = self._seen, []
         if len(seen) != 1:
             self.reason = (
@@ -140,7 +126,7 @@ class CrossEntropyWatch(TorchFunctionMode):
         if not bool(np.isfinite(probability).all()):
             self.reason = "some logits are not finite"
             return None
-        return Prediction(probability, label)
+        return probability, label
 
 
 def _is_one_for_each(func: Callable, logits: Tensor, labels: Tensor, batch_size: int) -> bool:

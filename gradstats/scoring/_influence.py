@@ -15,13 +15,12 @@ from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source
 from gradstats.scoring._borrowed import borrowed
 from gradstats.scoring._checkpoints import Checkpoints
-from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._passes import Pairs, Passes
 from gradstats.scoring._rankings import check_k
 from gradstats.scoring._scores import InfluenceScores, check_normalize
 from gradstats.scoring._top import TopScores
-from gradstats.scoring._work import Work, check_checkpoints, folder_path, read_data
-from gradstats.statistics._arguments import Choices, LossFunction, check_flags
+from gradstats.scoring._work import Work, read_data
+from gradstats.statistics._arguments import Choices, LossFunction
 from gradstats.statistics._state import random_numbers_kept
 
 if TYPE_CHECKING:
@@ -173,29 +172,25 @@ def influence(
         Hammoudeh and Lowd, arXiv 2201.10055.
     """
 
-    def checked() -> tuple[Work, Pairs, int, int | None, Path | None]:
-        check_checkpoints(checkpoints)
+    def checked() -> tuple[Work, Pairs, int, int | None]:
         check_normalize(normalize)
-        check_flags(resume=resume, progress=progress)
         number = integer(budget)
         if number is None or number < 1:
             raise ScoreError(f"budget is {budget!r}, expected a positive number of bytes.")
         k = None if top_k is None else check_k(top_k)
         work = Work.of(
-            model, loss_fn, nonfinite=nonfinite, progress=progress,
-            layout=BatchLayout(batch_dim, cu_seqlens), parameters=parameters, exclude=exclude,
-            workspace=workspace,
+            model, loss_fn, checkpoints, out=out, resume=resume, nonfinite=nonfinite,
+            progress=progress, batch_dim=batch_dim, cu_seqlens=cu_seqlens, parameters=parameters,
+            exclude=exclude, workspace=workspace,
         )  # fmt: skip
-        return work, Pairs(checkpoints, query_checkpoints, work), number, k, folder_path(out)
+        return work, Pairs(work, query_checkpoints), number, k
 
-    work, pairs, number, k, folder = _ranks.together(checked)
+    work, pairs, number, k = _ranks.together(checked)
     scores: InfluenceScores | TopScores
     with random_numbers_kept(work.device):
-        train = read_data(work, train_loader, "train", train_ids, kept=folder is not None)
-        query = read_data(
-            work, query_loader, "query", query_ids, kept=folder is not None, shared=False
-        )
-        passes = Passes(work, pairs, train, query, number, folder, resume)
+        train = read_data(work, train_loader, "train", train_ids)
+        query = read_data(work, query_loader, "query", query_ids, shared=False)
+        passes = Passes(work, pairs, train, query, number)
         about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
         with borrowed(work.model, work.renewal, work.first_losses(train, check=False)):
             if k is None:

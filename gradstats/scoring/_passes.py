@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from tqdm import tqdm
 
 from gradstats.errors import CheckpointError
 from gradstats.scoring import _ranks
-from gradstats.scoring._checkpoints import Checkpoint, Checkpoints, WeightsOnly
+from gradstats.scoring._checkpoints import Checkpoint, WeightsOnly
 from gradstats.scoring._estimate import estimate
 from gradstats.scoring._folder import STRONGEST, Folder
 from gradstats.scoring._loaders import Data
@@ -26,7 +25,8 @@ from gradstats.scoring._work import Work, amount, open_folder, open_tiles, plura
 class Pairs:
     """The checkpoints of the two sides, loaded together."""
 
-    def __init__(self, checkpoints: Checkpoints, query_checkpoints: Any, work: Work):
+    def __init__(self, work: Work, query_checkpoints: Any):
+        checkpoints = work.checkpoints
         self.names = checkpoints.names
         self._train = checkpoints
         self._query = None if query_checkpoints is None else WeightsOnly(query_checkpoints)
@@ -56,28 +56,17 @@ class Passes:
         pairs: the checkpoints.
         train, query: the two sides.
         budget: bytes of query gradients kept at once, and of scores where lists are made of them.
-        out: the folder of the results, None for memory.
-        resume: whether to go on with results that are there.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        pairs: Pairs,
-        train: Data,
-        query: Data,
-        budget: int,
-        out: Path | None,
-        resume: bool,
-    ):
+    def __init__(self, work: Work, pairs: Pairs, train: Data, query: Data, budget: int):
         self._work, self._pairs, self._train, self._query = work, pairs, train, query
-        self._budget, self._out, self._resume = budget, out, resume
+        self._budget = budget
         self._stream = Stream(work, train, query, budget)
-        self._recognition = Recognition(work, None if out is None else train)
+        self._recognition = Recognition(work, train)
 
     def matrix(self) -> dict[str | None, np.ndarray] | list[Partial]:
         """Compute the whole matrix; return both forms of it, or where its parts are on disk."""
-        return self._in_memory() if self._out is None else self._on_disk(self._out)
+        return self._in_memory() if self._work.out is None else self._on_disk()
 
     def lists(self, k: int) -> Lists:
         """Compute the lists of the strongest examples without the matrix."""
@@ -89,13 +78,13 @@ class Passes:
             held = _ranks.together(self._move_to, number)
             entries[str(number)] = self._recognition.entry(*held)
             del entries[str(number)]["name"]
-        if self._out is not None:
+        if self._work.out is not None:
             description = self._description(STRONGEST)
             description["top_k"] = k
             # Lists do not say which gradients were not finite.
             description["nonfinite"] = self._work.nonfinite
             description["summed"] = entries
-            folder = open_folder(self._out, description, self._ids(), self._resume)
+            folder = open_folder(self._work, description, self._ids())
             lists, problem = _ranks.on_first(self._resumed, lists, folder, k)
             if problem is not None:
                 self._work.say(f"{problem}: computing it again")
@@ -120,8 +109,8 @@ class Passes:
                 for found in _ranks.gather(_ranks.together(compute, part)):
                     lists.add(found, k)
                 lists.next_batch = part.stop
-                if self._out is not None:
-                    _ranks.on_first(lists.save, self._out)
+                if self._work.out is not None:
+                    _ranks.on_first(lists.save, self._work.out)
         return lists.lists
 
     def _resumed(self, lists: TopLists, folder: Folder, k: int) -> tuple[TopLists, str | None]:
@@ -150,9 +139,9 @@ class Passes:
                 _ranks.together(self._stream.fill, everything, sums.write, bar)
         return sums.scores()
 
-    def _on_disk(self, out: Path) -> list[Partial]:
+    def _on_disk(self) -> list[Partial]:
         """Compute what is missing of the matrix, and return where its parts are."""
-        folder = open_folder(out, self._description("influence"), self._ids(), self._resume)
+        folder = open_folder(self._work, self._description("influence"), self._ids())
         arrays = {
             "products": Array(("row", "column"), self._work.dtype),
             "train_sqnorm": Array(("row",), np.dtype(np.float64)),
@@ -173,7 +162,7 @@ class Passes:
                     check(norms[1], done.any(0), self._query, query.name, "query")
                     if number == 0:
                         size = tiling.nbytes * len(self._pairs)
-                        _ranks.together(self._announce, ~done, size, f"in {out}")
+                        _ranks.together(self._announce, ~done, size, f"in {folder.path}")
                     bar.update(int(done.sum()))
                     _ranks.together(self._stream.fill, ~done, tiles.write, bar)
                 parts.append(Partial(*map(tiles.view, PARTS)))

@@ -18,10 +18,10 @@ class Recognition:
 
     Args:
         work: the call.
-        data: the training side where results go to the disk, None where they stay in memory.
+        data: the training side.
     """
 
-    def __init__(self, work: Work, data: Data | None):
+    def __init__(self, work: Work, data: Data):
         self._work, self._data = work, data
         self._seen: dict[str, str] = {}
 
@@ -64,7 +64,7 @@ class Recognition:
             "query_weights": query_weights,
             "rates": checkpoint.rates,
         }
-        if self._data is not None:
+        if self._work.out is not None:
             entry["first_losses"] = _ranks.on_first(self._first_losses)
         return entry
 
@@ -95,7 +95,6 @@ class Recognition:
     def _first_losses(self) -> dict[str, Any]:
         """Return the first training batch's losses, and how far those of another machine may be."""
         work = self._work
-        assert self._data is not None
         losses = work.first_losses(self._data, check=True)()
         return {
             "tolerance": half_the_digits(losses, *work.model.parameters()),

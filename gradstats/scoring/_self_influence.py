@@ -19,7 +19,6 @@ from gradstats.scoring._batches import Source, to_device
 from gradstats.scoring._borrowed import borrowed
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
 from gradstats.scoring._confidence import CrossEntropyWatch, el2n, margin
-from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates, as_numpy, weighed
@@ -30,15 +29,13 @@ from gradstats.scoring._weights import load_weights
 from gradstats.scoring._work import (
     Work,
     amount,
-    check_checkpoints,
     duration,
-    folder_path,
     open_folder,
     open_tiles,
     plural,
     read_data,
 )
-from gradstats.statistics._arguments import LossFunction, check_flags
+from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._result import GradientNorms
 from gradstats.statistics._state import random_numbers_kept
@@ -106,21 +103,13 @@ def self_influence(
     Source:
         TracIn: Pruthi et al., arXiv 2002.08484. EL2N: Paul et al., arXiv 2107.07075.
     """
-
-    def checked() -> tuple[Work, Path | None]:
-        check_checkpoints(checkpoints)
-        check_flags(resume=resume, progress=progress)
-        work = Work.of(
-            model, loss_fn, nonfinite=nonfinite, progress=progress,
-            layout=BatchLayout(batch_dim, cu_seqlens), parameters=parameters, exclude=exclude,
-            workspace=workspace,
-        )  # fmt: skip
-        return work, folder_path(out)
-
-    work, path = _ranks.together(checked)
+    work = _ranks.together(
+        Work.of, model, loss_fn, checkpoints, out=out, resume=resume, nonfinite=nonfinite,
+        progress=progress, batch_dim=batch_dim, cu_seqlens=cu_seqlens, parameters=parameters,
+        exclude=exclude, workspace=workspace,
+    )  # fmt: skip
     with random_numbers_kept(work.device):
-        data = read_data(work, loader, "training", ids, kept=path is not None)
-        return _Scoring(work, data, checkpoints, path).table(resume)
+        return _Scoring(work, read_data(work, loader, "training", ids)).table()
 
 
 class _Scoring:
@@ -129,35 +118,28 @@ class _Scoring:
     Args:
         work: the model and the options.
         data: the examples.
-        checkpoints: each is loaded once.
-        path: the folder of the results, None for memory.
     """
 
-    def __init__(self, work: Work, data: Data, checkpoints: Checkpoints, path: Path | None):
+    def __init__(self, work: Work, data: Data):
         self._work, self._data = work, data
-        self._checkpoints, self._path = checkpoints, path
         self._watch = CrossEntropyWatch()
         self._losses = partial(work.losses, watch=self._watch)
         self._halving = Halving("examples", work.layout)
         arrays = {"values": Array(("row", "column"), np.dtype(np.float64))}
         self._tiling = Tiling(arrays, data.spans, [slice(0, len(FIELDS))])
 
-    def table(self, resume: bool) -> SelfInfluence:
-        """Return the results, of which some may be there.
-
-        Args:
-            resume: whether to go on with these.
-        """
-        work, data, count = self._work, self._data, len(self._checkpoints)
+    def table(self) -> SelfInfluence:
+        """Return the results, of which some may be there."""
+        work, data, count = self._work, self._data, len(self._work.checkpoints)
         folder = None
-        if self._path is not None:
+        if work.out is not None:
             description = {
                 "kind": "self-influence",
                 "settings": work.description(),
                 "data": data.description(),
             }
-            folder = open_folder(self._path, description, {"ids": data.ids}, resume)
-        recognition = Recognition(work, None if folder is None else data)
+            folder = open_folder(work, description, {"ids": data.ids})
+        recognition = Recognition(work, data)
         values = np.zeros((count, data.examples, len(FIELDS)))
         bar = work.bar(count * data.batches, "self-influence", "batch")
         with borrowed(work.model, work.renewal, work.first_losses(data, check=False)), bar:
@@ -176,17 +158,18 @@ class _Scoring:
                 rows[:] = tiles.view("values")
                 if folder is None:
                     _ranks.add_up(rows)
-        return SelfInfluence(data.ids, self._checkpoints.names, values, self._watch.reason)
+        return SelfInfluence(data.ids, work.checkpoints.names, values, self._watch.reason)
 
     def _move_to(self, number: int) -> Checkpoint:
         """Load a checkpoint and give the model its weights."""
-        checkpoint = self._checkpoints.load(number, self._work.model, self._work.names)
-        load_weights(self._work.model, checkpoint, self._work.renewal)
+        work = self._work
+        checkpoint = work.checkpoints.load(number, work.model, work.names)
+        load_weights(work.model, checkpoint, work.renewal)
         return checkpoint
 
     def _announce(self, pending: list[int], checkpoint: Checkpoint) -> None:
         """Print how much there is to do, after a trial of one batch."""
-        work, data, count = self._work, self._data, len(self._checkpoints)
+        work, data, count = self._work, self._data, len(self._work.checkpoints)
         if not work.progress or _ranks.rank() != 0:
             return
         expected = "nothing left to compute at the first checkpoint"
@@ -197,7 +180,7 @@ class _Scoring:
             once = time.perf_counter() - start
             left = once * (len(pending) + (count - 1) * data.batches) / _ranks.size()
             expected = f"about {duration(left)}"
-        where = "in memory" if self._path is None else f"in {self._path}"
+        where = "in memory" if work.out is None else f"in {work.out}"
         work.say(
             f"self-influence of {plural(data.examples, 'example')} at "
             f"{plural(count, 'checkpoint')}: {amount(self._tiling.nbytes * count)} {where}, "
@@ -236,7 +219,7 @@ class _Scoring:
         }
         prediction = self._watch.prediction(len(stats.sqnorm))
         if prediction is not None:
-            probability, label = prediction.probability, prediction.label
+            probability, label = prediction
             columns |= {
                 "margin": margin(probability, label),
                 "el2n": el2n(probability, label),

@@ -39,7 +39,13 @@ from gradstats.scoring._memory import Halving
 from gradstats.scoring._renewal import Renewal
 from gradstats.scoring._tiles import AnyTiles, MemoryTiles, Tiles, Tiling
 from gradstats.scoring._weights import architecture_hash
-from gradstats.statistics._arguments import LossFunction, Options, check_call, check_choice
+from gradstats.statistics._arguments import (
+    LossFunction,
+    Options,
+    check_call,
+    check_choice,
+    check_flags,
+)
 from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._loss import check_losses, order_here
 from gradstats.statistics._state import random_numbers_kept
@@ -47,28 +53,34 @@ from gradstats.statistics._state import random_numbers_kept
 
 @dataclass(frozen=True)
 class Work:
-    """A model, its loss, and the options of a call.
+    """A model, its loss and checkpoints, and the options of a call.
 
     Attributes:
         model: without the wrapper of DistributedDataParallel, whose collectives would wait for
             processes that have fewer batches.
+        checkpoints: with their learning rates.
         names: of the parameters that count.
         layout: where the examples of batches lie.
         options: parameters, exclude and workspace, for the core's calls.
         device: of the parameters.
         nonfinite: "raise" or "keep".
         progress: whether to report.
+        out: the folder of the results, None for memory.
+        resume: whether to go on with results that are there.
         renewal: of what the model keeps of its weights.
     """
 
     model: nn.Module
     loss_fn: LossFunction
+    checkpoints: Checkpoints
     names: tuple[str, ...]
     layout: BatchLayout
     options: Options
     device: torch.device
     nonfinite: str
     progress: bool
+    out: Path | None
+    resume: bool
     renewal: Renewal = field(default_factory=Renewal)
 
     @classmethod
@@ -76,15 +88,21 @@ class Work:
         cls,
         model: nn.Module,
         loss_fn: LossFunction,
+        checkpoints: Any,
         *,
+        out: Any,
+        resume: bool,
         nonfinite: str,
         progress: bool,
-        layout: BatchLayout,
+        batch_dim: int,
+        cu_seqlens: Source,
         parameters: Sequence[str] | str | None,
         exclude: Sequence[str] | str,
         workspace: int | None,
     ) -> Work:
         """Return the work of a call, its options checked."""
+        _check_checkpoints(checkpoints)
+        check_flags(resume=resume, progress=progress)
         check_call(model, loss_fn)
         parallel = data_parallel_in(model)
         if parallel is not None:
@@ -94,7 +112,12 @@ class Work:
         selected = select_parameters(model, parameters, exclude)
         options: Options = {"parameters": parameters, "exclude": exclude, "workspace": workspace}
         device = next(iter(selected.values())).device
-        return cls(model, loss_fn, tuple(selected), layout, options, device, nonfinite, progress)
+        layout = BatchLayout(batch_dim, cu_seqlens)
+        folder = None if out is None else path_of(out, "out")
+        return cls(
+            model, loss_fn, checkpoints, tuple(selected), layout, options, device, nonfinite,
+            progress, folder, resume,
+        )  # fmt: skip
 
     @property
     def dtype(self) -> np.dtype:
@@ -231,7 +254,7 @@ def _check_whole(model: nn.Module) -> None:
         )
 
 
-def check_checkpoints(checkpoints: Any) -> None:
+def _check_checkpoints(checkpoints: Any) -> None:
     """Raise unless they are gs.Checkpoints."""
     if not isinstance(checkpoints, Checkpoints):
         raise CheckpointError(
@@ -241,20 +264,19 @@ def check_checkpoints(checkpoints: Any) -> None:
         )
 
 
-def read_data(
-    work: Work, loader: Any, role: str, ids: Source, *, kept: bool, shared: bool = True
-) -> Data:
+def read_data(work: Work, loader: Any, role: str, ids: Source, *, shared: bool = True) -> Data:
     """Return the data of a call, or raise in every process unless they are the same in all.
+
+    Where results are kept on disk, every batch has to be told from another: all data are read once
+    more.
 
     Args:
         work: the options of the call.
         loader, role, ids: the data, what they are called, and where their ids are.
-        kept: whether results are kept on disk, where every batch has to be told from another: then
-            all data are read once more.
         shared: whether each process scores a part of these data alone, and reads a part of them.
     """
     data = _ranks.together(Data, loader, role, ids, work.layout)
-    if kept and (numbers := data.uncovered()):
+    if work.out is not None and (numbers := data.uncovered()):
         own = _ranks.share(numbers) if shared else numbers
 
         def contents() -> list[tuple[int, str, set[str]]]:
@@ -277,17 +299,11 @@ def read_data(
     return data
 
 
-def folder_path(out: Any) -> Path | None:
-    """Return where results go, None for memory, or raise where out= is something else."""
-    return None if out is None else path_of(out, "out")
-
-
-def open_folder(
-    path: Path, description: dict[str, Any], ids: dict[str, np.ndarray], resume: bool
-) -> Folder:
-    """Return the folder of a call, the same for every process."""
-    folder = Folder(path)
-    _ranks.on_first(folder.begin, description, ids, resume)
+def open_folder(work: Work, description: dict[str, Any], ids: dict[str, np.ndarray]) -> Folder:
+    """Return the folder of a call whose results go to the disk, the same for every process."""
+    assert work.out is not None
+    folder = Folder(work.out)
+    _ranks.on_first(folder.begin, description, ids, work.resume)
     return folder
 
 
