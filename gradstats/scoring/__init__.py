@@ -12,8 +12,7 @@ _recognition    identifying checkpoints, models and losses
 _tiles, _folder    results on disk, with which a killed call resumes
 _memory         continuing with smaller batches when memory runs out
 _ranks          work shared by several processes
-_stream         train × query products, a tile at a time
-_estimate       memory and time of all tiles, from a trial of one
+_stream         train × query products, a tile at a time, and an estimate of what all take
 _top            the strongest examples without the matrix, and what is returned of them
 _passes, _influence    influence; _scores what it returns, _rankings who helps and harms
 _confidence     margin and EL2N, seen while losses run

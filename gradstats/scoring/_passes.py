@@ -11,7 +11,6 @@ from tqdm import tqdm
 from gradstats.errors import CheckpointError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoint, WeightsOnly
-from gradstats.scoring._estimate import estimate
 from gradstats.scoring._folder import STRONGEST, Folder
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._recognition import Recognition
@@ -202,7 +201,7 @@ class Passes:
             return
         expected = "the first checkpoint is there already"
         if pending.any():
-            expected = estimate(self._stream, pending, count)
+            expected = self._stream.estimate(pending, count)
         work.say(
             f"influence of {plural(self._train.examples, 'training example')} on "
             f"{plural(self._query.examples, 'query example')} at {plural(count, 'checkpoint')}\n"

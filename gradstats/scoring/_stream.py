@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import as_numpy, weighed
 from gradstats.scoring._weights import load_weights
-from gradstats.scoring._work import Work
+from gradstats.scoring._work import Work, amount, duration, plural
 from gradstats.statistics._kept import KeptGradients, Products, keep, products
 
 Tile = dict[str, np.ndarray]
@@ -44,21 +45,6 @@ class KeptBatch:
     def sqnorm(self) -> np.ndarray:
         """(B,) squared norms."""
         return np.concatenate([as_numpy(part.sqnorm) for part in self.parts])
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What one tile took.
-
-    Attributes:
-        nbytes: of the kept query batch.
-        keeping: seconds to keep it.
-        passing: seconds to pass the train batch by it.
-    """
-
-    nbytes: int
-    keeping: float
-    passing: float
 
 
 class Stream:
@@ -119,17 +105,39 @@ class Stream:
                     write(row, kept.number, tile)
                     bar.update(min(_ranks.size(), bar.total - bar.n))
 
-    def trial(self, row: int, column: int) -> Trial:
-        """Keep a query batch and pass a train batch by it, for timing; nothing is written."""
+    def estimate(self, pending: np.ndarray, checkpoints: int) -> str:
+        """Return what memory and time the tiles of all checkpoints take, from a trial of one.
+
+        Args:
+            pending: (train batches, query batches) bool, the tiles of the first checkpoint.
+            checkpoints: how many there are; of the others all tiles count.
+        """
+        row, column = map(int, np.argwhere(pending)[0])
         ((_, query),) = self.query.read([column])
         ((_, train),) = self.train.read([row])
         start = time.perf_counter()
         self._use(self._query_at)
         kept = self._keep(column, query)
         middle = time.perf_counter()
-        nbytes = kept.nbytes
         self._pass([kept], row, train)
-        return Trial(nbytes, middle - start, time.perf_counter() - middle)
+        end = time.perf_counter()
+        query_bytes = kept.nbytes / self.query.sizes[column] * self.query.examples
+        # How often the training data are passed at each checkpoint.
+        blocks = min(self.query.batches, math.ceil(query_bytes / self.budget))
+        # A pass is a forward and backward, as keeping is, and a product with each kept query.
+        keeping = (middle - start) / self.query.sizes[column]
+        each = (end - middle) / self.train.sizes[row]
+        passing = min(each, keeping)
+        product = max(0.0, each - keeping) / self.query.sizes[column]
+        examples = float(self.train.sizes[pending.any(1)].sum())
+        examples += (checkpoints - 1) * self.train.examples
+        seconds = (passing * blocks + product * self.query.examples) * examples / _ranks.size()
+        seconds += checkpoints * keeping * self.query.examples
+        held = f"query gradients take {amount(query_bytes)}"
+        if blocks > 1:
+            at_once = min(query_bytes, max(self.budget, kept.nbytes))
+            held += f", {amount(at_once)} at once in {plural(blocks, 'block')}"
+        return f"{held}; about {duration(seconds)}"
 
     def _blocks(self, numbers: Sequence[int]) -> Iterator[list[KeptBatch]]:
         """Yield kept query batches, as many at once as the budget holds."""
