@@ -166,16 +166,18 @@ def _unnumbered(name: str) -> str:
 
 
 class WeightsOnly:
-    """Checkpoints whose learning rates play no part."""
+    """Checkpoints whose learning rates play no part, each of which goes with one of others."""
 
-    def __init__(self, sources: Any):
+    def __init__(self, sources: Any, others: Checkpoints):
         if isinstance(sources, Checkpoints):
             self.names, self._sources = sources.names, sources._sources
         else:
             self.names, self._sources = zip(*_listed(sources), strict=True)
-
-    def __len__(self) -> int:
-        return len(self._sources)
+        if len(self._sources) != len(others):
+            raise CheckpointError(
+                f"there are {len(others)} checkpoints and {len(self._sources)} query checkpoints, "
+                "expected equal numbers: the c-th of one goes with the c-th of the other."
+            )
 
     def load(self, index: int, model: nn.Module) -> Checkpoint:
         """Return one checkpoint for a model."""

@@ -14,8 +14,8 @@ from gradstats.errors import ScoreError
 from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source
 from gradstats.scoring._borrowed import borrowed
-from gradstats.scoring._checkpoints import Checkpoints
-from gradstats.scoring._passes import Pairs, Passes
+from gradstats.scoring._checkpoints import Checkpoints, WeightsOnly
+from gradstats.scoring._passes import Passes
 from gradstats.scoring._rankings import check_k
 from gradstats.scoring._scores import InfluenceScores, check_normalize
 from gradstats.scoring._top import TopScores
@@ -172,7 +172,7 @@ def influence(
         Hammoudeh and Lowd, arXiv 2201.10055.
     """
 
-    def checked() -> tuple[Work, Pairs, int, int | None]:
+    def checked() -> tuple[Work, WeightsOnly | None, int, int | None]:
         check_normalize(normalize)
         number = integer(budget)
         if number is None or number < 1:
@@ -183,14 +183,15 @@ def influence(
             progress=progress, batch_dim=batch_dim, cu_seqlens=cu_seqlens, parameters=parameters,
             exclude=exclude, workspace=workspace,
         )  # fmt: skip
-        return work, Pairs(work, query_checkpoints), number, k
+        queries = None if query_checkpoints is None else WeightsOnly(query_checkpoints, checkpoints)
+        return work, queries, number, k
 
-    work, pairs, number, k = _ranks.together(checked)
+    work, queries, number, k = _ranks.together(checked)
     scores: InfluenceScores | TopScores
     with random_numbers_kept(work.device):
         train = read_data(work, train_loader, "train", train_ids)
         query = read_data(work, query_loader, "query", query_ids, shared=False)
-        passes = Passes(work, pairs, train, query, number)
+        passes = Passes(work, queries, train, query, number)
         about = (train.ids, query.ids, normalize, checkpoints.names, (train, query))
         with borrowed(work.model, work.renewal, work.first_losses(train, check=False)):
             if k is None:

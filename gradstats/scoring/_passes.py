@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from gradstats.errors import CheckpointError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoint, WeightsOnly
 from gradstats.scoring._folder import STRONGEST, Folder
@@ -21,44 +20,21 @@ from gradstats.scoring._top import Chunk, Lists, TopLists, chunks
 from gradstats.scoring._work import Work, amount, open_folder, open_tiles, plural
 
 
-class Pairs:
-    """The checkpoints of the two sides, loaded together."""
-
-    def __init__(self, work: Work, query_checkpoints: Any):
-        checkpoints = work.checkpoints
-        self.names = checkpoints.names
-        self._train = checkpoints
-        self._query = None if query_checkpoints is None else WeightsOnly(query_checkpoints)
-        self.two_sided = self._query is not None
-        self._work = work
-        if self._query is not None and len(self._query) != len(checkpoints):
-            raise CheckpointError(
-                f"there are {len(checkpoints)} checkpoints and {len(self._query)} query "
-                "checkpoints, expected equal numbers: the c-th of one goes with the c-th of the "
-                "other."
-            )
-
-    def __len__(self) -> int:
-        return len(self._train)
-
-    def load(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
-        """Return the checkpoints of both sides; None where the query side's is the train side's."""
-        train = self._train.load(number, self._work.model, self._work.names)
-        return train, None if self._query is None else self._query.load(number, self._work.model)
-
-
 class Passes:
     """What one call of gs.influence computes: a matrix in memory or on disk, or lists.
 
     Args:
-        work: the model and the options.
-        pairs: the checkpoints.
-        train, query: the two sides.
+        work: the model, its checkpoints and the options.
+        queries: the query side's checkpoints, None where they are the train side's.
+        train, query: the data of the two sides.
         budget: bytes of query gradients kept at once, and of scores where lists are made of them.
     """
 
-    def __init__(self, work: Work, pairs: Pairs, train: Data, query: Data, budget: int):
-        self._work, self._pairs, self._train, self._query = work, pairs, train, query
+    def __init__(
+        self, work: Work, queries: WeightsOnly | None, train: Data, query: Data, budget: int
+    ):
+        self._work, self._queries, self._train, self._query = work, queries, train, query
+        self._count = len(work.checkpoints)
         self._budget = budget
         self._stream = Stream(work, train, query, budget)
         self._recognition = Recognition(work, train)
@@ -70,10 +46,10 @@ class Passes:
     def lists(self, k: int) -> Lists:
         """Compute the lists of the strongest examples without the matrix."""
         circumstances = self._work.circumstances()
-        lists = TopLists.empty(self._query.examples, self._pairs.names, circumstances)
+        lists = TopLists.empty(self._query.examples, self._work.checkpoints.names, circumstances)
         # Checkpoints are met again in every chunk, so they are told apart beforehand.
         entries = {}
-        for number in range(len(self._pairs)):
+        for number in range(self._count):
             held = _ranks.together(self._move_to, number)
             entries[str(number)] = self._recognition.entry(*held)
             del entries[str(number)]["name"]
@@ -94,7 +70,7 @@ class Passes:
             rows = slice(self._train.spans[part[0]].start, self._train.spans[part[-1]].stop)
             chunk = Chunk(rows, self._query.examples, *self._spans)
             pending = self._tiles_of(slice(part.start, part.stop))
-            for number in range(len(self._pairs)):
+            for number in range(self._count):
                 self._recognition.check_same(*self._move_to(number), entries[str(number)])
                 if part.start == first and number == 0:
                     size = self._query.examples * k * 64
@@ -103,7 +79,7 @@ class Passes:
             return chunk.lists(k)
 
         with self._bar() as bar:
-            bar.update(len(self._pairs) * first * self._query.batches)
+            bar.update(self._count * first * self._query.batches)
             for part in left:
                 for found in _ranks.gather(_ranks.together(compute, part)):
                     lists.add(found, k)
@@ -130,7 +106,7 @@ class Passes:
         sums = Chunk(slice(0, self._train.examples), self._query.examples, *self._spans)
         everything = self._tiles_of(slice(None))
         with self._bar() as bar:
-            for number in range(len(self._pairs)):
+            for number in range(self._count):
                 pair = _ranks.together(self._move_to, number)
                 self._recognition.entry(*pair)
                 if number == 0:
@@ -149,7 +125,7 @@ class Passes:
         tiling = Tiling(arrays, *self._spans)
         parts: list[Partial] = []
         with self._bar() as bar:
-            for number in range(len(self._pairs)):
+            for number in range(self._count):
                 pair = _ranks.together(self._move_to, number)
                 entry = self._recognition.entry(*pair)
                 tiles, done = open_tiles(folder, tiling, entry, self._work)
@@ -160,7 +136,7 @@ class Passes:
                     check(norms[0], done.any(1), self._train, train.name, "training")
                     check(norms[1], done.any(0), self._query, query.name, "query")
                     if number == 0:
-                        size = tiling.nbytes * len(self._pairs)
+                        size = tiling.nbytes * self._count
                         _ranks.together(self._announce, ~done, size, f"in {folder.path}")
                     bar.update(int(done.sum()))
                     _ranks.together(self._stream.fill, ~done, tiles.write, bar)
@@ -168,10 +144,15 @@ class Passes:
         return parts
 
     def _move_to(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
-        """Load the checkpoints of both sides, and give the model the train side's."""
-        pair = self._pairs.load(number)
-        self._stream.move_to(*pair)
-        return pair
+        """Load the checkpoints of both sides, and give the model the train side's.
+
+        Return them, None where the query side's is the train side's.
+        """
+        work, queries = self._work, self._queries
+        train = work.checkpoints.load(number, work.model, work.names)
+        query = None if queries is None else queries.load(number, work.model)
+        self._stream.move_to(train, query)
+        return train, query
 
     @property
     def _spans(self) -> tuple[list[slice], list[slice]]:
@@ -180,7 +161,7 @@ class Passes:
 
     def _bar(self) -> tqdm:
         tiles = self._train.batches * self._query.batches
-        return self._work.bar(len(self._pairs) * tiles, "influence")
+        return self._work.bar(self._count * tiles, "influence")
 
     def _ids(self) -> dict[str, np.ndarray]:
         return dict(zip(IDS, (self._train.ids, self._query.ids), strict=True))
@@ -191,12 +172,12 @@ class Passes:
             "settings": self._work.description(),
             "train": self._train.description(),
             "query": self._query.description(),
-            "query_checkpoints": self._pairs.two_sided,
+            "query_checkpoints": self._queries is not None,
         }
 
     def _announce(self, pending: np.ndarray, stored: int, where: str) -> None:
         """Print size, memory and time of what there is to do, after a trial of one tile."""
-        work, count = self._work, len(self._pairs)
+        work, count = self._work, self._count
         if not work.progress or _ranks.rank() != 0:
             return
         expected = "the first checkpoint is there already"
