@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._batches import map_tensors
 from gradstats.statistics._division import Division
 from gradstats.statistics._loss import check_losses
@@ -19,16 +18,13 @@ class Elsewhere:
     """Compares examples in their batch with the same examples in other batches.
 
     Args:
-        subject: model and batch.
-        loss_fn: the user's.
+        subject: model, batch and loss.
         division: how the batch divides into examples.
         names: of the parameters whose gradients are compared.
     """
 
-    def __init__(
-        self, subject: Subject, loss_fn: LossFunction, division: Division, names: list[str]
-    ):
-        self._subject, self._loss_fn, self._division = subject, loss_fn, division
+    def __init__(self, subject: Subject, division: Division, names: list[str]):
+        self._subject, self._division = subject, division
         self._parameters = subject.parameters(names)
         # Up to which relative difference two losses or gradients count as the same.
         self._tolerance = TOLERANCE[subject.dtype]
@@ -73,7 +69,7 @@ class Elsewhere:
         checks: list[Check] = []
         for number in numbers:
             # A forward of its own: restoring buffers spoils the graph of an earlier one.
-            losses = self._subject.losses(self._loss_fn)
+            losses = self._subject.losses(self._subject.batch)
             example = Example(number, losses[number], self._parameters)
             examples.append(example)
             if self._division.batch_size > 1:
@@ -156,7 +152,7 @@ class Elsewhere:
 
     def _in_batch(self, batch: Any, size: int, place: int, number: int) -> Example:
         """Return the example at a place of another batch of so many."""
-        losses = check_losses(self._subject.losses_of(batch, self._loss_fn), size)
+        losses = check_losses(self._subject.losses(batch), size)
         return Example(number, losses[place], self._parameters)
 
 

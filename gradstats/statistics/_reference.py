@@ -36,6 +36,7 @@ class Subject:
 
     Attributes:
         model, batch: a float64 copy, or the user's own.
+        loss_fn: the user's.
         dtype: the lowest precision among the parameters.
         description: of the two, for the report.
         beside: other modules that the loss uses.
@@ -43,6 +44,7 @@ class Subject:
 
     model: nn.Module
     batch: Any
+    loss_fn: LossFunction
     dtype: torch.dtype
     description: str
     beside: list[nn.Module]
@@ -50,15 +52,11 @@ class Subject:
     def __post_init__(self):
         self.state = State(self.model, self.beside)
 
-    def losses(self, loss_fn: LossFunction) -> Any:
-        """Return what the loss function gives for the batch, with the first state again."""
-        return self.losses_of(self.batch, loss_fn)
-
-    def losses_of(self, batch: Any, loss_fn: LossFunction) -> Any:
-        """Return the same for another batch."""
+    def losses(self, batch: Any) -> Any:
+        """Return what the loss function gives for a batch, with the first state again."""
         self.state.restore()
         with SettledFormats():
-            return loss_fn(self.model, batch)
+            return self.loss_fn(self.model, batch)
 
     def parameters(self, names: list[str]) -> list[nn.Parameter]:
         """Return the named parameters."""
@@ -82,7 +80,7 @@ def choose_subject(
     if reason is None:
         try:
             subject = Subject(
-                model_to_float64(inner), to_float64(batch), torch.float64,
+                model_to_float64(inner), to_float64(batch), loss_fn, torch.float64,
                 "float64 on a copy of the model", beside,
             )  # fmt: skip
             own, copied = (select_parameters(each, None, ()) for each in (inner, subject.model))
@@ -109,7 +107,8 @@ def choose_subject(
     dtypes = [p.dtype for p in model.parameters() if p.dtype in TOLERANCE]
     dtype = max(dtypes, key=TOLERANCE.__getitem__, default=torch.float32)
     name = str(dtype).removeprefix("torch.")
-    return Subject(model, batch, dtype, f"{name} on the model itself, because {reason}", beside)
+    description = f"{name} on the model itself, because {reason}"
+    return Subject(model, batch, loss_fn, dtype, description, beside)
 
 
 class Example:

@@ -174,7 +174,7 @@ class Verification:
             random = self._is_random(losses)
         found = self._survey()
         stats = self._stats(found)
-        elsewhere = Elsewhere(self.subject, self.loss_fn, self.division, self.selected)
+        elsewhere = Elsewhere(self.subject, self.division, self.selected)
         try:
             with differentiable(self.subject.model):
                 examples, coupling = elsewhere.compare(self.examples, random)
@@ -215,7 +215,7 @@ class Verification:
     def _losses(self) -> Tensor | None:
         """Return the losses of the whole batch, checked."""
         try:
-            losses = check_losses(self.subject.losses(self.loss_fn), self.batch_size)
+            losses = check_losses(self.subject.losses(self.subject.batch), self.batch_size)
         except Exception as error:
             self.checks.append(Check("loss", False, summary(error)))
             return None
