@@ -68,7 +68,7 @@ def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
     if any([item.requires_grad and node_of(item) is None for item in operands]):
         tracker.derived_from_leaves = True
     node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
-    draws = func in DRAWS or (isinstance(func, Changed) and func.function in DRAWS)
+    draws = func in DRAWS or (isinstance(func, OutOfPlace) and func.function in DRAWS)
     again = Draw(func, operands[0].device) if draws else func
     result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
     if isinstance(result, Tensor):
@@ -104,7 +104,7 @@ def note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
     return result
 
 
-class Changed:
+class OutOfPlace:
     """The out-of-place form of an operation that changes its first operand in place."""
 
     def __init__(self, function):
@@ -139,7 +139,7 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
 
         # A copy, because the operation overwrites the values that it reads.
         copied = (whole.clone(), *args[1:])
-        changed = node_of(derive(tracker, Changed(change_view), copied, kwargs))
+        changed = node_of(derive(tracker, OutOfPlace(change_view), copied, kwargs))
         func(*args, **kwargs)
         if isinstance(changed, Derived):
             _stand_for(changed, whole)
@@ -150,7 +150,7 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
     moves = func in MOVES_IN_PLACE
     if isinstance(own, Derived) and (moves or own.is_alone()):
         # If only axes move, no value changes in other tensors that share the memory.
-        function = MOVES_IN_PLACE[func] if moves else Changed(func)
+        function = MOVES_IN_PLACE[func] if moves else OutOfPlace(func)
         changed = node_of(derive(tracker, function, args, kwargs))
         if isinstance(changed, Derived) and (moves or same_form(changed.value, own.value)):
             own.shown = lambda: None

@@ -30,7 +30,7 @@ from gradstats._factors import (
 from gradstats.capture.operations._nested import rebuild
 from gradstats.capture.operations._operations import JOINS, PADS, variants
 from gradstats.capture.parameters._derivation import Derived
-from gradstats.capture.parameters._derived import Changed
+from gradstats.capture.parameters._derived import OutOfPlace
 from gradstats.capture.parameters._lean_normalisations import Flattened
 from gradstats.capture.parameters._nodes import Node
 
@@ -51,7 +51,7 @@ SELECTS = OF_ALL | OF_FIRST
 
 def is_assignment(function: Any) -> bool:
     """Whether an operation is ``x[index] = w`` out of place, which selects as well."""
-    changes = function.function if isinstance(function, Changed) else None
+    changes = function.function if isinstance(function, OutOfPlace) else None
     return getattr(changes, "__wrapped__", changes) is Tensor.__setitem__
 
 
