@@ -27,13 +27,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def look_up(batch: Any, source: str | int | Callable[[Any], Any], what: str) -> Any:
-    """Return what a batch holds at a place.
-
-    Args:
-        batch: of a loader.
-        source: a key of the batch, a position in it, or a function of it.
-        what: that should be, for the message.
-    """
+    """Return what a batch holds at a place; ``what`` that should be, a message says."""
     try:
         return source(batch) if callable(source) else batch[source]
     except (KeyError, IndexError, TypeError) as error:

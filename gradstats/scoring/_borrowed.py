@@ -27,7 +27,6 @@ def borrowed(model: nn.Module, renewal: Renewal, losses: Callable[[], Tensor]) -
     modules keep in plain attributes may be computed from a checkpoint's weights: it goes with them.
 
     Args:
-        model: the user's.
         renewal: is told of the model.
         losses: computes those of a batch, for what the user's code does as it sets the mode.
 

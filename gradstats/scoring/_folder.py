@@ -49,11 +49,7 @@ def versions() -> dict[str, str]:
 
 
 class Folder:
-    """A folder of results with a manifest.
-
-    Args:
-        path: the folder.
-    """
+    """A folder of results with a manifest."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -239,7 +235,6 @@ def read_results(
     """Return the names of a folder's checkpoints, its ids, and the arrays of each, memory mapped.
 
     Args:
-        path: the folder.
         kind: of results, as the manifest calls them.
         ids, arrays: names of the files.
 

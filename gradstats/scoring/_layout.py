@@ -56,16 +56,7 @@ class BatchLayout:
         return {"batch_dim": self.batch_dim, "cu_seqlens": self._found(batch)}
 
     def part(self, batch: Any, start: int, stop: int, size: int) -> Any:
-        """Return some of a batch's examples.
-
-        Args:
-            batch: of ``size`` examples.
-            start, stop: which of them.
-            size: number of examples in the batch.
-
-        Raises:
-            LoaderError: for a batch that cannot be divided.
-        """
+        """Return some examples of a batch of so many, or raise where it cannot be divided."""
         bounds = self.bounds(batch)
         division = Division(
             size, self.batch_dim, None if bounds is None else tuple(bounds.tolist())

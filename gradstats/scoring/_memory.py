@@ -40,13 +40,7 @@ class Halving:
         self.limit: int | None = None
 
     def run(self, work: Callable[[Any], Result], batch: Any, size: int) -> list[Result]:
-        """Return the results of the work on the batch, or on its parts in order.
-
-        Args:
-            work: takes a batch.
-            batch: of ``size`` examples.
-            size: number of examples.
-        """
+        """Return the results of work on a batch of ``size`` examples, or on its parts in order."""
         results: list[Result] = []
         start = 0
         while start < size:

@@ -16,9 +16,7 @@ from gradstats.scoring._work import Work
 class Recognition:
     """Tells the checkpoints of one call apart, and whether results on disk belong to the call.
 
-    Args:
-        work: the call.
-        data: the training side.
+    The losses that tell the latter are those of ``data``, the training side.
     """
 
     def __init__(self, work: Work, data: Data):

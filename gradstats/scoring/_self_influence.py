@@ -113,12 +113,7 @@ def self_influence(
 
 
 class _Scoring:
-    """What one call measures: all examples at all checkpoints.
-
-    Args:
-        work: the model and the options.
-        data: the examples.
-    """
+    """What one call measures: all examples at all checkpoints."""
 
     def __init__(self, work: Work, data: Data):
         self._work, self._data = work, data

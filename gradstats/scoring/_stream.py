@@ -81,7 +81,6 @@ class Stream:
             pending: (train batches, query batches) bool.
             write: takes the two numbers of a tile, and its products with the squared norms of its
                 rows and columns.
-            bar: a progress bar over tiles.
         """
         if not _ranks.share(np.flatnonzero(pending.any(1)).tolist()):
             return

@@ -81,11 +81,7 @@ class Tiling:
 
 
 class Tiles:
-    """The arrays of one folder.
-
-    Args:
-        folder: where they are; made if missing.
-        tiling: theirs.
+    """The arrays of one folder, which is made if missing.
 
     Attributes:
         damaged: descriptions of what was found unreadable when the folder was opened.

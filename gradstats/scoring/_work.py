@@ -271,7 +271,6 @@ def read_data(work: Work, loader: Any, role: str, ids: Source, *, shared: bool =
     more.
 
     Args:
-        work: the options of the call.
         loader, role, ids: the data, what they are called, and where their ids are.
         shared: whether each process scores a part of these data alone, and reads a part of them.
     """
@@ -314,9 +313,7 @@ def open_tiles(
 
     Args:
         folder: of the call; None for tiles in memory, each process's own.
-        tiling: of the tiles.
         entry: of the checkpoint.
-        work: the call.
     """
     if folder is None:
         return MemoryTiles(tiling), np.zeros(tiling.grid, dtype=bool)

@@ -76,13 +76,7 @@ class Gradients:
 
 
 class Fallback:
-    """The norms of a batch, parameters without a rule included.
-
-    Args:
-        model, batch, loss_fn: as for per_example_norms.
-        options: of Tracker.
-        workspace: bytes of scratch memory.
-    """
+    """The norms of a batch, parameters without a rule included; ``options`` are Tracker's."""
 
     def __init__(
         self,

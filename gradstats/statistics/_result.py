@@ -201,13 +201,7 @@ def examples_named(values: Tensor) -> str:
 
 
 def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
-    """Raise where a sum over parameters is not finite, naming the examples.
-
-    Args:
-        names: of the parameters.
-        values: (parameters, B) squared norms.
-        total: (B,) their sum.
-    """
+    """Raise where a sum over parameters is not finite; given what ``summarise`` is given."""
     # Of what is not finite nor is the sum, and one number is soon looked at.
     if math.isfinite(total.sum().item()) or bool(total.isfinite().all()):
         return

@@ -130,11 +130,8 @@ class State:
     """What a forward may change as a side effect: generators, attributes, buffers, look-up tables.
 
     Of tables those whose rows are shortened where they are looked up (``max_norm``). ``restore``
-    makes the next forward the same as the one after construction.
-
-    Args:
-        model: the model.
-        beside: other modules that its loss uses.
+    makes the next forward the same as the one after construction. Modules ``beside`` the model,
+    which its loss uses, count as well.
     """
 
     def __init__(self, model: nn.Module, beside: Iterable[nn.Module] = ()):

@@ -99,12 +99,7 @@ def _without_tracked(function: Callable[..., Any], args: tuple[Any, ...]):
 
 
 def run_checkpoint(native: Callable[..., Any], function: Callable[..., Any], preserve: bool, *args):
-    """Run a reentrant checkpoint.
-
-    Args:
-        native: PyTorch's own implementation.
-        function, preserve, args: its arguments.
-    """
+    """Run a reentrant checkpoint, given PyTorch's own implementation and its arguments."""
     flows = any(isinstance(item, Tensor) and item.requires_grad for item in args)
     if not (flows and torch.is_grad_enabled()):
         return native(function, preserve, *args)  # no gradient flows through it

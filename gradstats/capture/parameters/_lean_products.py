@@ -216,10 +216,7 @@ def kronecker(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 def times(factor: Scaled, scale: Tensor, shape: Sequence[int]) -> Factor | None:
     """Return the factor of ``scale`` ∘ G, summed over the axes along which a shape was broadcast.
 
-    Args:
-        factor: describes G.
-        scale: broadcasts along G.
-        shape: broadcasts along G too.
+    ``factor`` describes G; scale and shape broadcast along it.
     """
     if factor.shape == tuple(shape):
         return _times(factor, scale)

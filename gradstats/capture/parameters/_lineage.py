@@ -233,14 +233,7 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
 def sqnorms_together(
     factor, node: Derived, roots: Sequence[Root], workspace: int
 ) -> list[Contraction]:
-    """Return the squared norms of several parameters to which a factor is pulled back at once.
-
-    Args:
-        factor: of a tensor derived from the parameters.
-        node: the tensor.
-        roots: the parameters.
-        workspace: bytes of scratch.
-    """
+    """Return the squared norms of several parameters to which a factor is pulled back at once."""
     replay = replay_of(node, roots)
     dtype = compute_dtype(node.value)
     size = dtype.itemsize * (node.widest + sum(root.parameter.numel() for root in roots))

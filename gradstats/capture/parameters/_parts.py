@@ -73,17 +73,9 @@ class Parts:
 
 
 def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction | None:
-    """Return the squared norms of a parameter used through parts of one derived tensor.
+    """Return the squared norms of a parameter used through parts of one derived tensor, or None.
 
     The parts' gradients are pulled back at once, to all parameters with the same deliveries.
-
-    Args:
-        root: the parameter.
-        delivered: what its uses have delivered.
-        workspace: bytes of scratch.
-
-    Returns:
-        None for a parameter used in any other way.
     """
     nodes = {item.node for item in delivered if type(item) is Pulled}
     if not 1 < len(nodes) <= MOST_PARTS or any(type(item) is not Pulled for item in delivered):

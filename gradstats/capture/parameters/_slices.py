@@ -121,12 +121,7 @@ def factors_of_slices(
 ) -> dict[Root, Sequence[Factor]] | None:
     """Return the lean factors of all parameters from which some slices were computed.
 
-    Args:
-        make_tracker: makes the context.
-        pulled: the slices' gradients.
-
-    Returns:
-        The factors; None if a slice does not belong to exactly one example.
+    None if a slice does not belong to exactly one example.
     """
     pulled = list(pulled)
     batch = pulled[0].batch

@@ -1,4 +1,7 @@
-"""What several families of rules need."""
+"""What several families of rules need.
+
+``func`` and ``node`` are the operation and the tracked operand that messages name.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +66,6 @@ def locate(
     """Return where the examples of ``data`` lie, or raise.
 
     Args:
-        tracker: the context.
-        func: the operation, for the message.
-        node: the tracked operand, for the message.
         data: the operand that carries the examples.
         axis: the example axis that the operation itself prescribes; the caller's by default.
         folds: the rule can serve data in which an example has several rows.
@@ -256,8 +256,6 @@ def rows_along(
     """Return where the examples lie along an axis that an operation prescribes for its operands.
 
     Args:
-        tracker: the context.
-        func, node: the operation and the tracked operand, for messages.
         operands: of which those that are data must agree; with none, the contract's.
         axis: the example axis.
     """
@@ -341,8 +339,6 @@ def as_data(tracker: Context, func, node: Node, item: Tensor, examples: Examples
     """Return an operand that has a slice for each row of the examples along their axis.
 
     Args:
-        tracker: the context.
-        func, node: the operation and the tracked operand, for messages.
         item: data; or a tracked or constant tensor that holds a slice for each example, as learned
             queries and initial states do that were expanded to the batch.
         examples: where the examples lie in it.

@@ -251,7 +251,6 @@ def _masked(tracker: Context, func, node: Node, input, indices, axis: int, mask:
     """Elements that a mask of data picks of a tensor with a slice for each example.
 
     Args:
-        tracker, func, node, input, indices: the operation.
         axis: the first of the input's axes that the mask covers.
         mask: of data.
     """

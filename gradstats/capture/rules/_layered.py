@@ -29,11 +29,9 @@ def layered(
     """Run a layer whose backward computes norms together with the weight gradient.
 
     Args:
-        tracker: the context.
         x: the data.
         parameters: weight and bias.
         examples: where the examples lie in the result.
-        layer: the layer.
         operands: what it takes in place of the parameters; None where a decision is repeated.
     """
     given = [bare(item, False) for item in parameters] if operands is None else operands

@@ -38,7 +38,6 @@ def per_example(tracker: Context, func, layout: ExampleLayout, args, kwargs):
 
     Args:
         layout: where the examples lie in the operands, which line up from the right.
-        args, kwargs: of the operation.
     """
     args, kwargs = rebuild((args, kwargs), partial(_own_rows, tracker, func, layout))
     if tracker.settings.exact or changes_type((args, kwargs)):
