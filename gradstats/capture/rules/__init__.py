@@ -3,8 +3,8 @@
 A rule is called as ``rule(tracker, function, *args, **kwargs)`` with the operation's own arguments,
 at least one of them tracked and at least one of them data, and returns the operation's result.
 
-_common         what several families need; _layered for layers that are one autograd Function
-_products       linear layers and matrix products; _added, _bilinear, _experts
+_common         what several families need
+_products       linear layers and matrix products; _bilinear, _experts
 _convolution    convolutions and transposed convolutions
 _embedding      look-ups by integers
 _normalization  normalisation layers; _affine the factors of their scale and shift
@@ -20,7 +20,6 @@ _single         operations on data of one example without an axis for it
 from typing import Any
 
 from gradstats.capture.rules import (
-    _added,
     _attention,
     _bilinear,
     _composed,
@@ -40,7 +39,6 @@ from gradstats.capture.uses._grafted import Registered
 
 RULES: dict[Any, Any] = {
     **_products.RULES,
-    **_added.RULES,
     **_convolution.RULES,
     **_embedding.RULES,
     **_experts.RULES,

@@ -27,8 +27,10 @@ from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._derived import derive, real_numbers
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._refusals import refuse
-from gradstats.capture.parameters._tensors import node_of, value_of, wrap
-from gradstats.capture.uses._uses import derived
+from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of, wrap
+from gradstats.capture.uses._decided import Decided
+from gradstats.capture.uses._layer import Layer, LayerUse
+from gradstats.capture.uses._uses import Use, attach, derived
 from gradstats.capture.uses._views import ExampleLayout, example_view
 from gradstats.errors import ExampleAxisError
 
@@ -46,6 +48,32 @@ def bare(item, autocast: bool):
     if isinstance(node, Root) and not autocast:
         return node.parameter
     return value_of(item)
+
+
+def layered(
+    tracker: Context,
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    examples: Examples,
+    layer: Layer,
+    operands: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """Run a layer whose backward computes norms together with the weight gradient.
+
+    Args:
+        x: the data.
+        parameters: weight and bias.
+        examples: where the examples lie in the result.
+        operands: what it takes in place of the parameters; None where a decision is repeated.
+    """
+    given = [bare(item, False) for item in parameters] if operands is None else operands
+    nodes = nodes_of(parameters)
+    result = attach(LayerUse, Use(nodes), layer, x, *given)
+    if len(nodes) == sum([item is not None for item in parameters]):
+        tracker.note_followed(result, examples)
+    if operands is not None:
+        tracker.decided = Decided(result, layered, x, parameters, examples, (layer,))
+    return result
 
 
 def are_of_one(tracker: Context, data: Sequence[Tensor]) -> bool:

@@ -19,9 +19,9 @@ from gradstats.capture.rules._common import (
     as_data,
     bare,
     cast_for_autocast,
+    layered,
     locate,
 )
-from gradstats.capture.rules._layered import layered
 from gradstats.capture.uses._convolution import ConvolutionFactors
 from gradstats.capture.uses._grafted import Composed, watched
 from gradstats.capture.uses._hooked import CONVOLVED, hooked
