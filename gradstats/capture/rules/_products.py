@@ -152,7 +152,9 @@ def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta=1, alpha=1) 
 
 def _scaled_sum(input: Tensor, product: Tensor, beta, alpha) -> Tensor:
     input = input if beta else input.nan_to_num(0, 0, 0)  # which is not read, but has a gradient
-    return beta * input.to(product.dtype) + alpha * product
+    input = input.to(product.dtype)  # autocast may have made it another
+    input = input if beta == 1 else beta * input
+    return input + (product if alpha == 1 else alpha * product)
 
 
 def _own_slices(
