@@ -213,7 +213,10 @@ def _listed(sources: Any) -> list[tuple[str, Path | Content]]:
                 "state dict. For the weights that a model has now pass [model.state_dict()]."
             )
     if not listed:
-        raise CheckpointError("there are no checkpoints: the list is empty.")
+        raise CheckpointError(
+            "there are no checkpoints: the list is empty. Expected at least one, such as "
+            "[model.state_dict()] for the weights that a model has now."
+        )
     return listed
 
 

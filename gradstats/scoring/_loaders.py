@@ -203,7 +203,10 @@ class Data:
 
     def _check_any(self) -> None:
         if len(self.sizes) == 0:
-            raise LoaderError(f"the {self._role} loader is empty: it gives no batch.")
+            raise LoaderError(
+                f"the {self._role} loader is empty: it gives no batch. Expected at least one: pass "
+                "data, or drop_last=False where they are fewer than batch_size."
+            )
 
 
 def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:

@@ -111,7 +111,10 @@ class InfluenceScores(Rankings):
         values = self[:]
         if values.flags.writeable:  # made for this call: nobody else's
             if copy is False:
-                raise ValueError("scores on disk are read and added up into an array: copy=None")
+                raise ValueError(
+                    "copy=False of scores on disk, which are read and added up into a new array: "
+                    "pass copy=None"
+                )
             copy = None
         return np.array(values, dtype=dtype, copy=copy)
 

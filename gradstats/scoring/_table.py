@@ -156,7 +156,10 @@ class SelfInfluence(Printed):
         if not isinstance(by, str) or by not in SCORES:
             raise ScoreError(f"by is {by!r}, expected one of {', '.join(SCORES)}.")
         if by in ("margin", "el2n") and self.reason is not None:
-            raise ScoreError(f"there is no {by}: {self.reason}.")
+            raise ScoreError(
+                f"there is no {by}: {self.reason}. Expected by= one of the scores that need no "
+                "classification: self_influence, grad_norm, loss."
+            )
         values = SCORES[by] * self.columns[by]
         order = np.argsort(-values, kind="stable")[: check_k(k)]
         return SelfInfluence(

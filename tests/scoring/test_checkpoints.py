@@ -410,7 +410,7 @@ def test_missing_or_impossible_rates(setting, lr, message):
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([], "the list is empty"),
+        ([], r"the list is empty.*\[model.state_dict\(\)\]"),
         ("nowhere/*.pt", "no checkpoint matches 'nowhere/"),
         ([3], "checkpoint 0 is int, expected a file"),
         ([nn.Linear(1, 1)], "checkpoint 0 is Linear, expected a file"),

@@ -326,7 +326,7 @@ def test_an_array_without_a_copy(setting, tmp_path):
     scores = run(setting)
     assert np.shares_memory(np.array(scores, copy=False), np.asarray(scores))
     added_up = run(setting, out=tmp_path / "scores")
-    with pytest.raises(ValueError, match="on disk are read and added up into an array"):
+    with pytest.raises(ValueError, match=r"on disk, which are read and added up.*copy=None"):
         np.array(added_up, copy=False)
 
 

@@ -488,7 +488,8 @@ def test_the_rows_that_another_score_puts_first(setting):
     regression = run(setting, lambda model, batch: model(batch[0]).square().sum(1))
     message = (
         "there is no margin: the loss calls cross_entropy (or nll_loss, or a binary_cross_entropy) "
-        "0 times, expected once."
+        "0 times, expected once. Expected by= one of the scores that need no classification: "
+        "self_influence, grad_norm, loss."
     )
     with pytest.raises(gs.ScoreError, match=f"^{re.escape(message)}$"):
         regression.top(4, by="margin")
