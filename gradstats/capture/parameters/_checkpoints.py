@@ -43,59 +43,49 @@ def replace_checkpoint() -> None:
 
 def _of_lists(native: Callable[..., Any]):
     def run(function, args, kwargs, **options):
-        return native(*_without_tracked(_noting(function, args), args), kwargs, **options)
+        return native(*_bypassing(function, args), kwargs, **options)
 
     return run
 
 
 def _of_positions(native: Callable[..., Any]):
     def run(function, preserve, context, determinism, debug, stop, *args, **kwargs):
-        function, args = _without_tracked(_noting(function, args), args)
+        function, args = _bypassing(function, args)
         return native(function, preserve, context, determinism, debug, stop, *args, **kwargs)
 
     return run
 
 
-def _noting(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the function, followed and noting on copies of its arguments what is now known."""
+def _bypassing(function: Callable[..., Any], args: tuple[Any, ...]):
+    """Return a checkpoint's function, and its arguments with None for tracked ones, which it holds.
+
+    The function is followed wherever it runs, and what is known of the other arguments is noted on
+    the copies that it gets.
+    """
     mode = innermost_mode()
-    if mode is None:
-        return function
-    tracker = mode.tracker
+    nodes = {place: node_of(item) for place, item in enumerate(args) if isinstance(item, Tensor)}
+    tracked = {place: args[place] for place, node in nodes.items() if node is not None}
+    if mode is None and not tracked:
+        return function, args
+    marks = None if mode is None else mode.tracker.marks
     notes = {
         place: note
-        for place, item in enumerate(args)
-        if isinstance(item, Tensor) and node_of(item) is None
-        if is_unusual(tracker.marks, item) or not tracker.marks.is_data(item)
-        if (note := note_of(tracker.marks, item)) is not None
+        for place, node in nodes.items()
+        if marks is not None and node is None
+        if is_unusual(marks, args[place]) or not marks.is_data(args[place])
+        if (note := note_of(marks, args[place])) is not None
     }
 
-    def noted(*others, **kwargs):
-        if tracker.closed:
-            return function(*others, **kwargs)
+    def run(*others, **kwargs):
+        given = [tracked.get(place, item) for place, item in enumerate(others)]
+        if mode is None or marks is None or mode.tracker.closed:
+            return function(*given, **kwargs)
         for place, note in notes.items():
-            note_as(tracker.marks, others[place], note)
+            note_as(marks, others[place], note)
         with nullcontext() if mode in modes_here() else mode:
-            return function(*others, **kwargs)
+            return function(*given, **kwargs)
 
-    return noted
-
-
-def _without_tracked(function: Callable[..., Any], args: tuple[Any, ...]):
-    """Return the function with tracked arguments bound, and the arguments with None for those."""
-    tracked = {
-        place: item
-        for place, item in enumerate(args)
-        if isinstance(item, Tensor) and node_of(item) is not None
-    }
-    if not tracked:
-        return function, args
-
-    def complete(*others, **kwargs):
-        given = (tracked.get(place, item) for place, item in enumerate(others))
-        return function(*given, **kwargs)
-
-    return complete, tuple(None if place in tracked else item for place, item in enumerate(args))
+    return run, tuple(None if place in tracked else item for place, item in enumerate(args))
 
 
 def run_checkpoint(native: Callable[..., Any], function: Callable[..., Any], preserve: bool, *args):
