@@ -93,8 +93,7 @@ def _euclidean(tracker: Context, func, x, points, examples: Examples, kwargs) ->
     # PyTorch's backward needs its result as it is, and what is tapped counts as changed.
     result = torch.ops.aten._unsafe_view(distances, distances.shape)
     result = tap([first_node(points)], result, DistanceFactors(examples), *saved)
-    tracker.marks.place(result, examples)
-    tracker.followed = result
+    tracker.note_followed(result, examples)
     return result
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture.following._examples import Examples
-from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import (
@@ -142,9 +141,8 @@ def _in_groups(tracker: Context, func, input, weight, bias, call):
         node = node_of(item)
         if node is None:
             return item
-        slices = derive(tracker, Tensor.unflatten, (item, axis, (tracker.batch_size, -1)), {})
-        examples = Examples(tracker.batch_size, axis)
-        return as_data(tracker, func, node, slices, examples).flatten(axis, axis + 1)
+        examples = Examples(tracker.batch_size, axis, item.shape[axis] // tracker.batch_size)
+        return as_data(tracker, func, node, item, examples)
 
     def convolve(data):
         return func(own(data, 1), own(weight), own(bias), **_options(call))
