@@ -46,8 +46,8 @@ class Monitor:
                                      ``p05``, ``p50``, ``p95`` and ``max``
         gns/tr_sigma                 Ŝ = N/(N−1) (N̄ − Ḡ²), unbiased: the trace of the covariance
         gns/g2                       Ĝ² = (N Ḡ² − N̄)/(N−1), unbiased: the true gradient, squared
-        gns/b_simple                 average of Ŝ / average of Ĝ² over measured steps, the noise
-                                     scale; NaN while the average of Ĝ² is ≤ 0
+        gns/b_simple                 average of Ŝ / average of Ĝ² over measured steps, weighted
+                                     by N: the noise scale; NaN while the average of Ĝ² is ≤ 0
         gns/b_simple_se              its standard error
         gns/undefined                how many measured steps ended with that NaN
         coherence/alpha              average of Ĝ² / average of N̄, in the same way

@@ -62,13 +62,13 @@ class Run:
             path = f"gns/{prefix}/" if prefix else "gns/"
             spread, gradient = gradients.noise_scale
             ratio = self._ratio(f"{path}b_simple")
-            ratio.add(spread, gradient)
+            ratio.add(spread, gradient, gradients.effective_batch)
             metrics[f"{path}tr_sigma"], metrics[f"{path}g2"] = spread, gradient
             metrics[f"{path}b_simple"] = ratio.value
             metrics[f"{path}b_simple_se"] = ratio.standard_error
         self._undefined += math.isnan(metrics["gns/b_simple"])
         coherence = self._ratio("coherence/alpha")
-        coherence.add(metrics["gns/g2"], step.mean_of_sqnorms)
+        coherence.add(metrics["gns/g2"], step.mean_of_sqnorms, step.effective_batch)
         metrics["coherence/alpha"] = coherence.value
         metrics["coherence/alpha_se"] = coherence.standard_error
         metrics["gns/undefined"] = float(self._undefined)

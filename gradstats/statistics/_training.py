@@ -167,10 +167,10 @@ def fraction_against(step: StepGradients) -> float:
 class RunningRatio:
     """The ratio of two exponential averages over steps, with its standard error.
 
-    R = Σ_t ω_t y_t / Σ_t ω_t x_t with ω_t falling by ``decay`` a step. The ratio of averages is
-    consistent where the average of ratios is not: x_t may be near zero or negative on single steps.
-    Its standard error is the delta method's, √(Σ ω² · s²) / |x̄| with Σ ω = 1 and s² the variance of
-    the residuals y_t − R x_t; steps count as independent, and drift counts as noise.
+    R = Σ_t ω_t y_t / Σ_t ω_t x_t with ω_t a weight that falls by ``decay`` a step. The ratio of
+    averages is consistent where the average of ratios is not: x_t may be near zero or negative on
+    single steps. Its standard error is the delta method's, √(Σ ω² · s²) / |x̄| with Σ ω = 1 and s²
+    the variance of the residuals y_t − R x_t; steps count as independent, drift counts as noise.
 
     Args:
         decay: in [0, 1); 1 / (1 − decay) is the number of steps that count.
@@ -181,15 +181,17 @@ class RunningRatio:
         # Σω, Σω², Σωy, Σωx, Σωy², Σωxy, Σωx²
         self._sums = [0.0] * 7
 
-    def add(self, numerator: float, denominator: float) -> None:
+    def add(self, numerator: float, denominator: float, weight: float = 1.0) -> None:
         """Let one step enter, if both values are finite."""
         if not (math.isfinite(numerator) and math.isfinite(denominator)):
             return
         y, x = numerator, denominator
-        terms = (1.0, 1.0, y, x, y * y, x * y, x * x)
+        terms = (1.0, weight, y, x, y * y, x * y, x * x)
         kept = [self.decay] * 7
         kept[1] = self.decay**2
-        self._sums = [k * s + term for k, s, term in zip(kept, self._sums, terms, strict=True)]
+        self._sums = [
+            k * s + weight * term for k, s, term in zip(kept, self._sums, terms, strict=True)
+        ]
 
     @property
     def value(self) -> float:

@@ -395,6 +395,27 @@ def test_off_steps_touch_nothing(model):
     assert seen == [True, False, False, True, False, False, True]
 
 
+def test_averages_weigh_steps_by_their_numbers_of_examples(model):
+    monitor = gs.Monitor(model, every=1, alignment=False, decay=0.9, layers="*")
+    x, y = torch.randn(1, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+    sizes, steps = (9, 2, 6), []
+    for size in sizes:
+        model.zero_grad()
+        rows = x + 0.1 * torch.randn(size, 5, dtype=torch.float64)  # alike: no average below zero
+        with monitor.step(batch_size=size):
+            losses_of(model, (rows, y.expand(size))).mean().backward()
+        steps.append(monitor.metrics())
+    weights = np.array(sizes) * [0.81, 0.9, 1]
+    for prefix in ("gns/", "gns/0/", "gns/2/"):
+        spread, gradient = (
+            weights @ [step[prefix + name] for step in steps] for name in ("tr_sigma", "g2")
+        )
+        assert steps[-1][f"{prefix}b_simple"] == pytest.approx(spread / gradient)
+    sqnorms = [step["gns/tr_sigma"] + step["gns/g2"] for step in steps]
+    alpha = weights @ [step["gns/g2"] for step in steps] / (weights @ sqnorms)
+    assert steps[-1]["coherence/alpha"] == pytest.approx(alpha)
+
+
 def test_one_copy_to_the_host_for_each_measured_step(model, monkeypatch):
     copies = []
     original = torch.Tensor.cpu

@@ -108,29 +108,36 @@ def test_the_noise_scale_is_unbiased(weighted):
     assert (estimates[:, 1] < 0).mean() > 0.05  # single steps often have no meaning at all
 
 
-def test_the_ratio_of_averages_finds_the_noise_scale_and_knows_its_error():
+@pytest.mark.parametrize("sizes", [(16,), (16, 16, 16, 3)], ids=["alike", "a short batch"])
+def test_the_ratio_of_averages_finds_the_noise_scale_and_knows_its_error(sizes):
     """B_simple is known; the ratio of averages hits it and reports its own spread."""
     generator = np.random.default_rng(2)
-    width, size, steps, runs = 10, 16, 120, 150
+    width, steps, runs = 10, 120, 150
     mean = np.full(width, 0.2)
     truth = width / (mean @ mean)
-    values, errors, naive = [], [], []
+    values, errors, alike, naive = [], [], [], []
     for _ in range(runs):
-        ratio = RunningRatio(decay=0.98)
+        ratio, unweighted = RunningRatio(decay=0.98), RunningRatio(decay=0.98)
         single = []
-        for rows in generator.normal(mean, 1, (steps, size, width)):
-            estimate = of(rows).noise_scale
-            ratio.add(*estimate)
+        for number in range(steps):
+            step = of(generator.normal(mean, 1, (sizes[number % len(sizes)], width)))
+            estimate = step.noise_scale
+            ratio.add(*estimate, step.effective_batch)
+            unweighted.add(*estimate)
             single.append(estimate[0] / estimate[1])
         values.append(ratio.value)
         errors.append(ratio.standard_error)
+        alike.append(unweighted.value)
         naive.append(np.mean(single))
-    error = np.std(values, ddof=1)
+    error = np.nanstd(values, ddof=1)
     assert abs(np.mean(values) / truth - 1) < 0.05
     assert 0.8 < np.median(errors) / error < 1.25
     covered = np.abs(np.array(values) - truth) < 2 * np.array(errors)
     assert covered.mean() > 0.88
     assert abs(np.median(naive) / truth - 1) > 0.3  # what one would get from averaged ratios
+    if len(sizes) > 1:
+        # Steps of few examples, such as the last of an epoch, spoil an average of all alike.
+        assert error < 0.7 * np.nanstd(alike, ddof=1)
 
 
 def test_a_ratio_without_meaning_is_nan():
@@ -148,7 +155,9 @@ def test_a_ratio_without_meaning_is_nan():
     again = RunningRatio(0.5)
     again.load_state_dict(ratio.state_dict())
     for each in (ratio, again):
-        each.add(3.0, 4.0)
+        each.add(3.0, 4.0, 2.0)
+    # (1/4 + 1/2 + 2 · 3) / (−1/4 + 1 + 2 · 4)
+    assert ratio.value == pytest.approx(6.75 / 8.75)
     assert (again.value, again.standard_error) == (ratio.value, ratio.standard_error)
 
 
