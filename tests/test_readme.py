@@ -57,6 +57,7 @@ def check_through_adam(through_adam):
     """Compare with what leaving single examples out of one of Adam's steps does to the loss."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model.frozen = torch.nn.Parameter(torch.zeros(1), requires_grad=False)  # as below adapters
     model.double()
     rate, size, options = 1e-5, 16, {"betas": (0.0, 0.999), "eps": 1e-4}
     # Groups of their own, in another order than the model's.
