@@ -143,10 +143,15 @@ class Data:
         elif isinstance(self._loader, Sequence):
             pairs = ((number, self._loader[number]) for number in wanted)
         else:
-            members = set(wanted)
+            members = {*wanted, self.batches}
             pairs = ((n, batch) for n, batch in enumerate(self._begun()) if n in members)
-        count = 0
+        count, again = 0, "Give a loader that yields the same batches each time."
         for number, batch in pairs:
+            if number == self.batches:
+                raise LoaderError(
+                    f"the {self._role} loader gave more than the {self.batches} batches of its "
+                    f"first pass. {again}"
+                )
             size = self.layout.count(batch)
             if size != self.sizes[number]:
                 reason = (
@@ -164,12 +169,13 @@ class Data:
             self._compare(number, batch)
             count += 1
             yield number, batch
-            if count == len(wanted):
+            if count == len(wanted) and number + 1 < self.batches:
                 return
-        raise LoaderError(
-            f"the {self._role} loader gave {count} of the {len(wanted)} batches that were asked "
-            "for. Give a loader that yields the same batches each time."
-        )
+        if count < len(wanted):
+            raise LoaderError(
+                f"the {self._role} loader gave {count} of the {len(wanted)} batches that were "
+                f"asked for. {again}"
+            )
 
     def example(self, position: int) -> Any:
         """Return the batch that holds an example, and its place there."""

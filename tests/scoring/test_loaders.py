@@ -455,6 +455,7 @@ def test_a_loader_that_changes_is_an_error(setting):
     whole = setting.train_batches
     cases = [
         (whole[:2], r"gave 2 of the 3 batches"),
+        ([*whole, whole[0]], r"gave more than the 3 batches of its first pass"),
         (whole[1:], r"batch 0 .* holds other data than when it was first read"),
         (batches(setting.train, 3), r"batch 0 .* has 3 examples, expected 4 as when it was fir"),
     ]
