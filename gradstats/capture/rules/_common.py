@@ -135,9 +135,10 @@ def locate(
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} reduces over the last {trailing} axes of "
-            f"data of shape {tuple(data.shape)}, expected the examples along another axis than "
-            f"{layout.axis}: otherwise it mixes them. Give each example a row of its own (a single "
-            "example as x[None]), or pass batch_dim=.",
+            f"data of shape {tuple(data.shape)}, expected the {layout.batch} examples along "
+            f"another axis than {layout.axis}: otherwise it mixes them. Give each example a row of "
+            "its own (a single example as x[None], a list of them stacked), or pass batch_dim=. "
+            f"{WHERE_THE_NUMBER_IS_FROM}",
             node.names,
         )
     return layout
