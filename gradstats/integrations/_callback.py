@@ -8,18 +8,25 @@ from typing import Any
 
 from torch import nn
 
+from gradstats.monitor._arguments import check_monitor
 from gradstats.monitor._monitor import Monitor
 
+PATTERNS = ("layers", "parameters", "exclude")
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise unless a monitor, and so a callback, has these options."""
-    known = list(inspect.signature(Monitor).parameters)[2:]
+
+def check_options(every: int, options: Mapping[str, Any]) -> None:
+    """Raise where a monitor of any model would: here, not when training starts."""
+    signature = inspect.signature(Monitor)
+    known = list(signature.parameters)[2:]
     for name in options:
         if name not in known:
             raise TypeError(
                 f"GradStatsCallback has no option {name!r}, expected one of its own or of "
                 f"gs.Monitor: {', '.join(known)}."
             )
+    given = signature.bind(nn.Identity(), every, **options)
+    given.apply_defaults()
+    check_monitor(**{name: each for name, each in given.arguments.items() if name not in PATTERNS})
 
 
 def monitor_of_run(

@@ -58,7 +58,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             continues it.
 
     Raises:
-        TrackingError: the module uses manual optimization.
+        TrackingError: an argument of the wrong type or value; the module optimizes manually.
         TypeError: an option that ``gs.Monitor`` does not have.
     """
 
@@ -83,8 +83,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
                 f"batch_size is {batch_size!r}, expected a function of the batch: "
                 "lambda batch: len(batch[0])."
             )
-        # A misspelt option is named here, not when training starts.
-        check_options(options)
+        check_options(every, options)
         self.every = every
         self.monitor: Monitor | None = None
         self._ids, self._batch_size, self._histograms = ids, batch_size, histograms

@@ -109,8 +109,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
     ):
         if not (ids is None or isinstance(ids, str)):
             raise TrackingError(f"ids is {ids!r}, expected the name of an input of the model.")
-        # A misspelt option is named here, not when training starts.
-        check_options(options)
+        check_options(every, options)
         self.every = every
         self.monitor: Monitor | None = None
         self.saved: dict[str, Any] | None = None

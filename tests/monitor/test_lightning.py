@@ -227,9 +227,13 @@ def test_a_batch_size_that_is_no_function():
         callback_module.GradStatsCallback(batch_size=4)
 
 
-def test_an_option_of_no_monitor_is_named_at_once():
+def test_what_no_monitor_takes_is_named_at_once():
     with pytest.raises(TypeError, match=r"no option 'evry', .* of gs\.Monitor: loss_reduction, "):
         callback_module.GradStatsCallback(evry=10)
+    with pytest.raises(gs.TrackingError, match="every is 0"):
+        callback_module.GradStatsCallback(every=0)
+    with pytest.raises(gs.TrackingError, match="decay is 2"):
+        callback_module.GradStatsCallback(decay=2)
 
 
 def test_off_steps_touch_nothing():

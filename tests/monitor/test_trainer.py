@@ -543,9 +543,13 @@ def test_options_must_fit_into_the_saved_state():
         GradStatsCallback(parameters={"a set"})
 
 
-def test_an_option_of_no_monitor_is_named_at_once():
+def test_what_no_monitor_takes_is_named_at_once():
     with pytest.raises(TypeError, match=r"no option 'evry', .* of gs\.Monitor: loss_reduction, "):
         GradStatsCallback(evry=10)
+    with pytest.raises(gs.TrackingError, match="every is 0"):
+        GradStatsCallback(every=0)
+    with pytest.raises(gs.TrackingError, match="decay is 2"):
+        GradStatsCallback(decay=2)
 
 
 def test_it_must_be_called_by_a_trainer(tmp_path):
