@@ -68,7 +68,7 @@ def plot(monitor: Monitor) -> Figure:
     low, high = history["example_grad_norm/p05"], history["example_grad_norm/p95"]
     norms.fill_between(steps, low, high, color=BLUE, alpha=0.25, label="5 % to 95 % of examples")
     draw(norms, "example_grad_norm/p50", color=BLUE, label="median example")
-    draw(norms, "example_grad_norm/max", color=BLUE, lw=0.8, ls=":", label="largest")
+    draw(norms, "example_grad_norm/max", color=BLUE, lw=0.8, ls=":", mfc="none", label="largest")
     draw(norms, "grad_norm", color=BLACK, label="training gradient")
     labelled: set[int] = set()
     for spike in monitor.spikes:

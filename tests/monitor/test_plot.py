@@ -64,6 +64,7 @@ def test_one_measured_step_is_seen(monitor):
     figure = plot(SimpleNamespace(history=history, spikes=[], metrics=dict))
     lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
     assert len(lines) == 3 and all(line.get_marker() == "." for line in lines)
+    assert len({(line.get_color(), line.get_markerfacecolor()) for line in lines}) == 3
     figure.canvas.draw()
     ticks = [tick.get_text() for tick in figure.axes[1].get_xticklabels()]
     assert "0" in ticks and not any("." in tick for tick in ticks)  # steps have whole numbers
