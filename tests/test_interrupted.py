@@ -100,6 +100,32 @@ def test_an_interrupt(setting, functions, how):
     assert 10 < line < 99
 
 
+@pytest.mark.parametrize("how", ["norms", "verify"])
+def test_an_interrupt_as_a_context_begins_to_close(setting, how):
+    """Where signals are looked at: at the beginning of a call, before the function's own try."""
+    model, batch = setting
+    expected, state = oracle_sqnorms(model, batch, loss_fn), snapshot(model)
+    tracing, times = sys.gettrace(), 0
+
+    def interrupt(frame, event, _):
+        nonlocal times
+        if frame.f_code is _tracker.Tracker.close.__code__:
+            times += 1
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gs.verify(model, batch, loss_fn) if how == "verify" else measured(model, batch, how)
+    finally:
+        sys.settrace(tracing)
+    assert times == 1
+    assert_unchanged(model, state)
+    assert torch._C._len_torch_function_stack() == 0
+    assert_sqnorms(measured(model, batch, "norms"), expected, 1e-9)
+
+
 def test_contexts_that_end_in_another_order(setting):
     model, batch = setting
     other = Kept().double()

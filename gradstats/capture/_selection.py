@@ -212,7 +212,8 @@ def check_trackable(root: Root) -> None:
     parameter = root.parameter
     if type(parameter) is TrackedParameter:
         raise TrackingError(
-            f"{root.describe()} is already tracked by another open context. Close that one first."
+            f"{root.describe()} is already tracked by another open context. Close that one first: "
+            "a tracker that an interrupt left open with tracker.__exit__(None, None, None)."
         )
     if type(parameter) is not nn.Parameter:
         raise UnsupportedOperationError(

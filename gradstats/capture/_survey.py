@@ -127,9 +127,12 @@ def _look(
     stance = nullcontext() if imported_compiler() is None else running_eagerly()
     with torch.enable_grad(), stance:
         try:
-            found.open()
-            losses = loss_fn(model, batch)
-            if isinstance(losses, Tensor):
-                found.find_hidden_uses(losses)
+            try:
+                found.open()
+                losses = loss_fn(model, batch)
+                if isinstance(losses, Tensor):
+                    found.find_hidden_uses(losses)
+            finally:
+                found.close()
         finally:
-            found.close()
+            found.close()  # once more, where an interrupt came as the call before began

@@ -109,18 +109,21 @@ def _differentiate(
     take_call(tracker.marks, loss_fn, model, tensors_in(batch), lists)
     with torch.enable_grad(), apart_from_training(model):
         try:
-            tracker.open()
-            losses = loss_fn(model, batch)
-            with torch._C.DisableTorchFunction():
-                losses = check_losses(losses, tracker.batch_size)
-                tracker.note_losses(losses)
-                total = losses.sum()
-            tracker.backward_without_gradients(total)
+            try:
+                tracker.open()
+                losses = loss_fn(model, batch)
+                with torch._C.DisableTorchFunction():
+                    losses = check_losses(losses, tracker.batch_size)
+                    tracker.note_losses(losses)
+                    total = losses.sum()
+                tracker.backward_without_gradients(total)
+            finally:
+                if tracker.derived:
+                    start.drop_derived()
+                    tracker.derived = False  # so that none of it is to be made plain
+                tracker.close()
         finally:
-            if tracker.derived:
-                start.drop_derived()
-                tracker.derived = False  # so that none of it is to be made plain
-            tracker.close()
+            tracker.close()  # once more, where an interrupt came as the call before began
         with torch._C.DisableTorchFunction():
             measured = losses.detach()
     del losses, total
