@@ -236,6 +236,16 @@ def test_a_decomposition_with_a_second_result_that_is_not_finite(batch):
         gs.per_example_norms(model, batch, classify)
 
 
+@pytest.mark.parametrize("returned", [None, 1.0], ids=["nothing", "a number"])
+def test_a_decomposition_that_returns_no_tensor(batch, returned):
+    model = Model(ScaledSiLU.apply).double()
+    with (
+        gs.register_rule(ScaledSiLU, lambda x, w: returned),
+        pytest.raises(gs.UnsupportedOperationError, match=r"of shape \[None\], expected \[\(5, 3"),
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+
 def test_a_straight_through_estimator(batch):
     class Round(torch.autograd.Function):
         @staticmethod

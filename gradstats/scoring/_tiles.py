@@ -267,10 +267,10 @@ AnyTiles = Tiles | MemoryTiles
 def cannot_write(path: Path, error: OSError) -> StoreError:
     """Return the error for a file or folder that the system did not let be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason, remedy = ("the disk is full", "make room") if full else (error.strerror, "see to that")
     return StoreError(
-        f"{path} cannot be written: {'the disk is full' if full else error.strerror} (error "
-        f"{errno.errorcode.get(error.errno or 0)}). What was done is kept: make room, and call "
-        "again with the same arguments to go on."
+        f"{path} cannot be written: {reason} (error {errno.errorcode.get(error.errno or 0)}). What "
+        f"was done is kept: {remedy}, and call again with the same arguments to go on."
     )
 
 

@@ -68,7 +68,7 @@ class Grafted:
             shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
         single = isinstance(result, Tensor)
         results = [result] if single else list(result)
-        shadows = [shadow] if isinstance(shadow, Tensor) else list(shadow)
+        shadows = list(shadow) if isinstance(shadow, (tuple, list)) else [shadow]
         if [item._version for item in shown] != before:
             raise self._wrong(func, node, "changed an operand in place, expected no side effects")
         self._check(func, node, results, shadows)
