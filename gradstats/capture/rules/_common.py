@@ -109,14 +109,14 @@ def locate(
     if layout is not None and axis not in (None, layout.axis):
         remedy = (
             "move the axis in front of this operation; recurrent and attention layers take "
-            "batch_first="
+            f"batch_first=. {IF_KNOWN}"
         )
         if tracker.marks.packed:
-            remedy = "as packed rows are its positions, call it on each example's slice"
+            remedy = "as packed rows are its positions, call it on each example's slice."
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} takes axis {axis} of its data, of shape "
             f"{tuple(data.shape)}, for the examples, which lie along axis {layout.axis}: it mixes "
-            f"them. Expected the examples along axis {axis}: {remedy}.",
+            f"them. Expected the examples along axis {axis}: {remedy}",
             node.names,
         )
     if layout is None and _is_of_reduced_losses(tracker.marks, node, data):
