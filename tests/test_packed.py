@@ -697,6 +697,25 @@ def test_rows_that_fall_on_other_examples_are_refused():
         )
 
 
+def test_attention_between_packed_examples_says_what_keeps_them_apart():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, rows):
+            h = self.first(rows)[None]
+            return self.last(functional.scaled_dot_product_attention(h, h, h, is_causal=True)[0])
+
+    def loss_fn(model, rows):
+        return torch.zeros(2).index_add(0, torch.tensor([0, 0, 0, 1, 1]), model(rows).sum(1))
+
+    with pytest.raises(gs.ExampleAxisError, match="under a mask that says so.*use_cache=False"):
+        gs.per_example_norms(
+            Attention(), torch.randn(5, 3), loss_fn, cu_seqlens=torch.tensor([0, 3, 5])
+        )
+
+
 @pytest.mark.parametrize("product", [torch.sparse.mm, torch.matmul, torch.spmm])
 def test_products_with_a_sparse_matrix_of_edges(product):
     """As many graphs in one have it: blocks along the diagonal."""

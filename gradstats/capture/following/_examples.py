@@ -22,6 +22,11 @@ IF_KNOWN = (
     "(T, B, d): gs.assign_rows(mask, torch.arange(B), 0)."
 )
 
+IF_ATTENDING = (
+    "Packed rows attend to those of their own example under a mask that says so. Hugging Face's "
+    "models make one of position_ids, if they are passed use_cache=False."
+)
+
 WHERE_THE_NUMBER_IS_FROM = (
     "If the number of examples is wrong: it is batch_size= of a context, elsewhere the size of the "
     "batch's first tensor along batch_dim=, and for packed examples what cu_seqlens= says."

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradstats.capture.following._examples import (
     IF_A_CONSTANT,
+    IF_ATTENDING,
     IF_KNOWN,
     MIXED,
     WHERE_THE_NUMBER_IS_FROM,
@@ -168,6 +169,8 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
             "Combine each example with its own values alone, or detach what comes from others.",
             IF_A_CONSTANT,
         ]
+        if marks.packed:
+            remedies.insert(0, IF_ATTENDING)
     else:
         remedies = [
             WHERE_THE_NUMBER_IS_FROM,
