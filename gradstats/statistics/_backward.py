@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gradstats.capture._tracker import Tracker
 from gradstats.capture.following._taken import ABOUT_EXAMPLES, explain, take_call, took_doubtful
 from gradstats.capture.operations._graph import let_go
-from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._consumers import Consumer
 from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError
@@ -73,11 +72,11 @@ def run_examples(
     tracker = Tracker(model, settings=settings, **options)
     start = Start(tracker.modules, tracker.attributes, tracker.marks.constants.values())
     try:
-        losses = _differentiate(tracker, start, model, batch, loss_fn)
+        losses = _differentiate(tracker, start, model, batch, given.tensors, loss_fn)
     except ABOUT_EXAMPLES as error:
         explain(tracker.marks, error)
         again = given.again()
-        doubtful = took_doubtful(tracker.marks, loss_fn, model, tensors_in(batch))
+        doubtful = took_doubtful(tracker.marks, loss_fn, model, given.tensors)
         if not doubtful or tracker.backward_ran or again is None or not start.restore():
             raise
         # The forward made or drew as many values as there are examples, which may not belong to
@@ -85,7 +84,7 @@ def run_examples(
         # entries as there are examples, which may belong to none.
         tracker = Tracker(model, settings=settings, doubtful_are_data=False, **options)
         try:
-            losses = _differentiate(tracker, start, model, *again, loss_fn)
+            losses = _differentiate(tracker, start, model, *again, given.tensors, loss_fn)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:
@@ -101,12 +100,20 @@ def run_examples(
 
 
 def _differentiate(
-    tracker: Tracker, start: Start, model: nn.Module, batch: Any, loss_fn: LossFunction
+    tracker: Tracker,
+    start: Start,
+    model: nn.Module,
+    batch: Any,
+    tensors: list[Tensor],
+    loss_fn: LossFunction,
 ) -> Tensor:
-    """Run the forward and the backward inside a context; return the losses' values."""
+    """Run the forward and the backward inside a context; return the losses' values.
+
+    Args:
+        tensors: in the batch.
+    """
     division = Division(tracker.batch_size, tracker.marks.batch_dim)
-    lists = division.lists_of_entries(batch)
-    take_call(tracker.marks, loss_fn, model, tensors_in(batch), lists)
+    take_call(tracker.marks, loss_fn, model, tensors, division.lists_of_entries(batch))
     with torch.enable_grad(), apart_from_training(model):
         try:
             try:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import enum
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradstats.capture.operations._nested import fields_of, tensors_in
+from gradstats.capture.operations._nested import held_by, tensors_in
 from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._state import Versions
 
@@ -34,7 +34,9 @@ def map_tensors(
     """
 
     def inside(item: Any) -> Any:
-        found = None if replace is None or isinstance(item, Tensor) else replace(item)
+        if isinstance(item, Tensor):
+            return change(item)
+        found = None if replace is None else replace(item)
         return map_tensors(item, change, replace) if found is None else found[0]
 
     if isinstance(batch, Tensor):
@@ -111,13 +113,17 @@ def on_a_copy(loss_fn: LossFunction) -> LossFunction:
 
 
 class Given:
-    """A batch before a loss function is called with it."""
+    """A batch before a loss function is called with it.
+
+    Attributes:
+        tensors: in the batch, in order.
+    """
 
     def __init__(self, batch: Any):
-        self._versions = Versions(tensors_in(batch))
+        self.tensors = tensors_in(batch)
+        self._versions = Versions(self.tensors)
         # What cannot be looked into would not be copied.
-        opaque = any(True for _ in opaque_in(batch))
-        self._copy = None if opaque else copied(batch)
+        self._copy = None if opaque_in(batch) else copied(batch)
 
     def again(self) -> tuple[Any] | None:
         """Return the batch as it was, in a tuple; None if that is not possible."""
@@ -131,17 +137,12 @@ PLAIN = (
 )  # fmt: skip
 
 
-def opaque_in(batch: Any) -> Iterator[Any]:
-    """Yield objects in a batch that may hold examples but cannot be searched."""
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        batch = fields_of(batch)
-    if isinstance(batch, (tuple, list)):
-        for item in batch:
-            yield from opaque_in(item)
-    elif not can_be_looked_into(batch):
-        yield batch
+def opaque_in(batch: Any) -> list[Any]:
+    """Return the objects in a batch that may hold examples but cannot be searched."""
+    held = held_by(batch)
+    if held is None:
+        return [] if can_be_looked_into(batch) else [batch]
+    return [each for item in held if not isinstance(item, Tensor) for each in opaque_in(item)]
 
 
 def can_be_looked_into(item: Any) -> bool:

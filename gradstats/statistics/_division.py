@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradstats.capture.operations._nested import tensors_in
+from gradstats.capture.operations._nested import held_by, tensors_in
 from gradstats.statistics._batches import can_be_looked_into, map_tensors, with_items
 
 
@@ -88,6 +88,9 @@ class Division:
 
     def lists_of_entries(self, batch: Any) -> list[Any]:
         """Return the lists and tuples in a batch that hold one entry for each example."""
+        held = held_by(batch)
+        if held is None or all([isinstance(each, Tensor) for each in held]):
+            return []  # as for most batches
         return list(filter(_is_list, self._parts(batch)[1]))
 
     def lists_with_targets(self, batch: Any) -> list[Any]:
@@ -170,7 +173,7 @@ class Division:
                     "than one for each example (if they are, make it a tensor)"
                 )
         for held in filter(_is_list, others):
-            of_tensors = any(True for _ in tensors_in(held))
+            of_tensors = bool(tensors_in(held))
             # As many tensors that have rows of all examples may be one for each after all.
             if len(held) == self.batch_size or (held and not (of_tensors or _is_size(held))):
                 what = "tensors" if of_tensors else "entries"

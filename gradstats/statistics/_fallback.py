@@ -206,7 +206,7 @@ class Fallback:
         # once.
         numbers = 3 * sum(parameter.numel() for parameter in parameters)
         chunk = fitting(8 * numbers, division.batch_size, self._workspace)
-        tensors = [*tensors_in(batch)]  # in the order of ``map_tensors``
+        tensors = tensors_in(batch)  # in the order of ``map_tensors``
         dims = tuple(map(division.axis, tensors))
         # Under the names that the given model, wrapped or not, uses.
         own = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -100,10 +101,12 @@ def _shown(value: Any) -> str:
     return type(value).__name__ if getattr(value, "ndim", 0) else reprlib.repr(value)
 
 
-def check_plain(batch) -> None:
-    """Raise for a batch that holds nested tensors."""
-    if any(tensor.is_nested for tensor in tensors_in(batch)):
+def plain_tensors_in(batch) -> list[Tensor]:
+    """Return the tensors in a batch, or raise if one is a nested tensor."""
+    tensors = tensors_in(batch)
+    if any([tensor.is_nested for tensor in tensors]):
         raise ExampleAxisError(f"the batch holds a nested tensor, expected plain ones. {PACK}")
+    return tensors
 
 
 def infer_batch_size(batch, batch_dim: int) -> int:
@@ -112,8 +115,7 @@ def infer_batch_size(batch, batch_dim: int) -> int:
     A batch of lists has as many as these have entries; so has one that begins with a list of
     tensors of other lengths, such as bags or sequences, beside as many labels.
     """
-    check_plain(batch)
-    for tensor in tensors_in(batch):
+    for tensor in plain_tensors_in(batch):
         if tensor.dim() > 0:
             size = tensor.shape[min(batch_dim, tensor.dim() - 1)]
             if size == 0:
@@ -141,9 +143,10 @@ def examples_in(
     batch_dim = check_batch_dim(batch_dim)
     if cu_seqlens is None:
         return infer_batch_size(batch, batch_dim), None
-    check_plain(batch)
+    tensors = plain_tensors_in(batch)
     segments = packed_segments(cu_seqlens, model)
-    check_packed(batch, batch_dim, segments)
+    if not opaque_in(batch):  # else these may not be all
+        check_packed(tensors, batch_dim, segments)
     return segments.batch, segments
 
 
@@ -203,11 +206,9 @@ def packed_segments(
     return Segments(owner.to(device), len(lengths))
 
 
-def check_packed(batch, batch_dim: int, segments: Segments) -> None:
-    """Raise where a batch that can be looked into holds other rows than its segments say."""
-    if next(opaque_in(batch), None) is not None:
-        return
-    for tensor in tensors_in(batch):
+def check_packed(tensors: Iterable[Tensor], batch_dim: int, segments: Segments) -> None:
+    """Raise where the tensors of a batch hold other rows than its segments say."""
+    for tensor in tensors:
         if tensor.dim() > batch_dim:
             sizes = tuple(tensor.shape[batch_dim : batch_dim + 2])
             if segments.rows in (sizes[0], *(sizes[1:] if sizes[0] == 1 else ())):

@@ -62,7 +62,7 @@ class Functions:
         with torch._C.DisableTorchFunction():
             operands = operands_of(args, kwargs)
             given = [item for item in operands if node_of(item) is None]
-            results = [*tensors_in(returned)]
+            results = tensors_in(returned)
             trained = any(item.requires_grad for item in results)
             if trained or self.seen is not None:
                 self.inside |= inside
@@ -173,7 +173,7 @@ def follow_unchanged(marks: Marks, operands: Sequence[Tensor], returned: Any) ->
 
     A wrapper around a model, such as DistributedDataParallel, returns what the model returned.
     """
-    results = [*tensors_in(returned)]
+    results = tensors_in(returned)
     if [item.shape for item in results] == [item.shape for item in operands]:
         with torch._C.DisableTorchFunction():
             for result, operand in zip(results, operands, strict=True):

@@ -30,7 +30,7 @@ def take_call(
     marks: Marks,
     loss_fn: Any,
     model: nn.Module,
-    batch: Iterable[Tensor],
+    batch: Sequence[Tensor],
     entries: Iterable[Sequence[Any]],
 ) -> None:
     """Prepare for a call of a loss function with the tensors of a batch.
@@ -38,7 +38,6 @@ def take_call(
     Args:
         entries: lists in the batch whose entries are taken for those of the examples, in order.
     """
-    batch = list(batch)
     marks.keep_constant(buffers_beside(loss_fn))
     marks.take_batch(batch)
     if not marks.doubtful_are_data:

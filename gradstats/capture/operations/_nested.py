@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,19 +20,29 @@ def flatten(items) -> list[Any]:
     return leaves
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists, mappings and dataclasses, in order."""
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return the tensors of nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for item in batch.values():
-            yield from tensors_in(item)
-    elif isinstance(batch, (tuple, list)):
-        for item in batch:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for item in fields_of(batch):
-            yield from tensors_in(item)
+        return [batch]
+    found: list[Tensor] = []
+    held = held_by(batch)
+    for item in () if held is None else held:
+        if isinstance(item, Tensor):
+            found.append(item)
+        else:
+            found += tensors_in(item)
+    return found
+
+
+def held_by(batch: Any) -> Collection[Any] | None:
+    """Return what a tuple, list, mapping or dataclass holds; None for anything else."""
+    if isinstance(batch, (tuple, list)):
+        return batch
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return fields_of(batch)
+    return None
 
 
 def fields_of(batch: Any) -> list[Any]:

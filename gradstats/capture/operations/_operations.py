@@ -384,7 +384,7 @@ def changed_by(func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ten
     """Return the operands that an operation changes, if it is not in ``IN_PLACE``."""
     places = places_changed(func)
     changed = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
-    return [*tensors_in(changed)]
+    return tensors_in(changed)
 
 
 # In-place methods that only move axes, with their counterparts that return a view.

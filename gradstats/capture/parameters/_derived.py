@@ -96,7 +96,7 @@ def note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Return an untracked result; note which derived operands share its memory."""
     if not isinstance(result, Tensor) and type(result) not in (tuple, list):
         return result  # a shape, a device: most questions about a tensor
-    found = [*tensors_in(result)]
+    found = tensors_in(result)
     for operand in operands_of(args, kwargs):
         node = node_of(operand)
         if isinstance(node, Derived) and any(same_storage(item, node.value) for item in found):
