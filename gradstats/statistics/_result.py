@@ -53,11 +53,16 @@ class GradientNorms:
     loss: Tensor | None
     _error_bound: Callable[[], Tensor]
     names: tuple[str, ...]
-    rows: Tensor
+    _rows: Tensor
     alignment: Tensor | None = None
     alignment_by_parameter: Mapping[str, Tensor] | None = None
     mean_sqnorm: Tensor | None = None
     gram: Tensor | None = None
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(parameters, B) squared norms."""
+        return self._rows.to(self.sqnorm.dtype)
 
     @cached_property
     def by_parameter(self) -> dict[str, Tensor]:
@@ -115,7 +120,7 @@ def statistics_of(
     square = (weight * scale) ** 2
     relative = tracker.reports.error_bound(values, total, square)
     names = [root.name for root in tracker.roots]
-    wide = any_double(root.parameter for root in tracker.roots)
+    wide = any_double([root.parameter for root in tracker.roots])
     if isinstance(square, Tensor) or square != 1:
         values, total = values / square, total / square
     norms = summarise(names, values, total, relative, loss, nonfinite, wide)
@@ -163,17 +168,17 @@ def summarise(
         nonfinite: "raise" or "keep".
         wide: the model is in float64, and so are the results.
     """
-    dtype = torch.float64 if wide else torch.float32
-    sqnorm, rows = total.to(dtype), values.to(dtype)
+    rounded = Tensor.double if wide else Tensor.float
+    sqnorm = rounded(total)
     if nonfinite == "raise":
-        check_total(names, rows, sqnorm)
+        check_total(names, values, sqnorm)
     return GradientNorms(
-        total.sqrt().to(dtype),
+        rounded(total.sqrt()),
         sqnorm,
         None if loss is None else loss.detach(),
         relative,
         tuple(names),
-        rows,
+        values,
     )
 
 
@@ -205,7 +210,7 @@ def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
     # Of what is not finite nor is the sum, and one number is soon looked at.
     if math.isfinite(total.sum().item()) or bool(total.isfinite().all()):
         return
-    finite = values.isfinite().all(1).tolist()
+    finite = values.to(total.dtype).isfinite().all(1).tolist()
     spoilt = [name for name, good in zip(names, finite, strict=True) if not good]
     where = "the sum over all parameters"
     if spoilt:
