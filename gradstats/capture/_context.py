@@ -69,6 +69,9 @@ class Context:
     maps_examples: bool | None = None
     maps_data = False
     fetching = 0
+    closed = False
+    derived = False
+    derived_from_leaves = False
     weighs_alike = True
     form = ""
 
@@ -84,7 +87,6 @@ class Context:
             (torch.get_num_threads(), torch._C._get_mkldnn_enabled()),
             os.environ.get(BACKEND_VARIABLE),
         )
-        self.closed = self.derived = self.derived_from_leaves = False
         self.shown: dict[GraphNode | None, Derived | Root] = {}
         self.visible: dict[Derived, None] = {}
         self.renumbered: dict[tuple[GraphNode, int], int] = {}

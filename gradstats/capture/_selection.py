@@ -233,6 +233,8 @@ def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:
         patterns: its value.
     """
     found: tuple = ()
+    if type(patterns) is tuple and not patterns:
+        return found  # as by default
     # Patterns are read more than once, for each batch of a run, which would exhaust an iterator.
     if isinstance(patterns, Iterator):
         raise CoverageError(

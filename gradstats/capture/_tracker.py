@@ -63,9 +63,17 @@ def _check_not_compiled() -> None:
 
 
 class Tracker(Context):
-    """Follows the uses of a model's parameters for the duration of one batch."""
+    """Follows the uses of a model's parameters for the duration of one batch.
 
+    Attributes:
+        listener: called before the backward, and after it while gradients are as it left them.
+    """
+
+    # Like those of Context, defaults stay the class's: with more than 30 attributes of its own an
+    # object has a dictionary that others do not share, which takes as long to make as all of these.
     visibility: Visibility
+    listener: BackwardListener | None = None
+    backward_ran = False
 
     def __init__(
         self,
@@ -82,17 +90,12 @@ class Tracker(Context):
         _check_not_compiled()  # before the compiler traces the rest, which it may fail to
         super().__init__(batch_size, batch_dim, segments, settings)
         self.marks.doubtful_are_data = doubtful_are_data
-        # Called before the backward, and after it while gradients are as the backward left them.
-        self.listener: BackwardListener | None = None
-        self.backward_ran = False
         self.visibility = Visibility()
         self._undo = ExitStack()
         anatomy = anatomy_of(model)
         self.modules = [module for _, module in anatomy.modules]
         self._parameters = list(anatomy.parameters.values())
         named = anatomy.select(parameters, exclude)
-        self.device = next(iter(named.values())).device
-        self.spans_devices = len({each.device for each in self._parameters}) > 1
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
         # Tensors that modules keep belong to no example: buffers, parameters that are not tracked,
         # tensors in plain attributes and in caches.
@@ -108,15 +111,15 @@ class Tracker(Context):
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
         for each in self.attributes:
             attributes += tensors_kept(each)
-        for kind in set(map(type, self.modules)):
-            attributes += tensors_kept(caches_of(kind))
+        attributes += tensors_kept(caches_of(set(map(type, self.modules))))
         self.marks.keep_constant((*kept, *attributes))
         # An attribute may also keep a batch. If one has the size of a batch, the arguments of the
         # model's call tell whether it is this one.
         self._model = model if any(map(self.marks.has_example_axis, attributes)) else None
         self._compiler = anatomy.compiled or compiler_is_used()
         selection = (len(named), parameters, exclude, model.training)
-        self.form = self._form_of_graphs(selection) if self._compiler else ""
+        if self._compiler:
+            self.form = self._form_of_graphs(selection)
         self.reports = Reports(self.roots, settings, batch_size)
         self._mode = FollowingMode(self)
         self._tasks: set[int] = set()
@@ -147,6 +150,17 @@ class Tracker(Context):
         doubtful = self.marks.doubtful_are_data
         form = repr((self.batch_size, self.batch_dim, doubtful, *asked, *selection))
         return form if admits(self._parameters[0], form) else ""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first tracked parameter."""
+        return self.roots[0].parameter.device
+
+    @property
+    def spans_devices(self) -> bool:
+        """Whether the model's parameters are on several devices."""
+        with torch._C.DisableTorchFunction():
+            return len({each.device for each in self._parameters}) > 1
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
@@ -412,7 +426,7 @@ class Tracker(Context):
                     f"{root.describe()} in the graph of the losses, so its gradient would be "
                     "incomplete. Expected a backward of the whole graph."
                 )
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch.no_grad():
             self.together.contract()
             take_slices([root for root in self.roots if root.of_slices], self._apart)
             for root in self.roots:

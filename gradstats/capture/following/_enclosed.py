@@ -6,7 +6,7 @@ import dis
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import _lru_cache_wrapper, lru_cache, partial
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -19,9 +19,12 @@ LONGEST, LONGEST_OF_MODULES = 10_000, 100
 CONTAINERS = (list, tuple, dict)
 # The most objects that are visited.
 MOST = 100_000
+# Types of objects in which nothing is searched.
+EMPTY_TYPES = PLAIN_TYPES | {type, ModuleType, BuiltinFunctionType}
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 # Functions that methods use are searched for caches, and those that these use; no further.
 DEPTH_OF_CACHES = 3
+LAYERS_OF_PYTORCH = "torch.nn.modules."
 CACHES: WeakKeyDictionary[type, list[ref[_lru_cache_wrapper]]] = WeakKeyDictionary()
 
 
@@ -69,17 +72,22 @@ def _is_function(item: Any) -> bool:
     return isinstance(item, (FunctionType, MethodType, partial, _lru_cache_wrapper))
 
 
-def caches_of(kind: type[nn.Module]) -> list[_lru_cache_wrapper]:
-    """Return the caches (functools.lru_cache) that a class's methods are, or use."""
-    found = CACHES.get(kind)
-    if found is None:
-        found = CACHES[kind] = []
-        level = list(_methods(kind))
-        for _ in range(DEPTH_OF_CACHES):
-            found += [ref(each) for each in level if isinstance(each, _lru_cache_wrapper)]
-            functions = [each for each in level if isinstance(each, FunctionType)]
-            level = [inner for each in functions for inner in _inside_function(each)]
-    return [cache for each in found if (cache := each()) is not None]
+def caches_of(kinds: Iterable[type[nn.Module]]) -> list[_lru_cache_wrapper]:
+    """Return the caches (functools.lru_cache) that classes' methods are, or use."""
+    caches: list[ref[_lru_cache_wrapper]] = []
+    for kind in kinds:
+        if kind.__module__.startswith(LAYERS_OF_PYTORCH):
+            continue  # before a look-up, which takes longer
+        found = CACHES.get(kind)
+        if found is None:
+            found = CACHES[kind] = []
+            level = list(_methods(kind))
+            for _ in range(DEPTH_OF_CACHES):
+                found += [ref(each) for each in level if isinstance(each, _lru_cache_wrapper)]
+                functions = [each for each in level if isinstance(each, FunctionType)]
+                level = [inner for each in functions for inner in _inside_function(each)]
+        caches += found
+    return [cache for each in caches if (cache := each()) is not None]
 
 
 def _methods(kind: type) -> Iterator[Any]:
@@ -125,14 +133,16 @@ def _reached(sources: Iterable[Any], kind: type, longest: int) -> Iterator[Any]:
     waiting = [*sources]
     while waiting and len(seen) < MOST:
         item = waiting.pop()
-        if type(item) in PLAIN_TYPES or id(item) in seen:
+        if type(item) in EMPTY_TYPES or id(item) in seen:
             continue
         seen.add(id(item))
         if issubclass(type(item), kind):  # whose __class__ may not support being read
             yield item
         elif not (type(item) in CONTAINERS and len(item) > longest):
-            with suppress(Exception):  # an object may not support being read
+            try:
                 waiting.extend(_inside(item))
+            except Exception:
+                pass  # an object may not support being read
 
 
 def _inside(item: Any) -> Iterator[Any]:

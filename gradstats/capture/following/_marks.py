@@ -84,7 +84,8 @@ class Marks:
         self.took_entries = False
         self.doubtful_are_data = True
         self.contract = Examples(batch_size, batch_dim, 1, segments)
-        self._behind_one = self.contract.along(batch_dim + 1)
+        # Packed examples often keep a batch axis of size 1.
+        self._behind_one = self.contract.along(batch_dim + 1) if self.packed else None
         self.constants: dict[int, Tensor] = {}
         self.written, self.rearranged = WrittenMemory(), RearrangedMemory()
         self.marked: list[ref[Tensor]] = []
@@ -174,7 +175,6 @@ class Marks:
             return self.contract
         axis, rows = self.batch_dim, self.contract.rows
         if self.packed and tensor.dim() > axis + 1:
-            # Packed examples often keep a batch axis of size 1.
             if tensor.shape[axis] == 1 and tensor.shape[axis + 1] == rows:
                 return self._behind_one
         return None

@@ -54,8 +54,9 @@ def innermost_mode() -> ContextMode | None:
 def remove_modes(chosen: Callable[[TorchFunctionMode], bool]) -> None:
     """Remove the chosen function modes from this thread's stack, wherever they are on it."""
     modes = _get_current_function_mode_stack()
-    first = next((n for n, mode in enumerate(modes) if chosen(mode)), len(modes))
-    _replace(len(modes) - first, [mode for mode in modes[first:] if not chosen(mode)])
+    left = [mode for mode in modes if not chosen(mode)]
+    if len(left) < len(modes):
+        _replace(len(modes), left)
 
 
 def _replace(count: int, modes: list[Any]) -> None:
