@@ -67,7 +67,7 @@ class Patches:
         return (1,) * (len(self.geometry.stride) - len(own)) + own
 
     def select(self, rows) -> Patches:
-        return replace(self, input=self.input[rows], grad=self.grad[rows])
+        return Patches(self.input[rows], self.grad[rows], self.shape, self.geometry)
 
     @property
     def way(self) -> ConvolutionWay:
@@ -117,8 +117,8 @@ class Patches:
         x = self.input.to(dtype).flatten().view(1, examples * self.input.shape[1], *spatial)
         g = self.grad.to(dtype).flatten().view(1, examples * self.shape[0], *self.grad.shape[2:])
         sizes = (examples * self.shape[0], self.shape[1], *self.kernel)
-        grouped = replace(geometry, groups=examples * geometry.groups)
-        return weight_gradient(x, g, sizes, grouped).view(examples, *self.shape)
+        groups = examples * geometry.groups
+        return weight_gradient(x, g, sizes, geometry, groups).view(examples, *self.shape)
 
     @property
     def granule(self) -> int:
@@ -188,7 +188,11 @@ def convolved(
 
 
 def weight_gradient(
-    x: Tensor, grad: Tensor, sizes: Sequence[int], geometry: ConvolutionGeometry
+    x: Tensor,
+    grad: Tensor,
+    sizes: Sequence[int],
+    geometry: ConvolutionGeometry,
+    groups: int | None = None,
 ) -> Tensor:
     """Return Σ_i G_i of a convolution's weight as PyTorch computes it, in the operands' dtype.
 
@@ -197,10 +201,11 @@ def weight_gradient(
         grad: (B, O, *positions).
         sizes: of the weight, (O, C / groups, *kernel).
         geometry: how patches are cut.
+        groups: the number of groups if it is another than the geometry's.
     """
     # Only the weight's shape is read: one expanded number has it.
     weight = x.new_empty(1).expand(tuple(sizes))
     return torch.ops.aten.convolution_backward(
         grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,
-        [0] * len(geometry.stride), geometry.groups, [False, True, False],
+        [0] * len(geometry.stride), groups or geometry.groups, [False, True, False],
     )[1]  # fmt: skip

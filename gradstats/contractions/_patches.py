@@ -20,7 +20,7 @@ from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._result import (
     Contraction,
     concatenated,
-    squared_norms,
+    sum_of_squares,
     well_conditioned,
 )
 from gradstats.contractions._rounding import product_roundoff
@@ -152,11 +152,11 @@ def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
     gradient = math.prod(factor.shape) * dtype.itemsize
     chunk = _cost.convolution_chunk(operands, gradient, factor.batch, workspace)
     chunk = 1 if alone else chunk
-    total, values = None, []
+    total, norms = None, []
     for start in range(0, factor.batch, chunk):
         gradients = factor.select(slice(start, start + chunk)).as_groups()
-        values.append(squared_norms(gradients.flatten(2), dtype))
+        norms.append(torch.linalg.vector_norm(gradients.flatten(2), dim=2, dtype=dtype))
         if with_sum:
             part = gradients[0] if len(gradients) == 1 else gradients.sum(0)
             total = part if total is None else total.add_(part)
-    return well_conditioned(torch.cat(values), dtype), total
+    return well_conditioned(sum_of_squares(torch.cat(norms)), dtype), total

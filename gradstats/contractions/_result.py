@@ -156,13 +156,14 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
             return value
         # Not by an index tensor, which would have to be copied to the device.
         squares = iter(value.unbind())
-    nothing = torch.zeros(batch, dtype=torch.float64, device=device)
     rows = []
     for part, result in zip(parts, results, strict=True):
         if part:
             rows.append(next(squares))
+        elif result is None:
+            rows.append(torch.zeros(batch, dtype=torch.float64, device=device))
         else:
-            rows.append(nothing if result is None else result.value.to(device))
+            rows.append(result.value.to(device))
     return torch.stack(rows)
 
 
@@ -310,8 +311,13 @@ def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     The last axis is reduced in the accumulation dtype and everything before it in float64: a single
     float32 reduction over a million elements would be off by 1e-5.
     """
-    norms = torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype).double().square()
-    return norms.flatten(1).sum(1) if norms.dim() > 1 else norms
+    return sum_of_squares(torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype))
+
+
+def sum_of_squares(norms: Tensor) -> Tensor:
+    """Return Σ norms[i]² in float64, over any number of axes after the first."""
+    squares = norms.double().square()
+    return squares.flatten(1).sum(1) if norms.dim() > 1 else squares
 
 
 def recompute_suspects(result: Contraction, again: Callable[[Tensor], Contraction]) -> Contraction:
