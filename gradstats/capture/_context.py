@@ -85,7 +85,8 @@ class Context:
         self.asked = (
             (settings.weight_gradients, settings.fused, settings.consumer is None),
             (torch.get_num_threads(), torch._C._get_mkldnn_enabled()),
-            os.environ.get(BACKEND_VARIABLE),
+            # Of operands on other devices nothing depends on it, and reading it takes long.
+            os.environ.get(BACKEND_VARIABLE) if torch.cuda.is_initialized() else None,
         )
         self.shown: dict[GraphNode | None, Derived | Root] = {}
         self.visible: dict[Derived, None] = {}

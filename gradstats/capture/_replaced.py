@@ -7,6 +7,8 @@ outside of contexts even ``apply``, called most often, takes a third of a micros
 
 from __future__ import annotations
 
+from functools import cache
+
 from gradstats.capture._loaders import replace_fetches
 from gradstats.capture._registered import follow_through
 from gradstats.capture.compiled._graphs import replace_call_of_backend
@@ -23,6 +25,7 @@ from gradstats.capture.parameters._tensors import (
 from gradstats.capture.parameters._transforms import replace_vmap
 
 
+@cache
 def replace_in_pytorch() -> None:
     """Replace what runs or changes operations out of sight."""
     # autograd.Function.apply: what a Function computes is not shown.
