@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradstats._factors import cast, compute_dtype
 from gradstats.capture.uses._gates import are_found_at_once, find_at_once
-from gradstats.contractions._multiply import linear, multiply
+from gradstats.contractions._multiply import linear, multiply, pays
 
 # grad, y → grad · y (1 − y) and grad · (1 − y²)
 sigmoid_backward = torch.ops.aten.sigmoid_backward.default
@@ -348,8 +348,7 @@ class Sweep:
         before = steps.before(after, starts[0])
         cell = self.cell(steps, self._inner(rows), self._outer(before), before, starts)
         grads = None if grad is None else steps.split(grad)
-        # Steps of other sizes would each have to be prepared for.
-        product = partial(multiply, times=len(steps.sizes)) if steps.even else torch.mm
+        product = self._product_of_steps(starts[0].dtype)
         projected = list(steps.split(after))
 
         def advance(step: int, states: States) -> States:
@@ -358,15 +357,27 @@ class Sweep:
                 state = state + grads[step]
             if projection is not None:
                 projected[step] = state
-                state = _product(state, projection, product)
+                state = product(state, projection)
             gates, beside, others = cell.back(step, state, others)
-            earlier = _product(gates, self.from_state, product)
+            earlier = product(gates, self.from_state)
             return [earlier if beside is None else earlier.add_(beside), *others]
 
         first = steps.walk(ends, advance, back=True)
         if projection is None:
             return Passed(cell.inner, cell.outer, before, None, None, first)
         return Passed(cell.inner, cell.outer, before, cell.hidden, torch.cat(projected), first)
+
+    def _product_of_steps(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the product of one step's rows, in a dtype, with W_hh or W_hr.
+
+        A step may be so small that choosing anew for each would take as long as its operations.
+        """
+        product: Callable[[Tensor, Tensor], Tensor] = torch.mm
+        work, count = self.steps.sizes[0] * self.from_state.numel(), len(self.steps.sizes)
+        # Steps of other sizes would each have to be prepared for.
+        if self.steps.even and pays(work, self.from_state, times=count, on_rows=True):
+            product = partial(multiply, times=count)
+        return product if dtype == self.from_state.dtype else partial(_product, product=product)
 
     def data_gradient(self, passed: Passed) -> Tensor:
         """Return the gradient of the rows, (rows, d_in)."""
