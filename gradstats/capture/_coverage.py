@@ -88,7 +88,7 @@ def _walk(
             edges = node.next_functions
             if isinstance(node, BackwardCFunction):
                 use = getattr(node, "use", None)
-        tracked = use is not None and isinstance(use, Use)
+        tracked = isinstance(use, Use)  # not what a user's Function keeps under this name
         if tracked:
             uses.append(use)
         if tracked or partial:
@@ -99,7 +99,7 @@ def _walk(
             for child, _ in node.next_functions:
                 if child in added:  # a sum over several examples was used for more than sums
                     raise meetings.refusal(child)
-        if noted and use is None and isinstance(node, BackwardCFunction):
+        if noted and not tracked and isinstance(node, BackwardCFunction):
             _check_place(node, noted)
         if renumbered:
             for edge in node.next_functions:

@@ -235,7 +235,14 @@ def test_a_parameter_that_is_one_number():
 
 
 SEEN = HOST is SHARED_APPLY  # from PyTorch 2.14 on a kept apply is PyTorch's innermost
-KEPT = Rounded.apply if SEEN else INNERMOST.__get__(None, Rounded)
+
+
+def apply_of(function):
+    """Return the apply of a Function as it is before the first context."""
+    return function.apply if SEEN else INNERMOST.__get__(None, function)
+
+
+KEPT = apply_of(Rounded)
 
 
 def check_kept(function, shapes, data, match):
@@ -275,14 +282,29 @@ def test_a_kept_apply_of_data_that_were_written():
     check_operation(function, shapes, normal(BATCH, WIDTH))
 
 
-def test_a_kept_apply_of_data_whose_examples_lie_elsewhere():
+class Noting(torch.autograd.Function):
+    """Keeps something on its node under a name that this library uses as well."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.use = "rounding"
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("function, kept", [(Rounded, KEPT), (Noting, apply_of(Noting))])
+def test_a_kept_apply_of_data_whose_examples_lie_elsewhere(function, kept):
     """As many positions as examples: where its result has them, the shape does not say."""
     check_kept(
-        lambda m, x: functional.linear(KEPT(functional.linear(x, m.w).transpose(0, 1)), m.v)
+        lambda m, x: functional.linear(kept(functional.linear(x, m.w).transpose(0, 1)), m.v)
         .transpose(0, 1),
         {"w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)},
         normal(BATCH, BATCH, WIDTH),
-        match=r"Function Rounded took values of examples.*write Rounded\.apply where",
+        match=rf"Function {function.__name__} took values of examples.*write "
+        rf"{function.__name__}\.apply where",
     )  # fmt: skip
 
 
