@@ -4,9 +4,8 @@ _checkpoint_files, _rates, _checkpoints    reading checkpoints, and their learni
                 names under which transformers and peft save them
 _borrowed       lending the user's model to other weights; _renewal what it caches from them
 _weights        checkpoints fitted to the model, and loaded
-_content, _loaders, _batches    data that are read several times, and identified; _order what a
-                loader's samplers choose, and its order
-_layout         where the examples of their batches lie
+_content, _loaders    data that are read several times, and identified; _order what a loader's
+                samplers choose, and its order; _batches where their examples lie
 _work           a model with its loss, and the options of a call
 _recognition    identifying checkpoints, models and losses
 _tiles, _folder    results on disk, with which a killed call resumes

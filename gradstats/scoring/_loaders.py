@@ -12,9 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from gradstats.errors import LoaderError
-from gradstats.scoring._batches import Source, pick
+from gradstats.scoring._batches import BatchLayout, Source, pick
 from gradstats.scoring._content import ContentHash
-from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._order import check_order, chooses_batches, index_lists
 
 # Batches are compared at every reading, larger tensors by about so many of their elements.

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from gradstats.capture.operations._graph import let_go
-from gradstats.scoring._layout import BatchLayout
+from gradstats.scoring._batches import BatchLayout
 
 Result = TypeVar("Result")
 

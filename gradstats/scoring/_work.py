@@ -30,10 +30,9 @@ from gradstats.errors import (
     UnsupportedOperationError,
 )
 from gradstats.scoring import _ranks
-from gradstats.scoring._batches import Source, to_device
+from gradstats.scoring._batches import BatchLayout, Source, to_device
 from gradstats.scoring._checkpoints import Checkpoints
 from gradstats.scoring._folder import Folder, path_of, versions
-from gradstats.scoring._layout import BatchLayout
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._renewal import Renewal

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from tqdm import tqdm
 
 import gradstats as gs
-from gradstats.scoring._layout import BatchLayout
+from gradstats.scoring._batches import BatchLayout
 from gradstats.scoring._memory import Halving
 from gradstats.statistics._division import Division
 from tests.oracle import assert_unchanged, snapshot

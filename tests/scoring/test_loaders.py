@@ -23,7 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import gradstats as gs
-from gradstats.scoring._layout import BatchLayout
+from gradstats.scoring._batches import BatchLayout
 from gradstats.scoring._loaders import Data
 from tests.scoring.setting import Rows, batches, loss_fn, make_setting
 
