@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rules.operation import check_operation, check_refused, normal
+import gradstats as gs
+from tests.rules.operation import Operation, check_operation, check_refused, normal
 
 size = st.integers(1, 4)
 
@@ -55,6 +56,33 @@ def test_einsum(equation):
 def test_einsum_with_the_parameter_first(equation):
     parameter, data = EINSUM_PARAMETER_FIRST[equation]
     check_operation(lambda m, x: torch.einsum(equation, m.w, x), {"w": parameter}, normal(*data))
+
+
+@pytest.mark.parametrize(
+    "equation", ["bd,d->bd", "btd,td->btd", "bd,e->bde", "bd,e->be", "btd,de->be", "btd,d->bt"]
+)
+def test_einsum_under_autocast(equation):
+    """Data count as they are multiplied: rounded in matrix products alone, once they are summed."""
+    sizes = {"b": 3, "t": 6, "d": 24, "e": 5}
+    inputs = equation.partition("->")[0].split(",")
+    data, weight = (torch.randn([sizes[index] for index in indices]) for indices in inputs)
+    if "t" in inputs[0]:
+        data[:, -1] -= 100 * data[:, :-1].sum(1)
+        data[:, :-1] *= 100  # nearly nothing is left of them in a sum
+
+    def losses(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().flatten(1).sum(1)
+
+    model = Operation(lambda m, x: torch.einsum(equation, x, m.w), {"w": weight}, upstream=False)
+    model = model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(data).dtype == torch.bfloat16
+    got = gs.per_example_norms(model, data, losses).sqnorm
+    for own, sqnorm in zip(losses(model, data), got, strict=True):
+        (gradient,) = torch.autograd.grad(own, model.w, retain_graph=True)
+        expected = gradient.square().sum().item()
+        assert sqnorm.item() == pytest.approx(expected, rel=1e-2 if rounded else 1e-5)
 
 
 # Indices of which one operand has a single one, which is broadcast.

@@ -264,7 +264,13 @@ def einsum(tracker: Context, func, equation, *operands):
     if not nodes_of(operands):
         return func(equation, *operands)
     result = func(equation, *(value_of(operand) for operand in operands))
-    operands = tuple(_cast_data(tracker, operand) for operand in operands)
+    if result.dtype == autocast_dtype(result):
+        # On a CPU autocast rounds matrices alone, after indices of one operand alone were summed.
+        late = result.device.type == "cpu"
+        operands = tuple(
+            operand if late and {*own} - {*other, *out} else _cast_data(tracker, operand)
+            for operand, own, other in zip(operands, inputs, reversed(inputs), strict=True)
+        )
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
     return tap([node], free_of_views(result), factors, x)
 
