@@ -271,6 +271,29 @@ def test_derivatives_through_operands_made_of_data(name):
     check_model(Network().double(), points, laplacian, fusing=(True,))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.addmm(x, m.first(x), m.matrix, beta=0.5),
+        lambda m, x: torch.baddbmm(m.bias, m.first(x)[:, None], m.matrix.expand(len(x), -1, -1)),
+        lambda m, x: functional.linear(m.first(x), m.matrix.T, m.bias[:1]),
+    ],
+    ids=["addmm, scaled", "baddbmm", "linear with one bias"],
+)
+def test_derivatives_through_sums_of_products(function):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(2, 4)
+            self.matrix, self.bias = (nn.Parameter(torch.randn(s)) for s in ((4, 2), (2,)))
+
+        def forward(self, x):
+            return function(self, x).flatten(1).tanh().sum(1, keepdim=True)
+
+    points = torch.randn(5, 2, dtype=torch.float64)
+    check_model(Network().double(), points, laplacian, fusing=(True,))
+
+
 @pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, torch.randn_like])
 def test_derivatives_along_a_direction(like):
     """By two backwards, the second of which runs through a stand-in for a gradient."""
@@ -407,10 +430,10 @@ def test_operations_without_a_formula_are_refused():
         def __init__(self):
             super().__init__()
             self.first = nn.Linear(2, 4)
-            self.matrix = nn.Parameter(torch.randn(4, 4))
+            self.matrix = nn.Parameter(torch.randn(2, 4, 2))
 
         def forward(self, x):
-            return torch.addmm(x, self.first(x)[:, :2], self.matrix[:2, :2], beta=0.5)
+            return functional.bilinear(self.first(x), x, self.matrix)
 
     with pytest.raises(gs.UnsupportedOperationError, match=r"parameter 'matrix'.*exclude"):
         gs.per_example_norms(Picked(), torch.randn(5, 2), gradient_penalty)

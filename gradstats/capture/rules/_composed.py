@@ -220,13 +220,7 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     return input[tuple(where)]
 
 
-def vecdot(tracker: Context, func, *args, **kwargs):
-    """The operation itself where autocast runs it in lower precision, as it does no product."""
-    rule = Grafted if torch._C._is_any_autocast_enabled() else Composed
-    return rule(_vecdot)(tracker, func, *args, **kwargs)
-
-
-def _vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
+def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
     """Σ conj(x) y along an axis of both, broadcast."""
     return (x.conj() * y).sum(dim)
 
@@ -280,7 +274,7 @@ RULES = {
     **dict.fromkeys(variants("addr"), Grafted(addr)),
     torch.linalg.multi_dot: Grafted(multi_dot),
     **dict.fromkeys(variants("take_along_dim"), Composed(take_along_dim)),
-    torch.linalg.vecdot: vecdot,
+    torch.linalg.vecdot: Composed(vecdot, rounds=True),
     torch.linalg.solve: Composed(solve),
     torch.linalg.solve_triangular: Composed(solve_triangular),
     **dict.fromkeys(variants("cholesky_solve"), Composed(cholesky_solve)),

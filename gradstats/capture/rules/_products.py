@@ -50,7 +50,7 @@ def linear(tracker: Context, func, input, weight, bias=None):
     apart = tracker.marks.is_trained(weight) and not are_of_one(tracker, (input, weight))
     fits = bias is None or bias.shape == weight.shape[:1]
     if apart or not fits or not tracker.marks.is_of_data(input):
-        return Composed(_bias_apart)(tracker, func, input, weight, bias)
+        return Composed(_bias_apart, rounds=not fits)(tracker, func, input, weight, bias)
     return linear_layer(tracker, func, input, weight, bias)
 
 
@@ -128,7 +128,7 @@ def added_product(tracker: Context, func, *args, **kwargs):
     named = dict(zip(("beta", "alpha"), numbers, strict=False)) | kwargs
     tensors = [item for item in args if isinstance(item, Tensor)]
     one = IN_PLACE.get(func, func)
-    result = (_addmm if one in ADDMM else Composed(_baddbmm))(tracker, one, *tensors, **named)
+    result = (_addmm if one in ADDMM else _baddbmm)(tracker, one, *tensors, **named)
     return args[0].copy_(result) if func in IN_PLACE else result
 
 
@@ -139,14 +139,24 @@ def _addmm(tracker: Context, func, input, mat1, mat2, *, beta=1, alpha=1):
     # A matrix that was computed from other examples is no layer's weight.
     if layer and (not tracker.marks.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
         return linear_layer(tracker, func, mat1, mat2, input, inputs_first=True)
-    return Composed(_scaled_addmm)(tracker, func, input, mat1, mat2, beta=beta, alpha=alpha)
+    return _apart(tracker, func, _scaled_addmm, input, mat1, mat2, beta=beta, alpha=alpha)
+
+
+def _baddbmm(tracker: Context, func, input, batch1, batch2, *, beta=1, alpha=1):
+    return _apart(tracker, func, _scaled_baddbmm, input, batch1, batch2, beta=beta, alpha=alpha)
+
+
+def _apart(tracker: Context, func, composition, input, first, second, **scales):
+    tracked = node_of(first) is not None or node_of(second) is not None
+    composed = Composed(composition, rounds=tracked)
+    return composed(tracker, func, input, first, second, **scales)
 
 
 def _scaled_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta, alpha) -> Tensor:
     return _scaled_sum(input, torch.mm(mat1, mat2), beta, alpha)
 
 
-def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta=1, alpha=1) -> Tensor:
+def _scaled_baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta, alpha) -> Tensor:
     return _scaled_sum(input, torch.bmm(batch1, batch2), beta, alpha)
 
 

@@ -241,13 +241,19 @@ class Composed:
 
     Where the training gradients must be PyTorch's own, the operation runs as it is and the
     composition beside it.
+
+    Attributes:
+        composition: returns what the operation returns.
+        rounds: whether it rounds more often than the operation, so that in low precision the
+            operation has to run as it is too.
     """
 
-    def __init__(self, composition: Callable[..., Tensor]):
+    def __init__(self, composition: Callable[..., Tensor], *, rounds: bool = False):
         self.composition = composition
+        self.rounds = rounds
 
     def __call__(self, tracker: Context, func, *args, **kwargs):
-        if tracker.settings.exact:
+        if tracker.settings.exact or (self.rounds and _are_low(operands_of(args, kwargs))):
             return Grafted(self.composition)(tracker, func, *args, **kwargs)
         try:
             return watched(tracker, self.composition, *args, **kwargs)
@@ -256,6 +262,13 @@ class Composed:
         except Exception:
             func(*rebuild(args, value_of), **rebuild(kwargs, value_of))  # PyTorch's own error
             raise
+
+
+def _are_low(operands: Sequence[Tensor]) -> bool:
+    """Whether an operation may compute in low precision."""
+    if torch._C._is_any_autocast_enabled():
+        return True
+    return any(item.is_floating_point() and item.dtype.itemsize < 4 for item in operands)
 
 
 def watched(tracker: Context, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
