@@ -107,7 +107,9 @@ def matmul(tracker: Context, func, input, other=None, **kwargs):
         return func(value_of(input), value_of(other))  # which PyTorch refuses
     if node_of(input) is None and other.dim() == 2 <= input.dim() and not other.is_complex():
         return linear_layer(tracker, func, input, other, None, inputs_first=True)
-    operands = input, other = _cast_data(tracker, input), _cast_data(tracker, other)
+    if axes != (2, 1) or input.device.type != "cpu":  # there autocast leaves mv alone
+        input, other = _cast_data(tracker, input), _cast_data(tracker, other)
+    operands = input, other
     sources = _repeated_source(input, other), _repeated_source(other, input)
     shown = _own_slices(tracker, func, operands, sources, *matrix_product(input.dim(), other.dim()))
     if not nodes_of(shown):
