@@ -524,7 +524,7 @@ BESIDE_LOW_PRECISION = {
     "PReLU": (torch.prelu, (1,)),
     "PReLU of channels": (torch.prelu, (8,)),
     "product along an axis": (lambda h, t: h * torch.linalg.vecdot(h, t)[:, None], (8,)),
-    "matrix and vector": (lambda h, t: h * torch.mv(h, t)[:, None], (8,)),
+    "matrix and vector": (lambda h, t: h * torch.mv(h.float(), t)[:, None], (8,)),
     "linear layer with one bias": (lambda h, w, b: functional.linear(h, w, b), (8, 8), (1,)),
     "scaled product and a vector": (lambda h, w, b: torch.addmm(b, h, w, alpha=2), (8, 8), (8,)),
     "products and a vector": (
