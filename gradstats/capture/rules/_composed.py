@@ -165,7 +165,14 @@ def _order(equation: str, operands: Sequence[Tensor]) -> Sequence[tuple[int, ...
 def tensordot(a: Tensor, b: Tensor, dims=2) -> Tensor:
     """The sum of products along some axes of both."""
     (first, second), out = tensor_product(dims, a.dim(), b.dim())
-    return torch.einsum("{},{}->{}".format(*map("".join, (first, second, out))), a, b)
+    equation = "{},{}->{}".format(*map("".join, (first, second, out)))
+    kind = a.device.type
+    if kind == "cpu" or not torch.is_autocast_enabled(kind):
+        return torch.einsum(equation, a, b)
+    # Elsewhere autocast rounds the operands of einsum, and only widens those of this.
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    with torch.autocast(kind, enabled=False):
+        return torch.einsum(equation, a.to(dtype), b.to(dtype))
 
 
 def inner(input: Tensor, other: Tensor) -> Tensor:
