@@ -197,7 +197,7 @@ class BroadcastFactors(Joinable):
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, *saved: Tensor) -> Any:
         """What a sum hands on does not depend on its terms: None."""
 
-    def __call__(self, grad: Tensor, x: Tensor | None = None) -> list:
+    def __call__(self, grad: Tensor) -> list:
         sizes, own = self.layout.padded(self.shape), self.layout.examples.axis
         repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != own]
         if repeated:
@@ -332,7 +332,7 @@ class MaskedFactors:
     factors: BroadcastFactors
 
     def __call__(self, grad: Tensor, mask: Tensor) -> list:
-        return self.factors(grad.masked_fill(~mask, 0), None)
+        return self.factors(grad.masked_fill(~mask, 0))
 
 
 def masked_fill_in_place(tracker: Context, func, input, *args, **kwargs):
