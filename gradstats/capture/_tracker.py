@@ -69,8 +69,6 @@ class Tracker(Context):
         listener: called before the backward, and after it while gradients are as it left them.
     """
 
-    # Like those of Context, defaults stay the class's: with more than 30 attributes of its own an
-    # object has a dictionary that others do not share, which takes as long to make as all of these.
     visibility: Visibility
     listener: BackwardListener | None = None
     backward_ran = False
