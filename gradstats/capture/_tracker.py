@@ -192,7 +192,8 @@ class Tracker(Context):
 
     def _track(self, root: Root) -> None:
         parameter = root.parameter
-        check_trackable(root)
+        if type(parameter) is not nn.Parameter:
+            check_trackable(root)
         if not parameter.numel():
             self._ignore(parameter)  # nothing of it has a gradient
             return

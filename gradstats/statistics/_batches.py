@@ -98,6 +98,8 @@ def copied(batch: Any) -> tuple[Any] | None:
 
     None if it is of a type of the user's that does not let itself be made again.
     """
+    if type(batch) is tuple and all([isinstance(item, Tensor) for item in batch]):
+        return (batch,)  # it cannot be changed
     try:
         return (map_tensors(batch, lambda tensor: tensor),)
     except Exception:
