@@ -139,20 +139,21 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
     if whole is not None:
         return whole[:, 0]
     parts = [each.norms if isinstance(each, WellConditioned) else () for each in results]
-    norms = [each for each in parts if each]
-    if norms:
+    firsts = [each[0] for each in parts if each]
+    if firsts:
         # One operation for the first and the second norms of all results.
-        sides = [each[0] for each in norms]
-        if any(len(each) == 2 for each in norms):
-            one = ones((batch,), norms[0][0].dtype, device)
-            sides += [each[1] if len(each) == 2 else one for each in norms]
-        if {side.device for side in sides} != {device}:
+        sides = firsts
+        if max(map(len, parts)) == 2:
+            one = ones((batch,), firsts[0].dtype, device)
+            sides = firsts + [each[1] if len(each) == 2 else one for each in parts if each]
+        if any([side.device != device for side in firsts]):
             sides = [side.to(device) for side in sides]
         value = torch.stack(sides).double()
-        if len(sides) > len(norms):
-            value = value[: len(norms)] * value[len(norms) :]
+        if len(sides) > len(firsts):
+            first, second = value.chunk(2)
+            value = first * second
         value.mul_(value)
-        if len(norms) == len(results):
+        if len(firsts) == len(results):
             return value
         # Not by an index tensor, which would have to be copied to the device.
         squares = iter(value.unbind())
