@@ -427,9 +427,10 @@ class Tracker(Context):
                 )
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self.together.contract()
-            take_slices([root for root in self.roots if root.of_slices], self._apart)
-            for root in self.roots:
-                if root.postponed or root.of_slices:
+            waiting = [root for root in self.roots if root.postponed or root.of_slices]
+            if waiting:
+                take_slices([root for root in waiting if root.of_slices], self._apart)
+                for root in waiting:
                     root.contract()
             self.reports.deliver()
         if self.listener is not None:

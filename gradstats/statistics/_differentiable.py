@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -30,8 +30,7 @@ def differentiable(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def apart_from_training(model: nn.Module) -> Iterator[None]:
+def apart_from_training(model: nn.Module) -> AbstractContextManager[None]:
     """Have a DistributedDataParallel model take what runs inside for none of its training steps.
 
     With ``static_graph=True`` the first backward tells it when the gradients are complete from then
@@ -39,8 +38,12 @@ def apart_from_training(model: nn.Module) -> Iterator[None]:
     """
     parallel = data_parallel_in(model)
     if parallel is None or not parallel.static_graph:
-        yield
-        return
+        return nullcontext()
+    return _untold(parallel)
+
+
+@contextmanager
+def _untold(parallel: nn.parallel.DistributedDataParallel) -> Iterator[None]:
     told = parallel._static_graph_delay_allreduce_enqueued
     parallel._static_graph_delay_allreduce_enqueued = True
     try:
