@@ -264,6 +264,10 @@ class BiasedByOwn(BiasedByMethod):
         return {"all": [distances.__wrapped__(count)]}
 
 
+class BiasedByAnotherName(BiasedByMethod):
+    __module__ = nn.Linear.__module__  # as of classes that libraries derive from a layer's
+
+
 class BiasedByFunction(Biased):
     def __init__(self, remember):
         super().__init__(None)
@@ -285,6 +289,7 @@ REMEMBERED = {
     "partial": lambda: Biased(lambda function: partial(lru_cache(function))),
     "static method": lambda: BiasedByMethod(None),
     "method": lambda: BiasedByOwn(None),
+    "another name": lambda: BiasedByAnotherName(None),
     "functions": lambda: BiasedByFunction(None),
 }
 

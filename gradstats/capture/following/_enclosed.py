@@ -24,7 +24,8 @@ EMPTY_TYPES = PLAIN_TYPES | {type, ModuleType, BuiltinFunctionType}
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 # Functions that methods use are searched for caches, and those that these use; no further.
 DEPTH_OF_CACHES = 3
-LAYERS_OF_PYTORCH = "torch.nn.modules."
+# Not found by the names of their modules, which classes derived from them may have too.
+LAYERS_OF_PYTORCH = frozenset(each for each in vars(nn).values() if isinstance(each, type))
 CACHES: WeakKeyDictionary[type, list[ref[_lru_cache_wrapper]]] = WeakKeyDictionary()
 
 
@@ -76,8 +77,8 @@ def caches_of(kinds: Iterable[type[nn.Module]]) -> list[_lru_cache_wrapper]:
     """Return the caches (functools.lru_cache) that classes' methods are, or use."""
     caches: list[ref[_lru_cache_wrapper]] = []
     for kind in kinds:
-        if kind.__module__.startswith(LAYERS_OF_PYTORCH):
-            continue  # before a look-up, which takes longer
+        if kind in LAYERS_OF_PYTORCH:
+            continue  # without a look-up, which takes longer
         found = CACHES.get(kind)
         if found is None:
             found = CACHES[kind] = []

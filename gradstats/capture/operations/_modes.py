@@ -56,7 +56,8 @@ def remove_modes(chosen: Callable[[TorchFunctionMode], bool]) -> None:
     modes = _get_current_function_mode_stack()
     left = [mode for mode in modes if not chosen(mode)]
     if len(left) < len(modes):
-        _replace(len(modes), left)
+        first = next(n for n, mode in enumerate(modes) if chosen(mode))
+        _replace(len(modes) - first, left[first:])
 
 
 def _replace(count: int, modes: list[Any]) -> None:
