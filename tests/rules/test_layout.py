@@ -474,6 +474,10 @@ def test_a_container_of_the_model_that_holds_itself():
     got = gs.per_example_norms(model, x, lambda m, x: m(x).sum(1))
     expected = {"scale": (x * model.scale.detach().exp()).square().sum(1)}
     assert_sqnorms(got, expected, 1e-12)
+    assert model.root is root and root["children"][0].keys() == {"parent"}
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(model(x).sum(1))
+    assert_sqnorms(tracker.stats, expected, 1e-12)
     weights, parent = root["children"][0]["weights"]
     assert type(weights) is torch.Tensor
     assert model.root is parent is root
