@@ -1050,9 +1050,14 @@ class Stores(nn.Module):
 
 
 def test_derived_tensors_that_a_forward_stores_become_plain():
+    """After a context of one's own; a call leaves none of them."""
     model, x = Stores().double(), normal(BATCH, WIDTH)
     found, listed = model.found, model.listed
     gs.per_example_norms(model, x, uneven_loss_of)
+    assert model.found is found and model.listed is listed
+    assert not (found or listed or model.nested or hasattr(model, "last"))
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(uneven_loss_of(model, x))
     assert model.found is found and model.listed is listed
     stored = [model.last, found["scale"], listed[0]["scale"], model.nested[1][0]]
     for factor, tensor in enumerate(stored, start=2):
