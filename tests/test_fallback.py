@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -641,3 +642,57 @@ def test_weights_that_are_adapted_to_the_batch_are_refused(tasks):
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     with pytest.raises(gs.CoupledExamplesError, match="when it is computed alone"):
         gs.per_example_norms(model, tasks, adapted_to_the_batch, fallback="vmap")
+
+
+def slopes(model, x):
+    """Derivatives of the network by its inputs, as physics-informed networks have them."""
+    return torch.func.vmap(torch.func.grad(lambda row: model(row).squeeze()))(x).square().sum(1)
+
+
+def tangents(model, x):
+    return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1].square().sum(1)
+
+
+def dual(model, x):
+    with forward_ad.dual_level():
+        made = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(model(made)).tangent.square().sum(1)
+
+
+@pytest.mark.parametrize("losses", [slopes, tangents, dual])
+def test_derivatives_by_transforms_and_forward_mode(losses):
+    """The last bias has no gradient, and there is no Function that might hide one."""
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    x = torch.randn(B, 2).double()
+    with pytest.raises(gs.UnsupportedOperationError, match=r'fallback="vmap"'):
+        gs.per_example_norms(model, x, losses)
+    stats = gs.per_example_norms(model, x, losses, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, x, losses), 1e-9)
+    assert not stats.by_parameter["2.bias"].any()
+
+
+def test_derivatives_through_recurrent_layers():
+    model, x = nn.LSTM(3, 4, batch_first=True).double(), torch.randn(B, 6, 3).double()
+
+    def losses(model, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+        return slope.square().sum((1, 2))
+
+    with pytest.raises(gs.UnsupportedOperationError, match=r'fallback="vmap"'):
+        gs.per_example_norms(model, x, losses)
+    stats = gs.per_example_norms(model, x, losses, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, x, losses), 1e-9)
+
+
+def test_what_a_survey_cannot_end_is_refused_where_a_function_may_hide_uses():
+    """A checkpoint of another library, beside a transform and a parameter that is not used."""
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(1, 1)]).double()
+    x = torch.randn(B, 2).double()
+
+    def losses(model, x):
+        rows = recomputing(model[0], x.clone().requires_grad_()).tanh()
+        return slopes(nn.Sequential(model[1], nn.Tanh(), model[2]), rows)
+
+    with pytest.raises(gs.UnsupportedOperationError, match=r"no gradient was found for"):
+        gs.per_example_norms(model, x, losses, fallback="vmap")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from gradstats._complex import any_double
 from gradstats._cost import fitting
@@ -21,6 +22,7 @@ from gradstats.capture._selection import select_parameters
 from gradstats.capture._survey import survey
 from gradstats.capture.operations._engine import without_hooks
 from gradstats.capture.operations._formats import SettledFormats
+from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.errors import (
     CoupledExamplesError,
@@ -94,9 +96,9 @@ class Fallback:
         # What each forward starts from, so that all see the same buffers.
         self._before = State(model)
         # The parameters without a rule, and whether some of them may be used where
-        # torch.autograd.grad does not look.
+        # torch.autograd.grad does not look; None if the losses' graph is to tell.
         self._unserved: dict[str, nn.Parameter] = {}
-        self._hidden = False
+        self._hidden: bool | None = False
 
     def norms(self, lean: Callable[..., GradientNorms], nonfinite: str) -> GradientNorms:
         """Return the norms.
@@ -170,9 +172,9 @@ class Fallback:
         try:
             found = survey(self._model, self._batch, self._loss_fn, lists, **self._options)
         except (UnsupportedOperationError, CoupledExamplesError):
-            self._hidden = True
+            self._hidden = None
             return set(self._selected)
-        self._hidden |= bool(found.functions.inside)
+        self._hidden = self._hidden or bool(found.functions.inside)
         return set(found.refused)
 
     def _together(self) -> Gradients:
@@ -180,7 +182,10 @@ class Fallback:
         with torch.enable_grad(), SettledFormats():
             losses = self._loss_fn(self._model, self._batch)
             losses = check_losses(losses, self._division.batch_size)
-            return Gradients(losses.detach(), self._gradients(losses, hidden=self._hidden), {})
+            hidden = self._hidden
+            if hidden is None:
+                hidden = any(isinstance(node, BackwardCFunction) for node in nodes_behind(losses))
+            return Gradients(losses.detach(), self._gradients(losses, hidden=hidden), {})
 
     def _one_by_one(self) -> Gradients:
         """Return the losses, and the gradients' squared norms and sum, of each example alone."""

@@ -116,7 +116,8 @@ def refuse_forward_mode(mode: ContextMode, *args, **kwargs) -> None:
     raise UnsupportedOperationError(
         "torch.autograd.forward_ad inside the context makes dual numbers, and how their tangents "
         "depend on the parameters is not known. Expected derivatives written with "
-        "torch.autograd.grad(..., create_graph=True)."
+        'torch.autograd.grad(..., create_graph=True), or per_example_norms with fallback="vmap", '
+        "which computes one example at a time."
     )
 
 

@@ -157,6 +157,7 @@ def _hidden(nodes: Sequence[Node]) -> HiddenError:
         f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
         "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
         "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
+        'have per_example_norms compute one example at a time with fallback="vmap", '
         f"or leave the parameter out by name with exclude={names!r}.",
         names,
     )

@@ -168,6 +168,7 @@ def _refuse_derivatives(use: Use) -> None:
             "the loss contains derivatives of the network (torch.autograd.grad with "
             f"create_graph=True ran through a recurrent layer's {use.nodes[0].describe()}), and "
             "how they depend on the parameter is not known for this operation. Expected such "
-            "derivatives through linear layers only: write the layer with these, or leave the "
+            "derivatives through linear layers only: write the layer with these, have "
+            'per_example_norms compute one example at a time with fallback="vmap", or leave the '
             f"parameter out by name with exclude={use.names!r}."
         )

@@ -288,7 +288,8 @@ def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
             f"create_graph=True ran through an operation on {ctx.use.nodes[0].describe()}), and "
             "how they depend on the parameter is not known for this operation. Expected a linear "
             "layer, convolution, normalisation layer, product, or operation that broadcasts: write "
-            "it with these, or leave the parameter out by name with "
+            "it with these, have per_example_norms compute one example at a time with "
+            'fallback="vmap", or leave the parameter out by name with '
             f"exclude={ctx.use.names!r}."
         )
     gradients = method(ctx.use.nodes, grad, *saved)
