@@ -178,3 +178,27 @@ def test_a_list_of_tensors_of_all_examples_may_come_first():
 
     expected = oracle_sqnorms(net, batch, losses)
     assert_sqnorms(gs.per_example_norms(net, batch, losses), expected, 1e-9)
+
+
+@pytest.mark.parametrize("lengths", [[2, 4, 1], [3, 3, 3], [5]], ids=str)
+def test_a_context_is_told_whose_the_entries_are(lengths):
+    net, bags = model(), [torch.randn(length, 4).double() for length in lengths]
+    batch, count = (bags, torch.randint(4, (len(bags),))), len(bags)
+
+    def assigned(m, batch):
+        for i, bag in enumerate(batch[0]):
+            gs.assign_rows(bag, torch.full((len(bag),), i))
+        return by_bag(m, batch)
+
+    if lengths[0] != count > 1:
+        with (
+            pytest.raises(gs.ExampleAxisError, match=r"the i-th of a list.*torch\.full"),
+            gs.track(net, batch_size=count) as tracker,
+        ):
+            tracker.backward(by_bag(net, batch))
+    expected = oracle_sqnorms(net, batch, by_bag)
+    for own in (False, True):
+        with gs.track(net, batch_size=count) as tracker:
+            losses = assigned(net, batch)
+            losses.mean().backward() if own else tracker.backward(losses)
+        assert_sqnorms(tracker.stats, expected, 1e-9)

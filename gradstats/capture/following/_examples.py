@@ -17,9 +17,10 @@ IF_A_CONSTANT = (
 )
 
 IF_KNOWN = (
-    "If you know whose each row is, say so with gs.assign_rows: of a graph's edges, or of an input "
-    "whose examples lie along another axis than batch_dim= says, as those of a mask (B, T) beside "
-    "(T, B, d): gs.assign_rows(mask, torch.arange(B), 0)."
+    "If you know whose each row is, say so with gs.assign_rows: of a graph's edges; of the i-th of "
+    "a list of tensors, one for each example: gs.assign_rows(x, torch.full((len(x),), i)); or of "
+    "an input whose examples lie along another axis than batch_dim= says, as those of a mask (B, "
+    "T) beside (T, B, d): gs.assign_rows(mask, torch.arange(B), 0)."
 )
 
 IF_ATTENDING = (
