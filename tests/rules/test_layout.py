@@ -1810,3 +1810,54 @@ def test_examples_that_a_bilinear_layer_sums_are_refused():
         error=gs.GradStatsError,
         match="bilinear|which loss belongs to which example was lost",
     )
+
+
+def in_pairs(m, rows):
+    """Children of one example side by side, up a tree; zeros stand for one that is missing."""
+    while len(rows) > 1:
+        others = torch.cat([rows[1:], torch.zeros_like(rows[:1])])
+        rows = m[1](torch.cat([rows[::2], others[::2]], 1)).tanh()
+    return rows[0]
+
+
+def in_order(m, rows):
+    """Each row with the one before it, of which the first has none."""
+    before = torch.cat([rows.new_zeros(1, 4), rows[:-1]])
+    return m[1](torch.cat([rows, before], -1)).tanh().amax(0)
+
+
+def in_lists(m, rows):
+    nodes = list(rows.split(1))
+    while len(nodes) > 1:
+        nodes = [m[1](torch.hstack(nodes[:2])).tanh(), *nodes[2:]]
+    return nodes[0][0]
+
+
+@pytest.mark.parametrize("combined", [in_pairs, in_order, in_lists])
+@pytest.mark.parametrize("rows", [2, BATCH, 5, 8])
+def test_rows_of_one_example_side_by_side(combined, rows):
+    """In a loop over the examples, as trees and recurrences are written."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 4)).double()
+    x, weights = normal(BATCH, rows, 4), normal(4)
+
+    def losses(m, x):
+        return torch.stack([combined(m, m[0](each)) @ weights for each in x])
+
+    expected = oracle_sqnorms(model, x, losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-12)
+
+
+def test_rows_of_two_examples_side_by_side_are_refused():
+    model, x = nn.Linear(8, 1).double(), normal(BATCH, 1, 4)
+    first = nn.Linear(4, 4).double()
+
+    def losses(m, x):
+        rows = m[0](x)
+        pairs = [torch.cat([rows[i], rows[(i + 1) % BATCH]], 1) for i in range(BATCH)]
+        return torch.cat([m[1](pair) for pair in pairs])[:, 0].sin()
+
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(nn.Sequential(first, model), x, losses)

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from gradstats.capture.following._crossed import note_crossed
-from gradstats.capture.following._examples import Examples, Mixed, Whole, same_rows, sole_of
+from gradstats.capture.following._examples import (
+    Examples,
+    Layout,
+    Mixed,
+    Whole,
+    same_rows,
+    sole_of,
+)
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._operands import is_of_another
 from gradstats.capture.operations._call import Call
@@ -19,7 +26,7 @@ from gradstats.capture.operations._operations import JOINS, PAD_SEQUENCE
 Owners = list[Examples | Whole | Mixed | None]
 
 
-def joined_layout(marks: Marks, call: Call) -> Examples | None:
+def joined_layout(marks: Marks, call: Call) -> Layout:
     """Return the layout of the result of an operation of ``JOINS``, or of ``PAD_SEQUENCE``."""
     func, args, kwargs, _, result = call
     if func is PAD_SEQUENCE:
@@ -118,7 +125,7 @@ def _joined(layouts: Sequence[Examples], dim: int, device: torch.device) -> Exam
 
 def _side_by_side(
     marks: Marks, tensors: Sequence[Tensor], owners: Owners, dim: int, *, stacked: bool
-) -> Examples | None:
+) -> Layout:
     """Return the layout of tensors joined along ``dim``, some of which belong to one example."""
     examples: list[int] = []
     of_data: set[int] = set()
@@ -142,4 +149,4 @@ def _side_by_side(
         if examples != list(range(marks.batch_size)) or len(of_data) == 1 < marks.batch_size:
             return None
     owner = torch.tensor(examples, device=tensors[0].device)
-    return Examples(marks.batch_size, dim).owned_by(owner, dim)
+    return sole_of(Examples(marks.batch_size, dim).owned_by(owner, dim))
