@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from weakref import ref
 
 import pytest
 import torch
@@ -74,6 +75,17 @@ def test_a_batch_that_the_model_kept_is_coupled_again(batch):
         with pytest.raises(gs.CoupledExamplesError), gs.track(model, batch_size=BATCH) as tracker:
             tracker.backward(loss_of(model, batch))
     assert not model._forward_pre_hooks
+
+
+def test_a_closed_context_keeps_nothing_of_what_the_model_kept_before(batch):
+    """Such as the graph of the step before, which the next step replaces."""
+    model = Remembers().double()
+    model.last = {"input": model(batch[0])}
+    before = ref(model.last["input"])
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(loss_of(model, batch))
+    assert model.last["input"] is batch[0] and tracker.stats is not None
+    assert before() is None
 
 
 class Positions(nn.Module):

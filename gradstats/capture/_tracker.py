@@ -99,7 +99,7 @@ class Tracker(Context):
         # tensors in plain attributes and in caches.
         kept: list[Tensor] = []
         attributes: list[Tensor] = []
-        self.attributes: list[Any] = []
+        self.attributes: list[Any] = []  # until it closes
         tracked = set(map(id, named.values()))
         if len(tracked) < len(self._parameters):
             kept += [p for p in self._parameters if id(p) not in tracked]
@@ -281,6 +281,7 @@ class Tracker(Context):
         self._tracked.clear()
         self._frozen.clear()
         self._unfrozen.clear()
+        self.attributes.clear()
         if self.derived:
             for module in self.modules:
                 restore_attributes(module)
