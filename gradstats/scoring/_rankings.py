@@ -107,13 +107,13 @@ class Rankings:
         """(N, Q)."""
         return len(self.train_ids), len(self.query_ids)
 
-    def proponents(self, query: int, k: int | None = None) -> Ranking:
+    def proponents(self, query: int | str, k: int | None = None) -> Ranking:
         """Return the k training examples that lowered the query's loss most.
 
         These have the largest scores, whatever the sign.
 
         Args:
-            query: its position, 0 … Q - 1, or -Q … -1 from the end.
+            query: its position, 0 … Q - 1, or -Q … -1 from the end; or its id, if that is a string.
             k: how many; by default ten, or ``top_k`` if fewer were kept.
 
         Returns:
@@ -124,13 +124,13 @@ class Rankings:
         """
         return self._ranking(self._check_query(query), self._number(k), 1)
 
-    def opponents(self, query: int, k: int | None = None) -> Ranking:
+    def opponents(self, query: int | str, k: int | None = None) -> Ranking:
         """Return the k training examples that raised the query's loss most.
 
         These have the smallest scores, whatever the sign.
 
         Args:
-            query: its position, 0 … Q - 1, or -Q … -1 from the end.
+            query: its position, 0 … Q - 1, or -Q … -1 from the end; or its id, if that is a string.
             k: how many, as for ``proponents``.
 
         Returns:
@@ -141,14 +141,14 @@ class Rankings:
         """
         return self._ranking(self._check_query(query), self._number(k), -1)
 
-    def plot(self, query: int, k: int | None = None) -> Figure:
+    def plot(self, query: int | str, k: int | None = None) -> Figure:
         """Return a figure of a query with its proponents and opponents.
 
         Shows pictures if the examples are images and the scores were not loaded from disk, else
         bars.
 
         Args:
-            query: its position, 0 … Q - 1, or -Q … -1 from the end.
+            query: its position, 0 … Q - 1, or -Q … -1 from the end; or its id, if that is a string.
             k: how many of each; by default five, or ``top_k`` if fewer were kept.
 
         Returns:
@@ -160,10 +160,10 @@ class Rankings:
         """
         from gradstats.scoring._pictures import draw_query
 
-        query = self._check_query(query)
+        position = self._check_query(query)
         k = min(PICTURED, self._listed) if k is None else k
-        rankings = self.proponents(query, k), self.opponents(query, k)
-        return draw_query(self.query_ids[query], rankings, self._data, query)
+        rankings = self.proponents(position, k), self.opponents(position, k)
+        return draw_query(self.query_ids[position], rankings, self._data, position)
 
     def to_pandas(self, k: int | None = None) -> pandas.DataFrame:
         """Return the strongest training examples of all queries as one pandas DataFrame.
@@ -232,11 +232,16 @@ class Rankings:
     def _number(self, k: int | None) -> int:
         return self._listed if k is None else check_k(k)
 
-    def _check_query(self, query: int) -> int:
-        number, count = integer(query), len(self.query_ids)
+    def _check_query(self, query: int | str) -> int:
+        """Return the position of a query."""
+        names = self.query_ids.tolist()
+        if isinstance(query, str) and query in names:
+            return names.index(query)
+        number, count = integer(query), len(names)
         if number is None or not -count <= number < count:
             raise ScoreError(
-                f"query is {query!r}, expected its position, an integer from 0 to {count - 1}."
+                f"query is {query!r}, expected its position, an integer from 0 to {count - 1}, or "
+                "its id, if query_ids= named strings."
             )
         return number % count
 

@@ -252,7 +252,8 @@ def test_the_strongest_of_all_queries_as_one_table(setting, top_k):
         return [str(value.item()) for value in batch[0].flatten(1)[:, 0]]
 
     expected = oracle_influence(setting)
-    table = run(setting, top_k=top_k, query_ids=names).to_pandas(2)
+    scores = run(setting, top_k=top_k, query_ids=names)
+    table = scores.to_pandas(2)
     assert len(table) == 6 * 2 * 2 and table["rank"].tolist() == [1, 2] * 12
     for query, name in enumerate(names(setting.query)):
         order = expected[:, query].argsort(descending=True)
@@ -260,6 +261,10 @@ def test_the_strongest_of_all_queries_as_one_table(setting, top_k):
             rows = table[(table["query"] == name) & (table["kind"] == kind)]
             assert rows["id"].tolist() == best.tolist()
             np.testing.assert_allclose(rows["score"], expected[best, query], rtol=1e-9)
+        assert list(scores.proponents(name, 2)) == list(scores.proponents(query, 2))
+        assert list(scores.opponents(name, 2)) == list(scores.opponents(query, 2))
+    with pytest.raises(gs.ScoreError, match=r"query is 'unknown', expected .* 0 to 5, or its id"):
+        scores.proponents("unknown")
 
 
 def test_ties_go_to_the_first_example(setting):
