@@ -100,7 +100,19 @@ def test_an_interrupt(setting, functions, how):
     assert 10 < line < 99
 
 
-@pytest.mark.parametrize("how", ["norms", "verify"])
+def monitored(model, batch):
+    with gs.Monitor(model, every=1).step(batch_size=B):
+        loss_fn(model, batch).mean().backward()
+
+
+CLOSES = {
+    "norms": lambda model, batch: measured(model, batch, "norms"),
+    "verify": lambda model, batch: gs.verify(model, batch, loss_fn),
+    "monitor": monitored,
+}
+
+
+@pytest.mark.parametrize("how", CLOSES)
 def test_an_interrupt_as_a_context_begins_to_close(setting, how):
     """Where signals are looked at: at the beginning of a call, before the function's own try."""
     model, batch = setting
@@ -117,10 +129,11 @@ def test_an_interrupt_as_a_context_begins_to_close(setting, how):
     sys.settrace(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            gs.verify(model, batch, loss_fn) if how == "verify" else measured(model, batch, how)
+            CLOSES[how](model, batch)
     finally:
         sys.settrace(tracing)
     assert times == 1
+    model.zero_grad()
     assert_unchanged(model, state)
     assert torch._C._len_torch_function_stack() == 0
     assert_sqnorms(measured(model, batch, "norms"), expected, 1e-9)

@@ -97,10 +97,11 @@ class MonitorStep:
             last: whether this was the last micro-batch of the optimizer step.
         """
         monitor, collector = self._monitor, self._monitor._collector
-        context, self._context = self._context, None
+        context = self._context
         if context is not None:
             try:
                 context.close()
+                self._context = None
                 if collector is None:
                     self.measured = False  # another state was loaded inside the step
                 elif context.reports.any:
