@@ -251,18 +251,13 @@ def read_results(
     try:
         held = []
         for name in manifest["checkpoints"]:
-            if not bool((np.load(path / name / "done.npy", allow_pickle=False) != 0).all()):
+            if not bool((_array(path / name / "done.npy") != 0).all()):
                 raise StoreError(
                     f"{path / name} is not complete. Call {function} with the same arguments "
                     "again to go on."
                 )
-            held.append(
-                [
-                    np.load(path / name / f"{array}.npy", mmap_mode="r", allow_pickle=False)
-                    for array in arrays
-                ]
-            )
-        named = [np.load(path / f"{name}.npy", allow_pickle=False) for name in ids]
+            held.append([_array(path / name / f"{array}.npy", mmap_mode="r") for array in arrays])
+        named = [_array(path / f"{name}.npy") for name in ids]
         shape = tuple(map(len, named))
         if any(each[0].shape[: len(shape)] != shape for each in held):
             raise ValueError(f"its ids are of {shape} examples, its arrays of others")
@@ -273,6 +268,13 @@ def read_results(
         ) from error
     names = tuple(entry["name"] for entry in manifest["checkpoints"].values())
     return names, named, held
+
+
+def _array(path: Path, **options: Any) -> np.ndarray:
+    try:
+        return np.load(path, allow_pickle=False, **options)
+    except DAMAGED as error:
+        raise ValueError(f"{path.name} is damaged") from error
 
 
 def _holds(path: Path, values: np.ndarray) -> bool:
