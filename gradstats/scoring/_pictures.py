@@ -104,7 +104,11 @@ def _draw_found(axes: Axes, report: DetectionReport) -> None:
 
 
 def draw_query(
-    name: Any, rankings: tuple[Ranking, Ranking], data: tuple[Data, Data] | None, query: int
+    name: Any,
+    rankings: tuple[Ranking, Ranking],
+    data: tuple[Data, Data] | None,
+    query: int,
+    form: str,
 ) -> Figure:
     """Return a query with its proponents and opponents, as pictures or as bars.
 
@@ -113,11 +117,12 @@ def draw_query(
         rankings: proponents and opponents.
         data: the two sides, None where only scores are known.
         query: the query's position.
+        form: of the scores, "raw" or "cosine".
     """
     with require("plot"):
         from matplotlib.figure import Figure
     if data is None or (asked := _picture(data[1], query)) is None:
-        return _draw_bars(name, rankings)
+        return _draw_bars(f"influence on query {name} ({form})", rankings)
     width = max(len(ranking) for ranking in rankings)
     figure = Figure(figsize=(1.6 * (width + 1), 4.2), layout="constrained")
     grid = figure.subplots(2, width + 1, squeeze=False)
@@ -129,14 +134,14 @@ def draw_query(
         for place, (position, identity, score) in enumerate(
             zip(ranking.positions, ranking.ids, ranking.scores, strict=True)
         ):
-            head = f"{title}\n" if place == 0 else "\n"
+            head = f"{title} ({form})\n" if place == 0 else "\n"
             found = _picture(data[0], int(position))
             if found is not None:
                 _show(line[place + 1], found, f"{head}{identity}: {score:.3g}")
     return figure
 
 
-def _draw_bars(name: Any, rankings: tuple[Ranking, Ranking]) -> Figure:
+def _draw_bars(label: str, rankings: tuple[Ranking, Ranking]) -> Figure:
     from matplotlib.figure import Figure
 
     proponents, opponents = rankings
@@ -148,7 +153,7 @@ def _draw_bars(name: Any, rankings: tuple[Ranking, Ranking]) -> Figure:
     axes.barh(places, scores, color=[GOOD_COLOUR if s > 0 else BAD_COLOUR for s in scores])
     axes.set_yticks(places, names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"influence on query {name}")
+    axes.set_xlabel(label)
     axes.set_ylabel("training example")
     return figure
 

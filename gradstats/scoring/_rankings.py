@@ -163,7 +163,8 @@ class Rankings:
         position = self._check_query(query)
         k = min(PICTURED, self._listed) if k is None else k
         rankings = self.proponents(position, k), self.opponents(position, k)
-        return draw_query(self.query_ids[position], rankings, self._data, position)
+        form = self.normalize or "raw"
+        return draw_query(self.query_ids[position], rankings, self._data, position, form)
 
     def to_pandas(self, k: int | None = None) -> pandas.DataFrame:
         """Return the strongest training examples of all queries as one pandas DataFrame.

@@ -783,9 +783,11 @@ def test_bars_are_closed_after_an_exception(kind):
 
 
 def test_pictures_where_the_data_are_images(setting):
-    figure = run(setting).plot(2, k=3)
+    scores = run(setting)
+    figure = scores.plot(2, k=3)
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
-    assert len(labels) == 6
+    assert len(labels) == 6 and figure.axes[0].get_xlabel() == "influence on query 2 (raw)"
+    assert scores.cosine.plot(2).axes[0].get_xlabel() == "influence on query 2 (cosine)"
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     data = [(torch.rand(5, 1, 6, 6), torch.randint(3, (5,)))]
     scores = gs.influence(
@@ -793,7 +795,7 @@ def test_pictures_where_the_data_are_images(setting):
     )
     figure = scores.plot(query=1, k=2)
     shown = [axes for axes in figure.axes if axes.images]
-    assert len(shown) == 5
+    assert len(shown) == 5 and shown[1].get_title().startswith("proponents (raw)\n")
     np.testing.assert_allclose(
         shown[0].images[0].get_array(), _stretched(data[0][0][1, 0].double().numpy())
     )
