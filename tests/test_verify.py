@@ -348,10 +348,18 @@ def test_padding():
 
     report = gs.verify(model, batch, losses)
     assert report.ok and report.check("padding").ok
-    report = gs.verify(model, batch, lambda m, b: losses(m, b, masked=False))
-    assert failed(report) == ["padding"] and not report.ok
-    assert "example 5" in report.check("padding").detail
-    assert "mask" in report.check("padding").detail
+
+    def leaking(model, batch, share):
+        return losses(model, batch) + share * losses(model, batch, masked=False)
+
+    # A little of it turns the gradients by a small angle.
+    for share in (1, 0.01):
+        report = gs.verify(model, batch, partial(leaking, share=share))
+        assert failed(report) == ["padding"] and not report.ok
+        detail = report.check("padding").detail
+        assert "example 5" in detail and "is the mask used?" in detail
+        assert "same direction" not in detail and "batch normalisation" not in detail
+        assert re.search(r"gradients that differ by \d\.\de-0[1-6] of the larger", detail)
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,10 @@ class Elsewhere:
         except Exception as error:
             detail = f"example {number} without its padding failed with {summary(error)}"
             return [Check("padding", None, detail)]
-        problem = padded.difference(trimmed, self._tolerance, "without its padding")
-        if problem:
-            problem += ". Its loss depends on how long the other examples are: is the mask used?"
+        problem = padded.difference(
+            trimmed, self._tolerance, "without its padding",
+            "it depends on how long the other examples are: is the mask used?",
+        )  # fmt: skip
         detail = problem or f"example {number} without its padding is the same"
         return [Check("padding", not problem, detail)]
 

@@ -111,6 +111,15 @@ def choose_subject(
     return Subject(model, batch, loss_fn, dtype, description, beside)
 
 
+COUPLED = (
+    "the examples depend on each other (batch normalisation in training mode? a loss over pairs? "
+    "values normalised over the batch? a batch tensor with as many entries as examples by "
+    "accident?), so per-example gradients do not exist, or take the others' values as given, or "
+    "the losses stand in another order than the batch. Call model.eval(), or use losses of one "
+    "example each, in the batch's order"
+)
+
+
 class Example:
     """One example's loss and gradient by plain autograd, zeros where it uses no parameter.
 
@@ -135,8 +144,10 @@ class Example:
         """Let go of the gradient and keep its norms."""
         self._gradients = []
 
-    def difference(self, other: Example, tolerance: float, where: str) -> str | None:
-        """Return how the example differs elsewhere; None if it does not."""
+    def difference(
+        self, other: Example, tolerance: float, where: str, reason: str = COUPLED
+    ) -> str | None:
+        """Return how the example differs elsewhere, and a reason; None if it does not differ."""
         here, there = self.loss.item(), other.loss.item()
         size, size_there = sum(self.sqnorms) ** 0.5, sum(other.sqnorms) ** 0.5
         pairs = list(zip(self._gradients, other._gradients, strict=True))
@@ -156,19 +167,15 @@ class Example:
                 f"{found}: another example's values that are not finite reach it. Look at the "
                 'gradients with nonfinite="keep", and leave that example out'
             )
-        if product >= (1 - tolerance) * size * size_there > 0:
+        # Of vectors at a small angle the cosine is 1 − angle² / 2.
+        if product >= (1 - tolerance**2 / 2) * size * size_there > 0:
             return (
                 f"{found}: the same direction, {size / size_there:.6g} times as long. Is the loss "
                 "divided by something of the whole batch? The norms are those of the losses as "
                 "they stand; divide by what belongs to each example alone to compare examples"
             )
-        return (
-            f"{found}: the examples depend on each other (batch normalisation in training mode? a "
-            "loss over pairs? values normalised over the batch? a batch tensor with as many "
-            "entries as examples by accident?), so per-example gradients do not exist, or take "
-            "the others' values as given, or the losses stand in another order than the batch. "
-            "Call model.eval(), or use losses of one example each, in the batch's order"
-        )
+        apart = gap / largest if largest else 0.0
+        return f"{found}, gradients that differ by {apart:.1e} of the larger: {reason}"
 
 
 def too_large(model: nn.Module) -> str | None:
