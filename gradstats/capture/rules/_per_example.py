@@ -39,8 +39,7 @@ def per_example(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     Args:
         layout: where the examples lie in the operands, which line up from the right.
     """
-    if not layout.examples.plain:  # otherwise the factor of any tensor is known
-        args, kwargs = rebuild((args, kwargs), partial(_own_rows, tracker, func, layout))
+    args, kwargs = rebuild((args, kwargs), partial(_own_rows, tracker, func, layout))
     if tracker.settings.exact or changes_type((args, kwargs)):
         return tapped(tracker, func, layout, args, kwargs)
 
@@ -83,7 +82,7 @@ def tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
         node = node_of(item)
         if node is not None:
             nodes.append(node)
-        tensors.append(item if node is None else node.value)
+        tensors.append(value_of(item))
         return Slot(len(tensors) - 1, node is not None)
 
     call = rebuild((args, kwargs), keep)
