@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradstats._complex import as_real
+from gradstats._factors import Rows
 from gradstats.capture.operations._nested import flatten, rebuild
 from gradstats.capture.operations._operations import (
     ADDS,
@@ -18,9 +20,11 @@ from gradstats.capture.operations._operations import (
     in_place_variants,
     variants,
 )
+from gradstats.capture.parameters._derived import real_numbers
 from gradstats.capture.parameters._nodes import Node
-from gradstats.capture.parameters._tensors import node_of, value_of
+from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data
+from gradstats.capture.rules._embedding import leading_axes, table_rows
 from gradstats.capture.uses._uses import tap
 from gradstats.capture.uses._views import ExampleLayout, example_view
 
@@ -39,8 +43,10 @@ def per_example(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     Args:
         layout: where the examples lie in the operands, which line up from the right.
     """
+    if tracker.settings.exact:
+        return tapped(tracker, func, layout, args, kwargs)
     args, kwargs = rebuild((args, kwargs), partial(_own_rows, tracker, func, layout))
-    if tracker.settings.exact or changes_type((args, kwargs)):
+    if changes_type((args, kwargs)):
         return tapped(tracker, func, layout, args, kwargs)
 
     def view(item):
@@ -81,13 +87,12 @@ def tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
             return item
         node = node_of(item)
         if node is not None:
-            nodes.append(node)
+            served = layout.serves(item.shape)
+            nodes.append(node if served else first_node(_as_table(tracker, layout, item)))
         tensors.append(value_of(item))
         return Slot(len(tensors) - 1, node is not None)
 
     call = rebuild((args, kwargs), keep)
-    if not nodes:
-        return func(*args, **kwargs)  # each row of the examples has a slice of its own
     saved = [tensor.detach() for tensor in tensors]
     if func in AFFINE:
         # PyTorch keeps none of them, and may find them changed when the backward runs.
@@ -162,5 +167,26 @@ class RecomputedFactors:
             args, kwargs = rebuild(self.call, fill)
             result = function(*args, **kwargs)
             slices = torch.autograd.grad(result, leaves, grad)
-        pairs = zip(slices, shapes, strict=True)
-        return [self.layout.factor(piece, shape) for piece, shape in pairs]
+        return [
+            self.layout.factor(piece, shape)
+            if self.layout.serves(shape)
+            else _looked_up(self.layout, piece, shape)
+            for piece, shape in zip(slices, shapes, strict=True)
+        ]
+
+
+def _as_table(tracker: Context, layout: ExampleLayout, item: Tensor) -> Tensor:
+    """Return a tracked tensor with its slices for the examples' rows along the first axis."""
+    axis = layout.examples.axis - (layout.dims - item.dim())
+    if item.is_complex():
+        item = real_numbers(tracker, item)
+    return leading_axes(tracker, item, [axis])
+
+
+def _looked_up(layout: ExampleLayout, grad: Tensor, shape: tuple[int, ...]) -> Rows:
+    """Return the factor of such slices: each row of the examples has its own."""
+    axis = layout.examples.axis - (layout.dims - len(shape))
+    grad = grad.reshape(shape)
+    grad = (as_real(grad) if grad.is_complex() else grad).movedim(axis, 0)
+    ids = torch.arange(len(grad), device=grad.device)
+    return table_rows(layout.examples.along(0), ids, grad, tuple(grad.shape), None)
