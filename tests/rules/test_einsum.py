@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradstats as gs
-from tests.rules.operation import Operation, check_operation, check_refused, normal
+from tests.oracle import check_model
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 size = st.integers(1, 4)
 
@@ -156,6 +157,19 @@ def test_einsum_of_several_operands(case, last_first, monkeypatch):
         return torch.einsum(equation, x, *(getattr(m, name) for name in parameters))
 
     check_operation(function, parameters, normal(3, 6, 4))
+
+
+@pytest.mark.parametrize("path", [[0, 1, 0, 1], [2, 1, 1, 0]], ids=str)
+def test_the_operator_of_einsum_with_an_order(path):
+    """As programs hold it that were exported where opt_einsum is installed."""
+
+    def function(m, x):
+        x = torch.ops.aten.einsum("bti,btj,btj->bti", [x, x, x], path=path)
+        return torch.ops.aten.einsum("bti,ij,j->btj", [x, m.v, m.w], path=path)
+
+    model = Operation(function, {"v": (4, 5), "w": (5,)}, upstream=True)
+    # PyTorch may contract in another order, so that gradients are not the same to the bit.
+    check_model(model, normal(3, 6, 4), uneven_loss, fusing=(True,))
 
 
 def test_einsum_with_as_many_of_everything_as_examples():

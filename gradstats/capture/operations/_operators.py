@@ -25,7 +25,7 @@ OWNERS = (
 ALIKE = {
     name: getattr(owner, name)
     for owner, names in (
-        (torch, ("einsum", "split")),
+        (torch, ("split",)),
         (
             functional,
             (
@@ -57,6 +57,8 @@ def as_function(func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     name = _name(func)
     if name in OTHERWISE and not kwargs:
         return (*OTHERWISE[name](*args), {})
+    if name == "einsum":
+        return torch.einsum, args, {}  # which finds by itself in which order to contract
     return _function(name) or func, args, kwargs
 
 
