@@ -98,7 +98,6 @@ class Tracker(Context):
         # Tensors that modules keep belong to no example: buffers, parameters that are not tracked,
         # tensors in plain attributes and in caches.
         kept: list[Tensor] = []
-        attributes: list[Tensor] = []
         self.attributes: list[Any] = []  # until it closes
         tracked = set(map(id, named.values()))
         if len(tracked) < len(self._parameters):
@@ -107,9 +106,8 @@ class Tracker(Context):
             self.attributes += [vars(module)[name] for name in kept_by(module)]
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
-        for each in self.attributes:
-            attributes += tensors_kept(each)
-        attributes += tensors_kept(caches_of(set(map(type, self.modules))))
+        caches = caches_of(set(map(type, self.modules)))
+        attributes = tensors_kept([self.attributes, caches])
         self.marks.keep_constant((*kept, *attributes))
         # An attribute may also keep a batch. If one has the size of a batch, the arguments of the
         # model's call tell whether it is this one.

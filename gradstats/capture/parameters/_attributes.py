@@ -18,6 +18,9 @@ STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
 # Types of entries of containers that need not be searched, such as long vocabularies.
 PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
+# Types of what is searched.
+HOLDERS = (list, tuple, dict, deque, partial, _lru_cache_wrapper)
+
 
 def kept_by(module: nn.Module) -> list[str]:
     """Return the names of the plain attributes of a module that may hold tensors."""
@@ -34,27 +37,31 @@ def kept_by(module: nn.Module) -> list[str]:
 def tensors_kept(attribute: Any) -> list[Tensor]:
     """Return the tensors of an attribute: itself, or what it holds in containers and caches.
 
+    Each container and cache is searched once: many functions of a library use the same few caches.
     Except those of a cache that was given tensors: what it returned may belong to a batch.
     """
     found: list[Tensor] = []
     pending, met = [attribute], set()
     while pending:
         item = pending.pop()
+        if type(item) in PLAIN_TYPES:
+            continue
         if isinstance(item, Tensor):
             if not isinstance(item, nn.Parameter):
                 found.append(item)
-        elif isinstance(item, (list, tuple, dict, deque)) and id(item) not in met:
+        elif isinstance(item, HOLDERS) and id(item) not in met:
             met.add(id(item))  # a container may hold itself
-            entries = item.values() if isinstance(item, dict) else item
-            if not PLAIN_TYPES.issuperset(map(type, entries)):
-                pending += entries
-        elif isinstance(item, partial):
-            pending += (item.func, item.args, item.keywords)
-        elif isinstance(item, _lru_cache_wrapper):
-            held = gc.get_referents(item)  # what it was given and returned; the former as keys too
-            given = [key for each in held if isinstance(each, dict) for key in each]
-            if not tensors_kept(given):
-                pending += held
+            if isinstance(item, partial):
+                pending += (item.func, item.args, item.keywords)
+            elif isinstance(item, _lru_cache_wrapper):
+                held = gc.get_referents(item)  # what it was given and returned; keys are the former
+                given = [key for each in held if isinstance(each, dict) for key in each]
+                if not tensors_kept(given):
+                    pending += held
+            else:
+                entries = item.values() if isinstance(item, dict) else item
+                if not PLAIN_TYPES.issuperset(map(type, entries)):
+                    pending += entries
     return found
 
 
