@@ -16,6 +16,7 @@ from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.capture.rules._common import locate
+from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture.uses._normalization import NormalisationUse
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
@@ -59,11 +60,11 @@ def _attach(
         axes = () if channel_axis is None else (1,) * (input.dim() - 2)
         return result + bias.view(*bias.shape, *axes)
     if not own and factors.one_pass(tracker.settings, input):
-        use = Use(nodes_of((weight, bias)))
-        operands = input, value_of(weight), value_of(bias), *statistics
-        result = attach(NormalisationUse, use, factors, run, *operands)
-        if place is not None:
-            tracker.note_followed(result, examples)
+        noted = place is not None
+        operands = input, (weight, bias), examples
+        result = _in_one_pass(tracker, *operands, factors, run, noted, *statistics)
+        if noted:  # and the caller's operation reads no other tensors
+            tracker.decided = Decided(result, _in_one_pass, *operands, (factors, run, noted))
         return result
     if place is not None and not own:
         found = hooked(tracker, input, (weight, bias), examples, place, factors, run)
@@ -71,6 +72,22 @@ def _attach(
             return found
     result = free_of_views(run(input, value_of(weight), value_of(bias)))
     return tap(nodes_of((weight, bias)), result, factors, input, *statistics)
+
+
+def _in_one_pass(
+    tracker: Context, input, parameters, examples, factors, run, noted: bool, *statistics: Tensor
+) -> Tensor:
+    """Run a layer whose backward the kernels compute in one pass.
+
+    Args:
+        noted: whether where the examples lie in the result need not be found by following it.
+    """
+    values = map(value_of, parameters)
+    use = Use(nodes_of(parameters))
+    result = attach(NormalisationUse, use, factors, run, input, *values, *statistics)
+    if noted:
+        tracker.note_followed(result, examples)
+    return result
 
 
 def _node_of(func, input, *parameters: Tensor | None) -> Node:

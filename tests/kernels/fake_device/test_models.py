@@ -18,7 +18,8 @@ from benchmarks.workloads import Transformer, next_token
 from gradstats import contractions
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged
-from gradstats.contractions import _outer
+from gradstats.capture.rules._affine import AffineFactors
+from gradstats.contractions import _outer, _triton
 from tests.losses import mean_square
 from tests.oracle import (
     assert_products,
@@ -316,6 +317,50 @@ def test_products(name, launched):
     along = torch.cat([value.flatten() for value in direction.values()])[None].double()
     assert_products(gs.alignment(model, batch, losses, direction)[:, None], rows, along, 1e-4)
     assert expected <= set(launched)
+
+
+class Normalised(nn.Module):
+    """Normalisations that are alike, and others that differ in one respect."""
+
+    def __init__(self):
+        super().__init__()
+        rows = [{}, {}, {"eps": 0.5}, {"bias": False}, {}]
+        self.rows = nn.ModuleList(nn.LayerNorm(6, **options) for options in rows)
+        self.channels = nn.ModuleList(nn.GroupNorm(2, 6, eps) for eps in (1e-5, 1e-5, 0.5))
+        self.groups = nn.GroupNorm(3, 6)
+        with torch.no_grad():
+            for each in self.parameters():
+                each.add_(0.5 * torch.randn_like(each))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.rows):
+            x = layer(x).tanh() * (1 + number)
+        for layer in (*self.channels, self.groups):
+            x = layer(x.mT).sin().mT
+        return x
+
+
+def test_what_is_decided_about_a_normalisation_is_remembered(monkeypatch):
+    model, batch, _ = on_device(Normalised(), 5, 6)
+    expected = oracle_sqnorms(model, batch, mean_square)
+    asked, one_pass = [], AffineFactors.one_pass
+
+    def ask(self, *args):
+        asked.append(self)
+        return one_pass(self, *args)
+
+    monkeypatch.setattr(AffineFactors, "one_pass", ask)  # also forgets what others decided
+    for backend in ("", "torch"):
+        monkeypatch.setenv(_triton.BACKEND_VARIABLE, backend)
+        asks = []
+        for _ in range(2):
+            assert_sqnorms(gs.per_example_norms(model, batch, mean_square), expected, 1e-3)
+            with gs.track(model, batch_size=B) as tracker:
+                tracker.backward(mean_square(model, batch))
+            assert_sqnorms(tracker.stats, expected, 1e-3)
+            asks.append(len(asked))
+        assert asks[0] == asks[1] > 0
+        asked.clear()
 
 
 def test_a_gradient_scaler():
