@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-PLAIN = (Tensor, Parameter)
+# Types of tensors whose memory holds their values, unless these are negated or zero as a whole.
+PLAIN = frozenset({Tensor, Parameter})
 
 
 def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]]) -> Callable:
@@ -27,19 +28,18 @@ def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]
         leading: how many arguments the launcher takes by position: the operands.
         names: returns those of all arguments; called after the operator is defined.
     """
-    imported = None
+    launch: Callable | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal imported
-        if imported is None:
+        nonlocal launch
+        if launch is None:
             try:
-                imported = importlib.import_module(f"gradstats.kernels.{module}")
+                launch = getattr(importlib.import_module(f"gradstats.kernels.{module}"), name)
             except ImportError as error:
                 raise RuntimeError(
                     f"gradstats::{name} on CUDA needs triton, which cannot be imported ({error}): "
                     "install triton>=3.6, or choose the PyTorch backend"
                 ) from error
-        launch = getattr(imported, name)
         if len(args) > leading:
             # launchers take everything after the operands by name
             kwargs |= zip(names()[leading:], args[leading:], strict=False)
@@ -83,10 +83,12 @@ def at_once(operator: Callable, call: Callable) -> Callable:
             return operator(*args, **kwargs)
         if not args or not args[0].is_cuda:
             return operator(*args, **kwargs)
-        for arguments in (args, kwargs.values()):
-            for each in arguments:
-                if isinstance(each, Tensor) and not _plain(each):
+        for each in (*args, *kwargs.values()):
+            if type(each) in PLAIN:
+                if each.is_neg() or each._is_zerotensor():
                     return operator(*args, **kwargs)
+            elif isinstance(each, Tensor):
+                return operator(*args, **kwargs)
         return call(*args, **kwargs)
 
     return contract
@@ -101,8 +103,3 @@ def _observed() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor holds its values."""
-    return type(tensor) in PLAIN and not tensor.is_neg() and not tensor._is_zerotensor()

@@ -18,6 +18,7 @@ import triton
 from gradstats.kernels._check import check_programs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
@@ -26,6 +27,9 @@ Operands = tuple[torch.Tensor | None, ...]
 # Every step repeats the same launches for each of its layers. The cache is cleared when it holds
 # more layouts than this.
 REMEMBERED = 1024
+
+# Types of most options, none of them a tensor.
+VALUES = frozenset({type(None), bool, int, float, str, tuple, torch.dtype})
 
 _driver, _runtime, _compilation = (
     triton.runtime.driver,
@@ -61,18 +65,14 @@ class Launch:
             return
         driver = _driver.active
         device = driver.get_current_device()
-        key, pointers = [driver, device], []
-        for tensor in tensors:
-            pointer = mark = tensor
-            if isinstance(tensor, torch.Tensor):
-                pointer, mark = tensor.data_ptr(), tensor.dtype
-                if pointer % 16:
-                    mark = (mark,)
+        pointers, marks = [*tensors], [*tensors]
+        for place, tensor in enumerate(tensors):
+            if type(tensor) is TensorDescriptor:
+                marks[place] = _mark(tensor)
             elif tensor is not None:
-                mark = _mark(tensor)
-            pointers.append(pointer)
-            key.append(mark)
-        known = tuple(key)
+                pointers[place] = pointer = tensor.data_ptr()
+                marks[place] = (tensor.dtype,) if pointer % 16 else tensor.dtype
+        known = (driver, device, *marks)
         compiled = self.compiled.get(known)
         if compiled is None:
             compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants)
@@ -168,20 +168,18 @@ def remembered(
     def find(
         kernel: Any, operands: Operands, *options: Options.args, **named: Options.kwargs
     ) -> Result:
+        values = VALUES.issuperset(map(type, options))
+        if not values and any(isinstance(option, torch.Tensor) for option in options):
+            return prepare(kernel, operands, *options, **named)
         if type(kernel) is not JITFunction:
             return prepare(kernel, operands, *options, **named)
-        key: list[Any] = [id(kernel), len(operands)]
+        key: list[Any] = [id(kernel), len(operands), options, *named.items()]
         for each in operands:
             if each is None:
                 key.append(None)
             else:
                 layout = (each.shape, each.stride(), each.dtype, each.device, each.data_ptr() % 16)
                 key += layout
-        for option in options:
-            if isinstance(option, torch.Tensor):
-                return prepare(kernel, operands, *options, **named)
-            key.append(option)
-        key += named.items()
         known = tuple(key)
         entry = found.get(known)
         if entry is None:
