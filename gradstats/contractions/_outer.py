@@ -48,9 +48,9 @@ def sqnorm(factor: Outer, workspace: int) -> Contraction:
     on_chip = _triton.serves(factor)
     form = cheapest_form(factor, on_chip=on_chip)
     if form == "rank_one":
-        return rank_one(factor)
+        return rank_one(factor, on_chip)
     if form == "gram":
-        return guarded_gram(factor, workspace)
+        return guarded_gram(factor, workspace, on_chip)
     return _triton.direct(factor) if on_chip else direct(factor, workspace)
 
 
@@ -67,8 +67,9 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
         return result, _arrange(total, factor)
     if form == "direct":
         return direct_and_sum(factor, workspace)
-    result = rank_one(factor) if form == "rank_one" else guarded_gram(factor, workspace)
-    return result, summed(factor)
+    if form == "rank_one":
+        return rank_one(factor, on_chip), summed(factor)
+    return guarded_gram(factor, workspace, on_chip), summed(factor)
 
 
 def cheapest_form(
@@ -86,7 +87,7 @@ def cheapest_form(
     guarded = on_chip or not is_compiling()
     choose = partial(
         _cost.choose_outer_form, positions, p, q, with_sum=with_sum, guarded=guarded,
-        on_chip=on_chip, alone=_forms_alone(factor), examples=batch * groups,
+        on_chip=on_chip, alone=not on_chip and _forms_alone(factor), examples=batch * groups,
     )  # fmt: skip
     form = choose(roundoff=0.0)
     if form != "gram":
@@ -104,13 +105,13 @@ def _forms_alone(factor: Outer) -> bool:
     return pays(positions * size, factor.left, factor.right, times=batch)
 
 
-def rank_one(factor: Outer) -> Contraction:
+def rank_one(factor: Outer, on_chip: bool) -> Contraction:
     """Return Σ_k ‖left_k‖²‖right_k‖² for factors with at most one position."""
     _, groups, positions, _ = factor.left.shape
     if positions == 0:
         zero = factor.left.new_zeros(factor.batch, dtype=torch.float64)
         return Contraction(zero, zero.clone())
-    if _triton.serves(factor):
+    if on_chip:
         return _triton.rank_one(factor)
     if groups == 1:
         return one_position(factor.left[:, 0, 0], factor.right[:, 0, 0])
@@ -132,9 +133,9 @@ def one_position(left: Tensor, right: Tensor) -> WellConditioned:
     return WellConditioned(norms, dtype)
 
 
-def guarded_gram(factor: Outer, workspace: int) -> Contraction:
+def guarded_gram(factor: Outer, workspace: int, on_chip: bool) -> Contraction:
     """Return the Gram form's result, doubtful examples recomputed by the direct form."""
-    if _triton.serves(factor):
+    if on_chip:
         return _triton.gram(factor)
     return recompute_suspects(
         gram(factor, workspace), lambda rows: direct(factor.select(rows), workspace)

@@ -32,7 +32,7 @@ BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 def serves(*factors: Outer | Ragged) -> bool:
     """Whether the kernels contract these factors; the PyTorch backend contracts all others."""
-    return runs(*(side for each in factors for side in (each.left, each.right)))
+    return runs(*[side for each in factors for side in (each.left, each.right)])
 
 
 def runs(*operands: Tensor) -> bool:
@@ -77,7 +77,8 @@ def require_triton() -> None:
 
 def operators() -> Any:
     """Return the kernels' operators, imported on first use: programs on CPUs need none."""
-    from gradstats.kernels import operators
+    # not "from gradstats.kernels", which asks for submodules in Python each time
+    import gradstats.kernels.operators as operators
 
     return operators
 
@@ -223,4 +224,4 @@ def _bounds(factor: Outer | Ragged) -> tuple[Tensor | None, int | None]:
 
 
 def _over_groups(values: Tensor, factor: Outer | Ragged) -> Tensor:
-    return values if len(values) == factor.batch else values.view(factor.batch, -1).sum(1)
+    return values if values.shape[0] == factor.batch else values.view(factor.batch, -1).sum(1)

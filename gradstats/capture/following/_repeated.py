@@ -115,13 +115,14 @@ def likeness(
         for item in (result,) if isinstance(result, Tensor) else result:
             if item is operands[0]:
                 key.append(NOTHING)  # what is noted about it stays
-            elif type(item) is not Tensor or item.__dict__:
+                continue
+            number = id(item)
+            if type(item) is not Tensor or item.__dict__:
                 return None
-            elif id(item) in constants or id(item) in CONSTANTS:
+            if number in constants or number in CONSTANTS:
                 return None
-            else:
-                key += (item.shape, item.stride(), item.requires_grad)
-                results.append(item)
+            key += (item.shape, item.stride(), item.requires_grad)
+            results.append(item)
     except RuntimeError:
         return None  # a sparse tensor, without strides
     if len(operands) > 1:
@@ -176,18 +177,15 @@ def _form_of(
     if marks.written.storages or marks.rearranged.storages:
         return None
     constants = marks.constants
-    key: list[Any] = [func, marks.batch_size, marks.batch_dim, len(args)]
-    if tracker is not None:
-        key.append(tracker.asked)
-    if kwargs:
-        key.append((*kwargs,))
+    asked = None if tracker is None else tracker.asked
+    key: list[Any] = [func, marks.batch_size, marks.batch_dim, len(args), asked, (*kwargs,)]
     operands: list[Tensor] = []
     for item in (*args, *kwargs.values()) if kwargs else args:
         kind = type(item)
         # The most frequent types, inline: a call for each would take longer than the rest.
         if kind is Tensor:
-            known = id(item) in constants or id(item) in CONSTANTS
-            note: Any = CONSTANT if known else NOTHING
+            number = id(item)
+            note: Any = CONSTANT if number in constants or number in CONSTANTS else NOTHING
             if item.__dict__:
                 note = _note_of(marks, item)
                 if note is None:
@@ -204,7 +202,7 @@ def _form_of(
         elif kind in COMPARABLE:
             key += (kind, item)
         elif tracker is not None and kind is TrackedParameter:
-            node = node_of(item)
+            node = item._gradstats
             if node is None or node.tracker is not tracker:
                 return None
             key += (kind, item.shape, item.stride(), item.dtype, item.device)

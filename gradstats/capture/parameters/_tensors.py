@@ -56,6 +56,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 class TrackedParameter(torch.nn.Parameter):
     """A parameter of the user's model inside a context: the same object, with its class changed."""
 
+    _gradstats: Node | None = None  # of a copy, which belongs to no context
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
