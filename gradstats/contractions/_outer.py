@@ -48,9 +48,9 @@ def sqnorm(factor: Outer, workspace: int) -> Contraction:
     on_chip = _triton.serves(factor)
     form = cheapest_form(factor, on_chip=on_chip)
     if form == "rank_one":
-        return rank_one(factor, on_chip)
+        return rank_one(factor, on_chip=on_chip)
     if form == "gram":
-        return guarded_gram(factor, workspace, on_chip)
+        return guarded_gram(factor, workspace, on_chip=on_chip)
     return _triton.direct(factor) if on_chip else direct(factor, workspace)
 
 
@@ -68,8 +68,8 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     if form == "direct":
         return direct_and_sum(factor, workspace)
     if form == "rank_one":
-        return rank_one(factor, on_chip), summed(factor)
-    return guarded_gram(factor, workspace, on_chip), summed(factor)
+        return rank_one(factor, on_chip=on_chip), summed(factor)
+    return guarded_gram(factor, workspace, on_chip=on_chip), summed(factor)
 
 
 def cheapest_form(
@@ -105,7 +105,7 @@ def _forms_alone(factor: Outer) -> bool:
     return pays(positions * size, factor.left, factor.right, times=batch)
 
 
-def rank_one(factor: Outer, on_chip: bool) -> Contraction:
+def rank_one(factor: Outer, *, on_chip: bool = False) -> Contraction:
     """Return Σ_k ‖left_k‖²‖right_k‖² for factors with at most one position."""
     _, groups, positions, _ = factor.left.shape
     if positions == 0:
@@ -133,7 +133,7 @@ def one_position(left: Tensor, right: Tensor) -> WellConditioned:
     return WellConditioned(norms, dtype)
 
 
-def guarded_gram(factor: Outer, workspace: int, on_chip: bool) -> Contraction:
+def guarded_gram(factor: Outer, workspace: int, *, on_chip: bool = False) -> Contraction:
     """Return the Gram form's result, doubtful examples recomputed by the direct form."""
     if on_chip:
         return _triton.gram(factor)
