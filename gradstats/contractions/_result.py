@@ -164,7 +164,8 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
         elif result is None:
             rows.append(torch.zeros(batch, dtype=torch.float64, device=device))
         else:
-            rows.append(result.value.to(device))
+            value = result.value
+            rows.append(value if value.device == device else value.to(device))
     return torch.stack(rows)
 
 

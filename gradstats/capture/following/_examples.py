@@ -113,12 +113,14 @@ class Examples:
 
     def positions(self, tensor: Tensor) -> Tensor:
         """Return (…, width) as (B, T, width); only for layouts without segments."""
-        tensor = self.lead(tensor)
-        if tensor.dim() == 2:
+        axes = tensor.dim()
+        if self.axis != 0:
+            tensor = self.lead(tensor)
+        if axes == 2:
             return tensor.view(self.batch, self.fold, tensor.shape[1])
         if self.fold != 1:
-            tensor = self._apart(tensor)
-        return tensor if tensor.dim() == 3 else tensor.flatten(1, -2)
+            return self._apart(tensor).flatten(1, -2)
+        return tensor if axes == 3 else tensor.flatten(1, -2)
 
     def reduce(self, values: Tensor) -> Tensor:
         """Return the sum over each example's rows of (rows, *): (B, *)."""

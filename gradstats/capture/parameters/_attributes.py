@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from functools import _lru_cache_wrapper, partial
 from itertools import filterfalse
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 # Types of entries of containers that need not be searched, such as long vocabularies.
 PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
+
+# The same, of what is not searched.
+ENDS = PLAIN_TYPES | {type, FunctionType}
 
 # Types of what is searched.
 HOLDERS = (list, tuple, dict, deque, partial, _lru_cache_wrapper)
@@ -44,8 +48,6 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
     pending, met = [attribute], set()
     while pending:
         item = pending.pop()
-        if type(item) in PLAIN_TYPES:
-            continue
         if isinstance(item, Tensor):
             if not isinstance(item, nn.Parameter):
                 found.append(item)
@@ -57,11 +59,11 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
                 held = gc.get_referents(item)  # what it was given and returned; keys are the former
                 given = [key for each in held if isinstance(each, dict) for key in each]
                 if not tensors_kept(given):
-                    pending += held
+                    pending += [each for each in held if type(each) not in ENDS]
             else:
                 entries = item.values() if isinstance(item, dict) else item
-                if not PLAIN_TYPES.issuperset(map(type, entries)):
-                    pending += entries
+                if not ENDS.issuperset(map(type, entries)):
+                    pending += [each for each in entries if type(each) not in ENDS]
     return found
 
 
