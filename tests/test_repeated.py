@@ -231,16 +231,51 @@ def test_hooks_on_saved_tensors_decide_nothing_for_operations_without_them(monke
         decisions.times = 0
 
 
-def test_what_was_decided_of_uses_is_not_done_again_under_autocast():
-    model, batch = Folded().float(), torch.randn(SIZE, SIZE, WIDTH)
+class Cast(nn.Module):
+    """Layers whose operands autocast casts, the second of data that it has cast already."""
 
-    def found():
-        with torch.autocast("cpu", torch.bfloat16):
-            return gs.per_example_norms(model, batch, squares).sqnorm
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 1) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.odd = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    first = found()
-    assert not torch.equal(gs.per_example_norms(model, batch, squares).sqnorm, first)
-    assert torch.equal(found(), first)
+    def forward(self, x):
+        dtype = x.dtype
+        for layer in (*self.convolutions, *self.layers):
+            x = layer(x)
+        return self.odd(x.to(dtype)).tanh() @ self.odd.weight
+
+
+@pytest.mark.parametrize("fused", [True, False, None], ids=["fused", "exact", "norms alone"])
+def test_what_was_decided_of_uses_depends_on_autocast(monkeypatch, fused):
+    model, batch = Cast(), torch.randn(WIDTH, WIDTH, WIDTH)
+
+    def found(dtype):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            if fused is None:
+                return gs.per_example_norms(model, batch, squares)
+            with gs.track(model, batch_size=WIDTH, fused=fused) as tracker:
+                tracker.backward(squares(model, batch))
+            return tracker.stats
+
+    dtypes, first = (torch.bfloat16, None, torch.float16), {}
+    for dtype in dtypes:
+        NOTED.clear()
+        first[dtype] = found(dtype)
+    check(model.double(), batch.double())
+    model.float()
+    decisions = Decisions(monkeypatch)
+    for times in (2, 0):
+        for dtype in dtypes:
+            again = found(dtype)
+            for name, sqnorm in first[dtype].by_parameter.items():
+                assert torch.equal(again.by_parameter[name], sqnorm), (dtype, name)
+        if not times and fused is not False:
+            assert decisions.times == 0
+        decisions.times = 0
+    sizes = [first[dtype].sqnorm for dtype in dtypes]
+    assert not torch.equal(sizes[0], sizes[1]) and not torch.equal(sizes[1], sizes[2])
 
 
 class Turned(nn.Module):

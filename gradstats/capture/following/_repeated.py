@@ -137,18 +137,24 @@ def likeness_of_use(
 
     None if it may read more than a key can hold.
     """
-    if torch._C._is_any_autocast_enabled():
-        return None  # operands are cast
     try:
         form = _form_of(tracker.marks, func, args, kwargs, tracker)
+        if form is None:
+            return None
+        key, operands = form
+        if torch._C._is_any_autocast_enabled():
+            key.append(_autocast_of(operands))
     except RuntimeError:
-        return None  # a sparse tensor, without strides
-    if form is None:
-        return None
-    key, operands = form
+        return None  # a sparse tensor, without strides, or a device without autocast
     _add_pattern(key, operands)
     key.append(hooks_on_saved() is not None)
     return tuple(key), operands
+
+
+def _autocast_of(operands: list[Tensor]) -> tuple[Any, ...]:
+    """What autocast does where operands lie: the only dtypes that the casts of rules depend on."""
+    kinds = sorted({item.device.type for item in operands})
+    return tuple([(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds])
 
 
 def _add_pattern(key: list[Any], tensors: list[Tensor]) -> None:

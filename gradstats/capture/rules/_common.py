@@ -57,7 +57,7 @@ def layered(
     parameters: Sequence[Tensor | None],
     examples: Examples,
     layer: Layer,
-    operands: Sequence[Tensor | None] | None = None,
+    autocast: bool,
 ) -> Tensor:
     """Run a layer whose backward computes norms together with the weight gradient.
 
@@ -65,15 +65,29 @@ def layered(
         x: the data.
         parameters: weight and bias.
         examples: where the examples lie in the result.
-        operands: what it takes in place of the parameters; None where a decision is repeated.
+        autocast: whether autocast is on where the data lie.
     """
-    given = [bare(item, False) for item in parameters] if operands is None else operands
+    result = _layered(tracker, x, parameters, examples, layer, autocast)
+    tracker.decided = Decided(result, _layered, x, parameters, examples, (layer, autocast))
+    return result
+
+
+def _layered(
+    tracker: Context,
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    examples: Examples,
+    layer: Layer,
+    autocast: bool,
+) -> Tensor:
+    operands = [bare(item, autocast) for item in parameters]
+    if autocast:
+        x = cast_for_autocast(tracker, x)
+        operands = layer.cast(x, operands)
     nodes = nodes_of(parameters)
-    result = attach(LayerUse, Use(nodes), layer, x, *given)
+    result = attach(LayerUse, Use(nodes), layer, x, *operands)
     if len(nodes) == sum([item is not None for item in parameters]):
         tracker.note_followed(result, examples)
-    if operands is not None:
-        tracker.decided = Decided(result, layered, x, parameters, examples, (layer,))
     return result
 
 

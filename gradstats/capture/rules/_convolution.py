@@ -16,7 +16,6 @@ from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of,
 from gradstats.capture.rules._common import (
     are_of_one,
     as_data,
-    bare,
     cast_for_autocast,
     layered,
     locate,
@@ -121,13 +120,12 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
         result = hooked(tracker, input, (weight, bias), examples, CONVOLVED, layer, layer.forward)
         if result is not None:
             return result
-    x = cast_for_autocast(tracker, input)
+    autocast = torch.is_autocast_enabled(input.device.type)
     if settings.exact:
-        result = layer.forward(*_cast(x, value_of(weight), value_of(bias)))
+        x, operands = cast_for_autocast(tracker, input), [value_of(weight), value_of(bias)]
+        result = layer.forward(x, *(layer.cast(x, operands) if autocast else operands))
         return tap(nodes, result, layer, x)
-    autocast = torch.is_autocast_enabled(x.device.type)
-    x, *operands = _cast(x, bare(weight, autocast), bare(bias, autocast))
-    return layered(tracker, x, (weight, bias), examples, layer, operands)
+    return layered(tracker, input, (weight, bias), examples, layer, autocast)
 
 
 def _in_groups(tracker: Context, func, input, weight, bias, call):
@@ -170,13 +168,6 @@ def as_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """A convolution of inputs of the kernel's size: each is one patch, multiplied by the weight."""
     result = functional.linear(input.flatten(1), weight.flatten(1), bias)
     return result.reshape(*result.shape, *(1 for _ in weight.shape[2:]))
-
-
-def _cast(x: Tensor, weight: Tensor, bias: Tensor | None):
-    """Return the operands as autocast would have them."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, weight, bias
-    return x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
 
 def _per_axis(value, dims: int) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ from gradstats.capture.rules._common import (
     are_of_one,
     as_data,
     autocast_dtype,
-    bare,
     cast_for_autocast,
     layered,
     locate,
@@ -86,14 +85,11 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
         if result is not None:
             return result
     layer = LinearFactors(of_weight, of_bias, examples, *rest)
-    autocast = autocast_dtype(x) is not None
-    if autocast:
-        x = cast_for_autocast(tracker, x)
     if settings.exact:
+        x = cast_for_autocast(tracker, x)
         result = layer.forward(x, value_of(weight), value_of(bias))
         return tap(nodes, free_of_views(result), layer, x)
-    operands = bare(weight, autocast), bare(bias, autocast)
-    return layered(tracker, x, (weight, bias), examples, layer, operands)
+    return layered(tracker, x, (weight, bias), examples, layer, autocast_dtype(x) is not None)
 
 
 def matmul(tracker: Context, func, input, other=None, **kwargs):

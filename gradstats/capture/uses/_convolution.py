@@ -38,6 +38,9 @@ class ConvolutionFactors(Layer):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.convolution(x, weight, bias, *self.call)
 
+    def cast(self, x: Tensor, parameters: list[Tensor | None]) -> list[Tensor | None]:
+        return [None if each is None else each.to(x.dtype) for each in parameters]
+
     def likeness(self) -> Hashable:
         return self.weight, self.bias, self.shape, self.call
 

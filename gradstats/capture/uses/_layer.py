@@ -44,6 +44,13 @@ class Layer(Joinable):
         """Return what PyTorch computes."""
         raise NotImplementedError
 
+    def cast(self, x: Tensor, parameters: list[Tensor | None]) -> list[Tensor | None]:
+        """Return weight and bias for data that were cast as autocast does.
+
+        By default PyTorch casts them, and caches the casts.
+        """
+        return parameters
+
     def of_weight(self, grad: Tensor, x: Tensor) -> Factor:
         """Return the weight's factor."""
         raise NotImplementedError

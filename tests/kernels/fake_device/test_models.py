@@ -361,6 +361,13 @@ def test_what_is_decided_about_a_normalisation_is_remembered(monkeypatch):
             asks.append(len(asked))
         assert asks[0] == asks[1] > 0
         asked.clear()
+    monkeypatch.undo()
+    cast = []
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16):
+            cast.append(gs.per_example_norms(model, batch, mean_square).sqnorm)
+        assert_sqnorms(gs.per_example_norms(model, batch, mean_square), expected, 1e-3)
+    assert torch.equal(*cast)
 
 
 def test_a_gradient_scaler():
