@@ -559,6 +559,30 @@ def test_a_hook_that_changes_gradients():
     check_model(Reverses().double(), vectors(), classify)
 
 
+@pytest.mark.parametrize("run", [ALONE, REENTRANT, recomputing])
+def test_a_backward_without_gradients_adds_none_to_inputs(run):
+    (model, twin), (x, y) = checkpointed(run), vectors()
+    x.requires_grad_()
+    stats = gs.per_example_norms(model, (x, y), classify)
+    assert x.grad is None
+    assert_sqnorms(stats, oracle_sqnorms(twin, (x.detach(), y), classify), 1e-9)
+
+
+@pytest.mark.parametrize("run", [ALONE, REENTRANT, recomputing])
+def test_a_backward_without_gradients_is_not_under_autocast(run):
+    """Where it runs a forward again, that has the precision of the first one."""
+
+    def exact(model, batch):
+        with torch.autocast("cpu", enabled=False):
+            return classify(model, batch)
+
+    (model, twin), batch = checkpointed(run), vectors(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stats = gs.per_example_norms(model.float(), batch, exact)
+    expected = oracle_sqnorms(twin, (batch[0].double(), batch[1]), classify)
+    assert_sqnorms(stats, expected, 1e-4)
+
+
 @pytest.mark.parametrize("run", [REENTRANT, recomputing])
 def test_hooks_on_parameters_see_no_backward_without_gradients(run):
     """As a hook that masks the rows of a table: it can take a gradient, but not its absence."""

@@ -635,6 +635,18 @@ def test_what_is_frozen_stays_so_after_the_context(model, batch):
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, True, True]
 
 
+def test_what_is_frozen_already_and_what_is_trained_already_stays_so(model, batch):
+    with gs.track(model, batch_size=B) as tracker:
+        model[0].requires_grad_(True)
+        model[3].requires_grad_(False)
+        model[3].requires_grad_(False)
+        assert type(model[3].weight) is nn.Parameter
+        tracker.backward(losses_of(model, batch))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    for name, own in tracker.stats.by_parameter.items():
+        torch.testing.assert_close(own, expected.get(name, torch.zeros_like(own)))
+
+
 def test_a_parameter_that_is_trained_from_within_the_context_is_named(model, batch):
     model[3].requires_grad_(False)
     expected = oracle_sqnorms(model, batch, losses_of)
