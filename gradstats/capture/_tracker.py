@@ -97,11 +97,9 @@ class Tracker(Context):
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
         # Tensors that modules keep belong to no example: buffers, parameters that are not tracked,
         # tensors in plain attributes and in caches.
-        kept: list[Tensor] = []
-        self.attributes: list[Any] = []  # until it closes
         tracked = set(map(id, named.values()))
-        if len(tracked) < len(self._parameters):
-            kept += [p for p in self._parameters if id(p) not in tracked]
+        kept: list[Tensor] = [p for p in self._parameters if id(p) not in tracked]
+        self.attributes: list[Any] = []  # until it closes
         for module in self.modules:
             self.attributes += [vars(module)[name] for name in kept_by(module)]
             if module._buffers:
@@ -208,7 +206,7 @@ class Tracker(Context):
             self._frozen[id(tensor)] = parameter._gradstats  # type: ignore[attr-defined]
             release(parameter)
             self.marks.keep_constant([parameter])
-        elif trained and id(tensor) in self._untrained:
+        elif id(tensor) in self._untrained:
             self._unfrozen.append(tensor)
 
     def check_known(self, leaves: Sequence[Tensor]) -> None:
