@@ -390,12 +390,16 @@ def test_after_an_exception_of_another_callback_the_model_is_free(tmp_path):
             raise RuntimeError("no connection")
 
     model = Classifier()
+    hooks = snapshot(model)["hooks"]
     with pytest.raises(RuntimeError, match="no connection"):
         trainer_for(model, [GradStatsCallback(every=1), Broken()], tmp_path, Images(14))
     images, labels = (torch.stack([Images(14)[n][key] for n in range(3)]) for key in Images(14)[0])
     for _ in range(2):
         model.train()(images, labels)["loss"].backward()
     assert not _get_current_function_mode_stack()
+    # Another run of the model removes what waits for its next forward.
+    trainer_for(model, [GradStatsCallback(every=1)], tmp_path, Images(14), max_steps=1)
+    assert snapshot(model)["hooks"] == hooks
 
 
 class CallsTwice(transformers.Trainer):
@@ -404,6 +408,34 @@ class CallsTwice(transformers.Trainer):
     def compute_loss(self, model, inputs, **kwargs):
         first = {name: value[:1] for name, value in inputs.items()}
         return model(**first)["loss"] + model(**inputs)["loss"]
+
+
+class CallsWithAll(transformers.Trainer):
+    """Calls its model several times with the whole batch, by name or not."""
+
+    named: tuple[bool, ...] = ()
+
+    def compute_loss(self, model, inputs, **kwargs):
+        calls = [
+            model if named else lambda input_ids, **others: model(input_ids, **others)
+            for named in self.named
+        ]
+        own = super().compute_loss
+        return sum(own(call, inputs, **kwargs) for call in calls)
+
+
+@pytest.mark.parametrize("named", [(True, True), (False, True), (True, False)])
+def test_several_forwards_in_one_step(tmp_path, monkeypatch, named):
+    monkeypatch.setattr(CallsWithAll, "named", named)
+    recorder, model = Recorder(), language_model()
+    trainer = trainer_for(
+        model, [recorder, GradStatsCallback(every=1)], tmp_path, trainer=CallsWithAll,
+        gradient_accumulation_steps=1, max_steps=1,
+    )  # fmt: skip
+    seen = recorder.steps[0][1]
+    seen[:] = [inputs for inputs in seen if "input_ids" in inputs][:1]
+    rows, _ = rows_of(recorder, 0)
+    assert_close(logged(trainer, "gns/tr_sigma")[1], metrics_of(2 * rows), NAMES, RTOL)
 
 
 def test_another_number_of_rows_in_one_step_is_refused(tmp_path):
