@@ -145,12 +145,22 @@ def test_norms_and_monitors_of_a_step_that_fetches(model):
     assert monitor.metrics()["example_grad_norm/mean"] == pytest.approx(float(expected))
 
 
-def test_a_subclass_that_fetches_by_itself(model):
+def own_class():
     class Own(_SingleProcessDataLoaderIter):
         def __next__(self):
             return self._next_data()
 
-    batches = Own(DataLoader(Map(), B))
+    return Own
+
+
+EARLIER = own_class()
+
+
+@pytest.mark.parametrize(
+    "of_class", [lambda: EARLIER, own_class], ids=["made before all contexts", "made later"]
+)
+def test_a_subclass_that_fetches_by_itself(model, of_class):
+    batches = of_class()(DataLoader(Map(), B))
     for _ in range(4):
         check_step(model, lambda: next(batches))
     with pytest.raises(StopIteration):
