@@ -575,6 +575,14 @@ ZERO_AT_FIRST = {
     "angles": lambda q, k, v: torch.atan2(q[:, :1] - q[:, 0], torch.ones(ROWS, ROWS).to(v)) @ v,
     "clamped": lambda q, k, v: (q @ k.T).clamp(max=0) @ v,
     "the smaller": lambda q, k, v: (q @ k.T).minimum(torch.zeros(ROWS, ROWS).to(v)) @ v,
+    "zeros added to those of others": lambda q, k, v: (
+        (q @ k.T).index_put(OTHERS.nonzero(as_tuple=True), torch.zeros(()).to(v), accumulate=True)
+        @ v
+    ),
+    "a row of zeros": lambda q, k, v: (q @ k.T).index_fill(0, torch.tensor(1), 0) @ v,
+    "zeros scattered into a column": lambda q, k, v: torch.cat(
+        [v[:2], (q[2:4] @ k[:3].T).scatter(1, torch.tensor([[0], [0]]), 0.0) @ v[:3], v[4:]]
+    ),
 }
 
 
