@@ -462,6 +462,10 @@ NO_SUMS = {
     "square of a mean": lambda h: h.mean(0).square().sum(),
     "squared error of a mean": lambda h: functional.mse_loss(h.mean(0), torch.ones(WIDTH).double()),
     "ratio of sums": lambda h: h.sum() / h.square().sum(),
+    "numbers divided by a sum": lambda h: torch.ones(2).double() / h.exp().sum(),
+    "a number divided by a sum and added": lambda h: torch.addcdiv(
+        torch.zeros(2).double(), torch.ones(2).double(), h.exp().sum()
+    ),
     "product of sums": lambda h: h.sum() * h.square().sum(),
     "log of summed exponentials": lambda h: h.sum(1).logsumexp(0),
     "product": lambda h: h.sum(1).prod(),
@@ -985,6 +989,7 @@ LOST = {
     "beside zeros": lambda h: torch.cat([torch.zeros(1, WIDTH).double(), h]).logsumexp(0),
     "an outer product": lambda h: torch.kron(torch.ones(1, 2).double(), h).square(),
     "segments": lambda h: torch.segment_reduce(h, "sum", lengths=torch.tensor([1, 2])).exp(),
+    "products of segments": lambda h: torch.segment_reduce(h, "prod", lengths=torch.tensor([1, 2])),
 }
 
 

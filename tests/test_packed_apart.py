@@ -448,6 +448,15 @@ MEET = {
         (q @ k.T).masked_fill(OTHERS, 0) / (q @ k.T).exp().sum(-1, keepdim=True) @ v
     ),
     "scores times a constant": lambda q, k, v: (q @ k.T) @ torch.eye(ROWS, WIDTH).double() * v,
+    "columns of scores times a constant": lambda q, k, v: (
+        (q @ k.T).T @ torch.eye(ROWS, WIDTH).double() * v
+    ),
+    "rows times a sum over all rows in an einsum": lambda q, k, v: (
+        torch.einsum("qd,kd->qd", q, k) * v
+    ),
+    "rows times a sum over all rows in an einsum of three": lambda q, k, v: torch.einsum(
+        "kj,qd,kd->qd", k, q, v
+    ),
     "scores times a constant in an einsum": lambda q, k, v: (
         torch.einsum("qk,kd->qd", q @ k.T, torch.eye(ROWS, WIDTH).double()) * v
     ),

@@ -295,6 +295,38 @@ def test_embedding_bags_that_hold_ids_of_several_examples_are_refused():
     )
 
 
+@pytest.mark.parametrize("starts", [[0, 1, 3], [0, 1, 2]], ids=str)
+def test_bags_weighted_by_trained_values_of_other_examples_are_refused(starts):
+    """As many weights as examples: followed only where each bag has its own example's."""
+
+    def function(m, x):
+        ids, offsets = torch.tensor([0, 1, 2]), torch.tensor(starts)
+        return functional.embedding_bag(
+            ids, m.w, offsets, mode="sum", per_sample_weights=m.first(x).sum(1)
+        )
+
+    parameters = {"first": nn.Linear(4, 4), "w": (ROWS, 3)}
+    if starts == [0, 1, 2]:
+        check_operation(function, parameters, normal(3, 4))
+        return
+    check_refused(function, parameters, normal(3, 4), match="bags whose ids are of several")
+
+
+def test_bags_of_other_examples_trained_rows_are_refused():
+    def function(m, x, ids):
+        rows = functional.embedding_bag(ids.flatten(), m.first(x), torch.arange(3), mode="sum")
+        return m.last(rows)
+
+    check_refused(
+        function,
+        {"first": nn.Linear(4, 4), "last": nn.Linear(4, 2)},
+        normal(3, 4),
+        torch.tensor([[2], [0], [1]]),
+        error=gs.ExampleAxisError,
+        match="linear.*'last.weight'",
+    )
+
+
 def test_embedding_bag_of_weighted_bags_at_each_position():
     def function(m, x):
         share, ids = (x.flatten(0, 1) @ m.keys.T).topk(2)

@@ -204,6 +204,9 @@ PICKS = {
     "unfolded": lambda x: x.transpose(0, 1).unfold(0, 2, 1).permute(1, 0, 3, 2),
     "made diagonal": lambda x: torch.diag_embed(x.transpose(0, 1), 1, 1, dim2=0).movedim(3, 0),
     "diagonal": lambda x: torch.einsum("btd,bse->btsde", x, x).diagonal(dim1=1, dim2=2).mT,
+    "diagonal of what is expanded": lambda x: (
+        x[:, None].expand(-1, x.shape[1], -1, -1).diagonal(dim1=1, dim2=2).mT
+    ),
     "taken": lambda x: x.take(torch.arange(x.numel()).view(x.shape).flip(1)),
     "indices apart": lambda x: x.unsqueeze(2).expand(-1, -1, 5, -1)[
         torch.tensor([0, 1, 2]), :, torch.tensor([3, 0, 1])
@@ -237,6 +240,8 @@ def test_elements_picked_one_by_one(pick, positions):
         lambda x: x.gather(
             0, (torch.arange(BATCH)[:, None, None] + torch.arange(5)[:, None]).expand_as(x) % BATCH
         ),
+        lambda x: x[1:].as_strided(x.shape, x.stride(), 0),
+        lambda x: x.sum((1, 2)).diag_embed().sum(1)[:, None, None] * x,
     ],
 )
 def test_elements_of_several_examples_side_by_side_are_refused(pick):
@@ -246,6 +251,34 @@ def test_elements_of_several_examples_side_by_side_are_refused(pick):
         normal(BATCH, 5, 4),
         error=gs.ExampleAxisError,
         match="linear.*'layer.weight'",
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.layer(x.unfold(1, 4, 4)),
+        lambda m, x: torch.cat([m.layer(part) for part in x.split(2)]),
+    ],
+    ids=["windows", "parts"],
+)
+def test_picks_from_a_row_that_was_expanded_for_all_examples_are_refused(function):
+    """All examples lie at one place in memory, which does not say whose a part of it is."""
+    check_refused(
+        function,
+        {"layer": nn.Linear(4, 2)},
+        normal(1, 4).expand(BATCH, -1),
+        error=gs.ExampleAxisError,
+        match="linear.*'layer.weight'",
+    )
+
+
+def test_inputs_of_one_example_taken_off_those_of_all():
+    check_operation(
+        lambda m, x: m.layer(x - x[1][None]),
+        {"layer": nn.Linear(4, 2)},
+        normal(BATCH, 4),
+        gradient_of_data=False,
     )
 
 

@@ -122,6 +122,26 @@ def copied_while_it_fills(h):
     return first[ORDER] * other[ORDER]
 
 
+def scaled_while_it_fills(h):
+    out = empty(h, *h.shape)
+    out[:2] = h[:2]
+    out.mul_(h.exp())
+    out[2:] = h[2:]
+    return out
+
+
+def by_no_index(h):
+    out = empty(h, *h.shape)
+    out[()] = h
+    return out
+
+
+def without_columns(h):
+    out = empty(h, *h.shape[:2], 0)
+    out[..., :0].copy_(h[..., :0])
+    return torch.cat([out, h], 2)
+
+
 def moved(h, change):
     out = h.detach().clone()
     change(out)
@@ -170,6 +190,13 @@ FOLLOWED = {
     ),
     "some in their places": some_in_their_places,
     "copied while it fills": copied_while_it_fills,
+    "scaled while it fills": scaled_while_it_fills,
+    "by no index": by_no_index,
+    "without columns": without_columns,
+    "a column filled by name": lambda h: h.index_fill(1, torch.tensor([0]), value=0.5),
+    "a vector scattered": lambda h: (
+        empty(h, BATCH).scatter(0, ORDER, h.sum((1, 2)))[ORDER, None, None] * h
+    ),
     "rows added in another order": lambda h: empty(h, *h.shape).index_add(0, ORDER, h)[ORDER],
     "rows scattered": lambda h: empty(h, *h.shape).scatter(0, ROWS.expand_as(h), h)[ORDER],
     "by position": by_position,
@@ -339,6 +366,9 @@ LOST = {
     "two in one row": lambda h: empty(h, *h.shape).index_add(
         0, torch.tensor([0, 1, 2, 2]), h[[1, 0, 2, 1]]
     ),
+    "its own and another's added to one row": lambda h: h.index_add(
+        0, torch.tensor([0, 0]), h[[1, 0]]
+    ),
     "scattered from more rows": lambda h: empty(h, *h.shape).scatter(0, INDEX[:2], h),
     "a copy that is not full": another_copy,
     "emptied in between": filled(emptied),
@@ -452,6 +482,30 @@ def test_axes_exchanged_by_writing_are_refused(move):
         normal(BATCH, BATCH, WIDTH),
         error=gs.ExampleAxisError,
         match="'second.weight'",
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.squeeze_(1), lambda x: x.resize_(BATCH, WIDTH)],
+    ids=["squeeze_", "resize_"],
+)
+def test_inputs_given_another_form_in_place(change):
+    check_operation(
+        lambda m, x: m.layer(change(x.clone())),
+        {"layer": nn.Linear(WIDTH, 2)},
+        normal(BATCH, 1, WIDTH),
+        gradient_of_data=False,
+    )
+
+
+def test_positions_of_one_example_without_an_axis_are_not_the_examples():
+    check_refused(
+        lambda m, x: torch.stack([m.layer(row[None].squeeze_(0)).sin().sum(0) for row in x]),
+        {"layer": nn.Linear(WIDTH, 2)},
+        normal(BATCH, BATCH, WIDTH),
+        error=gs.ExampleAxisError,
+        match="linear.*'layer.weight'",
     )
 
 
