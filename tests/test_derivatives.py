@@ -502,6 +502,11 @@ OTHERS = {
     "a product with others": lambda u: u[:, 0].exp() @ u[:, 1].flip(0),
     "in place": lambda u: u.exp().mean().square_() + u.sum(),
     "along a direction": lambda u: u.exp().sum() * u.sum(),
+    "squares of rows added by an index": lambda u: (
+        torch.zeros_like(u[:2]).index_add(0, torch.arange(len(u)) % 2, u).square().sum()
+    ),
+    "a covariance": lambda u: torch.cov(u.T).square().sum(),
+    "pooled in windows": lambda u: functional.avg_pool1d(u.mT[None], 2).square().sum(),
 }
 
 

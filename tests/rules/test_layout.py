@@ -1761,6 +1761,41 @@ def test_data_without_examples_before_data_with_them(function):
     )
 
 
+@torch.library.custom_op("gradstats_tests::added_up", mutates_args=())
+def added_up(h: torch.Tensor, axis: int) -> torch.Tensor:
+    return h.sum(axis)
+
+
+def _keep_form(ctx, inputs, output):
+    h, ctx.axis = inputs
+    ctx.shape = h.shape
+
+
+added_up.register_autograd(
+    lambda ctx, grad: (grad.unsqueeze(ctx.axis).expand(ctx.shape).clone(), None),
+    setup_context=_keep_form,
+)
+
+
+def test_an_operator_of_the_users_own_is_trusted_where_shape_tells():
+    """To leave the examples where they are, but only as the batch has them, along one axis."""
+    parameters = {"layer": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+    check_operation(
+        lambda m, x: m.last(added_up(m.layer(x), 1).sin()), parameters, normal(BATCH, 2, 4)
+    )
+    refused = {"error": gs.ExampleAxisError, "match": "lost at torch.ops.gradstats_tests.added_up"}
+    order = torch.tensor([2, 0, 1])
+    check_refused(
+        lambda m, x: m.last(added_up(m.layer(x)[order], 1).sin())[order.argsort()],
+        parameters, normal(BATCH, 2, 4), **refused,
+    )  # fmt: skip
+    # With as many positions as examples, the rows are those of positions, or of examples.
+    check_refused(
+        lambda m, x: m.last(added_up(m.layer(x), 0).sin()),
+        parameters, normal(BATCH, BATCH, 4), **refused,
+    )  # fmt: skip
+
+
 def test_a_roll_along_no_axis_goes_over_all_elements():
     def function(m, x):
         return m.layer(x).roll(3, ())[[1, 2, 3, 0]]
