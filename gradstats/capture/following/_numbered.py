@@ -161,7 +161,7 @@ def _numbers_after(
     place, met = write.at(rest) if write.at else ..., numbers.new_zeros((), dtype=torch.bool)
     for value, layout in owned:
         new = write.part_of(_numbers_of(value, layout, rest), rest)
-        if write.how != REPLACES or len(owned) > 1:
+        if write.how != REPLACES:
             before = numbers[place]
             met |= ((before != NOBODY) & (before != new)).any()
         numbers[place] = new
@@ -225,7 +225,7 @@ def _settled(
 def _rows(target: Tensor, numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the axes whose rows hold values of one example each, with the example of each row."""
     for axis, size in enumerate(target.shape):
-        if size and numbers.shape[axis] == size:
+        if numbers.shape[axis] == size:
             each = numbers.movedim(axis, 0).reshape(size, -1)
             owner = each.amax(1)
             if bool(((each == NOBODY) | (each == owner[:, None])).all()):

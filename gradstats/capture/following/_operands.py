@@ -120,7 +120,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
         alone = marks.is_distinct(source) and marks.is_distinct(result)
         if alone and layout == marks.by_contract(source) and marks.has_example_axis(result):
             return UNCHANGED
-    if after is None and layout is not None and not (lost or constant) and func in RESHAPES:
+    if after is None and layout is not None and func in RESHAPES:
         return _placed(marks, result, owner_in_reshaped(source, layout, result))
     return after
 

@@ -169,8 +169,7 @@ def _expanded(call: Call, source, layout) -> Examples | None:
 
 def _with_axes(call: Call, source, layout) -> Examples | Whole | None:
     """A reshape to a least number of axes, if one tensor was given."""
-    alone = len(call.args) == 1 and call.args[0] is source
-    return reshaped(source, layout, call.result) if alone else None
+    return reshaped(source, layout, call.result) if len(call.args) == 1 else None
 
 
 def _made_diagonal(call: Call, source, layout) -> Examples | None:
@@ -215,9 +214,9 @@ def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Ten
         last: the last axis along which these differ.
     """
     func, args, kwargs, _, result = call
-    if not source.numel() or not result.numel() or is_compiling():
+    if not result.numel() or is_compiling():
         return None  # a graph has no values to look at
-    if not (result._is_view() and same_storage(result, source)):
+    if not same_storage(result, source):
         told = {name: item for name, item in kwargs.items() if name != "out"}
         found = func(owner.contiguous(), *args[1:], **told)
     else:

@@ -225,7 +225,7 @@ def follow_gradients(
             marks.place(result, MIXED if shared else owned)
             if shared and not joint:
                 marks.values.mark_sum(result)  # by what belongs to no example, over all of them
-            if joint and result.requires_grad and result.grad_fn is not None:
+            if joint and result.grad_fn is not None:
                 marks.meetings.couple(
                     result,
                     "is part of a derivative of values in which several examples met, other "

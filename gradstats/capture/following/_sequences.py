@@ -179,10 +179,10 @@ def layout_of_bags(
     starts = starts_of_bags(offsets, last)
     # Of rows about which nothing was noted there may be as many as examples by accident.
     tell = [
-        rows for rows in (ids, shares)
-        if rows is not None and marks.is_of_data(rows)
-        and (rows.requires_grad or marks.packed or marks.is_marked(rows))
-    ]  # fmt: skip
+        rows
+        for rows in marks.data_among((ids, shares))
+        if rows.requires_grad or marks.packed or marks.is_marked(rows)
+    ]
     found = [layout and layout.in_pieces(starts) for layout in map(partial(_layout, marks), tell)]
     if not found:
         return marks.layout_of(starts)
@@ -201,7 +201,7 @@ def packed_places(marks: Marks, rows: Tensor, batch_sizes: Tensor) -> Examples |
     """Return the layout of the places of a step of packed rows, along axis 0; None if not known."""
     sizes = batch_sizes.tolist()
     layout = _layout(marks, rows) or marks.rows_of_one(rows, 0)
-    if layout is None or layout.axis != 0 or layout.rows != sum(sizes):
+    if layout is None or layout.axis != 0:
         return None
     owner = layout.owner(rows.device)
     places = owner[: sizes[0]]
@@ -226,9 +226,8 @@ def _lie_beside(
         rows_first = PADDING_MASK if item.dim() == 2 else FOR_EACH_HEAD
         if own is None or layout is None or layout.axis != 0 or name not in rows_first:
             return False
-        heads, rest = divmod(layout.rows, own.rows)
-        owner = own.owner(item.device).repeat_interleave(heads)
-        if rest or not torch.equal(layout.owner(item.device), owner):
+        owner = own.owner(item.device).repeat_interleave(layout.rows // own.rows)
+        if not torch.equal(layout.owner(item.device), owner):
             return False
     return True
 

@@ -106,7 +106,7 @@ def is_given(marks: Marks, tensor: Tensor, writes: int = 0) -> bool:
 
 def is_drawn(marks: Marks, tensor: Tensor, writes: int = 0) -> bool:
     """Do the same for a tensor of drawn values."""
-    return marks.taken is not None and "drawn" in marks.values.held_by(tensor, writes)
+    return "drawn" in marks.values.held_by(tensor, writes)
 
 
 def note_made(

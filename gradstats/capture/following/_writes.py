@@ -143,7 +143,7 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, 
         if layout.axis != dim:
             return layout if index.shape[layout.axis] == target.shape[layout.axis] else None
         # Rows move as a whole if all elements of one go to the same place.
-        rows = index.movedim(dim, 0).flatten(1) if index.dim() > 1 else index.unsqueeze(1)
+        rows = index.movedim(dim, 0).unsqueeze(-1).flatten(1)
         if rows.shape[1] == 0 or not bool((rows == rows[:, :1]).all()):
             return None
         return layout.owned_by(layout.owner(index.device)[rows[:, 0]], dim)

@@ -218,7 +218,7 @@ def _place_after(marks: Marks, change: Change, layout: Layout, *, fresh: bool = 
     target = change.target
     if change.in_place:
         assumed = marks.owned(target) if change.before else marks.by_contract(target)
-        moves = layout is None or assumed is None or not same_layout(layout, assumed)
+        moves = layout is None or not same_layout(layout, assumed)
         if fresh or moves:
             _place_base(marks, target, layout, fresh=fresh, moves=moves)
     marks.place(change.after, layout)
