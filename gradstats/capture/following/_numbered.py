@@ -21,7 +21,7 @@ from gradstats.capture.following._examples import (
 )
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reindexed import first_behind
-from gradstats.capture.following._writes import ADDS, REPLACES, Write
+from gradstats.capture.following._writes import REPLACES, Write
 
 NOBODY = -1
 
@@ -80,9 +80,8 @@ def lies_after(
     found = Found(None, None, True)
     if not (met or _some_replaced(marks, target, before, numbers)):
         found = _settled(marks, target, numbers, owned[0][1], known)
-    apart = write.how == ADDS or not met
     inputs = not any(item.requires_grad for item in [target, *(value for value, _ in owned)])
-    if found.layout is None and known and apart and inputs and not marks.packed:
+    if found.layout is None and known and inputs and not marks.packed:
         if all(write.mixes(known, *value) for value in owned):
             return Found(known)  # inputs meet, as in CutMix and Mixup: those written into decide
     return found
