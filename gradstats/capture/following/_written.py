@@ -160,8 +160,7 @@ def _owned_of(marks: Marks, change: Change, values: list[Tensor]) -> Owned | Non
     for value in values:
         layout = marks.owned(value)
         if isinstance(layout, Scores):
-            marks.meetings.note(change.after)  # which count for other examples is not followed
-            layout = None
+            layout = None  # which count for other examples is not followed
         if isinstance(layout, (Examples, Whole)):
             owned.append((value, layout))
         elif marks.is_marked(value):
