@@ -169,7 +169,7 @@ def test_the_operator_of_einsum_with_an_order(path):
 
     model = Operation(function, {"v": (4, 5), "w": (5,)}, upstream=True)
     # PyTorch may contract in another order, so that gradients are not the same to the bit.
-    check_model(model, normal(3, 6, 4), uneven_loss, fusing=(True,))
+    check_model(model, (normal(3, 6, 4),), uneven_loss, fusing=(True,))
 
 
 def test_einsum_with_as_many_of_everything_as_examples():
