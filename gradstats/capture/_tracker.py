@@ -188,8 +188,7 @@ class Tracker(Context):
 
     def _track(self, root: Root) -> None:
         parameter = root.parameter
-        if type(parameter) is not nn.Parameter:
-            check_trackable(root)
+        check_trackable(root)
         if not parameter.numel():
             self._ignore(parameter)  # nothing of it has a gradient
             return
