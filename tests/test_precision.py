@@ -505,6 +505,15 @@ class Scaled(nn.Module):
         return self.last(hidden.sin())
 
 
+def attend_with_mask(hidden, inward, outward, mask):
+    """Attention of an example's two halves to each other, by its mean weights."""
+    x = hidden.unflatten(1, (2, 4)).transpose(0, 1)
+    attended, weights = functional.multi_head_attention_forward(
+        x, x, x, 4, 2, inward, None, None, None, False, 0.0, outward, None, attn_mask=mask
+    )
+    return torch.cat([attended.transpose(0, 1).flatten(1)[:, :4], weights.flatten(1)], 1)
+
+
 # Autocast casts no operand of elementwise operations: a number leaves bfloat16 as it is, a vector
 # does not. Products along an axis and PReLU it does cast.
 BESIDE_LOW_PRECISION = {
@@ -532,6 +541,17 @@ BESIDE_LOW_PRECISION = {
         (8, 8),
         (8,),
     ),
+    "product added in place": (
+        lambda h, w: h.float().sin().addmm_(h.float(), w, alpha=2),
+        (8, 8),
+    ),
+    "products added in place": (
+        lambda h, w: (
+            h.float()[:, None].sin().baddbmm_(h.float()[:, None], w.expand(5, -1, -1))[:, 0]
+        ),
+        (8, 8),
+    ),
+    "attention with a trained mask": (attend_with_mask, (12, 4), (4, 4), (2, 2)),
 }
 
 

@@ -269,6 +269,7 @@ def test_addmm_as_a_method_and_with_data_as_the_sum():
 # As losses that pull examples to trained centres have them, in PyTorch's older forms too.
 DISTANCES = {
     "in place": lambda d, m, x: d.addmm_(x, m.w, beta=0.5, alpha=-2),
+    "in place of them": lambda d, m, x: d.addmm_(x, m.w, beta=0),
     "in place, numbers first": lambda d, m, x: d.addmm_(1, -2, x, m.w),
     "numbers first": lambda d, m, x: torch.addmm(2, d, -2, x, m.w),
     "one number first": lambda d, m, x: d.addmm(3, x, m.w),
@@ -280,6 +281,9 @@ DISTANCES = {
     ),
     "in batches, a weight on the left": lambda d, m, x: (
         d[:, :, None].clone().baddbmm_(m.w.t().expand(3, -1, -1), x[:, :, None], alpha=2)
+    ),
+    "in batches, in place of them": lambda d, m, x: (
+        d[:, None].clone().baddbmm_(x[:, None], m.w.expand(3, -1, -1), beta=0)
     ),
 }
 

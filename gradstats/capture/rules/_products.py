@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ from gradstats.capture.uses._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
 from gradstats.capture.uses._linear import LinearFactors, by_rows, is_pytorchs_own
 from gradstats.capture.uses._product import ProductFactor
 from gradstats.capture.uses._uses import free_of_views, tap
+from gradstats.contractions._precision import without_autocast
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -126,7 +128,9 @@ def added_product(tracker: Context, func, *args, **kwargs):
     named = dict(zip(("beta", "alpha"), numbers, strict=False)) | kwargs
     tensors = [item for item in args if isinstance(item, Tensor)]
     one = IN_PLACE.get(func, func)
-    result = (_addmm if one in ADDMM else _baddbmm)(tracker, one, *tensors, **named)
+    # Autocast leaves what is computed in place alone.
+    with without_autocast() if func in IN_PLACE else nullcontext():
+        result = (_addmm if one in ADDMM else _baddbmm)(tracker, one, *tensors, **named)
     return args[0].copy_(result) if func in IN_PLACE else result
 
 
@@ -150,6 +154,12 @@ def _apart(tracker: Context, func, composition, input, first, second, **scales):
     return composed(tracker, func, input, first, second, **scales)
 
 
+def added_to_mask(tracker: Context, mask, first, second):
+    """A trained mask (N or 1, L, S) among the logits of attention, rounded once as they are."""
+    composed = Composed(_scaled_baddbmm, rounds=True)
+    return composed(tracker, torch.baddbmm, mask, first, second, beta=1, alpha=1)
+
+
 def _scaled_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta, alpha) -> Tensor:
     return _scaled_sum(input, torch.mm(mat1, mat2), beta, alpha)
 
@@ -159,7 +169,8 @@ def _scaled_baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta, alph
 
 
 def _scaled_sum(input: Tensor, product: Tensor, beta, alpha) -> Tensor:
-    input = input if beta else input.nan_to_num(0, 0, 0)  # which is not read, but has a gradient
+    if not beta:  # it is not read, but has a gradient
+        input = input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
     input = input.to(product.dtype)  # autocast may have made it another
     input = input if beta == 1 else beta * input
     return input + (product if alpha == 1 else alpha * product)
