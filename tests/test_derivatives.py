@@ -439,6 +439,26 @@ def test_operations_without_a_formula_are_refused():
         gs.per_example_norms(Picked(), torch.randn(5, 2), gradient_penalty)
 
 
+def test_operations_that_run_as_they_are_in_low_precision_are_left_to_the_fallback():
+    class Along(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.scale = nn.Linear(2, 4), nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return torch.linalg.vecdot(self.first(x), self.scale)[:, None].tanh()
+
+    model, points = Along().bfloat16(), torch.randn(5, 2).bfloat16()
+    with pytest.raises(gs.UnsupportedOperationError, match=r"'scale'.*float64.*fallback=\"vmap"):
+        gs.per_example_norms(model, points, gradient_penalty)
+    stats = gs.per_example_norms(model, points, gradient_penalty, fallback="vmap")
+    for name, expected in oracle_sqnorms(model, points, gradient_penalty).items():
+        allowed = 0.03 * expected.max().item()  # eight bits of each gradient
+        torch.testing.assert_close(
+            stats.by_parameter[name].double(), expected, rtol=0.03, atol=allowed
+        )
+
+
 def transformed(function):
     return lambda model, points: function(model, points).square().flatten(1).sum(1)
 

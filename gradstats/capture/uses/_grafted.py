@@ -177,9 +177,12 @@ class Graft(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(
                 "the loss contains derivatives of the network (a backward with create_graph=True "
-                f"ran through a registered operation on {ctx.node.describe()}), where the "
-                "parameter is used once more in a way that is not counted. Call the decomposition "
-                "in the model instead, or exclude the parameter.",
+                f"ran through an operation on {ctx.node.describe()} that runs as it is, with a "
+                "decomposition beside it), where the parameter is used once more in a way that is "
+                "not counted. Expected the decomposition in the model instead, or for PyTorch's "
+                "operations fused=True and float32 or float64, without autocast; or have "
+                'per_example_norms compute one example at a time with fallback="vmap", or exclude '
+                "the parameter.",
                 ctx.node.names,
             )
         return None, grad, grad
