@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from weakref import ref
 
@@ -243,6 +244,72 @@ def test_what_a_model_caches_does_not_outlive_a_call_that_fails(batch):
     with pytest.raises(gs.CoupledExamplesError):
         gs.per_example_norms(model, batch, coupled)
     assert model.cache == {} and model.width is None and len(model.steps["history"]) == 1
+
+
+class Marked(nn.Module):
+    """Keeps what it computes of its weights, and notes elsewhere that it did."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, 2), nn.Module()
+        self.note, self.table = note, torch.zeros(2, WIDTH, dtype=torch.float64)
+        self.known, self.other.kinds, self.other.ready = set(), [], False
+        self.register_buffer("flag", torch.zeros(()))
+
+    def forward(self, x):
+        if not (self.known or self.other.kinds or self.other.ready or self.flag):
+            self.table = self.layer.weight.exp()
+            self.note(self)
+        return torch.tanh(x @ self.table.mT + self.layer.bias)
+
+
+NOTES = {
+    "in a set": lambda model: model.known.add("table"),
+    "in another module": lambda model: setattr(model.other, "ready", True),
+    "in another module's list": lambda model: model.other.kinds.append("table"),
+    "in a buffer": lambda model: model.flag.fill_(1),
+}
+
+
+@pytest.mark.parametrize("where", NOTES)
+def test_a_model_works_as_before_after_a_call_in_which_it_noted_that_it_keeps_something(
+    where, batch
+):
+    torch.manual_seed(0)
+    model = Marked(NOTES[where]).double().eval()
+    untouched = copy.deepcopy(model)
+    expected, losses = oracle_sqnorms(model, batch, loss_of), loss_of(untouched, batch)
+    assert_sqnorms(gs.per_example_norms(model, batch, loss_of), expected, 1e-12)
+    if where == "in a buffer":  # what was written there stays, and so does what it speaks of
+        with pytest.raises(gs.UnsupportedOperationError, match="'layer.weight'"):
+            gs.per_example_norms(model, batch, loss_of)
+    else:
+        assert_sqnorms(gs.per_example_norms(model, batch, loss_of), expected, 1e-12)
+    torch.testing.assert_close(loss_of(model, batch), losses, rtol=0, atol=0)
+
+
+class InABuffer(nn.Module):
+    """Keeps in eval mode what it computes of its weights as a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.ready = nn.Linear(WIDTH, 2), False
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if not self.ready:
+            self.table, self.ready = self.layer.weight.exp(), True
+        return torch.tanh(x @ self.table.mT + self.layer.bias)
+
+
+def test_what_a_model_caches_as_a_buffer_does_not_outlive_a_call(batch):
+    torch.manual_seed(0)
+    model = InABuffer().double().eval()
+    expected = oracle_sqnorms(model, batch, loss_of)
+    for _ in range(2):
+        assert_sqnorms(gs.per_example_norms(model, batch, loss_of), expected, 1e-12)
+    assert gs.verify(model, batch, loss_of).ok
+    assert model.table is None and not model.ready
 
 
 class WithoutRule(Caches):

@@ -126,8 +126,8 @@ def _differentiate(
                 tracker.backward_without_gradients(total)
             finally:
                 if tracker.derived:
-                    start.drop_derived()
-                    tracker.derived = False  # so that none of it is to be made plain
+                    # What is left is made plain.
+                    tracker.derived = not start.drop_derived()
                 tracker.close()
         finally:
             tracker.close()  # once more, where an interrupt came as the call before began

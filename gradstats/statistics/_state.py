@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
-from gradstats.capture.parameters._attributes import holds_derived, kept_by
+from gradstats.capture.parameters._attributes import keeps_derived
+from gradstats.capture.parameters._tensors import DerivedTensor
 from gradstats.statistics._surroundings import Surroundings, contents_of, refill
 
 
@@ -94,25 +95,36 @@ class Start:
         ]
         self._contents = contents_of(attributes)
 
-    def drop_derived(self) -> None:
-        """Restore modules that hold tensors derived from parameters, which are of this forward.
+    def drop_derived(self) -> bool:
+        """Restore the modules if some keep tensors derived from parameters, which are of this call.
 
         Models may cache what they compute of their weights. The next forward would find it, and its
-        gradients would not reach the weights. What else the module holds may say that it is there.
+        gradients would not reach the weights. What else modules hold may say that it is there, and
+        what was written into buffers, too: it stays, and what it may speak of stays with it.
+
+        Returns:
+            Whether no derived tensor is left.
         """
-        for container, content in self._contents:
-            if holds_derived(container):
-                refill(container, content)
-        for module, attributes, _ in self._held:
-            own = vars(module)
-            if any(holds_derived(own[name]) for name in kept_by(module)):
-                _return_to(own, attributes)
+        if not any([keeps_derived(module) for module, _, _ in self._held]):
+            return True
+        for module, _, buffers in self._held:
+            for name, now in module._buffers.items():
+                if now is not buffers.get(name) and not isinstance(now, DerivedTensor):
+                    return False
+        return self._return()
 
     def restore(self) -> bool:
         """Return to that state; False if kept tensors have been written into."""
-        if self._versions.changed:
+        if not self._return():
             return False
         torch.set_rng_state(self._numbers)
+        return True
+
+    def _return(self) -> bool:
+        """Do the same but for random numbers."""
+        if self._versions.changed:
+            return False
+        refill(self._contents)
         for module, attributes, buffers in self._held:
             _return_to(vars(module), attributes)
             _return_to(module._buffers, buffers)

@@ -32,9 +32,7 @@ class Surroundings:
             for name in _attributes(module).keys() - kept.keys():
                 del vars(module)[name]
             vars(module).update(kept)
-        for container, content in self._contents:
-            if _identities(container) != _identities(content):
-                refill(container, content)
+        refill(self._contents)
 
 
 def ordinary_modules(model: nn.Module) -> list[nn.Module]:
@@ -67,11 +65,13 @@ def _containers_in(items: Iterable[Any]) -> Iterator[Any]:
             pending += entries
 
 
-def refill(container: Any, content: Any) -> None:
-    """Have a container hold what it did; not by methods of its own, which may refuse to."""
-    kind = _kind(container)
-    kind.clear(container)
-    (kind.extend if kind in (list, deque) else kind.update)(container, content)
+def refill(contents: Iterable[tuple[Any, Any]]) -> None:
+    """Have containers that have changed hold what they did, as ``contents_of`` returned it."""
+    for container, content in contents:
+        if _identities(container) != _identities(content):
+            kind = _kind(container)  # not by methods of its own, which may refuse to
+            kind.clear(container)
+            (kind.extend if kind in (list, deque) else kind.update)(container, content)
 
 
 def _kind(container: Any) -> Any:

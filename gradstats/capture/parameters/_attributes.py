@@ -67,8 +67,13 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
     return found
 
 
-def holds_derived(attribute: Any) -> bool:
-    """Whether an attribute is a derived tensor, or holds one in containers."""
+def keeps_derived(module: nn.Module) -> bool:
+    """Whether a module keeps a derived tensor, as an attribute or buffer or in containers."""
+    own = vars(module)
+    return _holds_derived([own[name] for name in kept_by(module)] + [*module._buffers.values()])
+
+
+def _holds_derived(attribute: Any) -> bool:
     return any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(attribute))
 
 
@@ -76,8 +81,10 @@ def restore_attributes(module: nn.Module) -> None:
     """Replace derived tensors that a forward (or a hook in it) left by plain ones."""
     own = vars(module)
     for name in kept_by(module):
-        if holds_derived(own[name]):
+        if _holds_derived(own[name]):
             own[name] = _unwrapped(own[name], set())
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = unwrap(buffer)
 
 
 def _unwrapped(item: Any, met: set[int]) -> Any:
