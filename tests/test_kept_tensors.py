@@ -281,7 +281,7 @@ def test_a_model_works_as_before_after_a_call_in_which_it_noted_that_it_keeps_so
     expected, losses = oracle_sqnorms(model, batch, loss_of), loss_of(untouched, batch)
     assert_sqnorms(gs.per_example_norms(model, batch, loss_of), expected, 1e-12)
     if where == "in a buffer":  # what was written there stays, and so does what it speaks of
-        with pytest.raises(gs.UnsupportedOperationError, match="'layer.weight'"):
+        with pytest.raises(gs.UnsupportedOperationError, match=r"'layer\.weight'"):
             gs.per_example_norms(model, batch, loss_of)
     else:
         assert_sqnorms(gs.per_example_norms(model, batch, loss_of), expected, 1e-12)
@@ -291,25 +291,29 @@ def test_a_model_works_as_before_after_a_call_in_which_it_noted_that_it_keeps_so
 class InABuffer(nn.Module):
     """Keeps in eval mode what it computes of its weights as a buffer."""
 
-    def __init__(self):
+    def __init__(self, served: bool):
         super().__init__()
-        self.layer, self.ready = nn.Linear(WIDTH, 2), False
+        self.layer, self.scale = nn.Linear(WIDTH, 2), nn.Parameter(torch.randn(2))
+        self.served = served
         self.register_buffer("table", None, persistent=False)
 
     def forward(self, x):
-        if not self.ready:
-            self.table, self.ready = self.layer.weight.exp(), True
-        return torch.tanh(x @ self.table.mT + self.layer.bias)
+        if self.table is None:
+            self.table = self.layer.weight.exp()
+        x = torch.tanh(x @ self.table.mT + self.layer.bias)
+        return x * self.scale if self.served else Kernel.apply(x, self.scale)
 
 
-def test_what_a_model_caches_as_a_buffer_does_not_outlive_a_call(batch):
+@pytest.mark.parametrize("served", [True, False], ids=["with rules", "by the fallback"])
+def test_what_a_model_caches_as_a_buffer_does_not_outlive_a_call(served, batch):
     torch.manual_seed(0)
-    model = InABuffer().double().eval()
+    model = InABuffer(served).double().eval()
     expected = oracle_sqnorms(model, batch, loss_of)
     for _ in range(2):
-        assert_sqnorms(gs.per_example_norms(model, batch, loss_of), expected, 1e-12)
-    assert gs.verify(model, batch, loss_of).ok
-    assert model.table is None and not model.ready
+        stats = gs.per_example_norms(model, batch, loss_of, fallback="vmap")
+        assert_sqnorms(stats, expected, 1e-12)
+        assert model.table is None
+    assert gs.verify(model, batch, loss_of).ok is served and model.table is None
 
 
 class WithoutRule(Caches):

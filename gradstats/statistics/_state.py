@@ -152,7 +152,7 @@ class State:
             (module, name, buffer, buffer.detach().clone())
             for module in modules
             for name, buffer in module._buffers.items()
-            if buffer is not None
+            if buffer is not None and buffer.is_leaf  # not what was computed of parameters
         ]
         self._tables = [
             (module.weight, module.weight.detach().clone())
