@@ -170,12 +170,15 @@ class Pulled(nn.Module):
 
 def test_a_forward_that_is_run_again_draws_the_same_numbers():
     model, x = Pulled(counts=False), torch.randn(4, 3)
+    model.calls_seen = []
 
     def losses(model, x):
+        model.calls_seen.append(len(x))
         return model(x)
 
     torch.manual_seed(5)
     found = gs.per_example_norms(model, x, losses)
+    assert model.calls_seen == [4]  # those of one forward
     after = torch.get_rng_state()
     torch.manual_seed(5)
     expected = losses(model, x)
