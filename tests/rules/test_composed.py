@@ -5,14 +5,45 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
 from gradstats.capture.rules import _composed
+from tests.oracle import check_model
 from tests.rules.operation import Operation, check_operation, check_refused, normal
 
 BATCH, WIDTH = 3, 4
 DIRECT = "donot_use_mm_for_euclid_dist"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.tensordot(x, m.w, 1) + m.b,
+        lambda m, x: torch.addmm(m.b, x, m.w, alpha=2),
+        lambda m, x: torch.baddbmm(m.b, x[:, None], m.w.expand(len(x), -1, -1)),
+        lambda m, x: functional.linear(x, m.w.T, m.b[:1]),
+    ],
+    ids=["tensordot", "addmm", "baddbmm", "linear"],
+)
+def test_inside_a_checkpoint(function):
+    """Which stops what it runs again as soon as it has the tensors that the backward needs."""
+
+    def run(m, x):
+        return checkpoint(function, m, x, use_reentrant=False).sin()
+
+    check_operation(run, {"w": (WIDTH, 2), "b": (2,)}, normal(BATCH, WIDTH))
+    model = Operation(run, {"w": (WIDTH, 2), "b": (2,)}, upstream=True)
+    check_model(model, (normal(BATCH, WIDTH),), penalised_loss, fusing=(True,))
+
+
+def penalised_loss(model, batch):
+    """The outputs' squares and those of their derivatives with respect to the inputs."""
+    x = batch[0].detach().requires_grad_()
+    losses = model(x).square().flatten(1).sum(1)
+    (slope,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+    return losses + slope.square().sum(1)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0])

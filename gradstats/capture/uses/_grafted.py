@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from gradstats._complex import as_real
 from gradstats.capture.following._marks import Marks
@@ -260,8 +261,8 @@ class Composed:
             return Grafted(self.composition)(tracker, func, *args, **kwargs)
         try:
             return watched(tracker, self.composition, *args, **kwargs)
-        except GradStatsError:
-            raise
+        except (GradStatsError, _StopRecomputationError):
+            raise  # the latter by a checkpoint that has all tensors which the backward needs
         except Exception:
             func(*rebuild(args, value_of), **rebuild(kwargs, value_of))  # PyTorch's own error
             raise
