@@ -33,6 +33,27 @@ def test_without_triton_and_under_modes_of_the_importer():
     )
 
 
+def test_a_class_that_stood_in_for_one_of_pytorchs_before_the_import_is_searched_for_caches():
+    code = (
+        "import functools, torch\n"
+        "class Shifted(torch.nn.Linear):\n"
+        "    shifts = functools.cache(lambda size: torch.arange(4.0).double().view(size, size))\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x + Shifted.shifts(2) @ self.weight.diag())\n"
+        "torch.nn.Linear = Shifted\n"
+        "import gradstats as gs\n"
+        "from tests.oracle import assert_sqnorms, oracle_sqnorms\n"
+        "layer, x = Shifted(2, 2).double(), torch.randn(2, 3, 2).double()\n"
+        "losses = lambda model, x: model(x).exp().sum((1, 2))\n"
+        "expected = oracle_sqnorms(layer, x, losses)\n"
+        "with gs.track(layer, batch_size=2) as tracker:\n"
+        "    tracker.backward(losses(layer, x))\n"
+        "assert_sqnorms(tracker.stats, expected, 1e-12)\n"
+        "print(*tracker.stats.names)"
+    )
+    assert run(code).strip() == "weight bias"
+
+
 def test_what_is_imported():
     code = (
         "import sys, torch; before = set(sys.modules)\n"

@@ -24,8 +24,13 @@ EMPTY_TYPES = PLAIN_TYPES | {type, ModuleType, BuiltinFunctionType}
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 # Functions that methods use are searched for caches, and those that these use; no further.
 DEPTH_OF_CACHES = 3
-# Not found by the names of their modules, which classes derived from them may have too.
-LAYERS_OF_PYTORCH = frozenset(each for each in vars(nn).values() if isinstance(each, type))
+# Not found by the names of their modules alone, which classes derived from them may have too; nor
+# by where they are alone, which others may have been put in their place.
+LAYERS_OF_PYTORCH = frozenset(
+    each
+    for each in vars(nn).values()
+    if isinstance(each, type) and each.__module__.startswith("torch.")
+)
 CACHES: WeakKeyDictionary[type, list[ref[_lru_cache_wrapper]]] = WeakKeyDictionary()
 
 
