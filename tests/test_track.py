@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.capture.parameters._tensors import node_of
 from tests.oracle import (
     assert_products,
     assert_sqnorms,
@@ -1006,3 +1007,16 @@ def test_loops_of_torchs_where_no_gradients_are_recorded():
 
     scaled(model, x)
     assert_sqnorms(gs.per_example_norms(model, x, scaled), oracle_sqnorms(model, x, scaled), 1e-9)
+
+
+def test_a_parameter_first_read_without_gradients_has_its_gradient():
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3).double(), torch.randn(5, 4, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(model(x).square().sum(1).mean(), model.weight)
+    for fused in (True, False):
+        model.zero_grad()
+        with gs.track(model, batch_size=5, fused=fused) as tracker:
+            with torch.no_grad():
+                assert torch.equal(node_of(model.weight).value, model.weight)
+            tracker.backward(model(x).square().sum(1))
+        torch.testing.assert_close(model.weight.grad, expected)

@@ -148,6 +148,9 @@ class Root(Node):
         first = self._first
         if first is None or self._is_outdated(*first):
             alias = self.parameter.as_subclass(Tensor)
+            if alias.grad_fn is None:  # no gradient is recorded here, but may be later
+                with torch.enable_grad():
+                    alias = self.parameter.as_subclass(Tensor)
             self.alias_nodes = (*self.alias_nodes, alias.grad_fn)
             version = alias._version
         else:
