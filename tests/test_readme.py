@@ -134,7 +134,8 @@ def test_the_readme_runs_from_beginning_to_end(after_the_readme, tmp_path):
     model, monitor = names["model"], names["monitor"]
     assert [record.id for record in monitor.examples(8)] != []
     assert (tmp_path / "run.png").stat().st_size > 0
-    assert len(monitor.self_influence) == 16 and monitor.steps == 2
+    assert len(monitor.self_influence) == 32 and monitor.steps == 100
+    assert len(monitor.self_influence.top(20)) == 20
     assert sum(TRAINERS in block for block in blocks(README)) == 1
     assert monitor.model is model
     # The last statistics leave out the activation, which the ones before them measured.
