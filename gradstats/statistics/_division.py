@@ -264,7 +264,7 @@ def listed_with_labels(batch: Any, batch_dim: int) -> int | None:
     first = next(iter(held), None) if _is_list(held) else None
     if not (_is_list(first) and first and _is_alike(first)):
         return None
-    tensors, others = ([*tensors_in(each)] for each in (first, held[1:]))
+    tensors, others = tensors_in(first), tensors_in(held[1:])
     if len(tensors) != len(first) or not all(each.dim() for each in (*tensors, *others)):
         return None
     rows, labels = (

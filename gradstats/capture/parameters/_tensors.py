@@ -179,8 +179,7 @@ def node_of(item) -> Node | None:
 
 def nodes_of(items: Iterable[Any]) -> list[Node]:
     """Return the nodes of the tracked tensors among several items, in order."""
-    found = [getattr(item, "_gradstats", None) for item in items if type(item) in TRACKED_TYPES]
-    return [node for node in found if node is not None]
+    return [node for node in map(node_of, items) if node is not None]
 
 
 def first_node(*items) -> Node:

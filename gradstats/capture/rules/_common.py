@@ -29,7 +29,6 @@ from gradstats.capture.parameters._derived import derive, real_numbers
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of, wrap
-from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._layer import Layer, LayerUse
 from gradstats.capture.uses._uses import Use, attach, derived
 from gradstats.capture.uses._views import ExampleLayout, example_view
@@ -67,19 +66,6 @@ def layered(
         examples: where the examples lie in the result.
         autocast: whether autocast is on where the data lie.
     """
-    result = _layered(tracker, x, parameters, examples, layer, autocast)
-    tracker.decided = Decided(result, _layered, x, parameters, examples, (layer, autocast))
-    return result
-
-
-def _layered(
-    tracker: Context,
-    x: Tensor,
-    parameters: Sequence[Tensor | None],
-    examples: Examples,
-    layer: Layer,
-    autocast: bool,
-) -> Tensor:
     operands = [bare(item, autocast) for item in parameters]
     if autocast:
         x = cast_for_autocast(tracker, x)

@@ -21,6 +21,7 @@ from gradstats.capture.rules._common import (
     locate,
 )
 from gradstats.capture.uses._convolution import ConvolutionFactors
+from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._grafted import Composed, watched
 from gradstats.capture.uses._hooked import CONVOLVED, hooked
 from gradstats.capture.uses._together import is_small
@@ -125,7 +126,7 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
         x, operands = cast_for_autocast(tracker, input), [value_of(weight), value_of(bias)]
         result = layer.forward(x, *(layer.cast(x, operands) if autocast else operands))
         return tap(nodes, result, layer, x)
-    return layered(tracker, input, (weight, bias), examples, layer, autocast)
+    return decide(tracker, layered, input, (weight, bias), examples, layer, autocast)
 
 
 def _in_groups(tracker: Context, func, input, weight, bias, call):

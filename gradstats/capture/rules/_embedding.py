@@ -22,7 +22,7 @@ from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data, lined_up, locate
-from gradstats.capture.uses._decided import Decided
+from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._grafted import Composed, watched
 from gradstats.capture.uses._hooked import LOOKED_UP, hook, may_hook
 from gradstats.capture.uses._together import Joinable
@@ -54,10 +54,11 @@ def embedding(
         return func(ids, table, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
 
     if may_hook():
-        result = _hook(tracker, input, (weight,), examples, padding_idx, run)
-        if not (result is None or max_norm is not None):  # rows are to be shortened each time
-            rest = padding_idx, run
-            tracker.decided = Decided(result, _hook, input, (weight,), examples, rest)
+        operands = input, (weight,), examples, padding_idx, run
+        if max_norm is None:
+            result = decide(tracker, _hook, *operands)
+        else:  # rows are to be shortened each time
+            result = _hook(tracker, *operands)
         if result is not None:
             return result
     lookup = _lookup_of(examples, input) if isinstance(node, Root) else None

@@ -16,7 +16,7 @@ from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.capture.rules._common import locate
-from gradstats.capture.uses._decided import Decided
+from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture.uses._normalization import NormalisationUse
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
@@ -61,11 +61,10 @@ def _attach(
         return result + bias.view(*bias.shape, *axes)
     if not own and factors.one_pass(tracker.settings, input):
         noted = place is not None
-        operands = input, (weight, bias), examples
-        result = _in_one_pass(tracker, *operands, factors, run, noted, *statistics)
+        operands = input, (weight, bias), examples, factors, run, noted
         if noted:  # and the caller's operation reads no other tensors
-            tracker.decided = Decided(result, _in_one_pass, *operands, (factors, run, noted))
-        return result
+            return decide(tracker, _in_one_pass, *operands)
+        return _in_one_pass(tracker, *operands, *statistics)
     if place is not None and not own:
         found = hooked(tracker, input, (weight, bias), examples, place, factors, run)
         if found is not None:

@@ -27,6 +27,7 @@ from gradstats.capture.rules._common import (
     locate,
     run,
 )
+from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._grafted import Composed
 from gradstats.capture.uses._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
 from gradstats.capture.uses._linear import LinearFactors, by_rows, is_pytorchs_own
@@ -91,7 +92,8 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
         x = cast_for_autocast(tracker, x)
         result = layer.forward(x, value_of(weight), value_of(bias))
         return tap(nodes, free_of_views(result), layer, x)
-    return layered(tracker, x, (weight, bias), examples, layer, autocast_dtype(x) is not None)
+    autocast = autocast_dtype(x) is not None
+    return decide(tracker, layered, x, (weight, bias), examples, layer, autocast)
 
 
 def matmul(tracker: Context, func, input, other=None, **kwargs):

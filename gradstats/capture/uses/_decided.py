@@ -47,6 +47,21 @@ class Decided(NamedTuple):
         return Remembered(self.again, places, examples, self.rest)
 
 
+def decide(
+    tracker: Context,
+    again: Callable[..., Tensor | None],
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    examples: Examples,
+    *rest: Any,
+) -> Tensor | None:
+    """Do what is to be done again at once for operations that are alike, as ``Decided`` says it."""
+    result = again(tracker, x, parameters, examples, *rest)
+    if result is not None:
+        tracker.decided = Decided(result, again, x, parameters, examples, rest)
+    return result
+
+
 class Remembered(NamedTuple):
     """A decision for operands of one form.
 
