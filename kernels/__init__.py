@@ -43,6 +43,5 @@ Used by all of them
     _launching, _results    launches, and what they return
     _tile             device helpers
     _precision        whether fp32 products may be rounded to TF32
-    _reference_linear, _reference_convolution, _reference_rows, _reference_norms
-                      the same in plain torch
+    _reference, _reference_norms    the same in plain torch
 """

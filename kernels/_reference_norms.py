@@ -1,201 +1,134 @@
-"""Scales and norm layers in plain torch."""
+"""The operators in plain torch: vectors, scales, norm layers; see `_reference.py`."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from gradstats.kernels._reference_linear import result_dtype, rows_of
+from gradstats.kernels._reference import Call, result_dtype, rows_of, stacked
 from torch import Tensor
 
 
-def scale_sum(
-    x: Tensor,
-    g: Tensor,
-    mean: Tensor | None = None,
-    rstd: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    scales, shifts = [], []
-    for x_rows, g_rows in zip(rows_of(x, cu_seqlens), rows_of(g, cu_seqlens), strict=True):
-        x_hat = x_rows.double()
-        if mean is not None and rstd is not None:
-            x_hat = (x_hat - mean) * rstd
-        scales.append((x_hat * g_rows.double()).sum(0))
-        shifts.append(g_rows.double().sum(0))
-    return _stacked(scales, x), _stacked(shifts, x)
+def _deviation(x: Tensor, eps: float, rms: bool) -> Tensor:
+    """1 / sqrt(variance + eps) of every row, (..., 1)."""
+    centred = x if rms else x - x.mean(-1, keepdim=True)
+    return (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def layer_norm_sum(
-    x: Tensor,
-    g: Tensor,
-    eps: float,
-    rms: bool = False,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    scale, shift = scale_sum(_normalised(x, eps, rms), g, cu_seqlens=cu_seqlens)
-    return scale.to(result_dtype(x)), shift.to(result_dtype(x))
+def _normalised(x: Tensor, eps: float, rms: bool) -> Tensor:
+    return (x if rms else x - x.mean(-1, keepdim=True)) * _deviation(x, eps, rms)
 
 
-def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+def _groups(x: Tensor, groups: int) -> Tensor:
+    """(B, groups, positions * channels of a group) of x (B, T, C)."""
     batch, positions, channels = x.shape
-    blocks = x.double().mT.reshape(batch, groups, positions * (channels // groups))
-    x_hat = _normalised(blocks, eps, False).reshape(batch, channels, positions).mT
-    scale, shift = scale_sum(x_hat, g)
-    return scale.to(result_dtype(x)), shift.to(result_dtype(x))
+    return x.mT.reshape(batch, groups, positions * (channels // groups))
 
 
-def vector_sum(
-    v: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
-) -> Tensor:
-    return scale_sum(v, v, cu_seqlens=cu_seqlens)[1]
+def _of_groups(blocks: Tensor, x: Tensor) -> Tensor:
+    return blocks.reshape(x.shape[0], x.shape[2], x.shape[1]).mT
 
 
-def scale_backward(
-    g: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None = None,
-    mean: Tensor | None = None,
-    rstd: Tensor | None = None,
-    shift: bool = True,
-    input_gradient: bool = True,
-    sums: bool = True,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    gradient_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    gradients = scale_sum((g if x is None else x).double(), g, mean, rstd, cu_seqlens)
-    gradient = g.double() * (1.0 if weight is None else weight)
-    if rstd is not None:
-        gradient = gradient * rstd
-    _clear_outside(gradient, cu_seqlens)
-    like = g if x is None else x
-    own, *both = _whole_backward(like, gradient, gradients, sums, gradient_dtype)
-    scale, shift_, scale_sqnorm, shift_sqnorm = (
-        part if wanted else part.new_empty(0)
-        for part, wanted in zip(both, (x is not None, shift) * 2, strict=True)
-    )
-    return (
-        own if input_gradient else like.new_empty(0), scale, shift_, scale_sqnorm, shift_sqnorm
-    )  # fmt: skip
+def _x_hat(call: Call) -> Tensor:
+    """What gradients are multiplied by: the input, normalised as the layer does it."""
+    x = (call["g"] if call["x"] is None else call["x"]).double()
+    if "eps" not in call:
+        normalised = call.get("rstd") is not None
+        return (x - call["mean"]) * call["rstd"] if normalised else x
+    if "groups" not in call:
+        return _normalised(x, call["eps"], call["rms"])
+    return _of_groups(_normalised(_groups(x, call["groups"]), call["eps"], False), x)
 
 
-def scale_direction(
-    g: Tensor,
-    x: Tensor | None,
-    direction: Tensor,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
-    scale, shift = scale_sum((g if x is None else x).double(), g, cu_seqlens=cu_seqlens)
-    return (shift if x is None else scale) @ direction.double()
-
-
-def layer_norm_sqnorm(
-    x: Tensor,
-    g: Tensor,
-    eps: float,
-    rms: bool = False,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _squares(layer_norm_sum(x.double(), g, eps, rms, cu_seqlens))
-
-
-def group_norm_sqnorm(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    return _squares(group_norm_sum(x.double(), g, groups, eps))
-
-
-def layer_norm_backward(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    rms: bool = False,
-    sums: bool = True,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    gradient_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    both = layer_norm_sum(x.double(), g, eps, rms, cu_seqlens)
-    gradient = _norm_gradient(x, g if weight is None else g.double() * weight, eps, rms)
-    _clear_outside(gradient, cu_seqlens)
-    return _whole_backward(x, gradient, both, sums, gradient_dtype)
-
-
-def group_norm_backward(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    groups: int,
-    eps: float,
-    sums: bool = True,
-    gradient_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, positions, channels = x.shape
-    both = group_norm_sum(x.double(), g, groups, eps)
-    weighted = g.double() if weight is None else g.double() * weight
-    sizes = batch, groups, positions * (channels // groups)
-    blocks, own = (side.double().mT.reshape(sizes) for side in (x, weighted))
-    gradient = _norm_gradient(blocks, own, eps, False).reshape(batch, channels, positions).mT
-    return _whole_backward(x, gradient, both, sums, gradient_dtype)
-
-
-def _clear_outside(gradient: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Sets the gradient of rows that belong to no example to zero."""
-    if cu_seqlens is not None:
-        outside = torch.ones(len(gradient), dtype=torch.bool)
-        for start, end in itertools.pairwise(cu_seqlens.tolist()):
-            outside[start:end] = False
-        gradient[outside] = 0
+def _input_gradient(call: Call) -> Tensor:
+    g = call["g"].double()
+    g = g if call["weight"] is None else g * call["weight"]
+    if "eps" not in call:
+        return g if call["rstd"] is None else g * call["rstd"]
+    x, eps = call["x"].double(), call["eps"]
+    if "groups" not in call:
+        return _norm_gradient(x, g, eps, call["rms"])
+    blocks, own = (_groups(side, call["groups"]) for side in (x, g))
+    return _of_groups(_norm_gradient(blocks, own, eps, False), x)
 
 
 def _norm_gradient(x: Tensor, weighted: Tensor, eps: float, rms: bool) -> Tensor:
-    """The input gradient of rows that are normalised, fp64, given the weighted output gradient."""
-    x_hat, weighted = _normalised(x, eps, rms), weighted.double()
+    """The input gradient of rows that are normalised, given the weighted output gradient."""
+    x_hat = _normalised(x, eps, rms)
     gradient = weighted - x_hat * (weighted * x_hat).mean(-1, keepdim=True)
     if not rms:
         gradient = gradient - weighted.mean(-1, keepdim=True)
     return gradient * _deviation(x, eps, rms)
 
 
-def _whole_backward(
-    x: Tensor,
-    gradient: Tensor,
-    both: tuple[Tensor, Tensor],
-    sums: bool,
-    gradient_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Results of a layer's backward out of its input gradient and per-example gradients."""
-    dtype = gradient_dtype or result_dtype(x)
-    scale, shift = (
-        values.sum(0).to(dtype) if sums else values.new_empty(0, dtype=dtype) for values in both
+def _sums(x_hat: Tensor, g: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sums of g x_hat and of g over the positions of every example, each (B, C)."""
+    rows = [rows_of(each, bounds) for each in (x_hat, g)]
+    scale = (mine * theirs for mine, theirs in zip(*rows, strict=True))
+    both = ((each.sum(0) for each in own) for own in (scale, rows[1]))
+    scale_sum, shift_sum = (stacked(own, g.shape[-1]) for own in both)
+    return scale_sum, shift_sum
+
+
+def _both_sums(call: Call) -> tuple[Tensor, Tensor]:
+    return _sums(_x_hat(call), call["g"], call.get("cu_seqlens"))
+
+
+def _both_gradients(call: Call) -> tuple[Tensor, ...]:
+    return tuple(each.to(result_dtype(call["x"])) for each in _both_sums(call))
+
+
+def _both_squares(call: Call) -> tuple[Tensor, ...]:
+    return tuple(each.square().sum(1) for each in _both_sums(call))
+
+
+def _vector_sum(call: Call) -> Tensor:
+    v = call["v"]
+    return _sums(v, v, call["cu_seqlens"])[1]
+
+
+def _direction(call: Call) -> Tensor:
+    scale, shift = _both_sums(call)
+    return (shift if call["x"] is None else scale) @ call["direction"].double()
+
+
+def _backward(call: Call) -> tuple[Tensor, ...]:
+    """The whole backward of a layer; what is not wanted is empty."""
+    like = call["g"] if call["x"] is None else call["x"]
+    gradient, bounds = _input_gradient(call), call.get("cu_seqlens")
+    if bounds is not None:
+        outside = torch.ones(len(gradient), dtype=torch.bool)
+        for start, end in itertools.pairwise(bounds.tolist()):
+            outside[start:end] = False
+        gradient = gradient.masked_fill(outside[:, None], 0.0)
+    wanted = call["x"] is not None, call.get("shift", True)
+    dtype = call["gradient_dtype"] or result_dtype(like)
+    own = like.new_empty(0)
+    if call.get("input_gradient", True):
+        own = torch.empty_like(like).copy_(gradient)
+    sums = _both_sums(call)
+    totals = (each.sum(0) if call["sums"] else each.new_empty(0) for each in sums)
+    squares = (each.square().sum(1) for each in sums)
+    parts = [each.to(dtype) for each in totals], list(squares)
+    return own, *(
+        part if kind else part.new_empty(0)
+        for both in parts
+        for part, kind in zip(both, wanted, strict=True)
     )
-    return torch.empty_like(x).copy_(gradient), scale, shift, *_squares(both)
 
 
-def _deviation(x: Tensor, eps: float, rms: bool) -> Tensor:
-    """1 / sqrt(variance + eps) of every row, fp64 (..., 1)."""
-    x = x.double()
-    centred = x if rms else x - x.mean(-1, keepdim=True)
-    return (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-
-
-def _normalised(x: Tensor, eps: float, rms: bool) -> Tensor:
-    rstd = _deviation(x, eps, rms)
-    x = x.double()
-    return (x if rms else x - x.mean(-1, keepdim=True)) * rstd
-
-
-def _stacked(values: list[Tensor], operand: Tensor) -> Tensor:
-    """Per-example vectors as one matrix."""
-    if not values:
-        return operand.new_zeros((0, operand.shape[-1]), dtype=result_dtype(operand))
-    return torch.stack(values).to(result_dtype(operand))
-
-
-def _squares(sums: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    scale, shift = (values.double().square().sum(1) for values in sums)
-    return scale, shift
+IMPLEMENTATIONS: dict[str, Callable[[Call], Any]] = {
+    "vector_sqnorm": lambda call: _vector_sum(call).square().sum(1),
+    "vector_sum": lambda call: _vector_sum(call).to(result_dtype(call["v"])),
+    "scale_sum": _both_gradients,
+    "scale_direction": _direction,
+    "scale_backward": _backward,
+    "layer_norm_sqnorm": _both_squares,
+    "layer_norm_sum": _both_gradients,
+    "layer_norm_backward": _backward,
+    "group_norm_sqnorm": _both_squares,
+    "group_norm_sum": _both_gradients,
+    "group_norm_backward": _backward,
+}

@@ -15,14 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gradstats.kernels import (
-    _calls,
-    _config,
-    _reference_convolution,
-    _reference_linear,
-    _reference_norms,
-    _reference_rows,
-)
+from gradstats.kernels import _calls, _config, _reference, _reference_norms
+from gradstats.kernels._reference import result_dtype
 from torch import Tensor
 
 SEGMENTS = "Tensor? cu_seqlens=None, SymInt? max_seqlen=None"
@@ -37,8 +31,8 @@ ROUNDING = "float adding, float products, float cut_off, float tolerance"
 WORKSPACE = f"SymInt workspace={_config.WORKSPACE}"
 TWO_IMAGES = "Tensor x1, Tensor g1, Tensor x2, Tensor g2"
 
-# What computes on CPUs; each operator's implementation has its name.
-REFERENCES = _reference_linear, _reference_convolution, _reference_rows, _reference_norms
+# What computes on CPUs, by the operator's name.
+ON_CPU = _reference.IMPLEMENTATIONS | _reference_norms.IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class Arguments(dict):
 
 def _empty(arguments: Arguments, *shape: int) -> Tensor:
     operand = arguments.operand
-    return operand.new_empty(shape, dtype=_reference_linear.result_dtype(operand))
+    return operand.new_empty(shape, dtype=result_dtype(operand))
 
 
 def _per_example(arguments: Arguments) -> Tensor:
@@ -128,7 +122,7 @@ def _of_backward(arguments: Arguments, wanted: bool, size: int, dtype: torch.dty
 
 def _sum_of_backward(arguments: Arguments, wanted: bool) -> Tensor:
     like = arguments["g"] if arguments["x"] is None else arguments["x"]
-    dtype = arguments["gradient_dtype"] or _reference_linear.result_dtype(like)
+    dtype = arguments["gradient_dtype"] or result_dtype(like)
     return _of_backward(arguments, arguments["sums"] and wanted, arguments["g"].shape[-1], dtype)
 
 
@@ -325,8 +319,7 @@ OPERATORS = {
 
 def _on_cpu(name: str) -> Callable:
     """The CPU implementation of an operator."""
-    (found,) = (getattr(module, name) for module in REFERENCES if hasattr(module, name))
-    return found
+    return lambda *args, **kwargs: ON_CPU[name](Arguments(name, args, kwargs))
 
 
 def _launch(name: str) -> Callable:

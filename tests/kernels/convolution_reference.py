@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from gradstats.kernels import (
-    _reference_convolution,
+    _reference,
     convolution,
     convolution_gram,
     convolution_pair_gram,
@@ -44,13 +44,13 @@ def build(sizes, outputs, layer, layout, dtype, batch=2, seed=1, device="cpu"):
 
 def absolute(x, g, layer):
     """Weight gradients of absolute values, (B, weights): what their elements round by."""
-    own = _reference_convolution.convolution_gradients(x.cpu().abs(), g.cpu().abs(), *layer)
+    own = _reference.convolution_gradients(x.cpu().abs(), g.cpu().abs(), *layer)
     return torch.stack([gradient.flatten() for gradient in own])
 
 
 def exact(x, g, layer):
     """Per-example weight gradients, float64 (B, weights)."""
-    own = _reference_convolution.convolution_gradients(x.cpu(), g.cpu(), *layer)
+    own = _reference.convolution_gradients(x.cpu(), g.cpu(), *layer)
     return torch.stack([gradient.flatten() for gradient in own])
 
 

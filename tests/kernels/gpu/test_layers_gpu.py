@@ -133,7 +133,7 @@ def test_channel_norms(dtype, sizes, groups, channels_first):
 @pytest.mark.parametrize("name", ["GPT-2", "unaligned", "ragged"])
 def test_embeddings(dtype, name, table):
     from gradstats.kernels import (
-        _reference_rows,
+        operators,
         rows,
         rows_direction,
         rows_inner,
@@ -149,30 +149,30 @@ def test_embeddings(dtype, name, table):
     ids = torch.randint(table, g.shape[:-1], generator=generator)
     host = g.double().cpu()
     on_device = ids.to(DEVICE)
-    want = _reference_rows.rows_sqnorm(ids, host, bounds)
-    scale = _reference_rows.rows_sqnorm(ids, host.abs(), bounds)
+    want = operators.rows_sqnorm(ids, host, bounds)
+    scale = operators.rows_sqnorm(ids, host.abs(), bounds)
     for longest in (0, 10**6):
         norms = functools.partial(rows.rows_sqnorm, cu_seqlens=bounds, longest_compared=longest)
         assert_close(twice(functools.partial(norms, on_device, g)), want, scale, FACTOR)
     both = {"cu_seqlens1": bounds, "cu_seqlens2": bounds}
     factors, exact = (on_device, g, on_device.int(), g), (ids, host, ids, host)
     absolute = (ids, host.abs(), ids, host.abs())
-    want, scale = (_reference_rows.pairwise_rows(*each, **both) for each in (exact, absolute))
+    want, scale = (operators.pairwise_rows(*each, **both) for each in (exact, absolute))
     got = twice(lambda: rows_pairs.pairwise_rows(*factors, **both))
     assert_close(got, want, scale, FACTOR)
     got = twice(lambda: rows_inner.rows_inner(*factors, **both))
     assert_close(got, want.diagonal(), scale.diagonal(), FACTOR)
     direction = random((table, g.shape[-1]), torch.float32, DEVICE, 6)
     got = twice(lambda: rows_direction.rows_direction(on_device, g, direction, cu_seqlens=bounds))
-    want = _reference_rows.rows_direction(ids, host, direction.cpu(), bounds)
-    scale = _reference_rows.rows_direction(ids, host.abs(), direction.cpu().abs(), bounds)
+    want = operators.rows_direction(ids, host, direction.cpu(), bounds)
+    scale = operators.rows_direction(ids, host.abs(), direction.cpu().abs(), bounds)
     assert_close(got, want, scale, FACTOR)
     if table == 50:
         head, a = random((*ids.shape, table), dtype, DEVICE, 7), random(g.shape, dtype, DEVICE, 8)
         got = twice(lambda: tied.tied_inner(a, head, on_device, g, **both))
         operands = [operand.double().cpu() for operand in (a, head)]
-        want = _reference_rows.tied_inner(*operands, ids, host, **both)
-        scale = _reference_rows.tied_inner(*(o.abs() for o in operands), ids, host.abs(), **both)
+        want = operators.tied_inner(*operands, ids, host, **both)
+        scale = operators.tied_inner(*(o.abs() for o in operands), ids, host.abs(), **both)
         assert_close(got, want, scale, FACTOR)
 
 
@@ -199,9 +199,9 @@ def test_every_shipped_tile_of_convolutions(kind, aligned):
     from gradstats.kernels import (
         _check,
         _config,
-        _reference_convolution,
         convolution,
         convolution_gram,
+        operators,
     )
 
     family = _config.family(_check.architecture(torch.device(DEVICE)))
@@ -219,7 +219,7 @@ def test_every_shipped_tile_of_convolutions(kind, aligned):
         # tf32 keeps 10 bits of every fp32 input, so products err by 2^13 times more
         factor = 2.0**15 if kind == "tf32" else FACTOR
         grams = max(factor, factor_of_patches(x, g, layer))
-        want = _reference_convolution.convolution_sqnorm(x.cpu(), g.cpu(), *layer)
+        want = operators.convolution_sqnorm(x.cpu(), g.cpu(), *layer)
         _, scale, _ = convolution_reference.sums_of_gram(x, g, layer)
         for config in _config.shipped("convolution").get(key, ()):
             got = convolution.convolution_sqnorm(x, g, *layer, config=config)
@@ -234,7 +234,7 @@ def test_every_shipped_tile_of_convolutions(kind, aligned):
         if channels > 16:
             # groups of 9 channels and 10 outputs, four of which stand side by side
             grouped = (*layer[:4], 16)
-            want_grouped = _reference_convolution.convolution_sqnorm(x.cpu(), g.cpu(), *grouped)
+            want_grouped = operators.convolution_sqnorm(x.cpu(), g.cpu(), *grouped)
             for config in _config.shipped("convolution").get(key, ()):
                 got = convolution.convolution_sqnorm(x, g, *grouped, config=config)
                 assert_close(got, want_grouped, scale, factor)
