@@ -247,6 +247,16 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32" if tf32_allowed() else "highest"
 
 
+def kind(operand: torch.Tensor, aligned: bool) -> tuple[int, str, int, bool]:
+    """What the tile table tells operands apart by: (itemsize, precision, architecture, aligned)."""
+    return (
+        operand.element_size(),
+        precision_of(operand.dtype),
+        architecture(operand.device),
+        aligned,
+    )
+
+
 def check_factors(factors: int, groups: int, ragged: bool) -> None:
     """Checks that factors divide into groups, and that packed rows are of one group."""
     if groups < 1 or factors % groups or (ragged and groups > 1):

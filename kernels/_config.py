@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from typing import Any
 
 from gradstats.kernels._table import TABLE
 
@@ -51,7 +52,7 @@ class TileConfig:
     """One kernel configuration.
 
     `rows` and `columns` are the tile held in registers, `inner` the length of one step of the
-    contraction; what they index is said by each `choose_<operation>`.
+    contraction; what they index is said by what chooses it.
     """
 
     rows: int
@@ -65,6 +66,28 @@ class TileConfig:
         """As the table writes it; the precision is part of the table's key."""
         tile = f"{self.rows}x{self.columns}x{self.inner}"
         return f"{tile}w{self.num_warps}s{self.num_stages}"
+
+    @functools.cached_property
+    def options(self) -> dict[str, int]:
+        """What every launch with this tile is compiled for."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    @functools.cached_property
+    def of_gradients(self) -> dict[str, Any]:
+        """As `options`, of kernels that form tiles of matrices."""
+        sizes = {"ROWS": self.rows, "COLUMNS": self.columns, "INNER": self.inner}
+        return {"PRECISION": self.precision, **sizes, **self.options}
+
+    @functools.cached_property
+    def of_positions(self) -> dict[str, Any]:
+        """As `options`, of kernels that form square tiles of products of positions."""
+        sizes = {"BLOCK": self.rows, "INNER": self.inner}
+        return {"PRECISION": self.precision, **sizes, **self.options}
+
+    @functools.cached_property
+    def of_streams(self) -> dict[str, int]:
+        """As `options`, of kernels that multiply no matrices."""
+        return {"COLUMNS": self.columns, "INNER": self.inner, **self.options}
 
     def shared_bytes(self, itemsize: int) -> int:
         """Estimate of the shared memory that the pipelined operand tiles need."""
@@ -131,12 +154,16 @@ def candidates(
     return valid or configs[-1:]
 
 
-def _cheapest(
-    configs: tuple[TileConfig, ...],
+@cached
+def choose(
+    operation: str,
     rows: int,
     columns: int,
-    factors: int | None = None,
+    itemsize: int,
+    precision: str = "ieee",
     architecture: int = 90,
+    aligned: bool = True,
+    factors: int | None = None,
 ) -> TileConfig:
     """The tile that covers a rows x columns area of each of several factors at least cost.
 
@@ -145,6 +172,13 @@ def _cheapest(
     Where there are fewer tiles than processors, those that have none cost as much as the others.
 
     Args:
+        operation: of the table, which says what rows, columns and the inner axis of a tile are.
+            Products of positions (gram, pairwise, convolution_gram): positions of one factor, those
+            of the other, features; tiles of the first and the last are square.
+            Tiles of gradients (direct, diagonal, convolution, convolution_fused): output features,
+            input features, positions.
+            direction: positions of all examples, input features, output features.
+        itemsize, precision, architecture, aligned: as of `_check.kind`.
         factors: how many; None for as many as occupy all processors.
     """
     processors = MULTIPROCESSORS[family(architecture)]
@@ -155,66 +189,7 @@ def _cheapest(
             tiles = max(tiles * factors, processors)
         return tiles * (config.rows * config.columns) ** 0.7
 
-    return min(configs, key=cost)
-
-
-@cached
-def choose_gram(
-    positions: int,
-    itemsize: int,
-    precision: str = "ieee",
-    architecture: int = 90,
-    aligned: bool = True,
-    operation: str = "gram",
-    factors: int | None = None,
-) -> TileConfig:
-    """Rows and columns are positions (square tiles), inner features."""
-    configs = candidates(operation, itemsize, precision, architecture, aligned)
-    return _cheapest(configs, positions, positions, factors, architecture)
-
-
-@cached
-def choose_direct(
-    d_out: int,
-    d_in: int,
-    itemsize: int,
-    precision: str = "ieee",
-    architecture: int = 90,
-    aligned: bool = True,
-    operation: str = "direct",
-    factors: int | None = None,
-) -> TileConfig:
-    """Rows are output features, columns input features, inner positions."""
-    configs = candidates(operation, itemsize, precision, architecture, aligned)
-    return _cheapest(configs, d_out, d_in, factors, architecture)
-
-
-def choose_pairwise(
-    rows: int,
-    columns: int,
-    itemsize: int,
-    precision: str = "ieee",
-    architecture: int = 90,
-    aligned: bool = True,
-    operation: str = "pairwise",
-) -> TileConfig:
-    """Rows are (example, position) rows of the first factor, columns of the second, inner
-    features."""
-    configs = candidates(operation, itemsize, precision, architecture, aligned)
-    return _cheapest(configs, rows, columns)
-
-
-def choose_direction(
-    rows: int,
-    d_in: int,
-    itemsize: int,
-    precision: str = "ieee",
-    architecture: int = 90,
-    aligned: bool = True,
-) -> TileConfig:
-    """Rows are positions of all examples, columns input features, inner output features."""
-    configs = candidates("direction", itemsize, precision, architecture, aligned)
-    return _cheapest(configs, rows, d_in)
+    return min(candidates(operation, itemsize, precision, architecture, aligned), key=cost)
 
 
 def choose_row_splits(row_blocks: int, steps: int, architecture: int = 90) -> int:
@@ -246,6 +221,7 @@ def choose_partition(
 
 @cached
 def choose_weight_gradient(
+    operation: str,
     d_out: int,
     d_in: int,
     batch: int,
@@ -253,7 +229,6 @@ def choose_weight_gradient(
     precision: str = "ieee",
     architecture: int = 90,
     aligned: bool = True,
-    operation: str = "weight_gradient",
 ) -> TileConfig:
     """Rows are output features, columns input features, inner positions: the tile with which the
     processors that take longest take least."""

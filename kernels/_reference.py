@@ -173,7 +173,7 @@ def _inner_gram(
 
 
 def _gram(terms: Iterable[Tensor], direct: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """What a Gram form returns, of terms (groups, T, T) and of what the direct form returns (B,)."""
+    """What a Gram form returns, of terms (groups, T, T) and of the direct form's results (B,)."""
     sums = stacked(
         (
             torch.stack((each.sum(), each.abs().sum(), each.diagonal().sqrt().sum()))

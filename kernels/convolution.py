@@ -296,16 +296,9 @@ def choose_tiles(
     """(configuration, whether tiles stay within one tap, number of tiles of the weight)."""
     one_tap = first.one_tap
     columns = first.channels if one_tap else first.channels * first.taps
-    config = config or _config.choose_direct(
-        first.outputs,
-        columns,
-        first.x.element_size(),
-        _check.precision_of(first.x.dtype),
-        _check.architecture(first.x.device),
-        first.aligned and second.aligned,
-        operation,
-        first.batch * first.groups * (first.taps if one_tap else 1),
-    )
+    kind = _check.kind(first.x, first.aligned and second.aligned)
+    factors = first.batch * first.groups * (first.taps if one_tap else 1)
+    config = config or _config.choose(operation, first.outputs, columns, *kind, factors)
     tiles = _config.tiles_of(config, first.outputs, columns)
     return config, one_tap, first.groups * tiles * (first.taps if one_tap else 1)
 
@@ -345,11 +338,6 @@ def _launch(
             WINDOW=first.window,
             ONE_TAP=one_tap,
             BLOCKS=first.blocks,
-            PRECISION=config.precision,
-            ROWS=config.rows,
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_gradients,
         )
     return output.flatten(1)

@@ -266,7 +266,7 @@ def _plan(
     kernel: Any,
     operands: tuple[torch.Tensor, torch.Tensor],
     geometry: tuple,
-    precision: str,
+    _precision: str,  # told apart in what is remembered
     rounding: guard.Rounding,
     config: _config.TileConfig | None,
     direct_config: _config.TileConfig | None,
@@ -276,11 +276,10 @@ def _plan(
     batch, positions, groups = layer.batch, layer.positions, layer.groups
     if not batch * positions:
         return False, guard.nothing_to_compute(batch)
-    architecture = _check.architecture(layer.x.device)
-    config = config or _config.choose_gram(
-        positions, layer.x.element_size(), precision, architecture, layer.aligned,
-        "convolution_gram", batch * groups,
-    )  # fmt: skip
+    kind = _check.kind(layer.x, layer.aligned)
+    config = config or _config.choose(
+        "convolution_gram", positions, positions, *kind, batch * groups
+    )
     wide = layer.widened()
     direct_config, one_tap, tiles = choose_tiles(wide, wide, direct_config, "convolution")
     side = _config.cdiv(positions, config.rows)
@@ -296,11 +295,7 @@ def _plan(
         pairs,
         WINDOW=layer.window,
         ONE_TAP=layer.one_tap,
-        PRECISION=config.precision,
-        BLOCK=config.rows,
-        INNER=config.inner,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.of_positions,
     )
     again = sums.recompute(
         convolution_recompute_kernel,
@@ -312,12 +307,7 @@ def _plan(
         WINDOW=wide.window,
         ONE_TAP=one_tap,
         BLOCKS=wide.blocks,
-        PRECISION=direct_config.precision,
-        ROWS=direct_config.rows,
-        COLUMNS=direct_config.columns,
-        INNER=direct_config.inner,
-        num_warps=direct_config.num_warps,
-        num_stages=direct_config.num_stages,
+        **direct_config.of_gradients,
     )
     return _is_copied(layer, *operands), sums.guarded(launch, again, rounding)
 

@@ -232,15 +232,9 @@ def _choose_config(
     first: Convolution, second: Convolution, rows: int, columns: int
 ) -> _config.TileConfig:
     largest = largest_tile(first, second)
-    config = _config.choose_pairwise(
-        min(rows, largest),
-        min(columns, largest),
-        first.x.element_size(),
-        _check.precision_of(first.x.dtype),
-        _check.architecture(first.x.device),
-        first.aligned and second.aligned,
-        "convolution_gram",
-    )
+    kind = _check.kind(first.x, first.aligned and second.aligned)
+    rows, columns = min(rows, largest), min(columns, largest)
+    config = _config.choose("convolution_gram", rows, columns, *kind)
     return dataclasses.replace(config, inner=min(config.inner, largest))
 
 
@@ -289,7 +283,6 @@ def _launch(
             EXAMPLES2=examples2,
             POSITIONS2=block2,
             INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.options,
         )
     return partial

@@ -343,7 +343,6 @@ def launch(
             CHANNELS=config.columns,
             INNER=config.inner,
             ACROSS=across(first.out[1], first.out[2], config.inner) if by_lines else 0,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.options,
         )
     return output.flatten(1), total

@@ -137,14 +137,9 @@ def diagonal_gram(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
     _check.check_batches(first.batch, second.batch)
-    config = config or _config.choose_gram(
-        max(first.positions, second.positions),
-        a1.element_size(),
-        _check.precision_of(a1.dtype),
-        _check.architecture(a1.device),
-        _check.is_aligned(a1, g1, a2, g2),
-        factors=first.batch,
-    )
+    kind = _check.kind(a1, _check.is_aligned(a1, g1, a2, g2))
+    positions = max(first.positions, second.positions)
+    config = config or _config.choose("gram", positions, positions, *kind, first.batch)
     row_tiles = _config.cdiv(first.positions, config.rows)
     column_tiles = _config.cdiv(second.positions, config.rows)
     partial = torch.empty(
@@ -175,11 +170,7 @@ def diagonal_gram(
             row_tiles,
             column_tiles,
             RAGGED=first.ragged,
-            PRECISION=config.precision,
-            BLOCK=config.rows,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_positions,
         )
     inner, magnitude = apart(partial)
     return inner, magnitude

@@ -198,8 +198,7 @@ def direct_inner(
         a1, g1, a2, g2, cu_seqlens1, cu_seqlens2, max_seqlen1, max_seqlen2
     )
     _check.check_batches(first.batch, second.batch)
-    precision = _check.precision_of(a1.dtype)
-    plan = _plan(direct_kernel, (a1, g1, a2, g2), first, second, precision, config, paired=True)
+    plan = _plan(direct_kernel, (a1, g1, a2, g2), first, second, config, paired=True)
     return _direct(plan, a1, g1, a2, g2)
 
 
@@ -217,11 +216,11 @@ def _plan_squares(
     operands: tuple[torch.Tensor, torch.Tensor],
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-    precision: str,
+    _precision: str,  # told apart in what is remembered
     config: _config.TileConfig | None,
 ) -> _Plan:
     segments = _check.check_operands(*operands, cu_seqlens, max_seqlen)
-    return _plan(kernel, (*operands, *operands), segments, segments, precision, config)
+    return _plan(kernel, (*operands, *operands), segments, segments, config)
 
 
 def _plan(
@@ -229,7 +228,6 @@ def _plan(
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     segments1: _check.Segments,
     segments2: _check.Segments,
-    precision: str,
     config: _config.TileConfig | None,
     *,
     paired: bool = False,
@@ -237,16 +235,9 @@ def _plan(
     a1, g1, a2, g2 = operands
     d_in, d_out = a1.shape[-1], g1.shape[-1]
     run = segments1.adjacent_positions(*operands)
-    config = config or _config.choose_direct(
-        d_out,
-        d_in,
-        a1.element_size(),
-        precision,
-        _check.architecture(a1.device),
-        run > 1 or _check.is_aligned(*operands),
-        "diagonal" if paired else "direct",
-        segments1.batch,
-    )
+    kind = _check.kind(a1, run > 1 or _check.is_aligned(*operands))
+    operation = "diagonal" if paired else "direct"
+    config = config or _config.choose(operation, d_out, d_in, *kind, segments1.batch)
     tiles = _config.tiles_of(config, d_out, d_in)
     launch = None
     if segments1.batch * tiles:
@@ -266,13 +257,8 @@ def _plan(
             PAIRED=paired,
             RAGGED=segments1.ragged,
             RUN=run,
-            PRECISION=config.precision,
-            ROWS=config.rows,
-            COLUMNS=config.columns,
-            INNER=config.inner,
             GROUP_ROWS=GROUP,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_gradients,
         )
     bounds = (segments1.cu_seqlens, segments2.cu_seqlens)
     return _Plan(bounds, (segments1.batch, tiles), launch)

@@ -110,14 +110,8 @@ def direction_inner(
             f"direction must be one of {dtypes} on {a.device}; got {direction.dtype} on "
             f"{direction.device}: cast or move it"
         )
-    config = config or _config.choose_direction(
-        segments.total_rows,
-        d_in,
-        direction.element_size(),
-        _check.precision_of(direction.dtype),
-        _check.architecture(a.device),
-        _check.is_aligned(a, g, direction),
-    )
+    kind = _check.kind(direction, _check.is_aligned(a, g, direction))
+    config = config or _config.choose("direction", segments.total_rows, d_in, *kind)
     tiles = _config.cdiv(d_in, config.columns)
     rows = segments.total_rows
     partial = torch.empty((rows, tiles), dtype=torch.float32, device=a.device)
@@ -138,11 +132,6 @@ def direction_inner(
             d_out,
             tiles,
             RAGGED=segments.ragged,
-            PRECISION=config.precision,
-            ROWS=config.rows,
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_gradients,
         )
     return sum_rows(partial, segments)

@@ -336,7 +336,7 @@ def _plan(
     operands: tuple[torch.Tensor, torch.Tensor],
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-    precision: str,
+    _precision: str,  # told apart in what is remembered
     groups: int,
     rounding: guard.Rounding,
     config: _config.TileConfig | None,
@@ -351,12 +351,9 @@ def _plan(
         return segments.cu_seqlens, guard.nothing_to_compute(batch)
     run = segments.adjacent_positions(a, g)
     d_in, d_out = a.shape[-1], g.shape[-1]
-    kind = (
-        a.element_size(), precision, _check.architecture(a.device),
-        run > 1 or _check.is_aligned(a, g),
-    )  # fmt: skip
-    config = config or _config.choose_gram(positions, *kind, factors=factors)
-    direct_config = direct_config or _config.choose_direct(d_out, d_in, *kind)
+    kind = _check.kind(a, run > 1 or _check.is_aligned(a, g))
+    config = config or _config.choose("gram", positions, positions, *kind, factors)
+    direct_config = direct_config or _config.choose("direct", d_out, d_in, *kind)
     side = _config.cdiv(positions, config.rows)
     pairs = side * (side + 1) // 2
     tiles = groups * _config.tiles_of(direct_config, d_out, d_in)
@@ -374,11 +371,7 @@ def _plan(
         pairs,
         RAGGED=segments.ragged,
         RUN=run,
-        PRECISION=config.precision,
-        BLOCK=config.rows,
-        INNER=config.inner,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.of_positions,
     )
     again = sums.recompute(
         recompute_kernel,
@@ -391,12 +384,7 @@ def _plan(
         rounding=rounding,
         RAGGED=segments.ragged,
         RUN=run,
-        PRECISION=direct_config.precision,
-        ROWS=direct_config.rows,
-        COLUMNS=direct_config.columns,
-        INNER=direct_config.inner,
         GROUP_ROWS=GROUP,
-        num_warps=direct_config.num_warps,
-        num_stages=direct_config.num_stages,
+        **direct_config.of_gradients,
     )
     return segments.cu_seqlens, sums.guarded(launch, again, rounding)

@@ -334,10 +334,7 @@ def group_norm_backward(
             WHOLE=positions <= config.inner,
             T_RUN=min(runs[0], config.inner),
             C_RUN=min(runs[1], config.columns),
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_streams,
         )
     else:
         partial.zero_()

@@ -337,8 +337,7 @@ def _plan(
             RAGGED=segments.ragged,
             ROWS=config.rows,
             COLUMNS=config.columns,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.options,
         )
     shape = (2, programs // splits if store else 0, splits, features)
     totals = sums and not every_example

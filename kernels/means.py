@@ -122,10 +122,7 @@ def with_means(
             features,
             RMS=rms,
             WEIGHT=weight is not None,
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_streams,
         )
     shift, scale = output.view(2, *statistics.mean.shape)
     return dataclasses.replace(statistics, shift_mean=shift, scale_mean=scale)

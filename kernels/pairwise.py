@@ -239,8 +239,7 @@ class PairTiles:
             "EXAMPLES2": self.config.columns // self.positions2,
             "POSITIONS2": self.positions2,
             "INNER": self.config.inner,
-            "num_warps": self.config.num_warps,
-            "num_stages": self.config.num_stages,
+            **self.config.options,
         }
 
 
@@ -258,22 +257,16 @@ def choose_pair_tiles(
         operands: what the kernel multiplies.
         config, splits: override the table and the number of parts of the positions.
     """
-    some = operands[0]
-    architecture = _check.architecture(some.device)
-    config = config or _config.choose_pairwise(
-        first.batch * first.positions,
-        second.batch * second.positions,
-        some.element_size(),
-        _check.precision_of(some.dtype),
-        architecture,
-        _check.is_aligned(*operands),
+    kind = _check.kind(operands[0], _check.is_aligned(*operands))
+    config = config or _config.choose(
+        "pairwise", first.batch * first.positions, second.batch * second.positions, *kind
     )
     positions1 = min(config.rows, triton.next_power_of_2(max(first.positions, 1)))
     positions2 = min(config.columns, triton.next_power_of_2(max(second.positions, 1)))
     row_tiles = _config.cdiv(first.batch, config.rows // positions1)
     column_tiles = _config.cdiv(second.batch, config.columns // positions2)
     splits = splits or _config.choose_splits(
-        row_tiles * column_tiles, _config.cdiv(first.positions, positions1), architecture
+        row_tiles * column_tiles, _config.cdiv(first.positions, positions1), kind[2]
     )
     return PairTiles(config, positions1, positions2, row_tiles, column_tiles, splits)
 

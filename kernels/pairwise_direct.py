@@ -139,15 +139,8 @@ def _example_tiles(
 ) -> torch.Tensor:
     """Per-example gradients of the weights that `a`'s and `g`'s features span, fp32 (B, R C)."""
     d_in, d_out = a.shape[-1], g.shape[-1]
-    config = config or _config.choose_direct(
-        d_out,
-        d_in,
-        a.element_size(),
-        _check.precision_of(a.dtype),
-        _check.architecture(a.device),
-        _check.is_aligned(a, g),
-        factors=segments.batch,
-    )
+    kind = _check.kind(a, _check.is_aligned(a, g))
+    config = config or _config.choose("direct", d_out, d_in, *kind, segments.batch)
     tiles = _config.tiles_of(config, d_out, d_in)
     gradient = torch.empty((segments.batch, d_out, d_in), dtype=torch.float32, device=a.device)
     launch_kernel(
@@ -164,11 +157,6 @@ def _example_tiles(
         d_in,
         d_out,
         RAGGED=segments.ragged,
-        PRECISION=config.precision,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        INNER=config.inner,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.of_gradients,
     )
     return gradient.flatten(1)

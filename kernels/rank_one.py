@@ -124,7 +124,6 @@ def _plan(
             features_per_split,
             ROWS=config.rows,
             INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.options,
         )
     return (2, batch, splits), launch

@@ -99,7 +99,6 @@ def rows_direction(
             RAGGED=segments.ragged,
             ROWS=config.inner,
             COLUMNS=config.columns,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.options,
         )
     return sum_rows(partial, segments)

@@ -193,8 +193,7 @@ def rows_inner(
             COLUMNS=config.columns,
             INNER=config.inner,
             COMPARED=COMPARED,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.options,
         )
     sums = sum_rows(partial, first)
     if second.ragged:

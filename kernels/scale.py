@@ -384,10 +384,7 @@ def prepare(
             ALONG=along,
             RAGGED=ragged,
             RUN=segments.adjacent_positions(*read, like),
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_streams,
         )
     shape = (kinds, programs // splits if store else 0, splits, features)
     totals = sums and not every_example

@@ -187,9 +187,6 @@ def _statistics(
             features,
             eps,
             RMS=rms,
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_streams,
         )
     return output

@@ -139,14 +139,9 @@ def tied_inner(
     _check.check_match(a, rows, "width")
     _check.check_layouts(first, second)
     _check.check_batches(first.batch, second.batch)
-    config = config or _config.choose_gram(
-        min(max(first.positions, second.positions), LARGEST_TILE),
-        a.element_size(),
-        _check.precision_of(a.dtype),
-        _check.architecture(a.device),
-        _check.is_aligned(a, rows),
-        factors=first.batch,
-    )
+    kind = _check.kind(a, _check.is_aligned(a, rows))
+    positions = min(max(first.positions, second.positions), LARGEST_TILE)
+    config = config or _config.choose("gram", positions, positions, *kind, first.batch)
     row_tiles = _config.cdiv(first.positions, config.rows)
     column_tiles = _config.cdiv(second.positions, config.rows)
     partial = torch.empty(
@@ -175,10 +170,6 @@ def tied_inner(
             row_tiles,
             column_tiles,
             RAGGED=first.ragged,
-            PRECISION=config.precision,
-            BLOCK=config.rows,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_positions,
         )
     return added(partial)

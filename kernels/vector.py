@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming
-from gradstats.kernels._launching import Launch, launch_kernel, remembered
+from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import added
 from gradstats.kernels._tile import example_base, load_tile, multiple, segment
 
@@ -36,25 +36,25 @@ def column_sums(
     return tl.sum(sums, axis=0)
 
 
-@triton.jit(do_not_specialize=["batch", "positions", "total_rows", "tiles"])
+@triton.jit(do_not_specialize=["positions", "total_rows", "tiles"])
 def vector_kernel(
     v_ptr,  # (B, T, d) or packed (N, d)
     cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
-    partial_ptr,  # fp64 (B, tiles)
+    output_ptr,  # fp64 (B, tiles) if SQUARES, else fp32 (B, d) contiguous
     stride_b,
     stride_t,
     stride_d,
-    batch,
     positions,
     total_rows,
     features,
     tiles,
+    SQUARES: tl.constexpr,
     RAGGED: tl.constexpr,
     RUN: tl.constexpr,  # positions that are adjacent, see `_check.Segments`
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """partial[b, tile] = |sum_t v_bt|^2 over the features of one tile."""
+    """Over the features of one tile sum_t v_bt, or |sum_t v_bt|^2."""
     if RUN > 1:
         positions = multiple(positions, RUN)
         stride_b, stride_d = multiple(stride_b, RUN), multiple(stride_d, RUN)
@@ -64,38 +64,11 @@ def vector_kernel(
     first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
     base = example_base(v_ptr, example, stride_b, first_row, stride_t)
     sums = column_sums(base, stride_t, length, columns, stride_d, features, COLUMNS, INNER)
-    tl.store(partial_ptr + index, tl.sum(sums * sums) + poison)
-
-
-@triton.jit(do_not_specialize=["positions", "total_rows", "tiles"])
-def vector_sum_kernel(
-    v_ptr,  # (B, T, d) or packed (N, d)
-    cu_seqlens_ptr,  # int (B + 1,), read if RAGGED
-    sums_ptr,  # fp32 (B, d) contiguous
-    stride_b,
-    stride_t,
-    stride_d,
-    positions,
-    total_rows,
-    features,
-    tiles,
-    RAGGED: tl.constexpr,
-    RUN: tl.constexpr,  # as of `vector_kernel`
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    """sums[b] = sum_t v_bt over the features of one tile."""
-    if RUN > 1:
-        positions = multiple(positions, RUN)
-        stride_b, stride_d = multiple(stride_b, RUN), multiple(stride_d, RUN)
-    index = tl.program_id(0)
-    example = index // tiles
-    columns = (index % tiles) * COLUMNS + tl.arange(0, COLUMNS)
-    first_row, length, poison = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
-    base = example_base(v_ptr, example, stride_b, first_row, stride_t)
-    sums = column_sums(base, stride_t, length, columns, stride_d, features, COLUMNS, INNER)
-    output = sums_ptr + tl.cast(example, tl.int64) * features + columns
-    tl.store(output, sums + poison, mask=columns < features)
+    if SQUARES:
+        tl.store(output_ptr + index, tl.sum(sums * sums) + poison)
+    else:
+        output = output_ptr + tl.cast(example, tl.int64) * features + columns
+        tl.store(output, sums + poison, mask=columns < features)
 
 
 def vector_sum(
@@ -114,31 +87,7 @@ def vector_sum(
         fp32 (B, d).
     Raises, cost: as `vector_sqnorm`.
     """
-    segments = _check.check_operands(v, v, cu_seqlens, max_seqlen)
-    features = v.shape[-1]
-    config = config or _streaming.choose_vector(features)
-    tiles = _config.cdiv(features, config.columns)
-    sums = torch.empty((segments.batch, features), dtype=torch.float32, device=v.device)
-    if sums.numel():
-        launch_kernel(
-            vector_sum_kernel,
-            segments.batch * tiles,
-            v,
-            segments.cu_seqlens,
-            sums,
-            *segments.strides(v),
-            segments.positions,
-            segments.total_rows,
-            features,
-            tiles,
-            RAGGED=segments.ragged,
-            RUN=segments.adjacent_positions(v),
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    return sums
+    return _run(v, cu_seqlens, max_seqlen, False, config)
 
 
 def vector_sqnorm(
@@ -163,11 +112,22 @@ def vector_sqnorm(
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of `v`.
     """
-    bounds, shape, launch = _plan(vector_kernel, (v,), cu_seqlens, max_seqlen, config)
-    partial = torch.empty(shape, dtype=torch.float64, device=v.device)
+    return added(_run(v, cu_seqlens, max_seqlen, True, config))
+
+
+def _run(
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    squares: bool,
+    config: _config.TileConfig | None,
+) -> torch.Tensor:
+    bounds, shape, launch = _plan(vector_kernel, (v,), cu_seqlens, max_seqlen, squares, config)
+    dtype = torch.float64 if squares else torch.float32
+    output = torch.empty(shape, dtype=dtype, device=v.device)
     if launch is not None:
-        launch(v, bounds, partial)
-    return added(partial)
+        launch(v, bounds, output)
+    return output
 
 
 @remembered
@@ -176,9 +136,10 @@ def _plan(
     operands: tuple[torch.Tensor],
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
+    squares: bool,
     config: _config.TileConfig | None,
 ) -> tuple[torch.Tensor | None, tuple[int, int], Launch | None]:
-    """(bounds, shape of the partial results, launch): None where there is nothing to compute."""
+    """(bounds, shape of the output, launch): None where there is nothing to compute."""
     (v,) = operands
     segments = _check.check_operands(v, v, cu_seqlens, max_seqlen)
     features = v.shape[-1]
@@ -190,16 +151,13 @@ def _plan(
             kernel,
             segments.batch * tiles,
             *segments.strides(v),
-            segments.batch,
             segments.positions,
             segments.total_rows,
             features,
             tiles,
+            SQUARES=squares,
             RAGGED=segments.ragged,
             RUN=segments.adjacent_positions(v),
-            COLUMNS=config.columns,
-            INNER=config.inner,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.of_streams,
         )
-    return segments.cu_seqlens, (segments.batch, tiles), launch
+    return segments.cu_seqlens, (segments.batch, tiles if squares else features), launch

@@ -252,7 +252,7 @@ def _plan(
     operands: tuple[torch.Tensor, torch.Tensor],
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-    precision: str,
+    _precision: str,  # told apart in what is remembered
     gradient_dtype: torch.dtype | None,
     descriptors: bool | None,
     config: _config.TileConfig | None,
@@ -273,15 +273,9 @@ def _plan(
             f"capability 9.0 or later; got {'packed' if segments.ragged else 'dense'} operands "
             f"with strides {a.stride()} and {g.stride()} on {architecture}: leave descriptors=None"
         )
+    operation = "weight_gradient_descriptor" if descriptors else "weight_gradient"
     config = config or _config.choose_weight_gradient(
-        d_out,
-        d_in,
-        batch,
-        a.element_size(),
-        precision,
-        architecture,
-        aligned,
-        "weight_gradient_descriptor" if descriptors else "weight_gradient",
+        operation, d_out, d_in, batch, *_check.kind(a, aligned)
     )
     tiles = _config.tiles_of(config, d_out, d_in)
     shapes = (segments.cu_seqlens, (d_out, d_in), gradient_dtype or a.dtype, (batch, tiles))
@@ -311,13 +305,8 @@ def _plan(
         SPLIT=split_tiles > 0,
         RAGGED=segments.ragged,
         DESCRIPTORS=descriptors,
-        PRECISION=config.precision,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        INNER=config.inner,
         GROUP_ROWS=GROUP,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.of_gradients,
     )
     addition = None
     if split_tiles:

@@ -31,19 +31,11 @@ def check(config, itemsize, gpu):
 def test_every_choice_fits_the_gpu(size):
     for itemsize, precision, gpu, aligned in CLASSES:
         matmul = (itemsize, precision, gpu, aligned)
-        chosen = [_config.choose_gram(size, *matmul)]
-        chosen.append(_config.choose_gram(size, *matmul, operation="convolution_gram"))
-        for other in SIZES:
-            chosen.append(_config.choose_direct(size, other, *matmul))
-            chosen.append(_config.choose_direct(size, other, *matmul, operation="diagonal"))
-            chosen.append(_config.choose_direct(size, other, *matmul, operation="weight_gradient"))
-            for operation in ("convolution", "convolution_fused"):
-                chosen.append(_config.choose_direct(size, other, *matmul, operation=operation))
-            chosen.append(_config.choose_pairwise(size, other, *matmul))
-            chosen.append(_config.choose_direction(size, other, *matmul))
-        for config in chosen:
-            check(config, itemsize, gpu)
-            assert min(config.rows, config.columns, config.inner) >= 16, "too small for a dot"
+        for operation in set(_config.MATMULS) - {"weight_gradient_descriptor"}:
+            for other in SIZES:
+                config = _config.choose(operation, size, other, *matmul)
+                check(config, itemsize, gpu)
+                assert min(config.rows, config.columns, config.inner) >= 16, "too small for a dot"
 
 
 def test_every_streaming_tile_fits_every_gpu():
@@ -77,28 +69,28 @@ def test_candidates_run_from_large_to_small():
 
 
 def test_small_shapes_get_small_tiles():
-    assert _config.choose_gram(8, 2).rows < _config.choose_gram(1024, 2).rows
-    small = _config.choose_direct(10, 64, 2, operation="weight_gradient")
-    large = _config.choose_direct(4096, 4096, 2, operation="weight_gradient")
+    assert _config.choose("gram", 8, 8, 2).rows < _config.choose("gram", 1024, 1024, 2).rows
+    small = _config.choose("weight_gradient", 10, 64, 2)
+    large = _config.choose("weight_gradient", 4096, 4096, 2)
     assert small.rows * small.columns < large.rows * large.columns
 
 
 def test_padding_is_weighed_against_the_size_of_the_tile():
-    assert _config.choose_gram(1024, 2).rows == 128
-    assert _config.choose_gram(128, 2).rows == 128
-    assert _config.choose_gram(140, 2).rows == 64
-    assert _config.choose_gram(1, 2).rows == 16
-    assert _config.choose_direct(768, 2304, 2).columns == 256
-    assert _config.choose_direct(768, 264, 2).columns < 256
+    assert _config.choose("gram", 1024, 1024, 2).rows == 128
+    assert _config.choose("gram", 128, 128, 2).rows == 128
+    assert _config.choose("gram", 140, 140, 2).rows == 64
+    assert _config.choose("gram", 1, 1, 2).rows == 16
+    assert _config.choose("direct", 768, 2304, 2).columns == 256
+    assert _config.choose("direct", 768, 264, 2).columns < 256
 
 
 @pytest.mark.parametrize(("positions", "factors", "rows"), [
     (128, 132, 128), (128, 66, 64), (128, 16, 32), (128, 1, 16), (1024, 8, 128), (1024, 1, 64),
 ])  # fmt: skip
 def test_few_factors_get_tiles_for_more_processors(positions, factors, rows):
-    assert _config.choose_gram(positions, 4, "highest", factors=factors).rows == rows
-    few = _config.choose_direct(positions, positions, 2, factors=factors)
-    many = _config.choose_direct(positions, positions, 2)
+    assert _config.choose("gram", positions, positions, 4, "highest", factors=factors).rows == rows
+    few = _config.choose("direct", positions, positions, 2, factors=factors)
+    many = _config.choose("direct", positions, positions, 2)
     assert (few == many) is (factors * _config.tiles_of(many, positions, positions) >= 132)
 
 
@@ -110,8 +102,8 @@ def test_true_fp32_never_becomes_tf32():
 
 
 def test_configurations_are_values():
-    config = _config.choose_gram(100, 2)
-    assert config == _config.choose_gram(100, 2)
+    config = _config.choose("gram", 100, 100, 2)
+    assert config == _config.choose("gram", 100, 100, 2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.rows = 1
 
@@ -159,7 +151,9 @@ def test_tiles_beyond_whole_rounds_are_split():
 
 
 def test_weight_gradients_take_the_tile_that_fills_the_machine():
-    choose = functools.partial(_config.choose_weight_gradient, batch=8, itemsize=2)
+    choose = functools.partial(
+        _config.choose_weight_gradient, "weight_gradient", batch=8, itemsize=2
+    )
     for d_out, d_in in ((3072, 768), (768, 768), (4096, 4096), (64, 64), (1, 1)):
         config = choose(d_out, d_in)
         assert config in _config.candidates("weight_gradient", 2, "ieee", 90, True)

@@ -60,7 +60,7 @@ def test_a_sweep_reports_what_does_not_compile_or_exceeds_a_limit(monkeypatch):
 
 def test_transposed_operands_compile():
     """Features apart and positions adjacent: another memory layout, so another compilation."""
-    config = _config.choose_direct(1024, 1024, 2, aligned=False)
+    config = _config.choose("direct", 1024, 1024, 2, aligned=False)
     for operation in ("direct", "weight_gradient"):
         for launch in launches.launches(
             operation, config, launches.DTYPES["half"], True, "transposed"
