@@ -58,4 +58,5 @@ def note_as(marks: Marks, tensor: Tensor, note: Note) -> None:
         marks.mark_constant(tensor)
     if note.place is not None:
         marks.mark(tensor, note.place)
-    marks.values.note(tensor, **note.held)
+    if note.held:
+        marks.values.note(tensor, **note.held)

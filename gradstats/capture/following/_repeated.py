@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._layout import FOLLOWED
 from gradstats.capture.following._marks import CONSTANTS, LAYOUT, Marks
+from gradstats.capture.following._notes import Note, note_as, note_of
 from gradstats.capture.following._reductions import ATTENTION, QUANTILES, runs_over
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._results import follow_results
@@ -66,6 +67,7 @@ COMPARABLE = frozenset(
 
 # What may be noted on a tensor besides a layout.
 NOTHING, CONSTANT, DRAWN = "nothing", "constant", "drawn"
+NOTHING_NOTED = Note(False, None, {})
 
 # What a key holds of a trained tensor that was not computed: of others the examples may be lost.
 LEAF = "leaf"
@@ -182,13 +184,13 @@ def _form_of(
         return None
     if marks.written.storages or marks.rearranged.storages:
         return None
-    constants = marks.constants
+    constants, of_use = marks.constants, tracker is not None
     asked = None if tracker is None else tracker.asked
     key: list[Any] = [func, marks.batch_size, marks.batch_dim, len(args), asked, (*kwargs,)]
     operands: list[Tensor] = []
-    for item in (*args, *kwargs.values()) if kwargs else args:
+    items = [*args, *kwargs.values()]
+    for item in items:  # and then what those hold that are lists
         kind = type(item)
-        # The most frequent types, inline: a call for each would take longer than the rest.
         if kind is Tensor:
             number = id(item)
             note: Any = CONSTANT if number in constants or number in CONSTANTS else NOTHING
@@ -199,15 +201,15 @@ def _form_of(
             trained: Any = item.requires_grad
             if trained and item.is_leaf:
                 trained = LEAF
-            if tracker is not None and not (trained or note is CONSTANT) and func in BROADCASTS:
+            if of_use and not (trained or note is CONSTANT) and func in BROADCASTS:
                 return None  # it matters whether it is a mask from a closure
             key += (note, item.shape, item.stride(), trained)
-            if tracker is not None:
+            if of_use:
                 key += (item.dtype, item.device, item.layout)
             operands.append(item)
         elif kind in COMPARABLE:
             key += (kind, item)
-        elif tracker is not None and kind is TrackedParameter:
+        elif of_use and kind is TrackedParameter:
             node = item._gradstats
             if node is None or node.tracker is not tracker:
                 return None
@@ -215,14 +217,26 @@ def _form_of(
             operands.append(item)
         elif (kind is tuple or kind is list) and COMPARABLE.issuperset(map(type, item)):
             key += (kind, (*map(type, item),), (*item,))
-        elif tracker is not None and kind is float:
-            key += (kind, item)
-        elif tracker is not None:
-            if kind is not nn.Parameter:
-                return None
+        elif kind is float:  # whose value never decides where examples lie
+            key += (kind, item if of_use else None)
+        elif kind is nn.Parameter:
             key += (kind, item.shape, item.stride(), item.requires_grad, item.dtype, item.device)
             operands.append(item)
-        elif not _add_argument(marks, item, key, operands):
+        elif of_use:
+            return None
+        elif kind is tuple or kind is list:
+            key += (kind, len(item))
+            items += item
+        elif kind is slice:
+            ends = item.start, item.stop, item.step
+            if not COMPARABLE.issuperset(map(type, ends)):
+                return None
+            key += (kind, ends)
+        elif kind in TRACKED_TYPES and node_of(item) is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                key += (kind, item.shape)
+            operands.append(item)
+        else:
             return None
     return key, operands
 
@@ -234,40 +248,6 @@ def _runs_over_rows(marks: Marks, operands: list[Tensor]) -> bool:
     """
     layouts = ((item, marks.layout_of(item)) for item in operands if node_of(item) is None)
     return any(own and runs_over(ATTENTION, (item,), {}, own.axis) for item, own in layouts)
-
-
-def _add_argument(marks: Marks, item: Any, key: list[Any], operands: list[Tensor]) -> bool:
-    """Add an argument to the key; return False if following may read more than that."""
-    kind = type(item)
-    if kind is Tensor:
-        note = _note_of(marks, item)
-        if note is None:
-            return False
-        trained = item.requires_grad
-        key += (note, item.shape, item.stride(), LEAF if trained and item.is_leaf else trained)
-        operands.append(item)
-    elif kind in COMPARABLE:
-        key += (kind, item)
-    elif kind is tuple or kind is list:
-        key += (kind, len(item))
-        return all([_add_argument(marks, each, key, operands) for each in item])
-    elif kind is slice:
-        ends = item.start, item.stop, item.step
-        key += (kind, ends)
-        return COMPARABLE.issuperset(map(type, ends))
-    elif kind is nn.Parameter:
-        key += (kind, item.shape, item.stride(), item.requires_grad)
-        operands.append(item)
-    elif kind in TRACKED_TYPES:
-        if node_of(item) is None:
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            key += (kind, item.shape)
-        operands.append(item)
-    else:
-        key.append(kind)
-        return kind is float  # whose value never decides where examples lie
-    return True
 
 
 def _note_of(marks: Marks, tensor: Tensor) -> tuple[int | str, ...] | str | None:
@@ -307,24 +287,19 @@ def remember(
         before: ``noted`` as it was before the operation was followed.
     """
     marked, coupled = before
-    found: list[tuple[Examples | str, bool]] = []
+    found: list[Note] = []
     for tensor in results:
         if marks.taken is not None and tensor.is_inference():
             return  # that its values are drawn could not be noted
-        notes = tensor.__dict__
-        layout = notes[LAYOUT][1] if LAYOUT in notes else None
-        drawn = bool(notes) and marks.values.held_by(tensor) == {"drawn": True}
-        others = len(notes) - drawn
-        if layout is not None and others == 1 and _note_of(marks, tensor) is not None:
-            found.append((layout, drawn))
-            marked += 1
-        elif not others:
-            found.append((CONSTANT if id(tensor) in CONSTANTS else NOTHING, drawn))
-        else:
+        note = note_of(marks, tensor)
+        if note is None or not (note.place is None or type(note.place) is Examples):
             return
-    if (marked, coupled) != noted(marks):
-        return
-    keep(key, () if found.count((NOTHING, False)) == len(found) else tuple(found))
+        if not note.held.keys() <= {DRAWN}:
+            return
+        found.append(note)
+        marked += note.place is not None
+    if (marked, coupled) == noted(marks):
+        keep(key, () if found.count(NOTHING_NOTED) == len(found) else tuple(found))
 
 
 def keep(key: tuple[Any, ...], found: Any) -> None:
@@ -334,14 +309,7 @@ def keep(key: tuple[Any, ...], found: Any) -> None:
     NOTED[key] = found
 
 
-def note_again(
-    marks: Marks, results: list[Tensor], found: tuple[tuple[Examples | str, bool], ...]
-) -> None:
+def note_again(marks: Marks, results: list[Tensor], found: tuple[Note, ...]) -> None:
     """Note on results what was noted on those of an operation that is alike."""
-    for tensor, (note, drawn) in zip(results, found, strict=True):
-        if note is CONSTANT:
-            marks.mark_constant(tensor)
-        elif isinstance(note, Examples):
-            marks.mark(tensor, note)
-        if drawn:
-            marks.values.note(tensor, drawn=True)
+    for tensor, note in zip(results, found, strict=True):
+        note_as(marks, tensor, note)

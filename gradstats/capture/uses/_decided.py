@@ -36,15 +36,26 @@ class Decided(NamedTuple):
     examples: Examples
     rest: tuple[Any, ...]
 
-    def remembered(self, tracker: Context, operands: Sequence[Tensor]) -> Remembered | None:
-        """Return the same without tensors; None if it passed others than the operation's."""
+    def remembered(
+        self, tracker: Context, operands: Sequence[Tensor]
+    ) -> Callable[[Context, Sequence[Tensor]], Tensor | None] | None:
+        """Return what does the same with other operands, or returns None where it cannot.
+
+        It holds no tensor. None if the rule passed others than the operation's operands.
+        """
         ids = [*map(id, operands)]
         passed = self.x, *self.parameters
         if not all(item is None or id(item) in ids for item in passed):
             return None
         places = [None if item is None else ids.index(id(item)) for item in passed]
-        examples = None if self.examples is tracker.marks.contract else self.examples
-        return Remembered(self.again, places, examples, self.rest)
+        again, rest = self.again, self.rest
+        own = None if self.examples is tracker.marks.contract else self.examples
+
+        def repeat(tracker: Context, operands: Sequence[Tensor]) -> Tensor | None:
+            x, *parameters = [None if place is None else operands[place] for place in places]
+            return again(tracker, x, parameters, own or tracker.marks.contract, *rest)
+
+        return repeat
 
 
 def decide(
@@ -60,26 +71,3 @@ def decide(
     if result is not None:
         tracker.decided = Decided(result, again, x, parameters, examples, rest)
     return result
-
-
-class Remembered(NamedTuple):
-    """A decision for operands of one form.
-
-    Attributes:
-        again: what to call.
-        places: of the data and the parameters among the operation's operands.
-        examples: where the examples lie; None as the contract says.
-        rest: what else to pass.
-    """
-
-    again: Callable[..., Tensor | None]
-    places: Sequence[int | None]
-    examples: Examples | None
-    rest: tuple[Any, ...]
-
-    def repeat(self, tracker: Context, operands: Sequence[Tensor]) -> Tensor | None:
-        """Do the same with other operands; None where that is not possible now."""
-        x, *parameters = [None if place is None else operands[place] for place in self.places]
-        return self.again(
-            tracker, x, parameters, self.examples or tracker.marks.contract, *self.rest
-        )

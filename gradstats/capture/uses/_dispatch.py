@@ -62,8 +62,8 @@ def dispatch(tracker: Context, rules: Mapping, func, args: tuple[Any, ...], kwar
         level, hidden = transform_level(), torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD)
         inside = hidden or level is not None
         alike = None if inside else likeness_of_use(tracker, func, args, kwargs)
-        if alike is not None and (known := NOTED.get(alike[0])) is not None:
-            result = known.repeat(tracker, alike[1])
+        if alike is not None and (repeat := NOTED.get(alike[0])) is not None:
+            result = repeat(tracker, alike[1])
             if result is not None:
                 return result
         operands = operands_of(args, kwargs)
