@@ -36,7 +36,7 @@ def check_monitor(
     reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
     is_reduction = isinstance(loss_reduction, str) and loss_reduction in REDUCTIONS
     optimizers = optimizers_of(optimizer)
-    optimizes = all(hasattr(o, "param_groups") and not isinstance(o, type) for o in optimizers)
+    optimizes = all(hasattr(each, "param_groups") for each in optimizers)
     optimizes = optimizes and len(set(map(id, optimizers))) == len(optimizers)
     several = "a torch.optim.Optimizer instance, or a list of them, each once"
     groups = process_group is None or isinstance(process_group, dist.ProcessGroup)
