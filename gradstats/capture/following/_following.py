@@ -68,6 +68,10 @@ def follow_layout(marks: Marks, call: Call) -> None:
         # All that is computed from one example's values alone belongs to that example.
         meetings.coupled.pop(result.grad_fn, None)
         after = one
+    if after is None and not result.numel():
+        # Rows of no example, as an expert gets that no token was sent to.
+        nobody = torch.empty(0, dtype=torch.long, device=result.device)
+        after = marks.contract.owned_by(nobody, [*result.shape].index(0))
     if after is None:
         note_lost(marks, result, data, function_name(func) if func is not None else None)
     else:

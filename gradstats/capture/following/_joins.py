@@ -42,8 +42,9 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
         ]
         return _side_by_side(marks, args[0], owners, place, stacked=True)
     tensors = list(call.argument(0, "tensors"))
-    # An empty tensor, as loops often start from, has no examples.
-    tensors = [tensor for tensor in tensors if tensor.numel()] or tensors
+    # An empty tensor, as loops often start from, has no examples, unless nothing else has any.
+    full = [tensor for tensor in tensors if tensor.numel()]
+    tensors = full if any(map(marks.is_of_data, full)) else tensors
     dim = JOINS[func]
     if dim is None:
         dim = argument_of(args, kwargs, 1, "dim", 0) % result.dim()
@@ -148,5 +149,7 @@ def _side_by_side(
         # Next to rows of a single example, a constant may also belong to that one.
         if examples != list(range(marks.batch_size)) or len(of_data) == 1 < marks.batch_size:
             return None
+    if not examples:
+        return None
     owner = torch.tensor(examples, device=tensors[0].device)
     return sole_of(Examples(marks.batch_size, dim).owned_by(owner, dim))

@@ -58,15 +58,13 @@ def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
     """Return the one example to which data operands belong; None if there is none.
 
     Beside trained operands, others about which nothing is known do not matter (targets,
-    positions within an image): only trained operands receive gradients. Nor do empty ones.
+    positions within an image): only trained operands receive gradients. Nor do empty ones beside
+    others.
     """
     if marks.batch_size == 1 or not marks.marked:
         return None
-    known = [
-        item
-        for item in data
-        if item.numel() and (item.requires_grad or marks.owned(item) is not None)
-    ]
+    data = [item for item in data if item.numel()] or data
+    known = [item for item in data if item.requires_grad or marks.owned(item) is not None]
     if len(known) < len(data) and not any(item.requires_grad for item in known):
         return None
     owners = [sole_of(marks.owned(item)) if marks.is_marked(item) else None for item in known]

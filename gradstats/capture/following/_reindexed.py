@@ -192,9 +192,9 @@ def _repeated(call: Call, source, layout) -> Examples | None:
     """The whole tensor several times, along new axes in front and along its own."""
     result = call.result
     after = layout.axis + result.dim() - source.dim()
-    times = result.shape[after] // source.shape[layout.axis]
-    if times == 1:
+    if result.shape[after] == source.shape[layout.axis]:
         return layout.along(after)
+    times = result.shape[after] // source.shape[layout.axis]
     return layout.owned_by(layout.owner(source.device).repeat(times), after)
 
 

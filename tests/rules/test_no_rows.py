@@ -1,0 +1,105 @@
+"""Tensors without rows: of an expert that no token was sent to, or an image without objects."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.oracle import check_model
+
+EXAMPLES, TOKENS, WIDTH = 3, 4, 2
+
+
+class Expert(nn.Module):
+    """A layer of the chosen tokens alone, which something else happens to first.
+
+    Attributes:
+        change: called with the tokens, (n, width).
+    """
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.first, self.expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+class Routed(Expert):
+    """The tokens of all examples at once."""
+
+    def forward(self, x, chosen):
+        hidden = self.first(x).flatten(0, 1)
+        places = chosen.flatten().nonzero().squeeze(1)
+        after = self.expert(self.change(hidden[places]))
+        return hidden.index_add(0, places, after).view(x.shape)
+
+
+class Looped(Expert):
+    """Those of one example after the other, from which a number of rows is made."""
+
+    def __init__(self, change, rows=lambda own: own.sum(0)):
+        super().__init__(change)
+        self.rows = rows
+
+    def forward(self, x, chosen):
+        hidden = self.first(x)
+        own = [tokens[where] for tokens, where in zip(hidden, chosen, strict=True)]
+        return torch.stack([self.expert(self.rows(self.change(each))).sin() for each in own])
+
+
+def losses(model, batch):
+    return model(*batch).square().flatten(1).sum(1)
+
+
+def check(model, chosen, tokens=TOKENS):
+    chosen = torch.tensor(chosen)
+    x = torch.randn(len(chosen), tokens, WIDTH).double()
+    where = torch.zeros(len(chosen), tokens, dtype=torch.bool)
+    for row, count in zip(where, chosen.tolist(), strict=True):
+        row[:count] = True
+    check_model(model.double(), (x, where), losses)
+
+
+CHANGES = {
+    "repeated": lambda own: own.repeat(2, 2)[: len(own), :WIDTH],
+    "with a new axis": lambda own: own.unsqueeze(0).expand(3, -1, -1).sum(0),
+    "joined": lambda own: torch.cat([own, own])[: len(own)],
+    "normalised": lambda own: functional.layer_norm(own, (WIDTH,)).softmax(1),
+    "changed in place": lambda own: own.clone().mul_(own.detach()),
+    "cut": lambda own: torch.cat(own.tensor_split(2)),
+}
+
+# They mix the rows of examples that have some.
+ORDERED = {
+    "reversed": lambda own: own.flipud(),
+    "sorted": lambda own: own.sort(0).values,
+    "picked": lambda own: own.take_along_dim(own.detach().argsort(0), 0),
+}
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *ORDERED])
+def test_an_expert_without_tokens(name):
+    check(Routed((CHANGES | ORDERED)[name]), [0] * EXAMPLES)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("chosen", [[0, 2, 0], [1, 0, 3]])
+def test_an_expert_with_tokens_of_some_examples(name, chosen):
+    check(Routed(CHANGES[name]), chosen)
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *ORDERED])
+@pytest.mark.parametrize("chosen", [[0, 0, 0], [0, 2, 0], [1, 0, 3]])
+def test_examples_without_rows_one_by_one(name, chosen):
+    check(Looped((CHANGES | ORDERED)[name]), chosen)
+
+
+def padded(own):
+    return torch.cat([own, own.new_zeros(EXAMPLES - len(own), WIDTH)])
+
+
+@pytest.mark.parametrize("chosen", [[0, 0, 0], [0, 2, 0], [1, 0, 3]])
+@pytest.mark.parametrize(
+    "rows", [padded, lambda own: functional.pad(own, (0, 0, 0, EXAMPLES - len(own)))]
+)
+def test_padded_to_as_many_rows_as_there_are_examples(chosen, rows):
+    check(Looped(torch.tanh, rows), chosen, tokens=EXAMPLES)
