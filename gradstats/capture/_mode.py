@@ -50,7 +50,12 @@ from gradstats.capture.parameters._refusals import (
     check_nested,
     refuse_on_derived,
 )
-from gradstats.capture.parameters._tensors import TRACKED_TYPES, node_of, run_followed
+from gradstats.capture.parameters._tensors import (
+    TRACKED_TYPES,
+    as_subclass,
+    node_of,
+    run_followed,
+)
 from gradstats.capture.parameters._transforms import check_hidden, transform_level
 from gradstats.capture.rules import is_registered
 
@@ -226,10 +231,11 @@ def prepare_for_compiler() -> None:
     """Have the compiler inline the mode's functions in graphs, but not compile them as frames.
 
     Compiled as a frame of its own, the handler would believe that it runs inside a graph. So would
-    the function that replaces ``apply``, and ``is_compiling`` itself.
+    the functions that replace PyTorch's own, and ``is_compiling`` itself.
     """
     handler = FollowingMode.__torch_function__
-    for function in (handler, outside_graphs.__wrapped__, apply_function, is_compiling):
+    replaced = apply_function, as_subclass
+    for function in (handler, outside_graphs.__wrapped__, *replaced, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
     # Otherwise the graph would be guarded on every entry of the table of rules.
     torch.compiler.assume_constant_result(is_registered)

@@ -19,6 +19,7 @@ from gradstats.capture.parameters._checkpoints import replace_checkpoint
 from gradstats.capture.parameters._functions import replace_apply
 from gradstats.capture.parameters._scripts import replace_script_calls
 from gradstats.capture.parameters._tensors import (
+    replace_as_subclass,
     replace_parameter_constructor,
     replace_variable_constructor,
 )
@@ -46,6 +47,8 @@ def replace_in_pytorch() -> None:
     show_weight_of_l1_loss()
     # Variable.__new__: it detaches a tensor out of sight.
     replace_variable_constructor()
+    # Tensor.as_subclass: it shows the same values as another tensor.
+    replace_as_subclass()
 
 
 def replace_in_compiler() -> None:

@@ -488,6 +488,33 @@ def test_variables_of_old_code(function):
     assert_sqnorms(tracker.stats, expected, 1e-12)
 
 
+class Labelled(torch.Tensor):
+    """A subclass of tensors, as those of images are in libraries for them."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Labelled])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, kind: m.second(m.first(x).swapaxes(0, 1).as_subclass(kind)).swapaxes(0, 1),
+        lambda m, x, kind: m.second(m.first(x).flip(0).as_subclass(kind)).flip(0),
+        lambda m, x, kind: m.second(x.swapaxes(0, 1).as_subclass(kind)).swapaxes(0, 1),
+        lambda m, x, kind: m.second(m.first(x) + m.first(m.first.table.as_subclass(kind))),
+        lambda m, x, kind: m.second(x @ m.first.weight.as_subclass(torch.Tensor).tanh()),
+    ],
+    ids=["moved", "reordered", "inputs", "constant", "weight"],
+)
+def test_tensors_taken_for_those_of_another_class(function, kind):
+    """Their examples lie as before; as many positions as examples."""
+
+    def of_class(m, x):
+        return function(m, x, kind).as_subclass(torch.Tensor)
+
+    parameters = {"first": nn.Linear(BATCH, BATCH), "second": nn.Linear(BATCH, BATCH)}
+    parameters["first"].register_buffer("table", normal(BATCH, BATCH))
+    check_operation(of_class, parameters, normal(BATCH, BATCH, BATCH))
+
+
 def test_a_container_of_the_model_that_holds_itself():
     """As trees do whose nodes know their parents; a forward may leave derived tensors in it."""
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from gradstats.capture._context import Context
     from gradstats.capture._reports import GraphReport
 
+# PyTorch's own, before it is replaced by what shows it to contexts.
+AS_SUBCLASS = Tensor.as_subclass
+
 # The message for a second contraction of one root within one context.
 ARRIVED_TWICE = (
     "the gradient of {} arrived in two backwards within one context. One context serves one batch "
@@ -147,10 +150,10 @@ class Root(Node):
         # that their gradients are added up in PyTorch's order.
         first = self._first
         if first is None or self._is_outdated(*first):
-            alias = self.parameter.as_subclass(Tensor)
+            alias = AS_SUBCLASS(self.parameter, Tensor)
             if alias.grad_fn is None:  # no gradient is recorded here, but may be later
                 with torch.enable_grad():
-                    alias = self.parameter.as_subclass(Tensor)
+                    alias = AS_SUBCLASS(self.parameter, Tensor)
             self.alias_nodes = (*self.alias_nodes, alias.grad_fn)
             version = alias._version
         else:

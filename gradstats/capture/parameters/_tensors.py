@@ -17,7 +17,7 @@ from gradstats._compiler import leave_graph
 from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.parameters._derivation import Derived
-from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._nodes import AS_SUBCLASS, Node
 
 
 def _times_reciprocal(divisor, other):
@@ -126,6 +126,28 @@ def replace_variable_constructor() -> None:
     torch.autograd.Variable.__new__ = new  # type: ignore[method-assign]
 
 
+@cache
+def replace_as_subclass() -> None:
+    """From now on, show ``x.as_subclass(cls)`` to contexts."""
+    Tensor.as_subclass = as_subclass  # type: ignore[method-assign]
+
+
+def as_subclass(self, cls):
+    """Return a tensor as one of another class, whose examples lie as before.
+
+    Replaces ``Tensor.as_subclass``.
+    """
+    mode = None if torch._C._is_torch_function_all_disabled() else innermost_mode()
+    if mode is None:
+        return AS_SUBCLASS(self, cls)
+    if node_of(self) is not None:
+        return self.view_as(self) if cls is Tensor else AS_SUBCLASS(self, cls)
+    with torch._C.DisableTorchFunction():
+        result = AS_SUBCLASS(self, cls)
+        mode.tracker.marks.place_like(result, self)
+    return result
+
+
 def run(func, args, kwargs):
     """Run an operation on tracked tensors as their context prescribes."""
     if torch.compiler.is_dynamo_compiling():
@@ -192,7 +214,7 @@ def wrap(node: Derived) -> torch.Tensor:
     node.tracker.derived = True
     value = node.value
     traced = isinstance(value, FunctionalTensor)
-    tensor = value.view_as(value) if traced else value.as_subclass(DerivedTensor)
+    tensor = value.view_as(value) if traced else AS_SUBCLASS(value, DerivedTensor)
     # Tracked uses read the node's value, so an edge in the autograd graph to the tensor returned
     # here is a use that was not seen.
     node.tracker.shown[tensor.grad_fn] = node
