@@ -212,6 +212,7 @@ PICKS = {
         torch.tensor([0, 1, 2]), :, torch.tensor([3, 0, 1])
     ],
     "each at its own place": lambda x: x.diagonal(dim1=0, dim2=1).T,
+    "each of one product": lambda x: (x.sum(1) @ x.detach()[:, 0].T).diag()[:, None] * x[:, 1],
     "turned": lambda x: x.rot90(2, (0, 1)).flip(0, 1),
     "gathered": lambda x: x.gather(0, torch.tensor([2, 0, 1])[:, None, None].expand_as(x))[
         torch.tensor([1, 2, 0])
@@ -242,6 +243,7 @@ def test_elements_picked_one_by_one(pick, positions):
         ),
         lambda x: x[1:].as_strided(x.shape, x.stride(), 0),
         lambda x: x.sum((1, 2)).diag_embed().sum(1)[:, None, None] * x,
+        lambda x: x.sum((1, 2)).diag().sum(1)[:, None, None] * x,
     ],
 )
 def test_elements_of_several_examples_side_by_side_are_refused(pick):

@@ -182,6 +182,11 @@ def _made_diagonal(call: Call, source, layout) -> Examples | None:
     return layout.along([axis for axis in range(result.dim()) if axis not in made][layout.axis])
 
 
+def _diagonal(call: Call, source, layout) -> Examples | Whole | None:
+    """The diagonal of a matrix; or of one that is made of a vector, which lies along no axis."""
+    return picked(call, source, layout) if source.dim() == 2 else None
+
+
 def _padded(call: Call, source, layout) -> Examples | None:
     """Padding, given as widths for both sides of each axis, the last axis first."""
     place = 2 * (source.dim() - 1 - layout.axis)
@@ -316,6 +321,7 @@ PICKS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(variants("select"), _chosen),
     **dict.fromkeys(EXPANDS, _expanded),
     **dict.fromkeys(variants("repeat", "tile"), _repeated),
+    **dict.fromkeys(variants("diag"), _diagonal),
     # Any other, rarely used, is repeated on the examples' numbers.
     **dict.fromkeys(
         (

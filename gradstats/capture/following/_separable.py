@@ -87,7 +87,7 @@ KEEPS_SUMS = (
                 "sum", "mean", "nansum", "nanmean", "neg", "negative", "positive",
             ),
             *variants(
-                "diag", "diag_embed", "trace", "tril", "triu", "masked_fill", "cumsum", "diff",
+                "diag_embed", "trace", "tril", "triu", "masked_fill", "cumsum", "diff",
                 "sum_to_size", "real", "imag", "conj", "cpu", "cuda", "atleast_1d", "atleast_2d",
                 "atleast_3d", "broadcast_tensors", "dropout", "block_diag", "complex",
                 "view_as_real", "view_as_complex", "cfloat", "cdouble", "resolve_conj",

@@ -151,7 +151,7 @@ PAD_SEQUENCE = torch._C._nn.pad_sequence
 # some have axes that their first operand lacks, others move or mix rows.
 UNFOLLOWED = frozenset(
     [torch.linalg.multi_dot, functional.pdist, *variants(
-        "meshgrid", "kron", "cartesian_prod", "block_diag", "combinations", "vander", "diag",
+        "meshgrid", "kron", "cartesian_prod", "block_diag", "combinations", "vander",
         "chain_matmul", "cov", "corrcoef", "addr", "put", "select_scatter", "slice_scatter",
         "diagonal_scatter", "as_strided_scatter", "addmv", "addbmm", "renorm", "pdist",
         *(name for name in dir(torch) if name.endswith("_copy") and name[0] != "_"),
