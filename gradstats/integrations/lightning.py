@@ -89,9 +89,14 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
         self._ids, self._batch_size, self._histograms = ids, batch_size, histograms
         self._options = options
         self._saved: dict[str, Any] | None = None
+        self._resumes = True
         self._step: MonitorStep | None = None
         self._last = False
         self._number = 0
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        # The states of callbacks are restored from a checkpoint that is validated or tested too.
+        self._resumes = stage == "fit"
 
     def on_train_start(self, trainer, pl_module) -> None:
         if not pl_module.automatic_optimization:
@@ -165,9 +170,8 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
         return {} if self.monitor is None else {"monitor": self.monitor.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict.get("monitor")
-        if self.monitor is not None and self._saved is not None:
-            self.monitor.load_state_dict(self._saved)
+        if self._resumes:
+            self._saved = state_dict.get("monitor")
 
     def _abandon(self) -> None:
         """Close a context whose backward never came."""

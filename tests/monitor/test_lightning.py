@@ -199,6 +199,28 @@ def test_a_second_fit_of_the_module_continues():
     np.testing.assert_allclose(monitor.self_influence.values, expected)
 
 
+def test_a_checkpoint_that_is_tested_replaces_nothing(tmp_path):
+    """trainer.test(ckpt_path="best") restores callbacks too; another fit goes on from the last."""
+
+    class Tested(module_of(lightning)):
+        def test_step(self, batch, index):
+            self.net(batch[0])
+
+    callback, module = callback_module.GradStatsCallback(every=2, ids=2), Tested()
+    fit(callback, module=module, epochs=1)[0].save_checkpoint(tmp_path / "best.ckpt")
+    trainer, _ = fit(callback, module=module, epochs=1)
+    monitor = callback.monitor
+    history, influence = monitor.history, monitor.self_influence.values
+    trainer.test(
+        module, DataLoader(Digits(COUNT, torch.float64), B), tmp_path / "best.ckpt", verbose=False
+    )
+    np.testing.assert_equal(monitor.history, history)
+    np.testing.assert_array_equal(monitor.self_influence.values, influence)
+    fit(callback, module=module, epochs=1)
+    assert callback.monitor is monitor
+    assert monitor.history["step"] == [0, 2, 0, 2, 0, 2]
+
+
 @pytest.mark.parametrize(
     "ids, message",
     [
