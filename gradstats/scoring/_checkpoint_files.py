@@ -129,7 +129,7 @@ def read_optimizer_beside(path: Path) -> tuple[Any, ...]:
     """Return the states of optimizers that stand in files of their own beside the weights."""
     beside = (file for file in path.parent.iterdir() if OPTIMIZER_FILE.fullmatch(file.name))
     # What the optimizer remembers of each parameter is not wanted, and stays on the disk.
-    return tuple(_load(file, mmap=True) for file in beside if file.is_file() and file != path)
+    return tuple(_load(file, mmap=True) for file in beside)
 
 
 def _load(path: Path, **options: bool) -> Any:

@@ -132,6 +132,5 @@ class CrossEntropyWatch(TorchFunctionMode):
 def _is_one_for_each(func: Callable, logits: Tensor, labels: Tensor, batch_size: int) -> bool:
     """Whether each of B examples has one row of logits, or one number, and one label."""
     if func in BINARY:
-        first = logits.shape[:1].numel()
-        return first == logits.numel() == batch_size and labels.shape == logits.shape
+        return logits.shape[:1].numel() == logits.numel() == batch_size
     return logits.dim() == 2 and tuple(labels.shape) == (batch_size,)

@@ -261,14 +261,14 @@ def strongest(scores: np.ndarray, positions: np.ndarray, k: int, sign: int) -> n
 
 
 def mean_overlap(lists: Sequence[np.ndarray]) -> float:
-    """Return the mean share of entries that two of the lists have in common."""
+    """Return the mean share of entries that two of several lists have in common."""
     sets = [set(each.tolist()) for each in lists]
     shares = [
         len(one & other) / min(len(one), len(other))
         for number, one in enumerate(sets)
         for other in sets[:number]
     ]
-    return float(np.mean(shares)) if shares else 0.0
+    return float(np.mean(shares))
 
 
 def check_k(k: Any) -> int:

@@ -151,8 +151,7 @@ class Stream:
             block.append(self._keep(number, batch))
             held += block[-1].nbytes
             each = block[-1].nbytes / size
-        if block:
-            yield block
+        yield block
 
     def _keep(self, number: int, batch: Any) -> KeptBatch:
         work = self._work

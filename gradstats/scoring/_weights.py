@@ -256,11 +256,10 @@ def _place(value: Any) -> tuple:
     """Return which view of which memory a tensor is; what has no memory is a place of its own."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return (id(value),)
-    places = [
+    return tuple(
         (part.data_ptr(), part.dtype, part.shape, part.stride(), part.device)
         for part in parts_of(value)
-    ]
-    return (id(value),) if any(address == 0 for address, *_ in places) else tuple(places)
+    )
 
 
 def _same(value: Any, own: Any) -> bool:

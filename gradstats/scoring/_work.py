@@ -136,7 +136,7 @@ class Work:
     ) -> Tensor:
         """Return the losses in the order of the batch, which is that of the ids."""
         losses = self.unordered_losses(model, batch, watch)
-        if not isinstance(losses, Tensor) or losses.dim() != 1:
+        if not isinstance(losses, Tensor):
             return losses  # an error, which the core explains
         order = order_here(losses)
         return losses if order is None else losses[order.argsort()]

@@ -386,8 +386,9 @@ class Stream(IterableDataset):
 
 
 def test_loaders_that_are_read_from_the_start(setting):
-    loader = DataLoader(Stream(setting.train_batches), batch_size=None)
-    np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
+    stream = Stream(setting.train_batches)
+    for loader in (DataLoader(stream, batch_size=None), stream):
+        np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
 
 
 def test_workers_that_persist_serve_both_sides(setting):
@@ -839,10 +840,11 @@ def test_the_fingerprint_covers_sizes_contents_and_ids(setting):
 
 
 def test_an_example_is_found_again(setting):
-    data = Data(DataLoader(TensorDataset(*setting.train), 4), "train", None, BatchLayout())
-    for position in range(11):
-        batch, place = data.example(position)
-        assert torch.equal(batch[0][place], setting.train[0][position])
+    for loader in (DataLoader(TensorDataset(*setting.train), 4), Stream(setting.train_batches)):
+        data = Data(loader, "train", None, BatchLayout())
+        for position in range(11):
+            batch, place = data.example(position)
+            assert torch.equal(batch[0][place], setting.train[0][position])
 
 
 class AugmentsOne(Rows):
