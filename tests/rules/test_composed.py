@@ -3,13 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
-from gradstats.capture.rules import _composed
 from tests.oracle import check_model
 from tests.rules.operation import Operation, check_operation, check_refused, normal
 
@@ -249,25 +247,6 @@ def test_tensor_products(positions):
 
     parameters = {"w": (WIDTH, 5), "v": (positions, 2), "u": (positions, WIDTH)}
     check_operation(function, parameters, normal(BATCH, positions, WIDTH))
-
-
-@pytest.mark.parametrize("low", [True, False], ids=["of low precision", "of float32"])
-def test_tensordot_is_not_rounded_by_the_autocast_of_a_gpu(low):
-    """Which rounds the operands of einsum, and casts those of tensordot to the wider dtype."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    try:
-        with FakeTensorMode():
-            x = torch.empty(3, 4, device="cuda", dtype=torch.bfloat16 if low else torch.float32)
-            w = torch.empty(4, 2, device="cuda")
-            assert torch.einsum("bd,de->be", x, w).dtype == torch.bfloat16
-            found, expected = _composed.tensordot(x, w, 1), torch.tensordot(x, w, 1)
-    finally:
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype == torch.float32
 
 
 def test_solutions_for_vectors():

@@ -30,7 +30,6 @@ from gradstats.capture.operations._operations import (
     ADDED_PRODUCTS,
     BROADCASTS,
     CONVOLUTIONS,
-    OUTER_PRODUCTS,
     PRODUCTS,
     ROW_PRODUCTS,
     SOLVES,
@@ -69,11 +68,9 @@ def _by_matrices(
 
 
 def _of_added_product(marks: Marks, call: Call) -> Layout:
-    func, args, kwargs, data, result = call
-    named = [kwargs[name] for name in ADDED_PRODUCTS[func] if name in kwargs]
+    _, args, _, data, result = call
     # In PyTorch's older signatures alpha and beta are among these.
-    tensors = [item for item in (*args, *named) if isinstance(item, Tensor)]
-    first, factors = tensors[0], tensors[1:3]
+    first, *factors = [item for item in args if isinstance(item, Tensor)]
     of_data = any(item is tensor for item in factors for tensor in data)
     after = _by_matrices(marks, factors, result) if of_data else None
     if any(tensor is first for tensor in data):
@@ -111,24 +108,17 @@ def _of_einsum(marks: Marks, call: Call) -> Layout:
 
 
 def _of_convolution(marks: Marks, call: Call) -> Layout | Unchanged:
-    func, args, kwargs, _, result = call
-    if is_one(func, args[0]):
+    if is_one(call.func, call.args[0]):
         return by_first(marks, call)
-    named = [kwargs[name] for name in ("weight", "bias") if name in kwargs]
-    lies = partial(convolved, call)
-    operands = operands_of((*args, *named), {})
-    return contraction(marks, operands, convolved_places(call, operands), result, lies)
+    operands, lies = operands_of(call.args, {}), partial(convolved, call)
+    return contraction(marks, operands, convolved_places(call, operands), call.result, lies)
 
 
 def _of_tensor_product(marks: Marks, call: Call) -> Layout:
     operands = operands_of(call.args, call.kwargs)[:2]
-    first, second = (operand.dim() for operand in operands)
-    dims: Any = ([-1], [-1])
-    if call.func is torch.tensordot:
-        dims = call.argument(2, "dims", 2)
-    elif call.func in OUTER_PRODUCTS or 0 in (first, second):
-        dims = ([], [])
-    return by_equation(marks, operands, tensor_product(dims, first, second), call.result)
+    dims = call.argument(2, "dims", 2)
+    equation = tensor_product(call.func, dims, *map(Tensor.dim, operands))
+    return by_equation(marks, operands, equation, call.result)
 
 
 def _of_batch_norm(marks: Marks, call: Call) -> Layout | Unchanged:

@@ -114,7 +114,7 @@ JOINS_EXAMPLES = LOSSES | CHOOSES | frozenset(variants("nanmedian"))
 # Products: sums if one of their operands has a gradient.
 MULTIPLIES = (
     PRODUCTS
-    | ADDED_PRODUCTS.keys()
+    | ADDED_PRODUCTS
     | (TENSOR_PRODUCTS - OUTER_PRODUCTS)
     | CONVOLUTIONS.keys()
     | MULTIPLIES

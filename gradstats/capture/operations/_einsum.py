@@ -6,7 +6,10 @@ import string
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from gradstats.capture.operations._operations import OUTER_PRODUCTS
 
 
 class Equation(NamedTuple):
@@ -66,13 +69,17 @@ def matrix_product(first: int, second: int, *, of_rows: bool = False) -> Equatio
     return Equation(inputs, out)
 
 
-def tensor_product(dims: Any, first: int, second: int) -> Equation:
-    """Return ``torch.tensordot`` of two operands with these numbers of axes as an equation.
+def tensor_product(func, dims: Any, first: int, second: int) -> Equation:
+    """Return an operation of ``TENSOR_PRODUCTS`` on two operands as an equation.
 
     Args:
-        dims: how many axes are summed, or which axes of both operands.
+        func: the operation.
+        dims: of ``torch.tensordot``: how many axes are summed, or which axes of both operands.
         first, second: numbers of axes.
     """
+    if func is not torch.tensordot:
+        of_all = func in OUTER_PRODUCTS or 0 in (first, second)
+        dims = ([], []) if of_all else ([-1], [-1])
     letters = iter(string.ascii_letters)
     inputs = [[next(letters) for _ in range(count)] for count in (first, second)]
     for one, other in zip(*_summed_axes(dims, first), strict=True):

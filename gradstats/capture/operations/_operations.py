@@ -114,11 +114,8 @@ OUTER_PRODUCTS = frozenset(variants("outer", "ger"))
 # Contractions of two operands along axes that the caller chooses; otherwise along their last ones.
 TENSOR_PRODUCTS = frozenset({torch.tensordot, *variants("inner", "dot", "vdot")}) | OUTER_PRODUCTS
 
-# Products added to their first operand, with the names of the two operands that are multiplied.
-ADDED_PRODUCTS = {
-    **dict.fromkeys(variants("addmm"), ("mat1", "mat2")),
-    **dict.fromkeys(variants("baddbmm"), ("batch1", "batch2")),
-}
+# Products added to their first operand.
+ADDED_PRODUCTS = frozenset(variants("addmm", "baddbmm"))
 
 # Element-by-element operations on several operands.
 ELEMENTWISE = (

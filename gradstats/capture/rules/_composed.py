@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from gradstats._factors import Distances
 from gradstats.capture.following._examples import Examples
-from gradstats.capture.operations._einsum import parse_equation, tensor_product
-from gradstats.capture.operations._operations import OUTER_PRODUCTS, solves_vector, variants
+from gradstats.capture.operations._einsum import parse_equation
+from gradstats.capture.operations._operations import solves_vector, variants
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules import _products
@@ -162,46 +162,6 @@ def _order(equation: str, operands: Sequence[Tensor]) -> Sequence[tuple[int, ...
     return [(0, 1), *((left, 0) for left in range(len(operands) - 2, 0, -1))]
 
 
-def tensordot(a: Tensor, b: Tensor, dims=2) -> Tensor:
-    """The sum of products along some axes of both."""
-    (first, second), out = tensor_product(dims, a.dim(), b.dim())
-    equation = "{},{}->{}".format(*map("".join, (first, second, out)))
-    kind = a.device.type
-    if kind == "cpu" or not torch.is_autocast_enabled(kind):
-        return torch.einsum(equation, a, b)
-    # Elsewhere autocast rounds the operands of einsum, and only widens those of this.
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    with torch.autocast(kind, enabled=False):
-        return torch.einsum(equation, a.to(dtype), b.to(dtype))
-
-
-def inner(input: Tensor, other: Tensor) -> Tensor:
-    """The products of all rows of both."""
-    return (
-        torch.tensordot(input, other, ([-1], [-1]))
-        if input.dim() and other.dim()
-        else input * other
-    )
-
-
-def _expect(fits: bool) -> None:
-    """Raise where operands do not fit the operation, whose own error is then raised."""
-    if not fits:
-        raise ValueError("operands that the operation refuses")
-
-
-def outer(input: Tensor, vec2: Tensor) -> Tensor:
-    """The products of all elements of two vectors."""
-    _expect(input.dim() == vec2.dim() == 1)
-    return input.unsqueeze(1) * vec2
-
-
-def dot(input: Tensor, tensor: Tensor) -> Tensor:
-    """The sum of the products of all elements of two vectors."""
-    _expect(input.dim() == 1 and input.shape == tensor.shape)
-    return (input * tensor).sum(0)
-
-
 def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta=1, alpha=1) -> Tensor:
     """β times a matrix and α times the products of all elements of two vectors."""
     return beta * input + alpha * torch.outer(vec1, vec2)
@@ -271,13 +231,9 @@ def masked_fill(input: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
 
 
 RULES = {
-    torch.tensordot: Composed(tensordot),
-    **dict.fromkeys(variants("inner"), Composed(inner)),
     torch.cdist: cdist,
     functional.cosine_similarity: Composed(cosine_similarity),
     functional.pairwise_distance: Composed(pairwise_distance),
-    **dict.fromkeys(OUTER_PRODUCTS, Composed(outer)),
-    **dict.fromkeys(variants("dot"), Composed(dot)),
     **dict.fromkeys(variants("addr"), Grafted(addr)),
     torch.linalg.multi_dot: Grafted(multi_dot),
     **dict.fromkeys(variants("take_along_dim"), Composed(take_along_dim)),

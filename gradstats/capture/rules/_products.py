@@ -1,10 +1,11 @@
-"""Matrix products: linear, matmul, mm, bmm, addmm, baddbmm, einsum with one tracked operand."""
+"""Products with one tracked operand: linear, matmul, mm, bmm, addmm, baddbmm, einsum, tensordot."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture.following._examples import Examples, Whole
-from gradstats.capture.operations._einsum import matrix_product, parse_equation
-from gradstats.capture.operations._operations import AXES_OF_FACTORS, PRODUCTS
+from gradstats.capture.following._signatures import by_place
+from gradstats.capture.operations._einsum import (
+    Equation,
+    matrix_product,
+    parse_equation,
+    tensor_product,
+)
+from gradstats.capture.operations._nested import argument_of
+from gradstats.capture.operations._operations import (
+    AXES_OF_FACTORS,
+    PRODUCTS,
+    TENSOR_PRODUCTS,
+    variants,
+)
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
@@ -143,39 +156,32 @@ def _addmm(tracker: Context, func, input, mat1, mat2, *, beta=1, alpha=1):
     # A matrix that was computed from other examples is no layer's weight.
     if layer and (not tracker.marks.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
         return linear_layer(tracker, func, mat1, mat2, input, inputs_first=True)
-    return _apart(tracker, func, _scaled_addmm, input, mat1, mat2, beta=beta, alpha=alpha)
+    return _apart(tracker, func, torch.mm, input, mat1, mat2, beta=beta, alpha=alpha)
 
 
 def _baddbmm(tracker: Context, func, input, batch1, batch2, *, beta=1, alpha=1):
-    return _apart(tracker, func, _scaled_baddbmm, input, batch1, batch2, beta=beta, alpha=alpha)
+    return _apart(tracker, func, torch.bmm, input, batch1, batch2, beta=beta, alpha=alpha)
 
 
-def _apart(tracker: Context, func, composition, input, first, second, **scales):
+def _apart(tracker: Context, func, product, input, first, second, **scales):
     tracked = node_of(first) is not None or node_of(second) is not None
-    composed = Composed(composition, rounds=tracked)
+    composed = Composed(partial(_scaled_sum, product), rounds=tracked)
     return composed(tracker, func, input, first, second, **scales)
 
 
 def added_to_mask(tracker: Context, mask, first, second):
     """A trained mask (N or 1, L, S) among the logits of attention, rounded once as they are."""
-    composed = Composed(_scaled_baddbmm, rounds=True)
+    composed = Composed(partial(_scaled_sum, torch.bmm), rounds=True)
     return composed(tracker, torch.baddbmm, mask, first, second, beta=1, alpha=1)
 
 
-def _scaled_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta, alpha) -> Tensor:
-    return _scaled_sum(input, torch.mm(mat1, mat2), beta, alpha)
-
-
-def _scaled_baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta, alpha) -> Tensor:
-    return _scaled_sum(input, torch.bmm(batch1, batch2), beta, alpha)
-
-
-def _scaled_sum(input: Tensor, product: Tensor, beta, alpha) -> Tensor:
+def _scaled_sum(product, input: Tensor, first: Tensor, second: Tensor, *, beta, alpha) -> Tensor:
+    multiplied = product(first, second)
     if not beta:  # it is not read, but has a gradient
         input = input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
-    input = input.to(product.dtype)  # autocast may have made it another
+    input = input.to(multiplied.dtype)  # autocast may have made it another
     input = input if beta == 1 else beta * input
-    return input + (product if alpha == 1 else alpha * product)
+    return input + (multiplied if alpha == 1 else alpha * multiplied)
 
 
 def _own_slices(
@@ -280,11 +286,34 @@ def _unused(specs: Sequence[list[str]]) -> str:
 
 def einsum(tracker: Context, func, equation, *operands):
     """Two-operand contractions in Einstein's notation, one operand tracked."""
-    inputs, out = parse_equation(equation, operands)
+    run = partial(func, equation)
+    return _contracted(tracker, func, run, operands, parse_equation(equation, operands))
+
+
+def tensor_products(tracker: Context, func, *args, **kwargs):
+    """tensordot, inner, outer and dot."""
+    (first, second, *rest), kwargs = by_place(func, args, kwargs)
+
+    def run(first: Tensor, second: Tensor) -> Tensor:
+        return func(first, second, *rest, **kwargs)
+
+    try:
+        dims = argument_of(rest, kwargs, 0, "dims", 2)
+        equation = tensor_product(func, dims, first.dim(), second.dim())
+    except (IndexError, ValueError):
+        return run(value_of(first), value_of(second))  # which PyTorch refuses
+    return _contracted(tracker, func, run, (first, second), equation)
+
+
+def _contracted(
+    tracker: Context, func, run, operands: tuple[Tensor, ...], equation: Equation
+) -> Tensor:
+    """Run a contraction of two operands, as run(*operands), with its factor attached."""
+    inputs, out = equation
     operands = tuple(_own_slices(tracker, func, operands, operands, inputs, out))
     if not nodes_of(operands):
-        return func(equation, *operands)
-    result = func(equation, *(value_of(operand) for operand in operands))
+        return run(*operands)
+    result = run(*map(value_of, operands))
     if result.dtype == autocast_dtype(result):
         # On a CPU autocast rounds matrices alone, after indices of one operand alone were summed.
         late = result.device.type == "cpu"
@@ -333,4 +362,5 @@ RULES = {
     functional.linear: linear,
     **dict.fromkeys((*ADDMM, torch.baddbmm, Tensor.baddbmm, *IN_PLACE), added_product),
     **dict.fromkeys(PRODUCTS, matmul),
+    **dict.fromkeys(TENSOR_PRODUCTS.difference(variants("vdot")), tensor_products),
 }

@@ -49,7 +49,7 @@ AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 DETACHES = frozenset(variants("detach"))
 
 # Operations of sparse data and a parameter whose results are dense.
-OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS.keys() | {torch.nn.functional.linear}
+OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS | {torch.nn.functional.linear}
 
 
 def dispatch(tracker: Context, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
