@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from gradstats._factors import compute_dtype
 from gradstats.capture.following._batch_norm import check_batch_norm
-from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._affine import AffineFactors
@@ -30,23 +29,36 @@ if TYPE_CHECKING:
 
 def _attach(
     tracker: Context,
+    func,
     run,
+    normalise,
+    input,
     weight,
     bias,
-    examples,
-    normalise,
-    channel_axis,
-    input,
     *statistics,
+    trailing=0,
     place=None,
 ):
     """Run the layer with the factors of its parameters attached.
 
     Args:
-        run: called as run(input, weight, bias), the caller's own operation.
+        func: the caller's own operation.
+        run: called as run(input, weight, bias), which does the same.
         statistics: what ``normalise`` needs beside the input.
+        trailing: how many last axes it normalises over; 0 for layers of channels.
         place: where PyTorch's node for the operation has the input.
     """
+    node = node_of(input)
+    if node is not None:
+        refuse(
+            func,
+            node,
+            "with a scale or shift that is made of data has no rule",
+            "Apply these after the normalisation, as norm(x) * scale + shift does.",
+        )
+    node, axis = first_node(weight, bias), None if trailing else 0
+    examples = locate(tracker, func, node, input, axis=axis, folds=True, trailing=trailing)
+    channel_axis = None if trailing else 1
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
     shape = tuple((weight if scale else bias).shape)
     factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
@@ -55,8 +67,9 @@ def _attach(
     )
     if own and scale and not tracker.settings.exact:
         # Derivatives of the network reach what is added outside.
-        result = _attach(tracker, run, weight, None, examples, normalise, channel_axis, input,
-                         *statistics)  # fmt: skip
+        result = _attach(
+            tracker, func, run, normalise, input, weight, None, *statistics, trailing=trailing
+        )
         axes = () if channel_axis is None else (1,) * (input.dim() - 2)
         return result + bias.view(*bias.shape, *axes)
     if not own and factors.one_pass(tracker.settings, input):
@@ -89,19 +102,6 @@ def _in_one_pass(
     return result
 
 
-def _node_of(func, input, *parameters: Tensor | None) -> Node:
-    """Return the first tracked scale or shift, or refuse data in place of all of them."""
-    node = node_of(input)
-    if node is not None:
-        refuse(
-            func,
-            node,
-            "with a scale or shift that is made of data has no rule",
-            "Apply these after the normalisation, as norm(x) * scale + shift does.",
-        )
-    return first_node(*parameters)
-
-
 def layer_norm(
     tracker: Context,
     func,
@@ -114,14 +114,12 @@ def layer_norm(
 ):
     """Normalisation over the last axes."""
     shape = tuple(normalized_shape)
-    node = _node_of(func, input, weight, bias)
-    examples = locate(tracker, func, node, input, folds=True, trailing=len(shape))
 
     def run(x, weight, bias):
         return torch.layer_norm(x, shape, weight, bias, eps)
 
-    normalise = RowNormalise(shape, eps)
-    return _attach(tracker, run, weight, bias, examples, normalise, None, input, place=NORMALISED)
+    options = {"trailing": len(shape), "place": NORMALISED}
+    return _attach(tracker, func, run, RowNormalise(shape, eps), input, weight, bias, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +144,6 @@ class RowNormalise:
 def rms_norm(tracker: Context, func, input, normalized_shape, weight=None, eps=None):
     """Division by the root mean square over the last axes."""
     shape = tuple(normalized_shape)
-    examples = locate(
-        tracker, func, _node_of(func, input, weight), input, folds=True, trailing=len(shape)
-    )
 
     def run(x, weight, bias):
         return func(x, shape, weight, eps)
@@ -157,20 +152,19 @@ def rms_norm(tracker: Context, func, input, normalized_shape, weight=None, eps=N
     # inputs, whether autocast widens them or it does so itself (ATen, rms_norm_composite).
     own = torch.finfo(compute_dtype(input)).eps if eps is None else eps
     normalise = RowNormalise(shape, own, rms=True)
-    return _attach(tracker, run, weight, None, examples, normalise, None, input)
+    return _attach(tracker, func, run, normalise, input, weight, None, trailing=len(shape))
 
 
 def group_norm(
     tracker: Context, func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True
 ):
     """Normalisation over groups of channels and all positions."""
-    examples = locate(tracker, func, _node_of(func, input, weight, bias), input, axis=0, folds=True)
 
     def run(x, weight, bias):
         return func(x, num_groups, weight, bias, eps)
 
     normalise, place = GroupNormalise(num_groups, eps), NORMALISED_IN_GROUPS
-    return _attach(tracker, run, weight, bias, examples, normalise, 1, input, place=place)
+    return _attach(tracker, func, run, normalise, input, weight, bias, place=place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,17 +195,15 @@ def instance_norm(
     eps=1e-5,
 ):
     """Normalisation over the positions of each channel of each example."""
-    examples = locate(tracker, func, _node_of(func, input, weight, bias), input, axis=0, folds=True)
 
     def run(x, weight, bias):
         return func(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
     if use_input_stats:
         own = GroupNormalise(input.shape[1], eps)
-        return _attach(tracker, run, weight, bias, examples, own, 1, input)
+        return _attach(tracker, func, run, own, input, weight, bias)
     statistics = running_mean, running_var
-    normalise = RunningNormalise(eps)
-    return _attach(tracker, run, weight, bias, examples, normalise, 1, input, *statistics)
+    return _attach(tracker, func, run, RunningNormalise(eps), input, weight, bias, *statistics)
 
 
 def batch_norm(
@@ -228,14 +220,12 @@ def batch_norm(
 ):
     """Normalisation by running statistics; by the batch's own it couples examples: refused."""
     check_batch_norm(running_mean, weight, bias, training)
-    examples = locate(tracker, func, _node_of(func, input, weight, bias), input, axis=0, folds=True)
 
     def run(x, weight, bias):
         return func(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
     statistics = running_mean, running_var
-    normalise = RunningNormalise(eps)
-    return _attach(tracker, run, weight, bias, examples, normalise, 1, input, *statistics)
+    return _attach(tracker, func, run, RunningNormalise(eps), input, weight, bias, *statistics)
 
 
 @dataclass(frozen=True, slots=True)
