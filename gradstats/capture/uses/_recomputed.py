@@ -3,9 +3,6 @@
 A recurrent layer reaches PyTorch as one operation, whose backward does not show the gradients of
 the products inside. The backward here computes these again, for the gradients of the operands and
 for their factors.
-
-    Recomputed  the operation's results; the backward finds gradients and factors
-    JointTap    identity on the results of PyTorch's own operation; the backward finds factors only
 """
 
 from __future__ import annotations
@@ -66,14 +63,22 @@ class Kept:
 
 
 class Recomputed(torch.autograd.Function):
-    """The results of an operation, with a backward that computes the operation again."""
+    """The results of an operation, with a backward that computes the operation again.
+
+    Of results that PyTorch's own operation gave, and differentiates, it finds factors only.
+    """
 
     @staticmethod
-    def forward(ctx, use, operation, tracked, data, *tensors):
+    def forward(ctx, use, operation, tracked, data, given, *tensors):
+        results, tensors = tensors[:given], tensors[given:]
         ctx.use, ctx.operation, ctx.tracked, ctx.data = use, operation, tracked, data
+        ctx.given = given
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        results = tuple(map(free_of_views, operation.native(*tensors)))
+        if given:
+            ctx.mark_dirty(*results)
+        else:
+            results = tuple(map(free_of_views, operation.native(*tensors)))
         ctx.output = Kept(results[0])
         return results
 
@@ -82,8 +87,12 @@ class Recomputed(torch.autograd.Function):
         tensors = ctx.saved_tensors
         _refuse_derivatives(ctx.use)
         with torch._C.DisableTorchFunction():
-            wanted, settings = ctx.needs_input_grad[4:], ctx.use.settings
-            gradients, sites = _taken_apart(ctx, grads, tensors, wanted)
+            settings = ctx.use.settings
+            wanted = [False] * len(tensors) if ctx.given else ctx.needs_input_grad[5:]
+            # The operands have been cast already, and what is accumulated must not be.
+            with torch.autocast(tensors[0].device.type, enabled=False):
+                output = ctx.output.take()
+                gradients, sites = ctx.operation.differentiate(grads, output, tensors, wanted)
             factors: dict[int, Factor | Fused] = {}
             for site in sites:
                 train = wanted[site.slot] and (settings.weight_gradients or site.slot in ctx.data)
@@ -98,37 +107,7 @@ class Recomputed(torch.autograd.Function):
                 if train and gradients[site.slot] is None:
                     gradients[site.slot] = site.total().to(tensors[site.slot].dtype)
             ctx.use.deliver([factors[slot] for slot in ctx.tracked])
-        return (None, None, None, None, *gradients)
-
-
-class JointTap(torch.autograd.Function):
-    """Identity on an operation's results that turns their gradients into reports."""
-
-    @staticmethod
-    def forward(ctx, use, operation, tracked, output, results, *tensors):
-        ctx.use, ctx.operation, ctx.tracked, ctx.output = use, operation, tracked, output
-        ctx.save_for_backward(*tensors[results:])
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*tensors[:results])
-        return tensors[:results]
-
-    @staticmethod
-    def backward(ctx, *grads):
-        tensors = ctx.saved_tensors
-        _refuse_derivatives(ctx.use)
-        with torch._C.DisableTorchFunction():
-            _, sites = _taken_apart(ctx, grads, tensors, [False] * len(tensors))
-            factors = {
-                site.slot: ctx.operation.factor(site) for site in sites if site.slot in ctx.tracked
-            }
-            ctx.use.deliver([factors[slot] for slot in ctx.tracked])
-        return (None, None, None, None, None, *grads, *(None for _ in tensors))
-
-
-def _taken_apart(ctx, grads, tensors, wanted) -> tuple[list[Tensor | None], list[Site]]:
-    # The operands have been cast already, and what is accumulated must not be.
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        return ctx.operation.differentiate(grads, ctx.output.take(), tensors, wanted)
+        return (None, None, None, None, None, *grads[: ctx.given], *gradients)
 
 
 def recomputed(
@@ -152,14 +131,14 @@ def recomputed(
     kept in memory.
     """
     use = Use(nodes)
-    if use.settings.exact:
-        results = tuple(map(free_of_views, operation.native(*tensors)))
-        # The tap marks the results as changed but leaves their values alone: without this, an
-        # operation that needs its own result in the backward would raise an error.
-        with torch.autograd._unsafe_preserve_version_counter(results):
-            kept = Kept(results[0])
-            return JointTap.apply(use, operation, tracked, kept, len(results), *results, *tensors)
-    return Recomputed.apply(use, operation, tracked, data, *tensors)
+    if not use.settings.exact:
+        return Recomputed.apply(use, operation, tracked, data, 0, *tensors)
+    results = tuple(map(free_of_views, operation.native(*tensors)))
+    # The tap marks the results as changed but leaves their values alone: without this, an operation
+    # that needs its own result in the backward would raise an error.
+    with torch.autograd._unsafe_preserve_version_counter(results):
+        own = use, operation, tracked, data, len(results)
+        return Recomputed.apply(*own, *results, *tensors)
 
 
 def _refuse_derivatives(use: Use) -> None:
