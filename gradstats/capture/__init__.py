@@ -12,6 +12,7 @@ One context
     _mode        its function mode, which sees every operation
     _context     what operations, rules and uses ask of it
     _selection   which parameters are measured, and the names by which users know them
+    _tracking    which are tracked while it is open: frozen, unfrozen and new ones
     _sharded     parameters that fully_shard shards
     _registered  users' own operations
     _coverage    the walk over the losses' graph, which finds uses that were not seen

@@ -19,8 +19,8 @@ from gradstats.capture._coverage import check_coverage, check_data, leaves_of
 from gradstats.capture._mode import FollowingMode
 from gradstats.capture._replaced import replace_in_compiler, replace_in_pytorch
 from gradstats.capture._reports import ONE_OF_SEVERAL, Reports
-from gradstats.capture._selection import anatomy_of, check_trackable
-from gradstats.capture._sharded import ShardedParameters
+from gradstats.capture._selection import anatomy_of
+from gradstats.capture._tracking import Tracking
 from gradstats.capture._visibility import Visibility
 from gradstats.capture.compiled._graphs import admits
 from gradstats.capture.compiled._skipped import skipping
@@ -39,7 +39,6 @@ from gradstats.capture.parameters._attributes import kept_by, restore_attributes
 from gradstats.capture.parameters._consumers import Consumer
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._slices import take_slices
-from gradstats.capture.parameters._tensors import TrackedParameter, release
 from gradstats.capture.uses._uses import Settings
 from gradstats.contractions._precision import without_autocast
 from gradstats.errors import (
@@ -92,13 +91,13 @@ class Tracker(Context):
         self._undo = ExitStack()
         anatomy = anatomy_of(model)
         self.modules = [module for _, module in anatomy.modules]
-        self._parameters = list(anatomy.parameters.values())
         named = anatomy.select(parameters, exclude)
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
+        self._tracking = Tracking(anatomy, self.roots, self.marks)
         # Tensors that modules keep belong to no example: buffers, parameters that are not tracked,
         # tensors in plain attributes and in caches.
         tracked = set(map(id, named.values()))
-        kept: list[Tensor] = [p for p in self._parameters if id(p) not in tracked]
+        kept: list[Tensor] = [p for p in self._tracking.parameters if id(p) not in tracked]
         self.attributes: list[Any] = []  # until it closes
         for module in self.modules:
             self.attributes += [vars(module)[name] for name in kept_by(module)]
@@ -117,13 +116,6 @@ class Tracker(Context):
         self.reports = Reports(self.roots, settings, batch_size)
         self._mode = FollowingMode(self)
         self._tasks: set[int] = set()
-        self._tracked: dict[int, nn.Parameter] = {}
-        # Parameters that the user's code has frozen inside the context.
-        self._frozen: dict[int, Root] = {}
-        # Parameters that did not require grad at first, and those of them unfrozen since.
-        self._untrained = {id(each) for each in self._parameters if not each.requires_grad}
-        self._unfrozen: list[Tensor] = []
-        self.sharded = ShardedParameters(anatomy, self.roots, self._meet_whole)
 
     def _form_of_graphs(self, selection: tuple[Any, ...]) -> str:
         """Return a key of everything that recorded graphs depend on; "" if none serve this context.
@@ -143,7 +135,7 @@ class Tracker(Context):
         asked = settings.weight_gradients, settings.fused, settings.workspace
         doubtful = self.marks.doubtful_are_data
         form = repr((self.batch_size, self.batch_dim, doubtful, *asked, *selection))
-        return form if admits(self._parameters[0], form) else ""
+        return form if admits(self._tracking.parameters[0], form) else ""
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +146,7 @@ class Tracker(Context):
     def spans_devices(self) -> bool:
         """Whether the model's parameters are on several devices."""
         with torch._C.DisableTorchFunction():
-            return len({each.device for each in self._parameters}) > 1
+            return len({each.device for each in self._tracking.parameters}) > 1
 
     def open(self) -> None:
         """Give the parameters their tracked class and start following constants."""
@@ -167,9 +159,7 @@ class Tracker(Context):
 
     def _open(self) -> None:
         self.visibility.begin()
-        for root in self.sharded.others(self.roots):
-            self._track(root)
-        self.sharded.open()
+        self._tracking.begin(self.roots)
         if self.form:
             replace_in_compiler()
             self._undo.enter_context(skipping())
@@ -186,74 +176,11 @@ class Tracker(Context):
         """Treat the arguments of the model's call as data, even if the model keeps them as well."""
         self.marks.keep_data(tensors_in((args, kwargs)))
 
-    def _track(self, root: Root) -> None:
-        parameter = root.parameter
-        check_trackable(root)
-        if not parameter.numel():
-            self._ignore(parameter)  # nothing of it has a gradient
-            return
-        self._tracked[id(parameter)] = parameter
-        parameter.__class__ = TrackedParameter
-        parameter._gradstats = root  # type: ignore[attr-defined]
-
     def note_training(self, tensor: Tensor, trained: bool) -> None:
-        """Stop tracking a parameter that is being frozen; resume when it requires grad again."""
-        if trained and id(tensor) in self._frozen:
-            self._track(self._frozen.pop(id(tensor)))
-        elif not trained and id(tensor) in self._tracked:
-            parameter = self._tracked.pop(id(tensor))
-            self._frozen[id(tensor)] = parameter._gradstats  # type: ignore[attr-defined]
-            release(parameter)
-            self.marks.keep_constant([parameter])
-        elif id(tensor) in self._untrained:
-            self._unfrozen.append(tensor)
+        self._tracking.note_training(tensor, trained)
 
     def check_known(self, leaves: Sequence[Tensor]) -> None:
-        """Raise for parameters that were unfrozen or created inside the context, or not seen.
-
-        Args:
-            leaves: the leaves of the graph that are not tracked.
-        """
-        self.sharded.check_known(leaves)
-        unfrozen = {id(each) for each in self._unfrozen if each.requires_grad}
-        if unfrozen:
-            names = sorted(name for each, name in self._names().items() if each in unfrozen)
-            raise CoverageError(
-                f"parameters were unfrozen inside the context, {names[:4]}, so their gradients are "
-                "not measured. Expected parameters that require grad when the context is opened: "
-                "unfreeze them before."
-            )
-        if not leaves:
-            return  # as in most steps
-        known = set(map(id, self._parameters))
-        unknown = [leaf for leaf in leaves if not (id(leaf) in known or self.sharded.knows(leaf))]
-        given = self._names() if unknown else {}
-        new = [given[id(leaf)] for leaf in unknown if id(leaf) in given]
-        if new:
-            raise CoverageError(
-                f"the model was given parameters inside the context, {sorted(set(new))[:4]}, whose "
-                "gradients are not measured. Expected parameters that exist when the context is "
-                "opened, and stay the same: if the first forward creates them, run one forward "
-                "before; if each forward makes one anew, write into it instead (parameter.copy_ "
-                "under torch.no_grad)."
-            )
-
-    def _names(self) -> dict[int, str]:
-        """Return the names of the parameters that the model has now, by their ids."""
-        return {id(own): name for name, own in self.modules[0].named_parameters()}
-
-    def _meet_whole(self, parameter: nn.Parameter, root: Root | None) -> None:
-        """Track the whole of a sharded parameter, or note that one without a root is constant."""
-        if root is None:
-            self._ignore(parameter)
-        else:
-            root.parameter = parameter
-            self._track(root)
-
-    def _ignore(self, parameter: nn.Parameter) -> None:
-        """Treat a parameter as a constant."""
-        self.marks.keep_constant([parameter])
-        self.marks.written.discard(parameter)  # gathering its shards is seen as a write
+        self._tracking.check_known(leaves)
 
     def close(self) -> None:
         """Restore the parameters, leaving no trace of the context."""
@@ -269,13 +196,8 @@ class Tracker(Context):
         """Close; may be called again after an interrupt."""
         self._mode.remove()
         self.visibility.end()
-        for parameter in self._tracked.values():
-            release(parameter)
-        self.sharded.close()
+        self._tracking.end()
         self._undo.close()
-        self._tracked.clear()
-        self._frozen.clear()
-        self._unfrozen.clear()
         self.attributes.clear()
         if self.derived:
             for module in self.modules:
@@ -290,7 +212,7 @@ class Tracker(Context):
             root.release()
         self.closed = True
         # These refer back to the context, and would keep it alive until garbage collection.
-        del self._mode, self.sharded, self._model
+        del self._mode, self._tracking, self._model
 
     def watching(self) -> FollowingMode:
         """Return the context's mode, for code that runs while it is off."""
@@ -327,7 +249,7 @@ class Tracker(Context):
         Sharded parameters are resharded, and hooks may update each as soon as it has its gradient.
         """
         hooked = any(root.parameter._post_accumulate_grad_hooks for root in roots)
-        return not (hooked or self.sharded.any)
+        return not (hooked or self._tracking.sharded.any)
 
     def is_backward_of_losses(self) -> bool:
         """Whether the running backward is that of the losses, not of an inner autograd.grad."""
@@ -348,8 +270,9 @@ class Tracker(Context):
         # Parameters are used in the backwards of autograd Functions, so that the nodes to reach are
         # not known. Run the whole backward, with the gradients set aside.
         own = self.reports.of_graphs.keys()
-        leaves = [leaf for leaf in (*self._parameters, *leaves_of(total)) if id(leaf) not in own]
-        with gradients_aside(leaves), without_hooks(self._parameters), without_autocast():
+        every = self._tracking.parameters
+        leaves = [leaf for leaf in (*every, *leaves_of(total)) if id(leaf) not in own]
+        with gradients_aside(leaves), without_hooks(every), without_autocast():
             run_backward((total,), (one,), in_threads=self.spans_devices)
         self.after_backward()
 
