@@ -42,10 +42,9 @@ from gradstats.capture.uses._recurrence import (
     Lstm,
     Passed,
     Rectified,
-    States,
-    Steps,
     Sweep,
 )
+from gradstats.capture.uses._steps import States, Steps
 from gradstats.errors import ExampleAxisError
 
 if TYPE_CHECKING:

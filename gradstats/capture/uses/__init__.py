@@ -10,6 +10,6 @@ _layer       a weight and a bias: of _linear, products with a matrix, and of _co
 _normalization, _broadcast   normalisation layers, scales and shifts on chip
 _views, _product             everything that broadcasts; products index by index
 _recomputed  operations that backward takes apart: recurrent layers, whose gates have their
-_recurrence, _gates          gradients step by step, or on a GPU from one call
+_recurrence, _steps, _gates  gradients step by step, or on a GPU from one call
 _grafted     operations followed through a decomposition, which runs instead or beside
 """

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import cast
+from gradstats.capture.uses._steps import States, Steps
 
 if TYPE_CHECKING:
-    from gradstats.capture.uses._recurrence import States, Steps, Sweep
+    from gradstats.capture.uses._recurrence import Sweep
 
 # Devices on which one call is faster than a loop over the steps.
 AT_ONCE_ON = frozenset({"cuda"})
