@@ -23,7 +23,7 @@ from gradstats.capture.following._examples import (
     sole_of,
 )
 from gradstats.capture.following._meetings import Meetings
-from gradstats.capture.following._values import Values
+from gradstats.capture.following._values import Values, unmark
 from gradstats.capture.operations._graph import KEPT_APPLY_IS_UNSEEN
 from gradstats.capture.operations._memory import RearrangedMemory, WrittenMemory
 from gradstats.capture.parameters._tensors import node_of
@@ -119,13 +119,7 @@ class Marks:
 
     def forget(self) -> None:
         """Forget everything, and remove the marks from tensors."""
-        for reference in self.marked:
-            marked = reference()
-            if marked is None:
-                continue
-            if getattr(marked, LAYOUT, (None,))[0] == self.serial:
-                delattr(marked, LAYOUT)
-        self.marked.clear()
+        unmark(self.marked, LAYOUT, self.serial)
         self.values.forget()
         self.constants.clear()
         self.written.clear()

@@ -67,15 +67,8 @@ IMPLICIT = frozenset({functional.softmax, functional.log_softmax, functional.sof
 SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **dict.fromkeys(
         variants(
-            "softmax",
-            "log_softmax",
-            "cumsum",
-            "cumsum_",
-            "cumprod",
-            "cumprod_",
-            "logcumsumexp",
-            "cummax",
-            "cummin",
+            "softmax", "log_softmax", "cumsum", "cumsum_", "cumprod", "cumprod_", "logcumsumexp",
+            "cummax", "cummin",
         ),
         (1, None),
     ),
@@ -89,17 +82,14 @@ SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **dict.fromkeys((*IMPLICIT, torch.special.softmax, torch.special.log_softmax), (1, None)),
     **dict.fromkeys(
         (
-            torch.linalg.cross,
-            torch.trapezoid,
-            torch.trapz,
-            torch.cumulative_trapezoid,
+            torch.linalg.cross, torch.trapezoid, torch.trapz, torch.cumulative_trapezoid,
             *variants("stft"),
         ),
         (KEYWORD, -1),
     ),
     functional.normalize: (2, 1),
     **dict.fromkeys(variants("istft"), (KEYWORD, (-2, -1))),
-}
+}  # fmt: skip
 
 # Operations on matrices, which span the last two axes.
 OVER_MATRICES = frozenset(

@@ -12,6 +12,15 @@ VALUES = "_gradstats_values"
 NOTHING: dict[str, Any] = {}
 
 
+def unmark(marked: list[ref[Tensor]], attribute: str, serial: int) -> None:
+    """Remove a context's marks from tensors, and forget which these are."""
+    for reference in marked:
+        tensor = reference()
+        if tensor is not None and getattr(tensor, attribute, (None,))[0] == serial:
+            delattr(tensor, attribute)
+    marked.clear()
+
+
 class Values:
     """Properties of the values of data tensors, noted on these.
 
@@ -74,8 +83,4 @@ class Values:
 
     def forget(self) -> None:
         """Remove the marks from tensors."""
-        for reference in self._marked:
-            marked = reference()
-            if marked is not None and getattr(marked, VALUES, (None,))[0] == self._serial:
-                delattr(marked, VALUES)
-        self._marked.clear()
+        unmark(self._marked, VALUES, self._serial)

@@ -93,17 +93,11 @@ AXES_OF_FACTORS = {
 # Losses that are computed element by element, before their reduction.
 ELEMENT_LOSSES = frozenset(
     {
-        functional.mse_loss,
-        functional.l1_loss,
-        functional.smooth_l1_loss,
-        functional.huber_loss,
-        functional.binary_cross_entropy,
-        functional.binary_cross_entropy_with_logits,
-        functional.gaussian_nll_loss,
-        functional.poisson_nll_loss,
-        functional.kl_div,
+        functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
+        functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits,
+        functional.gaussian_nll_loss, functional.poisson_nll_loss, functional.kl_div,
     }
-)
+)  # fmt: skip
 
 # Products of the rows of both operands.
 ROW_PRODUCTS = frozenset({functional.linear, torch.cdist})
@@ -273,29 +267,17 @@ GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.n
 
 # These, and operations that draw random values.
 CALLERS_VALUES = GIVEN_VALUES | {
-    torch.rand,
-    torch.randn,
-    torch.randint,
-    torch.randperm,
-    torch.normal,
-    torch.bernoulli,
-    torch.rand_like,
-    torch.randn_like,
-    torch.randint_like,
-}
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli,
+    torch.rand_like, torch.randn_like, torch.randint_like,
+}  # fmt: skip
 
 # Operations that create a tensor of a given size.
 FACTORIES = frozenset(
     {
-        torch.zeros,
-        torch.ones,
-        torch.empty,
-        Tensor.new_zeros,
-        Tensor.new_ones,
-        Tensor.new_full,
+        torch.zeros, torch.ones, torch.empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
         Tensor.new_empty,
     }
-)
+)  # fmt: skip
 
 # Operations that use only the form of their operand, none of its values.
 BLANKS = frozenset({torch.zeros_like, torch.empty_like})
@@ -311,22 +293,11 @@ QUESTIONS = frozenset(
 # Operations on the tensor object: they must reach the parameter itself, not its alias.
 ON_THE_OBJECT = frozenset(
     {
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad_",
-        "retain_grad",
-        "backward",
-        "detach_",
-        "share_memory_",
-        "set_",
-        "__set__",
-        "__delete__",
-        "__repr__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "__hash__",
+        "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+        "backward", "detach_", "share_memory_", "set_", "__set__", "__delete__", "__repr__",
+        "__deepcopy__", "__reduce_ex__", "__hash__",
     }
-)
+)  # fmt: skip
 
 
 def reads_property(func) -> bool:

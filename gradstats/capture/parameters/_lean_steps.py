@@ -241,18 +241,10 @@ LEAN_STEPS = {
 # ``w.type_as(v)``, an operand may have none.
 OF_SEVERAL = frozenset(
     {
-        elementwise,
-        selected,
-        summed,
-        scaled,
-        linear,
-        kronecker,
-        multiplied,
-        passed_through,
-        weight_normalised,
-        standardised,
+        elementwise, selected, summed, scaled, linear, kronecker, multiplied, passed_through,
+        weight_normalised, standardised,
     }
-)
+)  # fmt: skip
 
 # Steps that only rearrange the elements of the gradient.
 ISOMETRIC_STEPS = frozenset({_permuted, _reshaped, _same_numbers})
