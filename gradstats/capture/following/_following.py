@@ -195,9 +195,8 @@ def _is_joined(marks: Marks, call: Call) -> bool:
 
 def _runs_over_examples(marks: Marks, call: Call) -> bool:
     func, args, kwargs, _, result = call
-    operands = [item for item in args[: 2 if func in OF_TWO else 1] if isinstance(item, Tensor)]
-    if func is ATTENTION:
-        operands = [*args[:3], *(kwargs[name] for name in ("key", "value") if name in kwargs)]
+    count = 3 if func is ATTENTION else 2 if func in OF_TWO else 1
+    operands = [item for item in args[:count] if isinstance(item, Tensor)]
     if marks.packed and (func is ATTENTION or not result.requires_grad):
         # Packed rows are positions too: masks keep those of different examples apart, and
         # values without a gradient may run over all of them, such as counts.
