@@ -146,7 +146,6 @@ def _expect(tracker: Context, uses: Sequence[Use], reports: Sequence[GraphReport
     """Say that the backward will reach uses, and graphs that report some; raise where it cannot.
 
     Args:
-        tracker: the context.
         uses: those in the losses' graph.
         reports: of the compiled graphs there.
     """

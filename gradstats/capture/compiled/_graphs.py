@@ -89,7 +89,6 @@ class Graph:
             recorded: what the compiler recorded.
             operands: the compiler's examples, whose kinds all later operands must have.
             backend: what the compiler calls with a graph and its operands.
-            tracker: the context.
         """
         self.reason: str | None = None
         self._form = tracker.form

@@ -5,7 +5,8 @@ Terms
     trained    data with a gradient to pass on; only of these must it be known whose they are
     layout     where the examples lie in a tensor, such as "along axis 0, three rows each"
     contract   the layout of what comes from outside: along the caller's ``batch_dim``, or packed
-    mark       the layout that is noted on a tensor, where that is not what the contract says
+    mark       the layout that is noted on a tensor, where that is not what the contract says;
+               ``marks`` is all that the context notes about tensors
     apart      each value belongs to one example
     meeting    an operation that combines values of different examples; no loss may depend on it
     crossed    combined along an axis that may be that of the examples in one operand alone

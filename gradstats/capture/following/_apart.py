@@ -195,7 +195,6 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     """Return the layout of an operation's result; None if scores of different examples meet in it.
 
     Args:
-        marks: what is noted about tensors.
         call: the operation; an operand or the result has scores.
         after: the layout of the result if only its rows' examples count.
     """
@@ -326,7 +325,6 @@ def are_fixed(marks: Marks, call: Call, after: Scores) -> bool:
     start with zero weights.
 
     Args:
-        marks: what is noted about tensors.
         call: an operation on them, element by element.
         after: the layout of its result.
     """

@@ -26,7 +26,6 @@ def note_crossed(
     """Note if trained values have their examples where inputs have something else.
 
     Args:
-        marks: what is noted about tensors.
         operands: of an operation.
         places: for each of them, which axis of the result each of its axes becomes, before the
             operation reduces it; a negative number for each index that it sums.
@@ -78,7 +77,6 @@ def note_picked(
     """Do the same for indices and masks, given where the examples of the indexed values lie.
 
     Args:
-        marks: what is noted about tensors.
         call: the operation; or the one that reads what is written to.
         indices: operands that tell what it picks.
         layout, after: where the examples lie in its first operand, and in what it picks.

@@ -62,7 +62,6 @@ def check_sum(marks: Marks, loss: Tensor, *, crossed: bool) -> None:
     """Raise unless a loss is known to be a sum over the examples.
 
     Args:
-        marks: what is noted about tensors.
         loss: over all examples.
         crossed: whether it may depend on values that were taken for those of other examples.
     """

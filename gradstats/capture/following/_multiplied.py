@@ -52,7 +52,6 @@ def contraction(
     """Return the layout of a contraction.
 
     Args:
-        marks: what is noted about tensors.
         operands: what is contracted.
         places: for each operand, which axis of the result each of its axes becomes; a negative
             number for each index that is summed.
@@ -150,7 +149,6 @@ def _sums_own_rows(
     """Whether weights of packed rows are zero for those of other examples; note where not.
 
     Args:
-        marks: what is noted about tensors.
         weights: what the rows are multiplied with.
         axis: of the weights, along which they meet the rows.
         layout: that of the rows.
@@ -176,7 +174,6 @@ def _product(
     """Return the layout of a product.
 
     Args:
-        marks: what is noted about tensors.
         kept: operands of data, with where their examples lie in the product.
         gone: those whose examples are summed, with where they lie in the operand.
         result: the product.
@@ -206,7 +203,6 @@ def _summed(
     """Return the layout of a product that sums over the examples of some operands.
 
     Args:
-        marks: what is noted about tensors.
         meets: whether trained values stand beside them whose examples are not summed.
         gone: these operands, with where their examples lie.
         result: the product.

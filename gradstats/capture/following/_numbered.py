@@ -56,7 +56,7 @@ def lies_after(
     """Return where the examples lie after a write, as what was written says.
 
     Args:
-        marks, write, target: what is noted, what was written, and into what.
+        write, target: what was written, and into what.
         owned: the values, and where their examples lie.
         known: where they lay before.
         writes: how many changes of the target this was: 1 in place, else 0.
@@ -93,7 +93,7 @@ def lies_behind(
     """Return where the examples lie in a contiguous tensor, a view of which was written to.
 
     Args:
-        marks, view, owned: what is noted, the view, and where the examples lie in it now.
+        view, owned: the view, and where the examples lie in it now.
         base, blank: the tensor, and whether it is known to have held nothing of any example.
     """
     before = _numbers_before(marks, base, 1, blank=blank)
@@ -121,7 +121,7 @@ def _numbers_before(marks: Marks, target: Tensor, writes: int, *, blank: bool) -
     """Return the example of each element of a tensor before its last writes, if that is known.
 
     Args:
-        marks, target, writes: what is noted, the tensor, and how many writes there were.
+        target, writes: the tensor, and how many writes there were.
         blank: whether it is known to have held nothing of any example.
     """
     numbers = marks.values.owner_of(target, writes)
@@ -188,7 +188,7 @@ def _settled(
     """Return where the examples lie in a tensor.
 
     Args:
-        marks, target: what is noted, and the tensor.
+        target: the tensor.
         numbers: the example of each element.
         owned: whose the value is that was written last.
         known: where they lay before, which decides if it may be so still.
@@ -236,7 +236,6 @@ def _fits(rows: dict[int, Tensor], layout: Examples) -> bool:
 
     Args:
         rows: the example of each row, by axis.
-        layout: the layout.
     """
     if (own := rows.get(layout.axis)) is None:
         return False
@@ -247,7 +246,7 @@ def _likely(marks: Marks, target: Tensor, owned: Examples | Whole) -> Iterator[E
     """Yield the layouts that a tensor may have, the likeliest first.
 
     Args:
-        marks, target: what is noted, and the tensor.
+        target: the tensor.
         owned: whose the value is that was written into it.
     """
     yield from _of_its_size(marks, target, owned)

@@ -114,7 +114,6 @@ def _follow_data(
     """Note where the examples lie in the results of an operation on data.
 
     Args:
-        tracker: the context.
         func, args, kwargs, result: the operation.
         data: its operands of data.
         results: the leaves of its result.

@@ -138,7 +138,6 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     """Whether the result of an operation on several examples sums terms of one example each.
 
     Args:
-        marks: what is noted about tensors.
         call: the operation, in whose result the examples are not apart.
 
     Returns:

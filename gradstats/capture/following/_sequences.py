@@ -170,7 +170,6 @@ def layout_of_bags(
     """Return to which examples the bags of ids belong; None if that is not known.
 
     Args:
-        marks: what is noted about tensors.
         ids: (N,), the bags one after the other.
         shares: (N,) what the rows of a table are multiplied by; None for ones.
         offsets: where the bags begin.

@@ -69,7 +69,6 @@ class Write:
         """Whether a value is written to places of its own examples, under a layout of the operand.
 
         Args:
-            layout: the layout.
             value: what is written.
             owned: where the examples lie in ``value``.
             blank: whether each row has to get something, as where the operand held nothing.

@@ -210,7 +210,7 @@ def _place_after(marks: Marks, change: Change, layout: Layout, *, fresh: bool = 
     """Note where the examples lie after a write.
 
     Args:
-        marks, change: what is noted, and the write.
+        change: the write.
         layout: where they lie now; None where that is not known.
         fresh: whether nothing was known of the tensor that the operand shows.
     """

@@ -179,7 +179,6 @@ def _mapped_along(marks: Marks, mapped: list[tuple[Any, int | None]]) -> list[Ex
     """Return the layouts of the data among operands that are mapped over nothing but examples.
 
     Args:
-        marks: what is noted about tensors.
         mapped: the operands, each with the axis along which it is mapped.
 
     Returns:

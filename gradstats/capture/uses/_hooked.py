@@ -208,7 +208,6 @@ def hook(
     Called only where ``may_hook`` holds.
 
     Args:
-        tracker: the context.
         x: the data.
         parameters: the other operands; those that are not None must be parameters.
         examples: where the examples lie in the result.

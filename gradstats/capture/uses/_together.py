@@ -34,7 +34,6 @@ def is_small(settings: Settings, x: Tensor, width: int, outputs: int) -> bool:
     """Whether operations on data like these may wait for each other.
 
     Args:
-        settings: the context's.
         x: the data.
         width: how many numbers of each position the operation takes.
         outputs: how many it makes of them.
@@ -48,7 +47,6 @@ def kind_of(settings: Settings, factors_of: Joinable, result: Tensor) -> Hashabl
     """Return what operations share that may wait for each other; None for one that may not.
 
     Args:
-        settings: the context's.
         factors_of, result: the operation's.
     """
     if settings.consumer is not None or not result.is_cpu:

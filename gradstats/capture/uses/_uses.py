@@ -215,8 +215,6 @@ def fuse(
     """Return the only factor of a parameter with its norms, and its sum if one pass gives both.
 
     Args:
-        factor: the factor.
-        settings: the context's.
         want_sum: whether the weight gradient is wanted.
         dtype: the preferred dtype of the weight gradient; None for any.
     """
