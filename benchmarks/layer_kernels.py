@@ -163,13 +163,13 @@ def _convolution(layer: Layer, size: int) -> Iterator[Provider]:
 
 
 def _embedding(layer: Layer, size: int) -> Iterator[Provider]:
-    from gradstats.kernels import _reference_rows, rows, rows_direction, rows_pairs
+    from gradstats.kernels import operators, rows, rows_direction, rows_pairs
 
     positions, width, table = layer.sizes
     read = layer.batch * positions * (size * width + 8)
 
     def exact(ids, g, w):
-        return _reference_rows.rows_sqnorm(ids.cpu(), g.cpu()).to(g.device)
+        return operators.rows_sqnorm(ids.cpu(), g.cpu()).to(g.device)
 
     for name, longest in (("gradstats compared", 10**6), ("gradstats sorted", 0)):
         yield Provider(
