@@ -15,6 +15,7 @@ from torch.nn import functional
 import gradstats as gs
 from gradstats.statistics._batches import Given
 from tests.functions import Kernel, linear_without_rule
+from tests.losses import losses_of as per_example_cross_entropy
 from tests.oracle import (
     assert_products,
     assert_sqnorms,
@@ -27,10 +28,6 @@ from tests.oracle import (
 )
 
 B = 5
-
-
-def per_example_cross_entropy(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 @pytest.fixture

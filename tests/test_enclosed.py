@@ -13,6 +13,7 @@ from torch.nn import functional
 import gradstats as gs
 from gradstats.capture.following._enclosed import enclosed_tensors
 from gradstats.capture.parameters._attributes import tensors_kept
+from tests.losses import losses_of as classify
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
 
 WIDTH, HIDDEN, CLASSES = 8, 16, 4
@@ -25,10 +26,6 @@ def network():
 
 def like(model):
     return {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
-
-
-def classify(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 # What a notebook holds.

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 import gradstats as gs
+from tests.losses import losses_of as loss_fn
 from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 
 B = 4
@@ -30,10 +30,6 @@ class Positions(nn.Module):
     def forward(self, x):
         places = self.embed(torch.arange(x.shape[1]))
         return self.last((self.first(x[..., None]) + places).tanh().mean(1))
-
-
-def loss_fn(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def example(number):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradstats as gs
 from gradstats.capture.rules import _elementwise, _products
 from gradstats.capture.uses import _hooked
+from tests.losses import losses_of
 
 from .functions import ScaleGradient
 from .oracle import assert_sqnorms, check_model, oracle_sqnorms
@@ -70,10 +71,6 @@ KINDS = {"linear": lambda: (network(), data()), "affine": affine}
 def data():
     torch.manual_seed(1)
     return torch.randn(BATCH, 5, dtype=torch.float64), torch.randint(3, (BATCH,))
-
-
-def losses_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def tracked(model, batch, losses=losses_of, **options):

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from tests.functions import Kernel
+from tests.losses import losses_of as loss_of
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 BATCH, WIDTH = 5, 3
@@ -30,10 +31,6 @@ class Remembers(nn.Module):
     def forward(self, x):
         self.last = {"input": x, "views": [x[:, :1], x.T]}
         return self.outer(torch.tanh(self.norm(self.inner(x))))
-
-
-def loss_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def square_of(model, batch):

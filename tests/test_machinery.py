@@ -17,13 +17,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import gradstats as gs
 from gradstats.capture.following import _marks
 from tests.functions import recomputing
+from tests.losses import losses_of as classify
 from tests.oracle import assert_sqnorms, assert_unchanged, check_model, oracle_sqnorms, snapshot
 
 B = 6
-
-
-def classify(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def convolutional():

@@ -13,6 +13,7 @@ from gradstats import _cost
 from gradstats._factors import Outer
 from gradstats.capture.uses import _hooked
 from gradstats.contractions import _multiply, _outer, sqnorm
+from tests.losses import losses_of
 
 from .oracle import assert_sqnorms, check_model, flat, oracle_gradients, oracle_sqnorms
 
@@ -193,10 +194,6 @@ class LastState(nn.Module):
 
 def sequences():
     return LastState(), (torch.randn(7, 5, 12), torch.randint(6, (7,)))
-
-
-def losses_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 @pytest.mark.parametrize("make", [blocks, rows, sequences])

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from benchmarks.ledger import peak_memory
 from tests.functions import linear_without_rule
+from tests.losses import losses_of as classify
 from tests.oracle import (
     assert_sqnorms,
     check_model,
@@ -28,10 +29,6 @@ from tests.pages import README, page_with
 from tests.rules.operation import check_operation, normal, uneven_loss
 
 B, T, WIDTH = 4, 5, 6
-
-
-def classify(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def tokens(rows=7, positions=T):

@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 import gradstats as gs
 from gradstats.capture.rules import RULES
+from tests.losses import losses_of as classify
 from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
 
 B, T, WIDTH = 5, 3, 4
@@ -49,10 +50,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.head(self.operation(self.body(x), self.weight).relu_()).mean(1)
-
-
-def classify(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 @pytest.fixture

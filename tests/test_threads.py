@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import gradstats as gs
+from tests.losses import losses_of as loss_fn
 from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 
 
@@ -28,11 +28,6 @@ class Positions(nn.Module):
     def forward(self, x):
         places = self.embed(torch.arange(x.shape[1])) * torch.exp(self.scale)
         return self.last((self.first(x[..., None]) + places).tanh().mean(1))
-
-
-def loss_fn(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.capture.parameters._tensors import node_of
+from tests.losses import losses_of
 from tests.oracle import (
     assert_products,
     assert_sqnorms,
@@ -27,10 +28,6 @@ from tests.oracle import (
 )
 
 B = 6
-
-
-def losses_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 @pytest.fixture

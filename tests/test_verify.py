@@ -20,15 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from gradstats.statistics import _reference, _verify
 from tests.functions import Kernel, linear_without_rule, recomputing
+from tests.losses import losses_of as classify
 from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 from tests.test_fallback import Doubled
 from tests.test_models import gpt2, sequence_losses, token_batch
 
 B = 6
-
-
-def classify(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def network(*between):
