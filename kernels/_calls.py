@@ -18,6 +18,9 @@ from torch.nn import Parameter
 # Types of tensors whose memory holds their values, unless these are negated or zero as a whole.
 PLAIN = frozenset({Tensor, Parameter})
 
+# Types of most options, none of them a tensor.
+VALUES = frozenset({type(None), bool, int, float, str, tuple, torch.dtype})
+
 
 def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]]) -> Callable:
     """The launcher of a contraction, imported at the first call, with its operator's arguments.
@@ -79,25 +82,38 @@ def at_once(operator: Callable, call: Callable) -> Callable:
     """The contraction, which calls the launcher directly if the operator would do no more."""
 
     def contract(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _observed():
-            return operator(*args, **kwargs)
-        if not args or not args[0].is_cuda:
-            return operator(*args, **kwargs)
-        for each in (*args, *kwargs.values()):
-            if type(each) in PLAIN:
-                if each.is_neg() or each._is_zerotensor():
-                    return operator(*args, **kwargs)
-            elif isinstance(each, Tensor):
-                return operator(*args, **kwargs)
-        return call(*args, **kwargs)
+        if args and args[0].is_cuda and are_plain(*args, *kwargs.values()):
+            return call(*args, **kwargs)
+        return operator(*args, **kwargs)
 
     return contract
+
+
+def are_plain(*arguments: Any) -> bool:
+    """Whether torch adds nothing to a contraction, all of whose tensors lie in plain memory."""
+    if _observed():
+        return False
+    for each in arguments:
+        kind = type(each)
+        if kind in PLAIN:
+            if each.is_neg() or each._is_zerotensor():
+                return False
+        elif kind not in VALUES and isinstance(each, Tensor):
+            return False
+    return True
+
+
+def are_here(*tensors: Tensor) -> bool:
+    """Whether tensors lie on the current CUDA device, where launches go."""
+    here = torch.cuda.current_device()
+    return all([each.is_cuda and each.device.index == here for each in tensors])
 
 
 def _observed() -> bool:
     """Whether torch would do more than compute: differentiate, transform, trace, or call modes."""
     return (
-        torch.is_grad_enabled()
+        torch.compiler.is_dynamo_compiling()
+        or torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None

@@ -15,8 +15,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import triton
+from gradstats.kernels._calls import VALUES
 from gradstats.kernels._check import check_programs
 from triton.compiler import CompiledKernel
+from triton.knobs import HookChain
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -28,14 +30,15 @@ Operands = tuple[torch.Tensor | None, ...]
 # more layouts than this.
 REMEMBERED = 1024
 
-# Types of most options, none of them a tensor.
-VALUES = frozenset({type(None), bool, int, float, str, tuple, torch.dtype})
+# What a key holds of an operand that is not there.
+NOTHING = (None,)
 
 _driver, _runtime, _compilation = (
     triton.runtime.driver,
     triton.knobs.runtime,
     triton.knobs.compilation,
 )
+INSPECTS_STAGES = hasattr(_runtime, "add_stages_inspection_hook")
 
 
 class Launch:
@@ -49,7 +52,7 @@ class Launch:
         self.numbers = numbers
         self.constants = constants
         # by what tensors may differ in: where they are, their dtypes, and their alignment
-        self.compiled: dict[tuple, CompiledKernel] = {}
+        self.compiled: dict[tuple, tuple] = {}
         self.values: tuple | None = None
         if type(kernel) is JITFunction:
             names = [each.name for each in kernel.params]
@@ -58,40 +61,47 @@ class Launch:
                 self.values = (*numbers, *(constants[name] for name in named))
 
     def __call__(self, *tensors: Any) -> None:
-        """Launch for tensors, tensor descriptors, or None where a kernel reads nothing."""
+        """Launch for tensors, tensor descriptors, or None where a kernel reads nothing.
+
+        All lie on the current device.
+        """
         values = self.values
         if values is None or _watched(self.kernel):
             self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants)
             return
-        driver = _driver.active
-        device = driver.get_current_device()
+        # one of the tensors says which device it is: to ask PyTorch takes longer
+        device: Any = None
         pointers, marks = [*tensors], [*tensors]
         for place, tensor in enumerate(tensors):
             if type(tensor) is TensorDescriptor:
                 marks[place] = _mark(tensor)
             elif tensor is not None:
+                device = tensor.device
                 pointers[place] = pointer = tensor.data_ptr()
                 marks[place] = (tensor.dtype,) if pointer % 16 else tensor.dtype
-        known = (driver, device, *marks)
-        compiled = self.compiled.get(known)
-        if compiled is None:
+        known = (device, *marks)
+        try:
+            start, function, packed, stream, _ = self.compiled[known]
+        except KeyError:
             compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants)
             self._remember(known, compiled)
             return
-        compiled.run(
-            self.programs, 1, 1, driver.get_current_stream(device), compiled.function,
-            compiled.packed_metadata, None, None, None, *pointers, *values,
+        start(
+            self.programs, 1, 1, stream(device.index), function, packed, None, None, None,
+            *pointers, *values,
         )  # fmt: skip
 
     def _remember(self, known: tuple, compiled: Any) -> None:
         """Cache what Triton launched, if this version is known to start it like that."""
         assert self.values is not None
-        # the key holds the driver, the device and one mark for each tensor
-        complete = len(known) - 2 + len(self.values) == len(self.kernel.params)
+        # the key holds the device and one mark for each tensor
+        complete = len(known) - 1 + len(self.values) == len(self.kernel.params)
         parts = ("run", "function", "packed_metadata")
         if complete and isinstance(compiled, CompiledKernel):
             if all(hasattr(compiled, part) for part in parts):
-                self.compiled[known] = compiled
+                started = [getattr(compiled, part) for part in parts]
+                # with the kernel itself, which is unloaded when nobody has it
+                self.compiled[known] = *started, _driver.active.get_current_stream, compiled
 
 
 def _mark(descriptor: Any) -> tuple:
@@ -108,12 +118,12 @@ def _watched(kernel: JITFunction) -> bool:
     """Whether something observes launches, or changes how kernels are compiled."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(
-        getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
+        (enter.calls if type(enter) is HookChain else enter)
+        or (leave.calls if type(leave) is HookChain else leave)
         or kernel.pre_run_hooks
         or _runtime.debug
         or _compilation.instrumentation_mode
-        or getattr(_runtime, "add_stages_inspection_hook", None)
+        or (INSPECTS_STAGES and _runtime.add_stages_inspection_hook)
     )
 
 
@@ -173,20 +183,23 @@ def remembered(
             return prepare(kernel, operands, *options, **named)
         if type(kernel) is not JITFunction:
             return prepare(kernel, operands, *options, **named)
-        key: list[Any] = [id(kernel), len(operands), options, *named.items()]
+        key: list[Any] = [id(kernel), options]
+        if named:
+            key += named.items()
         for each in operands:
             if each is None:
-                key.append(None)
+                key += NOTHING
             else:
-                layout = (each.shape, each.stride(), each.dtype, each.device, each.data_ptr() % 16)
-                key += layout
+                key += (each.shape, each.stride(), each.dtype, each.device, each.data_ptr() % 16)
         known = tuple(key)
-        entry = found.get(known)
-        if entry is None:
-            # with the kernel, whose id no other can have while it is here
-            entry = (kernel, prepare(kernel, operands, *options, **named))
-            _store(found, known, entry)
-        return entry[1]
+        try:
+            return found[known][1]
+        except KeyError:
+            pass
+        # with the kernel, whose id no other can have while it is here
+        found_now = kernel, prepare(kernel, operands, *options, **named)
+        _store(found, known, found_now)
+        return found_now[1]
 
     return find
 

@@ -252,12 +252,12 @@ def convolution_gram_sqnorm(
     layer = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
     copied, plan = _plan(
         convolution_gram_kernel, (x, g), layer, _check.precision_of(x.dtype),
-        guard.Rounding(adding, products, cut_off, tolerance), config, direct_config,
+        adding, products, cut_off, tolerance, config, direct_config,
     )  # fmt: skip
     if copied:
         arranged = check_convolution(x, g, *layer).arranged()
         x, g = arranged.x, arranged.g
-    sqnorm, bound = guard.run(plan, x, g)
+    sqnorm, bound = plan(x, g)
     return sqnorm, bound
 
 
@@ -267,7 +267,10 @@ def _plan(
     operands: tuple[torch.Tensor, torch.Tensor],
     geometry: tuple,
     _precision: str,  # told apart in what is remembered
-    rounding: guard.Rounding,
+    adding: float,
+    products: float,
+    cut_off: float,
+    tolerance: float,
     config: _config.TileConfig | None,
     direct_config: _config.TileConfig | None,
 ) -> tuple[bool, guard.Guarded]:
@@ -285,6 +288,7 @@ def _plan(
     side = _config.cdiv(positions, config.rows)
     pairs = side * (side + 1) // 2
     sums = guard.Sums(batch, groups, pairs, max(1, tiles))
+    rounding = guard.Rounding(adding, products, cut_off, tolerance)
     launch = Launch(
         kernel,
         batch * groups * pairs,

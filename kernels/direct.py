@@ -168,11 +168,15 @@ def direct_sqnorm(
     Cost: 2 T d_in d_out flops per example, as the weight gradient; workspace 8 bytes per tile.
     Source: Rochette et al., arXiv 1912.06015.
     """
-    plan = _plan_squares(
-        direct_kernel, (a, g), cu_seqlens, max_seqlen, _check.precision_of(a.dtype),
-        config,
-    )  # fmt: skip
-    return _direct(plan, a, g, a, g)
+    precision = _check.precision_of(a.dtype)
+    plan = _plan_squares(direct_kernel, (a, g), cu_seqlens, max_seqlen, precision, config)
+    return plan(a, g)
+
+
+def prepare(a: torch.Tensor, g: torch.Tensor) -> _Plan:
+    """What `direct_sqnorm` does, for dense operands that lie as these do."""
+    precision = _check.precision_of(a.dtype)
+    return _plan_squares(direct_kernel, (a, g), None, None, precision, None)
 
 
 def direct_inner(
@@ -199,7 +203,7 @@ def direct_inner(
     )
     _check.check_batches(first.batch, second.batch)
     plan = _plan(direct_kernel, (a1, g1, a2, g2), first, second, config, paired=True)
-    return _direct(plan, a1, g1, a2, g2)
+    return plan(a1, g1, a2, g2)
 
 
 class _Plan(NamedTuple):
@@ -208,6 +212,13 @@ class _Plan(NamedTuple):
     bounds: tuple[torch.Tensor | None, torch.Tensor | None]
     shape: tuple[int, int]  # of the partial results: examples and tiles
     launch: Launch | None  # None where there is nothing to compute
+
+    def __call__(self, a: torch.Tensor, g: torch.Tensor, *second: torch.Tensor) -> torch.Tensor:
+        """Of operands that lie as the plan's do; without the second the squares of the first."""
+        partial = torch.empty(self.shape, dtype=torch.float64, device=a.device)
+        if self.launch is not None:
+            self.launch(a, g, *(second or (a, g)), *self.bounds, partial)
+        return added(partial)
 
 
 @remembered
@@ -262,16 +273,3 @@ def _plan(
         )
     bounds = (segments1.cu_seqlens, segments2.cu_seqlens)
     return _Plan(bounds, (segments1.batch, tiles), launch)
-
-
-def _direct(
-    plan: _Plan,
-    a1: torch.Tensor,
-    g1: torch.Tensor,
-    a2: torch.Tensor,
-    g2: torch.Tensor,
-) -> torch.Tensor:
-    partial = torch.empty(plan.shape, dtype=torch.float64, device=a1.device)
-    if plan.launch is not None:
-        plan.launch(a1, g1, a2, g2, *plan.bounds, partial)
-    return added(partial)

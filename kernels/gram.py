@@ -322,12 +322,20 @@ def gram_sqnorm(
     those that are replaced; workspace 24 bytes per tile pair, 8 per tile of the weight at most.
     Source: Li et al., arXiv 2110.05679.
     """
-    bounds, plan = _plan(
+    plan = _plan(
         gram_kernel, (a, g), cu_seqlens, max_seqlen, _check.precision_of(a.dtype),
-        groups, guard.Rounding(adding, products, cut_off, tolerance), config, direct_config,
+        groups, adding, products, cut_off, tolerance, config, direct_config,
     )  # fmt: skip
-    sqnorm, bound = guard.run(plan, a, g, bounds)
+    sqnorm, bound = plan(a, g)
     return sqnorm, bound
+
+
+def prepare(
+    a: torch.Tensor, g: torch.Tensor, rounding: tuple[float, float, float, float]
+) -> guard.Guarded:
+    """What `gram_sqnorm` does with one group, for dense operands that lie as these do."""
+    precision = _check.precision_of(a.dtype)
+    return _plan(gram_kernel, (a, g), None, None, precision, 1, *rounding, None, None)
 
 
 @remembered
@@ -338,17 +346,20 @@ def _plan(
     max_seqlen: int | None,
     _precision: str,  # told apart in what is remembered
     groups: int,
-    rounding: guard.Rounding,
+    adding: float,
+    products: float,
+    cut_off: float,
+    tolerance: float,
     config: _config.TileConfig | None,
     direct_config: _config.TileConfig | None,
-) -> tuple[torch.Tensor | None, guard.Guarded]:
+) -> guard.Guarded:
     a, g = operands
     segments = _check.check_operands(a, g, cu_seqlens, max_seqlen)
     factors, positions = segments.batch, segments.positions
     _check.check_factors(factors, groups, segments.ragged)
     batch = factors // groups
     if not factors * positions:
-        return segments.cu_seqlens, guard.nothing_to_compute(batch)
+        return guard.nothing_to_compute(batch)
     run = segments.adjacent_positions(a, g)
     d_in, d_out = a.shape[-1], g.shape[-1]
     kind = _check.kind(a, run > 1 or _check.is_aligned(a, g))
@@ -358,6 +369,7 @@ def _plan(
     pairs = side * (side + 1) // 2
     tiles = groups * _config.tiles_of(direct_config, d_out, d_in)
     sums = guard.Sums(batch, groups, pairs, max(1, tiles))
+    rounding = guard.Rounding(adding, products, cut_off, tolerance)
     launch = launch_of(
         kernel,
         factors * pairs,
@@ -387,4 +399,4 @@ def _plan(
         GROUP_ROWS=GROUP,
         **direct_config.of_gradients,
     )
-    return segments.cu_seqlens, sums.guarded(launch, again, rounding)
+    return sums.guarded(launch, again, rounding, segments.cu_seqlens)

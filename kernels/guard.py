@@ -128,18 +128,34 @@ def replace_kernel(
 
 
 class Guarded(NamedTuple):
-    """All of a call of a Gram form but its tensors.
+    """All of a call of a Gram form but its operands.
 
     Attributes:
         batch: number of examples.
         scratch: fp64 numbers that the launches leave for each other.
         launches: of the form itself, of the gradients of suspects, and of what replaces their
             results; None where there is nothing to compute.
+        bounds: what the first two take behind the operands.
     """
 
     batch: int
     scratch: int
     launches: tuple[Launch, Launch, Launch] | None
+    bounds: tuple[torch.Tensor | None, ...] = ()
+
+    def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(squared norms, bounds), each fp64 (B,), of operands that lie as the plan's do."""
+        batch, size, launches, bounds = self
+        device = operands[0].device
+        if launches is None:
+            return torch.zeros((2, batch), dtype=torch.float64, device=device).unbind(0)
+        scratch = torch.empty(size, dtype=torch.float64, device=device)
+        result = torch.empty((2, batch), dtype=torch.float64, device=device)
+        gram, recompute, replace = launches
+        gram(*operands, *bounds, scratch)
+        recompute(*operands, *bounds, scratch, result)
+        replace(scratch, result)
+        return result.unbind(0)
 
 
 class Sums(NamedTuple):
@@ -179,7 +195,13 @@ class Sums(NamedTuple):
             **constants,
         )
 
-    def guarded(self, gram: Launch, recompute: Launch, rounding: Rounding) -> Guarded:
+    def guarded(
+        self,
+        gram: Launch,
+        recompute: Launch,
+        rounding: Rounding,
+        *bounds: torch.Tensor | None,
+    ) -> Guarded:
         """All launches of a Gram form, given the first two."""
         replace = launch_of(
             replace_kernel,
@@ -193,25 +215,9 @@ class Sums(NamedTuple):
             num_warps=1,
         )
         scratch = self.size + self.batch * self.parts
-        return Guarded(self.batch, scratch, (gram, recompute, replace))
+        return Guarded(self.batch, scratch, (gram, recompute, replace), bounds)
 
 
 def nothing_to_compute(batch: int) -> Guarded:
     """Of examples without positions, or of no examples."""
     return Guarded(batch, 0, None)
-
-
-def run(plan: Guarded, *operands: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """(squared norms, bounds), each fp64 (B,), of operands that the plan was made for."""
-    batch, size, launches = plan
-    assert operands[0] is not None
-    device = operands[0].device
-    if launches is None:
-        return torch.zeros((2, batch), dtype=torch.float64, device=device).unbind(0)
-    scratch = torch.empty(size, dtype=torch.float64, device=device)
-    result = torch.empty((2, batch), dtype=torch.float64, device=device)
-    gram, recompute, replace = launches
-    gram(*operands, scratch)
-    recompute(*operands, scratch, result)
-    replace(scratch, result)
-    return result.unbind(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -76,12 +76,27 @@ def rank_one_sqnorm(
     Cost: one read of both operands, O(B (d_in + d_out)).
     Source: Goodfellow, arXiv 1510.01799.
     """
-    shape, launch = _plan(rank_one_kernel, (a, g), config, splits)
-    partial = torch.empty(shape, dtype=torch.float64, device=a.device)
-    if launch is not None:
-        launch(a, g, partial)
-    inputs, outputs = apart(partial)
-    return inputs * outputs
+    return _plan(rank_one_kernel, (a, g), config, splits)(a, g)
+
+
+def prepare(a: torch.Tensor, g: torch.Tensor) -> _Plan:
+    """What `rank_one_sqnorm` does, for operands that lie as these do."""
+    return _plan(rank_one_kernel, (a, g), None, None)
+
+
+class _Plan(NamedTuple):
+    """All of a call but its tensors."""
+
+    shape: tuple[int, int, int]  # of the partial results
+    launch: Launch | None  # None where there are no examples
+
+    def __call__(self, a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        """Of operands that lie as the plan's do."""
+        partial = torch.empty(self.shape, dtype=torch.float64, device=a.device)
+        if self.launch is not None:
+            self.launch(a, g, partial)
+        inputs, outputs = apart(partial)
+        return inputs * outputs
 
 
 @remembered
@@ -90,8 +105,7 @@ def _plan(
     operands: tuple[torch.Tensor, torch.Tensor],
     config: _config.TileConfig | None,
     splits: int | None,
-) -> tuple[tuple[int, int, int], Launch | None]:
-    """(shape of the partial results, launch): None where there are no examples."""
+) -> _Plan:
     a, g = operands
     if a.dim() != 2 or g.dim() != 2 or a.shape[0] != g.shape[0]:
         raise _check.KernelInputError(
@@ -126,4 +140,4 @@ def _plan(
             INNER=config.inner,
             **config.options,
         )
-    return (2, batch, splits), launch
+    return _Plan((2, batch, splits), launch)

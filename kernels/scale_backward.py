@@ -6,6 +6,7 @@ broadcast multiplications and additions, of biases, of BatchNorm in evaluation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,25 @@ def scale_backward(
     normalised = (mean, rstd, None, None)
     found = scale.run(plan.launches, x, g, weight, normalised, plan.bounds)
     return _results(found, plan.nothing, x is not None, shift)
+
+
+def prepare_shift(
+    g: torch.Tensor, gradient_dtype: torch.dtype | None
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """What `scale_backward` finds of a shift alone, for gradients that lie as these do.
+
+    Returns:
+        What takes g and returns (shift_gradient (C,), shift_sqnorm fp64 (B,)).
+    """
+    operands = (None, g, None, None, None)
+    options = (None, None, None, None, True, False, True, gradient_dtype)
+    plan = _plan(scale.scale_kernel, operands, *options).launches
+
+    def run(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = scale.run(plan, None, g, None, (None, None, None, None), None)
+        return found.totals[0], found.sqnorm[0]
+
+    return run
 
 
 class _Plan(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -87,7 +87,7 @@ def vector_sum(
         fp32 (B, d).
     Raises, cost: as `vector_sqnorm`.
     """
-    return _run(v, cu_seqlens, max_seqlen, False, config)
+    return _plan(vector_kernel, (v,), cu_seqlens, max_seqlen, False, config)(v)
 
 
 def vector_sqnorm(
@@ -112,22 +112,29 @@ def vector_sqnorm(
         KernelInputError: before any launch, for inputs that no kernel serves.
     Cost: one read of `v`.
     """
-    return added(_run(v, cu_seqlens, max_seqlen, True, config))
+    return _plan(vector_kernel, (v,), cu_seqlens, max_seqlen, True, config)(v)
 
 
-def _run(
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-    squares: bool,
-    config: _config.TileConfig | None,
-) -> torch.Tensor:
-    bounds, shape, launch = _plan(vector_kernel, (v,), cu_seqlens, max_seqlen, squares, config)
-    dtype = torch.float64 if squares else torch.float32
-    output = torch.empty(shape, dtype=dtype, device=v.device)
-    if launch is not None:
-        launch(v, bounds, output)
-    return output
+def prepare(v: torch.Tensor) -> _Plan:
+    """What `vector_sqnorm` does, for a dense operand that lies as this one does."""
+    return _plan(vector_kernel, (v,), None, None, True, None)
+
+
+class _Plan(NamedTuple):
+    """All of a call but its operand."""
+
+    squares: bool
+    bounds: torch.Tensor | None
+    shape: tuple[int, int]  # of the launch's output
+    launch: Launch | None  # None where there is nothing to compute
+
+    def __call__(self, v: torch.Tensor) -> torch.Tensor:
+        """Of an operand that lies as the plan's does."""
+        dtype = torch.float64 if self.squares else torch.float32
+        output = torch.empty(self.shape, dtype=dtype, device=v.device)
+        if self.launch is not None:
+            self.launch(v, self.bounds, output)
+        return added(output) if self.squares else output
 
 
 @remembered
@@ -138,8 +145,7 @@ def _plan(
     max_seqlen: int | None,
     squares: bool,
     config: _config.TileConfig | None,
-) -> tuple[torch.Tensor | None, tuple[int, int], Launch | None]:
-    """(bounds, shape of the output, launch): None where there is nothing to compute."""
+) -> _Plan:
     (v,) = operands
     segments = _check.check_operands(v, v, cu_seqlens, max_seqlen)
     features = v.shape[-1]
@@ -160,4 +166,5 @@ def _plan(
             RUN=segments.adjacent_positions(v),
             **config.of_streams,
         )
-    return segments.cu_seqlens, (segments.batch, tiles if squares else features), launch
+    shape = segments.batch, tiles if squares else features
+    return _Plan(squares, segments.cu_seqlens, shape, launch)

@@ -207,20 +207,13 @@ def weight_gradient_sqnorm(
         weight_gradient_kernel, (a, g), cu_seqlens, max_seqlen,
         _check.precision_of(a.dtype), gradient_dtype, descriptors, config, splits,
     )  # fmt: skip
-    partial = torch.empty(plan.partial, dtype=torch.float64, device=a.device)
-    if plan.launch is None:
-        return torch.zeros(plan.gradient, dtype=plan.dtype, device=a.device), added(partial)
-    gradient = torch.empty(plan.gradient, dtype=plan.dtype, device=a.device)
-    parts = None
-    if plan.addition is not None:
-        parts = torch.empty(plan.parts, dtype=torch.float32, device=a.device)
-    operands: tuple[Any, Any] = (a, g)
-    if plan.boxes is not None:
-        operands = (_descriptor(plan.boxes[0], a), _descriptor(plan.boxes[1], g))
-    plan.launch(*operands, plan.bounds, gradient, parts, partial)
-    if plan.addition is not None:
-        plan.addition(parts, gradient)
-    return gradient, added(partial)
+    return plan(a, g)
+
+
+def prepare(a: torch.Tensor, g: torch.Tensor) -> _Plan:
+    """What `weight_gradient_sqnorm` does, for dense operands that lie as these do."""
+    precision = _check.precision_of(a.dtype)
+    return _plan(weight_gradient_kernel, (a, g), None, None, precision, None, None, None, None)
 
 
 class _Plan(NamedTuple):
@@ -244,6 +237,24 @@ class _Plan(NamedTuple):
     boxes: tuple[TensorDescriptor, TensorDescriptor] | None = None
     launch: Launch | None = None
     addition: Launch | None = None
+
+    def __call__(self, a: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(gradient, squared norms) of operands that lie as the plan's do."""
+        device = a.device
+        partial = torch.empty(self.partial, dtype=torch.float64, device=device)
+        if self.launch is None:
+            return torch.zeros(self.gradient, dtype=self.dtype, device=device), added(partial)
+        gradient = torch.empty(self.gradient, dtype=self.dtype, device=device)
+        parts = None
+        if self.addition is not None:
+            parts = torch.empty(self.parts, dtype=torch.float32, device=device)
+        operands: tuple[Any, Any] = (a, g)
+        if self.boxes is not None:
+            operands = (_descriptor(self.boxes[0], a), _descriptor(self.boxes[1], g))
+        self.launch(*operands, self.bounds, gradient, parts, partial)
+        if self.addition is not None:
+            self.addition(parts, gradient)
+        return gradient, added(partial)
 
 
 @remembered

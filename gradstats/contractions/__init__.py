@@ -25,6 +25,7 @@ Used by all of them
     _rounding    how much one operation rounds
     _precision, _multiply, _tensor_cores    the precision of products, their library, their hardware
     _triton, _triton_layers    the kernels, on CUDA
+    _prepared    what they do for the operands of a layer, decided once for layers that are alike
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def sqnorm(factor: Outer, workspace: int) -> Contraction:
 def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
     on_chip = _triton.serves(factor)
-    if on_chip and _is_of_images(factor):
+    if on_chip and is_of_images(factor):
         # Of a 1×1 convolution. On an NVIDIA H100 norms beside cuDNN's weight gradient take half to
         # nine tenths of the time of one kernel for both.
         return sqnorm(factor, workspace), summed(factor)
@@ -266,14 +266,14 @@ def magnitude(factor: Outer) -> Tensor:
 
 def summed(factor: Outer) -> Tensor:
     """Return Σ_i G_i in the parameter's shape by one product over examples and positions."""
-    if _is_of_images(factor):
+    if is_of_images(factor):
         return _arrange(_summed_images(factor), factor)
     left = factor.left.transpose(0, 1).flatten(1, 2)  # (K, B·T, p)
     right = factor.right.transpose(0, 1).flatten(1, 2)
     return _arrange(multiply_groups(left.mT, right), factor)
 
 
-def _is_of_images(factor: Outer) -> bool:
+def is_of_images(factor: Outer) -> bool:
     """Whether a GPU sums the gradients fastest as those of a 1×1 convolution.
 
     It does if positions are adjacent in both operands, which a matrix product would copy. Only in

@@ -158,7 +158,7 @@ def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tenso
 Wanted = tuple[bool, torch.dtype | None]
 
 
-def _stored(dtype: torch.dtype | None) -> torch.dtype | None:
+def stored(dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype if the kernels store it; None has them store what they sum in."""
     return dtype if dtype in DTYPES else None
 
@@ -205,7 +205,7 @@ def layer_norm_backward(
         return _norms_alone(*operators().layer_norm_sqnorm(x, g, eps, rms=rms, cu_seqlens=bounds))
     sums = dtype is not None
     result = operators().layer_norm_backward(
-        x, g, weight, eps, rms=rms, sums=sums, cu_seqlens=bounds, gradient_dtype=_stored(dtype)
+        x, g, weight, eps, rms=rms, sums=sums, cu_seqlens=bounds, gradient_dtype=stored(dtype)
     )
     return _norm_gradients(result, sums)
 
@@ -224,7 +224,7 @@ def group_norm_backward(
         return _norms_alone(*operators().group_norm_sqnorm(x, g, groups, eps))
     sums = dtype is not None
     result = operators().group_norm_backward(
-        x, g, weight, groups, eps, sums=sums, gradient_dtype=_stored(dtype)
+        x, g, weight, groups, eps, sums=sums, gradient_dtype=stored(dtype)
     )
     return _norm_gradients(result, sums)
 
@@ -260,7 +260,7 @@ def scale_backward(
     sums = dtype is not None
     result = operators().scale_backward(
         g, x, weight=weight, mean=mean, rstd=rstd, input_gradient=want_input, sums=sums,
-        gradient_dtype=_stored(dtype),
+        gradient_dtype=stored(dtype),
     )  # fmt: skip
     gradients = _norm_gradients(result, sums)
     return gradients if want_input else gradients._replace(input=None)
@@ -290,7 +290,7 @@ def elementwise(
         return well_conditioned(value, torch.float32), None, None
     gradient, *both = operators().scale_backward(
         g, x, weight=weight, shift=x is None, input_gradient=want_input, sums=sums,
-        cu_seqlens=bounds, gradient_dtype=_stored(dtype),
+        cu_seqlens=bounds, gradient_dtype=stored(dtype),
     )  # fmt: skip
     kind = int(x is None)  # of scale and shift
     total, value = both[kind], both[2 + kind]

@@ -148,10 +148,7 @@ class Hooked(Use):
         if self.settings.consumer is None and self.all_sole:
             if self.group is not None and self.group.take(self.roots, grad, *saved):
                 return
-            norms = norms_of(self.factors_of, self.settings.workspace, grad, *saved)
-            for root, result in zip(self.roots, norms, strict=True):
-                root.expected -= 1
-                root.finish(result)
+            self.finish(norms_of(self.factors_of, self.settings.workspace, grad, *saved))
             return
         self.deliver(self.factors_of(grad, *saved))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,11 @@ from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import Settings, Use, attach, derived, free_of_views, fuse, unseen
-from gradstats.contractions import Fused, _triton, on_chip, summed
+from gradstats.contractions import Contraction, Fused, _triton, on_chip, summed
+
+# What takes the result's gradient and the data, and returns the squared norms of the parameters and
+# the gradients of weight and bias, where they are wanted and come with these.
+Report = Callable[[Tensor, Tensor], tuple[Sequence[Contraction], Tensor | None, Tensor | None]]
 
 
 class Layer(Joinable):
@@ -76,6 +80,21 @@ class Layer(Joinable):
             return False  # summing images takes a separate product
         return use.is_sole(0) or (use.settings.consumer is None and use.is_tied(factor))
 
+    def prepared(
+        self, use: Use, grad: Tensor, x: Tensor, want_weight: bool, bias_dtype: torch.dtype | None
+    ) -> Report | None:
+        """Return what reports the parameters, decided once for operands that are alike.
+
+        None where it is to be decided each time. By default always.
+
+        Args:
+            use: of the operation.
+            grad, x: the result's gradient and the data.
+            want_weight: whether the weight's gradient is wanted.
+            bias_dtype: the dtype of the bias's gradient; None where it is not wanted.
+        """
+        return None
+
     def of_bias(self, grad: Tensor) -> Vector | Elementwise:
         """Return the factor of the bias."""
         return bias_factor(self.examples, grad, channel=self.channel)
@@ -134,22 +153,15 @@ class LayerUse(torch.autograd.Function):
         _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
         want_weight = want_weight and (settings.weight_gradients or layer.data[0])
         want_bias = want_bias and (settings.weight_gradients or layer.data[1])
-        factors: list[Factor | Fused] = []
-        total = grad_bias = None
-        if layer.weight:
-            factor = layer.of_weight(grad, x)
-            if layer.is_contracted_here(use, factor, want_weight):
-                factor = fuse(factor, settings, want_weight)
-                total = factor.total
-            factors.append(factor)
-        if layer.bias:
-            reported, grad_bias = bias_report(
-                use, layer.of_bias(grad), len(factors), bias_dtype if want_bias else None
-            )
-            factors.append(reported)
-        elif want_bias:
-            grad_bias = cast(layer.bias_sum(grad), bias_dtype)
-        use.deliver(factors)
+        if not want_bias:
+            bias_dtype = None
+        report = layer.prepared(use, grad, x, want_weight, bias_dtype)
+        if report is not None:
+            norms, total, grad_bias = report(grad, x)
+            if use.is_due():
+                use.finish(norms)
+        else:
+            total, grad_bias = _deliver(use, layer, grad, x, want_weight, bias_dtype)
         # Last, so that the layer below finds its gradient still in the cache.
         wanted = want_x, want_weight and total is None
         grad_x, grad_weight = layer.gradients(settings, grad, x, weight, wanted)
@@ -157,6 +169,34 @@ class LayerUse(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = cast(grad_weight, weight_dtype)
         return None, None, grad_x, grad_weight, grad_bias
+
+
+def _deliver(
+    use: Use,
+    layer: Layer,
+    grad: Tensor,
+    x: Tensor,
+    want_weight: bool,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Deliver the factors; return the gradients of weight and bias that this gave."""
+    factors: list[Factor | Fused] = []
+    total = grad_bias = None
+    if layer.weight:
+        factor = layer.of_weight(grad, x)
+        if layer.is_contracted_here(use, factor, want_weight):
+            fused = fuse(factor, use.settings, want_weight)
+            total = fused.total
+            factors.append(fused)
+        else:
+            factors.append(factor)
+    if layer.bias:
+        reported, grad_bias = bias_report(use, layer.of_bias(grad), len(factors), bias_dtype)
+        factors.append(reported)
+    elif bias_dtype is not None:
+        grad_bias = cast(layer.bias_sum(grad), bias_dtype)
+    use.deliver(factors)
+    return total, grad_bias
 
 
 def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from gradstats.capture.parameters._lineage import Pulled, pull_back
 from gradstats.capture.parameters._nodes import Node, Root, closed_before, unique_roots
 from gradstats.capture.parameters._slices import as_slices
 from gradstats.capture.parameters._transforms import HiddenError, transform_level
-from gradstats.contractions import Fused, lean, sqnorm, sqnorm_and_sum
+from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_sum
 from gradstats.contractions._precision import without_autocast
 from gradstats.errors import UnsupportedOperationError
 
@@ -128,6 +128,12 @@ class Use:
         if self.tracker.closed:
             raise closed_before(self.nodes[0])
         return self.tracker.is_backward_of_losses()
+
+    def finish(self, norms: Sequence[Contraction]) -> None:
+        """Hand the roots, whose only use this is, their squared norms."""
+        for root, result in zip(self.roots, norms, strict=True):
+            root.expected -= 1
+            root.finish(result)
 
     def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
         """Hand the roots the factor of each node in turn.

@@ -34,7 +34,7 @@ class Driver:
     """What Triton asks of a driver; notes (source, grid, stream, arguments) of every launch."""
 
     def __init__(self):
-        self.device, self.stream, self.started = 0, 7, []
+        self.device, self.streams, self.started = 0, {}, []
         started = self.started
 
         class Launcher:
@@ -64,7 +64,7 @@ class Driver:
         return self.device
 
     def get_current_stream(self, device=None):
-        return self.stream
+        return self.streams.get(device, 7)
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -161,13 +161,22 @@ def test_remembered_launches_leave_triton_alone(stand_in, monkeypatch):
     assert len(stand_in.started) == 2
 
 
-def test_a_launch_goes_to_the_current_device_and_stream(stand_in):
+class Elsewhere:
+    """A tensor on a device of its own."""
+
+    def __init__(self, tensor, index):
+        self.dtype, self.data_ptr = tensor.dtype, tensor.data_ptr
+        self.device = torch.device("cuda", index)
+
+
+def test_a_launch_goes_to_its_tensors_device_and_the_current_stream(stand_in):
     operands, numbers, constants = LAUNCHES["plain"]
     for device, stream in ((0, 7), (1, 8), (0, 9), (1, 8)):
-        stand_in.device, stand_in.stream = device, stream
-        launch_kernel(copy_kernel, 5, *operands, *numbers, **constants)
+        stand_in.device, stand_in.streams = device, {device: stream}
+        there = [each if each is None else Elsewhere(each, device) for each in operands]
+        launch_kernel(copy_kernel, 5, *there, *numbers, **constants)
         ours = stand_in.started[-1]
-        copy_kernel[(5,)](*operands, *numbers, **constants)
+        copy_kernel[(5,)](*there, *numbers, **constants)
         assert ours[0] is stand_in.started[-1][0] and ours[2] == stream
 
 

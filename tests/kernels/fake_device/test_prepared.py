@@ -1,0 +1,122 @@
+"""What is prepared for layers' operands does, to the bit, what is decided each time."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradstats as gs
+from gradstats.capture.uses import _linear
+from gradstats.capture.uses._layer import Layer
+from tests.losses import mean_square
+
+B = 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared(monkeypatch):
+    monkeypatch.setattr(_linear, "PREPARED", {})
+
+
+def frozen(layer, name):
+    getattr(layer, name).requires_grad_(False)
+    return layer
+
+
+class InputsFirst(nn.Module):
+    """A layer whose weight has its inputs first, as those of GPT-2."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        rows = torch.addmm(self.bias, x.flatten(0, -2), self.weight)
+        return rows.view(*x.shape[:-1], -1)
+
+
+class Reordered(nn.Module):
+    """A layer whose data, or whose gradient, lie in memory in another order."""
+
+    def __init__(self, layer, first, second):
+        super().__init__()
+        self.layer, self.first, self.second = layer, first, second
+
+    def forward(self, x):
+        return self.second(self.layer(self.first(x)))
+
+
+def transposed(x):
+    return x.mT.contiguous().mT
+
+
+LAYERS = {
+    "one position": (lambda: nn.Linear(4, 6), (4,)),
+    "short": (lambda: nn.Linear(17, 18), (2, 17)),
+    "long": (lambda: nn.Linear(4, 3), (20, 4)),
+    "several axes": (lambda: nn.Linear(4, 3, bias=False), (2, 3, 4)),
+    "inputs first": (lambda: InputsFirst(16, 6), (2, 16)),
+    "frozen weight": (lambda: frozen(nn.Linear(4, 3), "weight"), (2, 4)),
+    "frozen bias": (lambda: frozen(nn.Linear(4, 3), "bias"), (2, 4)),
+    "data in another order": (lambda: Reordered(nn.Linear(4, 3), transposed, torch.relu), (2, 4)),
+    "gradients in another": (lambda: Reordered(nn.Linear(4, 3), torch.relu, transposed), (2, 4)),
+    "unaligned": (lambda: Reordered(nn.Linear(3, 3), lambda x: x[..., 1:], torch.relu), (2, 4)),
+}  # fmt: skip
+
+
+def measured(model, batch, beside):
+    """The norms and bounds of every parameter, and the gradients."""
+    model.zero_grad()
+    if not beside:
+        found = gs.per_example_norms(model, batch, mean_square)
+    else:
+        with gs.track(model, batch_size=B) as tracker:
+            tracker.backward(mean_square(model, batch))
+        found = tracker.stats
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [found.sqnorm, found.error_bound, *found.by_parameter.values(), *grads]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside training"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_prepared_as_decided(name, beside, monkeypatch):
+    make, shape = LAYERS[name]
+    model = nn.Sequential(nn.Linear(shape[-1], shape[-1]), make()).cuda()
+    batch = torch.randn(B, *shape).cuda(), torch.randn(B).cuda()
+    first = measured(model, batch, beside)
+    known = len(_linear.PREPARED)
+    assert known
+    again = measured(model, batch, beside)
+    assert len(_linear.PREPARED) == known
+    monkeypatch.setattr(_linear.LinearFactors, "prepared", Layer.prepared)
+    for parts in zip(first, again, measured(model, batch, beside), strict=True):
+        assert torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[2])
+
+
+def test_settings_are_part_of_what_is_known(monkeypatch):
+    model = nn.Linear(4, 3).cuda()
+    batch = torch.randn(B, 2, 4).cuda(), torch.randn(B).cuda()
+    counts = []
+
+    def measure():
+        measured(model, batch, False)
+        counts.append(len(_linear.PREPARED))
+
+    measure()
+    monkeypatch.setattr(_linear, "tf32_allowed", lambda: True)
+    measure()
+    monkeypatch.setenv("GRADSTATS_BACKEND", "torch")
+    measure()
+    model.bias.requires_grad_(False)
+    measure()
+    measure()
+    assert counts == [1, 2, 3, 4, 4]
+
+
+def test_what_others_need_is_delivered(monkeypatch):
+    """Parameters with several uses, and consumers of factors, get these."""
+    layer = nn.Linear(4, 4).cuda()
+    batch = torch.randn(B, 2, 4).cuda(), torch.randn(B).cuda()
+    gs.per_example_norms(nn.Sequential(layer, layer), batch, mean_square)
+    gs.per_example_norms(layer, batch, mean_square, gram=True)
+    assert not _linear.PREPARED
