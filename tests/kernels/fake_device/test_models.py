@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradstats.kernels import operators
+from gradstats.kernels import direct, gram, operators, rank_one, vector, weight_gradient
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,6 +19,7 @@ from gradstats import contractions
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged
 from gradstats.capture.rules._affine import AffineFactors
+from gradstats.capture.uses import _linear
 from gradstats.contractions import _outer, _triton
 from tests.losses import mean_square
 from tests.oracle import (
@@ -37,8 +38,16 @@ B = 5
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
-    """Record which kernels were launched, each behind its operator."""
+    """Record which kernels were launched, each behind its operator or prepared for a layer."""
     names = []
+    monkeypatch.setattr(_linear, "PREPARED", {})
+    for module in (direct, gram, rank_one, vector, weight_gradient):
+
+        def prepare(*args, module=module, prepared=module.prepare):
+            names.append(module.__name__.rpartition(".")[2] + "_sqnorm")
+            return prepared(*args)
+
+        monkeypatch.setattr(module, "prepare", prepare)
     for name in operators.OPERATORS:
         operator = getattr(operators, name)
 
