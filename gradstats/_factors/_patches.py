@@ -203,8 +203,8 @@ def weight_gradient(
         geometry: how patches are cut.
         groups: the number of groups if it is another than the geometry's.
     """
-    # Only the weight's shape is read: one expanded number has it.
-    weight = x.new_empty(1).expand(tuple(sizes))
+    # Only the weight's shape is read. One expanded number would be copied to memory of that shape.
+    weight = x.new_empty(tuple(sizes))
     return torch.ops.aten.convolution_backward(
         grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,
         [0] * len(geometry.stride), groups or geometry.groups, [False, True, False],

@@ -157,6 +157,12 @@ def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
         gradients = factor.select(slice(start, start + chunk)).as_groups()
         norms.append(torch.linalg.vector_norm(gradients.flatten(2), dim=2, dtype=dtype))
         if with_sum:
-            part = gradients[0] if len(gradients) == 1 else gradients.sum(0)
-            total = part if total is None else total.add_(part)
+            total = _plus(total, gradients)
+        del gradients  # before the next are formed
     return well_conditioned(sum_of_squares(torch.cat(norms)), dtype), total
+
+
+def _plus(total: Tensor | None, gradients: Tensor) -> Tensor:
+    """Return the sum of some examples' gradients, added to the total if there is one."""
+    part = gradients[0] if len(gradients) == 1 else gradients.sum(0)
+    return part if total is None else total.add_(part)
