@@ -119,7 +119,7 @@ class Forwards:
     def _main_input_in(self, kwargs) -> Tensor | None:
         """Return what the model calls its main input, if it is called with that by name."""
         inputs = kwargs.get(self._main_input)
-        return inputs if isinstance(inputs, Tensor) and inputs.dim() else None
+        return inputs if isinstance(inputs, Tensor) else None
 
     def _check_rows(self, kwargs) -> None:
         """Raise where the model is called for another number of rows in one micro-batch."""

@@ -199,6 +199,29 @@ def test_a_second_fit_of_the_module_continues():
     np.testing.assert_allclose(monitor.self_influence.values, expected)
 
 
+@pytest.mark.parametrize("ids", ["line", lambda batch: batch["line"]])
+def test_batches_that_are_mappings(ids):
+    """Where examples and ids lie is said by keys and functions."""
+
+    class Mapped(module_of(lightning)):
+        def on_after_batch_transfer(self, batch, index):
+            return {"shared": torch.ones(3), "data": batch[:2], "line": batch[2]}
+
+        def training_step(self, batch, index):
+            return super().training_step(batch["data"], index)
+
+    plain = callback_module.GradStatsCallback(every=2, ids=2)
+    mapped = callback_module.GradStatsCallback(
+        every=2, ids=ids, batch_size=lambda batch: len(batch["line"])
+    )
+    assert mapped.state_dict() == {}
+    fit(plain, epochs=1)
+    fit(mapped, epochs=1, module=Mapped())
+    np.testing.assert_equal(mapped.monitor.history, plain.monitor.history)
+    expected, got = plain.monitor.self_influence, mapped.monitor.self_influence
+    assert got.top(3) == expected.top(3) and len(got) == len(expected)
+
+
 def test_a_checkpoint_that_is_tested_replaces_nothing(tmp_path):
     """trainer.test(ckpt_path="best") restores callbacks too; another fit goes on from the last."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import json
 import pickle
 import sys
 
@@ -23,6 +25,7 @@ from tests.oracle import assert_unchanged, snapshot
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from gradstats.integrations._trainer import from_json, to_json  # noqa: E402
 from gradstats.integrations.transformers import GradStatsCallback  # noqa: E402
 from tests.monitor.text import (  # noqa: E402
     IGNORED,
@@ -445,6 +448,24 @@ def test_another_number_of_rows_in_one_step_is_refused(tmp_path):
     assert not _get_current_function_mode_stack()
 
 
+class LooksFirst(transformers.Trainer):
+    """Calls its model with one row, without gradients, before each batch."""
+
+    def compute_loss(self, model, inputs, **kwargs):
+        with torch.no_grad():
+            model(**{name: value[:1] for name, value in inputs.items()})
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+def test_forwards_without_gradients_are_not_looked_at(tmp_path):
+    callbacks = [GradStatsCallback(every=1) for _ in range(2)]
+    for callback, trainer in zip(callbacks, (transformers.Trainer, LooksFirst), strict=True):
+        trainer_for(Classifier(), [callback], tmp_path, Images(14), trainer=trainer, max_steps=1)
+    plain, looking = (callback.monitor.history for callback in callbacks)
+    np.testing.assert_equal(looking, plain)
+    assert plain["step"] == [0]
+
+
 class Sometimes(transformers.Trainer):
     """Calls its model in evaluation mode, or not at all, in the second and third step."""
 
@@ -498,6 +519,28 @@ def test_an_epoch_that_ends_within_a_step(tmp_path):
         assert metrics["grad_norm"] == pytest.approx(own[step]["grad_norm"], rel=RTOL)
     model.zero_grad()
     assert snapshot(model)["hooks"] == state["hooks"]
+
+
+def test_a_step_of_the_trainers_own_stays(tmp_path):
+    class Own(transformers.Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.own = self.training_step = functools.partial(super().training_step)
+
+    callback = GradStatsCallback(every=1)
+    trainer = trainer_for(Classifier(), [callback], tmp_path, Images(14), trainer=Own, max_steps=1)
+    assert list(logged(trainer, "gns/tr_sigma")) == [1]
+    assert vars(trainer)["training_step"] is trainer.own
+
+
+def test_a_state_without_ids_is_kept_as_json():
+    model = nn.Linear(4, 3)
+    first, second = (gs.Monitor(model, every=1) for _ in range(2))
+    with first.step(2):
+        losses_of(model, (torch.randn(2, 4), torch.tensor([0, 2]))).mean().backward()
+    second.load_state_dict(from_json(json.loads(json.dumps(to_json(first.state_dict())))))
+    assert len(first.history["step"]) == 1
+    np.testing.assert_equal(second.history, first.history)
 
 
 def test_two_callbacks_on_one_trainer(tmp_path):
