@@ -342,11 +342,10 @@ def check_tensors(*operands: torch.Tensor) -> None:
             f"operands must lie on one device; got "
             f"{', '.join(str(operand.device) for operand in operands)}: move them together"
         )
-    if len({operand.dtype for operand in operands}) > 1:
-        raise KernelInputError(
-            f"operands must share one dtype; got "
-            f"{', '.join(str(operand.dtype) for operand in operands)}: cast to the wider one"
-        )
+    raise KernelInputError(
+        f"operands must share one dtype; got "
+        f"{', '.join(str(operand.dtype) for operand in operands)}: cast to the wider one"
+    )
 
 
 def _runs_here(device: torch.device) -> bool:

@@ -150,8 +150,7 @@ def candidates(
     if precision == "highest":
         precision = "tf32x3" if (tuned, "tf32x3", aligned) in entries else "ieee"
     configs = entries[(tuned, kind(itemsize, precision), aligned)]
-    valid = tuple(config for config in configs if config.is_valid(itemsize, architecture))
-    return valid or configs[-1:]
+    return tuple(config for config in configs if config.is_valid(itemsize, architecture))
 
 
 @cached
