@@ -102,7 +102,7 @@ def tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
     # The tap changes nothing, so an operation that needs its own result in backward may find it.
     with torch.autograd._unsafe_preserve_version_counter(result):
-        return tap(nodes, result, RecomputedFactors(number_of(func), call, layout), *saved)
+        return tap(nodes, result, RecomputedFactors(func, call, layout), *saved)
 
 
 def _shape_alone(tensor: Tensor) -> Tensor:
@@ -118,33 +118,21 @@ class Slot:
     tracked: bool
 
 
-# Operations that were recomputed. A graph holds numbers, and no functions to be called later.
-OPERATIONS: list[Any] = []
-
-
-def number_of(func) -> int:
-    """Return the place of an operation among ``OPERATIONS``."""
-    if func not in OPERATIONS:
-        OPERATIONS.append(func)
-    return OPERATIONS.index(func)
-
-
 @dataclass(frozen=True)
 class RecomputedFactors:
     """Factors of the tracked operands of a cheap operation, found by running it again.
 
     Attributes:
-        number: of the operation.
+        function: the operation.
         call: its positional and named arguments, with a ``Slot`` for each tensor.
         layout: where the examples lie.
     """
 
-    number: int
+    function: Any
     call: tuple[Any, Any]
     layout: ExampleLayout
 
     def __call__(self, grad: Tensor, *saved: Tensor) -> list:
-        function = OPERATIONS[self.number]
         leaves: list[Tensor] = []
         shapes: list[tuple[int, ...]] = []
 
@@ -153,7 +141,7 @@ class RecomputedFactors:
                 return item
             tensor = saved[item.index]
             if not item.tracked:
-                changed = function in ELEMENTWISE_IN_PLACE and item.index == 0
+                changed = self.function in ELEMENTWISE_IN_PLACE and item.index == 0
                 return tensor.clone() if changed else tensor
             leaf = self.layout.view(tensor.detach()).requires_grad_()
             leaves.append(leaf)
@@ -165,7 +153,7 @@ class RecomputedFactors:
 
         with torch.enable_grad():
             args, kwargs = rebuild(self.call, fill)
-            result = function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
             slices = torch.autograd.grad(result, leaves, grad)
         return [
             self.layout.factor(piece, shape)
