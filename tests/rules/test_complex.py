@@ -81,6 +81,10 @@ PRODUCTS = {
     "linear": (lambda z, w: functional.linear(z, w), (OUT, WIDTH)),
     "linear with bias": (lambda z, w: functional.linear(z, w, w[:, 0] * 1j), (OUT, WIDTH)),
     "tensordot": (lambda z, w: torch.tensordot(z, w, 1), (WIDTH, OUT)),
+    "addmm": (lambda z, w: torch.addmm(w[0], z[:, 0], w), (WIDTH, OUT)),
+    "addmm of multiples": (lambda z, w: z[:, 1:].sum(1).addmm(z[:, 0], w, beta=2), (WIDTH, WIDTH)),
+    "baddbmm": (lambda z, w: torch.baddbmm(w[:1], z, w.expand(len(z), -1, -1)), (WIDTH, OUT)),
+    "addr": (lambda z, w: torch.addr(w.sum(), z[:, 0, 0], w), (WIDTH,)),
     "twice": (lambda z, w: z @ w + (z * 2).conj() @ w.conj(), (WIDTH, OUT)),
     "square": (lambda z, w: z @ w @ w, (WIDTH, WIDTH)),
 }

@@ -288,6 +288,8 @@ def test_outer_products_that_are_added(scales):
         return rows + x.T.addr(m.w, x[:, 1], **scales).T * m.w.addr(m.w, m.w)[:1]
 
     check_operation(function, {"w": (WIDTH,)}, normal(BATCH, WIDTH))
+    model = Operation(function, {"w": (WIDTH,)}, upstream=True)
+    check_model(model, (normal(BATCH, WIDTH),), penalised_loss, fusing=(True,))
 
 
 @pytest.mark.parametrize("count", [2, BATCH])

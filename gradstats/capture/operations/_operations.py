@@ -205,7 +205,8 @@ SHARED_WEIGHT = {
 COMPLEX = (
     PRODUCTS
     | TENSOR_PRODUCTS
-    | frozenset(function_variants(*ELEMENTWISE))
+    | ADDED_PRODUCTS
+    | frozenset([*function_variants(*ELEMENTWISE), *variants("addr")])
     | frozenset(in_place_variants(*ELEMENTWISE))
     | JOINS.keys()
     | {

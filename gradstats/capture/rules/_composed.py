@@ -162,11 +162,6 @@ def _order(equation: str, operands: Sequence[Tensor]) -> Sequence[tuple[int, ...
     return [(0, 1), *((left, 0) for left in range(len(operands) - 2, 0, -1))]
 
 
-def addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta=1, alpha=1) -> Tensor:
-    """β times a matrix and α times the products of all elements of two vectors."""
-    return beta * input + alpha * torch.outer(vec1, vec2)
-
-
 def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
     """The product of matrices, of which the first and the last may be vectors."""
     return reduce(torch.matmul, tensors)
@@ -234,7 +229,6 @@ RULES = {
     torch.cdist: cdist,
     functional.cosine_similarity: Composed(cosine_similarity),
     functional.pairwise_distance: Composed(pairwise_distance),
-    **dict.fromkeys(variants("addr"), Grafted(addr)),
     torch.linalg.multi_dot: Grafted(multi_dot),
     **dict.fromkeys(variants("take_along_dim"), Composed(take_along_dim)),
     torch.linalg.vecdot: Composed(vecdot, rounds=True),

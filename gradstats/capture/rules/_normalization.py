@@ -62,9 +62,7 @@ def _attach(
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
     shape = tuple((weight if scale else bias).shape)
     factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
-    own = (not scale and tracker.marks.is_trained(weight)) or (
-        not shift and tracker.marks.is_trained(bias)
-    )
+    own = tracker.marks.is_trained(weight) or tracker.marks.is_trained(bias)
     if own and scale and not tracker.settings.exact:
         # Derivatives of the network reach what is added outside.
         result = _attach(

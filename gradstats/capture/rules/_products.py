@@ -88,10 +88,7 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
     nodes = [node for node in (weight_node, bias_node) if node is not None]
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
     of_weight, of_bias = weight_node is not None, bias_node is not None
-    data = (
-        not of_weight and tracker.marks.is_trained(weight),
-        not of_bias and tracker.marks.is_trained(bias),
-    )
+    data = tracker.marks.is_trained(weight), tracker.marks.is_trained(bias)
     rest = tuple(weight.shape), inputs_first, data
     if is_pytorchs_own(settings, x, weight, examples, inputs_first):
         place = LINEAR_WITHOUT_BIAS if bias is None else LINEAR
@@ -134,39 +131,32 @@ def matmul(tracker: Context, func, input, other=None, **kwargs):
 
 
 def added_product(tracker: Context, func, *args, **kwargs):
-    """β·input + α·first second, perhaps in place, its numbers by name or, as it once was, first."""
+    """β·input + α·first second, perhaps in place, its numbers by name or, as it once was, first.
+
+    With β = α = 1 and a vector of full width addmm is a linear layer.
+    """
+    args, kwargs = by_place(func, args, kwargs)
     if func in IN_PLACE and node_of(args[0]) is not None:
         refuse(
             func, first_node(args[0]), "to a tensor that holds nothing of any example has no rule"
         )
     numbers = [item for item in args if not isinstance(item, Tensor)]
-    named = dict(zip(("beta", "alpha"), numbers, strict=False)) | kwargs
-    tensors = [item for item in args if isinstance(item, Tensor)]
+    scales = {"beta": 1, "alpha": 1} | dict(zip(("beta", "alpha"), numbers, strict=False)) | kwargs
+    input, first, second = [item for item in args if isinstance(item, Tensor)]
     one = IN_PLACE.get(func, func)
+    layer = one in ADDMM and input.shape == second.shape[1:] and {*scales.values()} == {1}
+    layer = layer and tracker.marks.is_of_data(first) and not second.is_complex()
+    # A matrix that was computed from other examples is no layer's weight.
+    layer = layer and (not tracker.marks.is_trained(second) or are_of_one(tracker, (first, second)))
     # Autocast leaves what is computed in place alone.
     with without_autocast() if func in IN_PLACE else nullcontext():
-        result = (_addmm if one in ADDMM else _baddbmm)(tracker, one, *tensors, **named)
+        if layer:
+            result = linear_layer(tracker, one, first, second, input, inputs_first=True)
+        else:
+            tracked = node_of(first) is not None or node_of(second) is not None
+            composed = Composed(partial(_scaled_sum, ADDED[one]), rounds=tracked)
+            result = composed(tracker, one, input, first, second, **scales)
     return args[0].copy_(result) if func in IN_PLACE else result
-
-
-def _addmm(tracker: Context, func, input, mat1, mat2, *, beta=1, alpha=1):
-    """With β = α = 1 and a vector of full width it is a linear layer."""
-    layer = (beta, alpha) == (1, 1) and input.shape == mat2.shape[1:]
-    layer = layer and tracker.marks.is_of_data(mat1)
-    # A matrix that was computed from other examples is no layer's weight.
-    if layer and (not tracker.marks.is_trained(mat2) or are_of_one(tracker, (mat1, mat2))):
-        return linear_layer(tracker, func, mat1, mat2, input, inputs_first=True)
-    return _apart(tracker, func, torch.mm, input, mat1, mat2, beta=beta, alpha=alpha)
-
-
-def _baddbmm(tracker: Context, func, input, batch1, batch2, *, beta=1, alpha=1):
-    return _apart(tracker, func, torch.bmm, input, batch1, batch2, beta=beta, alpha=alpha)
-
-
-def _apart(tracker: Context, func, product, input, first, second, **scales):
-    tracked = node_of(first) is not None or node_of(second) is not None
-    composed = Composed(partial(_scaled_sum, product), rounds=tracked)
-    return composed(tracker, func, input, first, second, **scales)
 
 
 def added_to_mask(tracker: Context, mask, first, second):
@@ -355,12 +345,19 @@ SECOND = ("mat2", "tensor2", "vec")
 
 ADDMM = (torch.addmm, Tensor.addmm)
 
+# What multiplies the operands of products that are added.
+ADDED = {
+    **dict.fromkeys(ADDMM, torch.mm),
+    **dict.fromkeys(variants("baddbmm"), torch.bmm),
+    **dict.fromkeys(variants("addr"), torch.outer),
+}
+
 # Forms that change their first operand, with those that return a new tensor.
 IN_PLACE = {Tensor.addmm_: Tensor.addmm, Tensor.baddbmm_: Tensor.baddbmm}
 
 RULES = {
     functional.linear: linear,
-    **dict.fromkeys((*ADDMM, torch.baddbmm, Tensor.baddbmm, *IN_PLACE), added_product),
+    **dict.fromkeys((*ADDED, *IN_PLACE), added_product),
     **dict.fromkeys(PRODUCTS, matmul),
     **dict.fromkeys(TENSOR_PRODUCTS.difference(variants("vdot")), tensor_products),
 }
