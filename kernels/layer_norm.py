@@ -6,8 +6,7 @@ One pass over the data yields the input gradient, the summed gradients and the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +16,7 @@ from gradstats.kernels._launching import Launch, remembered
 from gradstats.kernels._results import empty_like, nothing
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.means import with_means
+from gradstats.kernels.scale import Plan, run
 from gradstats.kernels.scale import launch as launch_scale
 from gradstats.kernels.scale_backward import whole_backward
 from gradstats.kernels.scale_gradients import per_example_sums
@@ -171,12 +171,12 @@ def layer_norm_sqnorm(
     Rows too long to be held on chip take two reads of x.
     """
     options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, False, False, False, None)
-    plan = _plan(layer_norm_kernel, (x, g, None), *options)
-    if plan.wide:
+    segments, plan = _plan(layer_norm_kernel, (x, g, None), *options)
+    if plan is None:
         statistics = row_statistics(x, eps, rms)
-        scale, shift = launch_scale(g, x, plan.segments, statistics, sums=False).sqnorm
-        return scale, shift
-    _, _, _, (scale, shift) = _launch(plan, x, g)
+        scale, shift = launch_scale(g, x, segments, statistics, sums=False).sqnorm
+    else:
+        scale, shift = run(plan, x, x, g, None, segments.cu_seqlens).sqnorm
     return scale, shift
 
 
@@ -200,12 +200,12 @@ def layer_norm_sum(
         (scale, shift), each fp32 (B, D).
     """
     options = (cu_seqlens, max_seqlen, float(eps), rms, config, splits, True, False, True, None)
-    plan = _plan(layer_norm_kernel, (x, g, None), *options)
-    if plan.wide:
-        scale, shift = per_example_sums(g, x, plan.segments, row_statistics(x, eps, rms))
-        return scale, shift
-    _, sums, _, _ = _launch(plan, x, g)
-    scale, shift = sums.sum(2).unbind(0)
+    segments, plan = _plan(layer_norm_kernel, (x, g, None), *options)
+    if plan is None:
+        scale, shift = per_example_sums(g, x, segments, row_statistics(x, eps, rms))
+    else:
+        sums = run(plan, x, x, g, None, segments.cu_seqlens).sums
+        scale, shift = sums.sum(2).unbind(0)
     return scale, shift
 
 
@@ -240,39 +240,19 @@ def layer_norm_backward(
     options = (
         cu_seqlens, max_seqlen, float(eps), rms, config, splits, sums, True, False, gradient_dtype
     )  # fmt: skip
-    plan = _plan(layer_norm_kernel, (x, g, weight), *options)
-    if plan.wide:
+    segments, plan = _plan(layer_norm_kernel, (x, g, weight), *options)
+    if plan is None:
         statistics = with_means(row_statistics(x, eps, rms), x, g, weight, rms)
         return whole_backward(
-            g, x, plan.segments, statistics,
+            g, x, segments, statistics,
             weight=weight, sums=sums, gradient_dtype=gradient_dtype,
         )  # fmt: skip
-    gradient, _, totals, (scale_sqnorm, shift_sqnorm) = _launch(plan, x, g, weight)
+    scaled = None if weight is None else weight.contiguous()
+    found = run(plan, x, x, g, scaled, segments.cu_seqlens)
+    gradient, _, totals, (scale_sqnorm, shift_sqnorm) = found
     assert gradient is not None
     scale, shift = totals or nothing(x.device, *2 * (gradient_dtype or torch.float32,))
     return gradient, scale, shift, scale_sqnorm, shift_sqnorm
-
-
-class _Plan(NamedTuple):
-    """All of a call but its tensors.
-
-    Attributes:
-        segments: without bounds where the operands are dense.
-        wide: the rows are too long to be held on chip, and there is no launch.
-        sums: shape of the sums, scale's and shift's, of the splits of every part of the batch.
-        sqnorm: shape of the squared norms; None where the finish finds them.
-        empty: makes the input gradient of what it is like; None where none is wanted.
-        launch: None where there are no examples.
-        finish: of the sums; None where nothing is left to do.
-    """
-
-    segments: _check.Segments
-    wide: bool
-    sums: tuple[int, int, int, int] = (2, 0, 0, 0)
-    sqnorm: tuple[int, int] | None = None
-    empty: Callable[[torch.Tensor], torch.Tensor] | None = None
-    launch: Launch | None = None
-    finish: finish.Finish | None = None
 
 
 @remembered
@@ -289,14 +269,17 @@ def _plan(
     input_gradient: bool,
     every_example: bool,
     gradient_dtype: torch.dtype | None,
-) -> _Plan:
-    """Sums of every example alone are found with `every_example`."""
+) -> tuple[_check.Segments, Plan | None]:
+    """(segments, launches): None where rows are too long to be held on chip.
+
+    Sums of every example alone are found with `every_example`.
+    """
     x, g, weight = operands
     segments = _check.check_pair(x, g, cu_seqlens, max_seqlen)
     _check.check_scale(weight, x)
     batch, features = segments.batch, x.shape[-1]
     if features > WIDEST and config is None:
-        return _Plan(segments, wide=True)
+        return segments, None
     config = config or _streaming.choose_layer_norm(features)
     if features > config.columns:
         raise _check.KernelInputError(
@@ -345,35 +328,6 @@ def _plan(
     finished = None
     if totals or squares:
         finished = finish.prepare(shape, totals, squares, gradient_dtype)
-    return _Plan(
-        segments,
-        False,
-        shape,
-        (2, batch) if splits == 1 else None,
-        empty_like(segments.ragged) if input_gradient else None,
-        launch,
-        finished,
-    )
-
-
-def _launch(
-    plan: _Plan, x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor | None = None
-) -> tuple[torch.Tensor | None, torch.Tensor, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """(input gradient, sums, two sums over all examples, two sqnorm (B,)) as far as asked for.
-
-    Of two the first is the scale's, the second the shift's.
-    """
-    segments, _, shape, squares, empty, launched, finished = plan
-    device = x.device
-    partial = torch.empty(shape, dtype=torch.float32, device=device)
-    own = None if squares is None else torch.empty(squares, dtype=torch.float64, device=device)
-    gradient = None if empty is None else empty(x)
-    if launched is not None:
-        if weight is not None:
-            weight = weight.contiguous()
-        launched(x, g, weight, segments.cu_seqlens, gradient, partial, own)
-    totals: tuple[torch.Tensor, ...] = ()
-    sqnorm: tuple[torch.Tensor, ...] = ()
-    if finished is not None:
-        totals, sqnorm = finish.run(finished, partial)
-    return gradient, partial, totals, sqnorm if own is None else own.unbind(0)
+    whole = (2, batch) if splits == 1 else None
+    empty = empty_like(segments.ragged) if input_gradient else None
+    return segments, Plan(shape, whole, empty, launch, finished)

@@ -251,7 +251,8 @@ def launch(
         features_per_group, by_position,
         config, splits, shift, input_gradient, sums, along, every_example, gradient_dtype,
     )  # fmt: skip
-    return run(plan, x, g, weight, normalised, segments.cu_seqlens)
+    own = None if weight is None else weight.contiguous()
+    return run(plan, g if x is None else x, x, g, own, *normalised, segments.cu_seqlens)
 
 
 Normalised = tuple[
@@ -260,48 +261,45 @@ Normalised = tuple[
 
 
 class Plan(NamedTuple):
-    """All of a call but its tensors.
+    """All of a call but its tensors, here and in `layer_norm.py`.
 
     Attributes:
         sums: shape of the sums of programs.
-        values: shape of the values; None where the sums are squared instead.
+        values: shape of what examples have of each kind, in parts or not; None where the sums are
+            squared instead.
         empty: makes the input gradient of what it is like; None where none is wanted.
         launch: None where there is nothing to compute.
         finish: of the sums; None where nothing is left to do.
     """
 
     sums: tuple[int, int, int, int]
-    values: tuple[int, int, int, int] | None
+    values: tuple[int, ...] | None
     empty: Callable[[torch.Tensor], torch.Tensor] | None
     launch: Launch | None
     finish: finish.Finish | None
 
 
-def run(
-    plan: Plan,
-    x: torch.Tensor | None,
-    g: torch.Tensor,
-    weight: torch.Tensor | None,
-    normalised: Normalised,
-    cu_seqlens: torch.Tensor | None,
-) -> Products:
-    """Launches what is planned for operands of such layouts."""
+def run(plan: Plan, like: torch.Tensor, *operands: torch.Tensor | None) -> Products:
+    """Launches what is planned for operands of such layouts; an input gradient is `like` another.
+
+    Operands are all that the kernel reads, in its order.
+    """
     shape, values, empty, launched, finished = plan
-    device = g.device
+    device = like.device
     partial = torch.empty(shape, dtype=torch.float32, device=device)
     own = None
     if values is not None:
         own = torch.empty(values, dtype=torch.float64, device=device)
-    gradient = None if empty is None else empty(g if x is None else x)
+    gradient = None if empty is None else empty(like)
     if launched is not None:
-        if weight is not None:
-            weight = weight.contiguous()
-        launched(x, g, weight, *normalised, cu_seqlens, gradient, partial, own)
+        launched(*operands, gradient, partial, own)
     totals: tuple[torch.Tensor, ...] = ()
     sqnorm: tuple[torch.Tensor, ...] = ()
     if finished is not None:
         totals, sqnorm = finish.run(finished, partial)
-    return Products(gradient, partial, totals, sqnorm if own is None else apart(own))
+    if own is not None:
+        sqnorm = own.unbind(0) if own.dim() == 2 else apart(own)
+    return Products(gradient, partial, totals, sqnorm)
 
 
 @remembered

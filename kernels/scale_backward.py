@@ -58,10 +58,9 @@ def scale_backward(
         scale.scale_kernel, (x, g, weight, mean, rstd), cu_seqlens, max_seqlen,
         config, splits, shift, input_gradient, sums, gradient_dtype,
     )  # fmt: skip
-    if not input_gradient:
-        weight = None
-    normalised = (mean, rstd, None, None)
-    found = scale.run(plan.launches, x, g, weight, normalised, plan.bounds)
+    scaled = None if weight is None or not input_gradient else weight.contiguous()
+    like = g if x is None else x
+    found = scale.run(plan.launches, like, x, g, scaled, mean, rstd, None, None, plan.bounds)
     return _results(found, plan.nothing, x is not None, shift)
 
 
