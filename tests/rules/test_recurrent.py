@@ -433,6 +433,21 @@ def test_other_parameters_on_packed_rows():
     check(function, parameters, normal(BATCH, 4, WIDTH))
 
 
+@pytest.mark.parametrize("lengths", [[5, 3, 1], [2, 2, 1]])
+def test_steps_of_the_sequences_that_are_not_over(lengths):
+    """Sorted by length; those that are over keep their state, of which the first step has none."""
+
+    def function(m, x):
+        state = m.start.expand(len(x), -1)
+        for step in range(lengths[0]):
+            going = sum(length > step for length in lengths)
+            state = torch.cat([m.cell(x[:going, step], state[:going]), state[going:]])
+        return state
+
+    parameters = {"start": torch.randn(3), "cell": nn.GRUCell(4, 3)}
+    check_operation(function, parameters, normal(3, lengths[0], 4))
+
+
 def test_several_sequences_of_each_example():
     """Frames or windows folded into the batch axis: rows of one example each."""
 

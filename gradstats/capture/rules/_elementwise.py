@@ -270,7 +270,9 @@ def join(tracker: Context, func, tensors, dim=0, **kwargs):
     layouts = [locate(tracker, func, nodes[0], tensor, folds=True) for tensor in data]
     examples = common_rows(func, nodes[0], layouts)
     if not stacked and dim == examples.axis:
-        refuse(func, nodes[0], "along the example axis has no rule")
+        if any(node.value.numel() for node in nodes):
+            refuse(func, nodes[0], "along the example axis has no rule")
+        return func([item for item in tensors if node_of(item) is None], dim, **kwargs)
     layout = ExampleLayout(dims, examples)
     check_rows(func, nodes[0], layout, tensors)
     return per_example(tracker, func, layout, (tensors, dim), kwargs)
