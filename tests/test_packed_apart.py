@@ -61,6 +61,13 @@ def sdpa(**options):
     return by_heads(lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, **options))
 
 
+def matrix_of(edges):
+    matrix = torch.zeros(ROWS, ROWS).double()
+    matrix[edges[:, 0], edges[:, 1]] = 1
+    matrix.fill_diagonal_(2)
+    return matrix / matrix.sum(1, keepdim=True)
+
+
 def in_place(q, k, v):
     scores = q @ k.T
     scores *= 0.5
@@ -116,6 +123,7 @@ APART = {
     "edges": lambda q, k, v: EDGES @ v + q * k,
     "edges for all heads": by_heads(lambda q, k, v: EDGES @ v + q * k),
     "edges and a vector": lambda q, k, v: (EDGES @ v[:, 0])[:, None] * q + k,
+    "edges of a list": lambda q, k, v: matrix_of((~OTHERS).nonzero()) @ v + q * k,
     "sparse edges": lambda q, k, v: torch.sparse.mm(EDGES.to_sparse(), v) + q * k,
     "rows of CSR": lambda q, k, v: EDGES.to_sparse_csr() @ v + q * k,
 }
@@ -538,6 +546,7 @@ MEET = {
     ),
     "an edge between examples": lambda q, k, v: WHOLE @ v + q * k,
     "an edge between examples for all heads": by_heads(lambda q, k, v: WHOLE @ v + q * k),
+    "an edge of a list between examples": lambda q, k, v: matrix_of(WHOLE.nonzero()) @ v + q * k,
     "a sparse edge between examples": lambda q, k, v: WHOLE.to_sparse() @ v + q * k,
     "keys normalised over rows": lambda q, k, v: q.softmax(-1) @ (k.softmax(0).T @ v),
     "pairs": lambda q, k, v: (q[:, None] - k[None]).exp().sum(1) * v,

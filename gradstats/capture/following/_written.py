@@ -199,7 +199,10 @@ def _place_unowned(marks: Marks, change: Change, fresh: bool) -> None:
     _, target, before, after = change
     known = marks.layout_of(target) if before else None
     if not before and not marks.is_distinct(after):
-        marks.place(after, None)
+        # A matrix with a row and a column for each packed row, as of a graph's edges, is one like
+        # those of the batch: its values are read where rows meet.
+        packs = marks.packed and not after.requires_grad
+        marks.place(after, marks.by_contract(after) if packs else None)
     elif marks.is_marked(target):
         marks.place(after, known)
     if change.in_place and before and fresh and target.requires_grad:
