@@ -152,7 +152,8 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any)
 def launch_of(kernel: Any, programs: int, *numbers: float, **constants: Any) -> Launch:
     """The launch of a kernel, one object for all calls that are equal in everything but tensors.
 
-    Where no plan is remembered, what was compiled for an earlier call is found by it.
+    Where no plan is remembered, as of packed examples, whose bounds are values, what was compiled
+    for an earlier call is found by it. So nothing else makes a `Launch`.
     """
     # one and true and 1.0 are equal, and not the same to a compiler
     key = (id(kernel), programs, numbers, (*map(type, numbers),), (*constants.items(),))

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, guard
-from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._launching import launch_of, remembered
 from gradstats.kernels._patches import (
     Convolution,
     check_convolution,
@@ -289,7 +289,7 @@ def _plan(
     pairs = side * (side + 1) // 2
     sums = guard.Sums(batch, groups, pairs, max(1, tiles))
     rounding = guard.Rounding(adding, products, cut_off, tolerance)
-    launch = Launch(
+    launch = launch_of(
         kernel,
         batch * groups * pairs,
         *layer.strides,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _config
-from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._launching import Launch, launch_of, remembered
 
 # The most parts of an example that are read at once, rows of all examples, and numbers: of few
 # parts the more features, so that a program waits for memory a few times and no more.
@@ -124,7 +124,7 @@ def prepare(
     launch = None
     if programs:
         at_once = min(PARTS, triton.next_power_of_2(max(1, parts)))
-        launch = Launch(
+        launch = launch_of(
             finish_kernel,
             programs,
             batch,

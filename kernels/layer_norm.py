@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming, finish
-from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._launching import launch_of, remembered
 from gradstats.kernels._results import empty_like, nothing
 from gradstats.kernels._tile import example_base, load_tile, segment
 from gradstats.kernels.means import with_means
@@ -299,7 +299,7 @@ def _plan(
     launch = None
     if batch:
         like = torch.empty_like(x, device="meta")
-        launch = Launch(
+        launch = launch_of(
             kernel,
             programs,
             *segments.strides(x),

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming
-from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._launching import Launch, launch_of, remembered
 from gradstats.kernels._results import apart
 from gradstats.kernels._tile import load_tile
 
@@ -126,7 +126,7 @@ def _plan(
     splits = max(1, _config.cdiv(widest, features_per_split))
     launch = None
     if batch:
-        launch = Launch(
+        launch = launch_of(
             kernel,
             row_blocks * splits,
             *a.stride(),

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming, finish
-from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._launching import Launch, launch_of, remembered
 from gradstats.kernels._results import apart, empty_like
 from gradstats.kernels._tile import example_base, load_tile, multiple, segment
 from gradstats.kernels.statistics import Statistics, strides_of
@@ -355,7 +355,7 @@ def prepare(
     launch = None
     if batch * tiles:
         like = torch.empty_like(read[0], device="meta")
-        launch = Launch(
+        launch = launch_of(
             kernel,
             programs * tiles,
             *((0, 0, 0) if x is None else segments.strides(x)),

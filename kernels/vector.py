@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming
-from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._launching import Launch, launch_of, remembered
 from gradstats.kernels._results import added
 from gradstats.kernels._tile import example_base, load_tile, multiple, segment
 
@@ -153,7 +153,7 @@ def _plan(
     tiles = _config.cdiv(features, config.columns)
     launch = None
     if segments.batch * tiles:
-        launch = Launch(
+        launch = launch_of(
             kernel,
             segments.batch * tiles,
             *segments.strides(v),

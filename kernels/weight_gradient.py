@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config
-from gradstats.kernels._launching import Launch, remembered
+from gradstats.kernels._launching import Launch, launch_of, remembered
 from gradstats.kernels._results import added
 from gradstats.kernels._tile import dot, example_base, grouped, load_tile, segment
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -301,7 +301,7 @@ def _plan(
     if splits == 1:
         whole = tiles
     split_tiles = tiles - whole
-    launch = Launch(
+    launch = launch_of(
         kernel,
         whole + split_tiles * splits,
         *segments.strides(a),
@@ -322,7 +322,7 @@ def _plan(
     addition = None
     if split_tiles:
         rows = min(ADDED_ROWS, config.rows)
-        addition = Launch(
+        addition = launch_of(
             add_parts_kernel,
             split_tiles * (config.rows // rows),
             d_in,

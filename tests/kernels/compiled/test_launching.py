@@ -10,7 +10,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _launching
+from gradstats.kernels import (
+    _check,
+    _launching,
+    direct,
+    layer_norm,
+    scale_backward,
+    vector,
+    weight_gradient,
+)
 from gradstats.kernels._launching import Launch, launch_kernel, remembered
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -159,6 +167,32 @@ def test_remembered_launches_leave_triton_alone(stand_in, monkeypatch):
     monkeypatch.setattr(type(copy_kernel), "run", None)
     launch_kernel(copy_kernel, 5, *operands, *numbers, **constants)
     assert len(stand_in.started) == 2
+
+
+ROWS = torch.ones(12, 32, dtype=torch.bfloat16)
+PACKED = {"cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32), "max_seqlen": 7}
+LAUNCHERS = {
+    "vector": lambda: vector.vector_sqnorm(ROWS, **PACKED),
+    "vector sum": lambda: vector.vector_sum(ROWS, **PACKED),
+    "direct": lambda: direct.direct_sqnorm(ROWS, ROWS, **PACKED),
+    "weight gradient": lambda: weight_gradient.weight_gradient_sqnorm(
+        ROWS, ROWS, splits=2, **PACKED
+    ),
+    "layer norm": lambda: layer_norm.layer_norm_backward(
+        ROWS, ROWS, ROWS[0], 1e-5, splits=2, **PACKED
+    ),
+    "scale": lambda: scale_backward.scale_backward(ROWS, ROWS, splits=2, **PACKED),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_packed_examples_whose_bounds_count_find_their_launches_too(stand_in, monkeypatch, name):
+    monkeypatch.setattr(_check, "_runs_here", lambda device: True)
+    LAUNCHERS[name]()
+    count = len(stand_in.started)
+    monkeypatch.setattr(type(copy_kernel), "run", None)
+    LAUNCHERS[name]()
+    assert len(stand_in.started) == 2 * count > 0
 
 
 class Elsewhere:
