@@ -122,6 +122,7 @@ def patch_products(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    OWN: tl.constexpr = False,  # both are one: what is read is read once
 ):
     """[ROWS, COLUMNS] inner products of patches of the first factor with patches of the second."""
     TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
@@ -141,11 +142,13 @@ def patch_products(
             stride_x1h, stride_x1w, depth1, height1, width1, out_height1, out_width1, WINDOW,
             ONE_TAP,
         )  # fmt: skip
-        right = patch_tile(
-            x2_base, position2, positions2, column, tap, channels, stride_x2c, stride_x2d,
-            stride_x2h, stride_x2w, depth2, height2, width2, out_height2, out_width2, WINDOW,
-            ONE_TAP,
-        )  # fmt: skip
+        right = left
+        if not OWN:
+            right = patch_tile(
+                x2_base, position2, positions2, column, tap, channels, stride_x2c, stride_x2d,
+                stride_x2h, stride_x2w, depth2, height2, width2, out_height2, out_width2, WINDOW,
+                ONE_TAP,
+            )  # fmt: skip
         products = dot(left, right.T, products, PRECISION)
     return products
 

@@ -14,50 +14,12 @@ from gradstats.kernels._patches import (
     Convolution,
     check_convolution,
     patch_products,
-    patch_tile,
     weight_tile,
 )
-from gradstats.kernels._tile import dot, triangle
+from gradstats.kernels._tile import triangle
 from gradstats.kernels.convolution import choose_tiles, convolution_gradient, in_one_group
-from gradstats.kernels.gram import gram_tile, own_gram_tile, row_sizes, unless_zero
+from gradstats.kernels.gram import gram_tile, row_sizes, unless_zero
 from gradstats.kernels.guard import first_square, is_suspect
-
-
-@triton.jit
-def own_patch_products(
-    x_base,  # pointer to the first channel of one group of an example
-    position,  # [BLOCK] positions; at or past `positions` they read as zero
-    positions,
-    stride_xc,
-    stride_xd,
-    stride_xh,
-    stride_xw,
-    depth,
-    height,
-    width,
-    out_height,
-    out_width,
-    channels,
-    WINDOW: tl.constexpr,
-    ONE_TAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    """[BLOCK, BLOCK] inner products of patches with each other, each read once."""
-    TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
-    inner = tl.arange(0, INNER)
-    products = tl.zeros((BLOCK, BLOCK), tl.float32)
-    steps_per_tap = tl.cdiv(channels if ONE_TAP else channels * TAPS, INNER)
-    for step in range(0, steps_per_tap * TAPS if ONE_TAP else steps_per_tap):
-        column = (step % steps_per_tap) * INNER + inner
-        patches = patch_tile(
-            x_base, position, positions, column, step // steps_per_tap, channels, stride_xc,
-            stride_xd, stride_xh, stride_xw, depth, height, width, out_height, out_width, WINDOW,
-            ONE_TAP,
-        )  # fmt: skip
-        products = dot(patches, patches.T, products, PRECISION)
-    return products
 
 
 @triton.jit(do_not_specialize=["batch", "groups", "pairs"])
@@ -107,14 +69,17 @@ def convolution_gram_kernel(
     size = 0.0
     if row_tile == column_tile:
         # of few positions all tiles are such, and what is read decides
-        products = own_patch_products(
+        products = patch_products(
             x_base, rows, positions, stride_xc, stride_xd, stride_xh, stride_xw,
             depth, height, width, out_height, out_width,
-            channels, WINDOW, ONE_TAP, PRECISION, BLOCK, INNER,
+            x_base, rows, positions, stride_xc, stride_xd, stride_xh, stride_xw,
+            depth, height, width, out_height, out_width,
+            channels, WINDOW, ONE_TAP, PRECISION, BLOCK, BLOCK, INNER, OWN=True,
         )  # fmt: skip
-        g_products = own_gram_tile(
-            g_base, rows, stride_gt, stride_gc, positions, outputs, PRECISION, BLOCK, INNER
-        )
+        g_products = gram_tile(
+            g_base, g_base, rows, rows, stride_gt, stride_gc, stride_gt, stride_gc,
+            positions, positions, outputs, PRECISION, BLOCK, INNER, OWN=True,
+        )  # fmt: skip
         terms = products * g_products
         total = tl.sum(terms)
         magnitude = tl.sum(tl.abs(terms))

@@ -48,6 +48,7 @@ def gram_tile(
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
     INNER: tl.constexpr,
+    OWN: tl.constexpr = False,  # both are one: what is read is read once
 ):
     """[BLOCK, BLOCK] inner products of positions of one example with positions of another."""
     inner = tl.arange(0, INNER)
@@ -55,29 +56,12 @@ def gram_tile(
     for feature in range(0, features, INNER):
         channel = feature + inner
         left = load_tile(base1, rows, row_stride1, length1, channel, feature_stride1, features)
-        right = load_tile(base2, columns, row_stride2, length2, channel, feature_stride2, features)
+        right = left
+        if not OWN:
+            right = load_tile(
+                base2, columns, row_stride2, length2, channel, feature_stride2, features
+            )
         products = dot(left, right.T, products, PRECISION)
-    return products
-
-
-@triton.jit
-def own_gram_tile(
-    base,  # pointer to the first row of one example
-    rows,
-    row_stride,
-    feature_stride,
-    length,
-    features,
-    PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    """[BLOCK, BLOCK] inner products of positions of one example with each other, read once."""
-    inner = tl.arange(0, INNER)
-    products = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for feature in range(0, features, INNER):
-        tile = load_tile(base, rows, row_stride, length, feature + inner, feature_stride, features)
-        products = dot(tile, tile.T, products, PRECISION)
     return products
 
 
@@ -176,12 +160,14 @@ def gram_kernel(
         g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
         if row_tile == column_tile:
             # of short examples most tiles are such, and what is read decides
-            a_products = own_gram_tile(
-                a_base, rows, stride_at, stride_ad, length, d_in, PRECISION, BLOCK, INNER
-            )
-            g_products = own_gram_tile(
-                g_base, rows, stride_gt, stride_gd, length, d_out, PRECISION, BLOCK, INNER
-            )
+            a_products = gram_tile(
+                a_base, a_base, rows, rows, stride_at, stride_ad, stride_at, stride_ad,
+                length, length, d_in, PRECISION, BLOCK, INNER, OWN=True,
+            )  # fmt: skip
+            g_products = gram_tile(
+                g_base, g_base, rows, rows, stride_gt, stride_gd, stride_gt, stride_gd,
+                length, length, d_out, PRECISION, BLOCK, INNER, OWN=True,
+            )  # fmt: skip
             terms = a_products * g_products
             total += tl.sum(terms)
             magnitude += tl.sum(tl.abs(terms))
