@@ -35,9 +35,9 @@ def gram(factor: Outer, workspace: int) -> Contraction:
         side.dtype == dtype and side.is_contiguous() for side in (factor.left, factor.right)
     )
     halvings, tile = _cost.gram_halvings(positions, 2 * groups * itemsize, workspace)
-    size = groups * (2 * tile + (0 if alike else positions * (p + q))) * itemsize
+    scratch = groups * (2 * tile + (0 if alike else positions * (p + q))) * itemsize
     # On one core of an AMD EPYC 2 MiB take 0.83 to 1.01 of the time of 1 MiB (T from 16 to 512).
-    chunk = _cost.fitting(size, batch, min(workspace, 2 * _cost.CACHE_BYTES))
+    chunk = _cost.fitting(scratch, batch, min(workspace, 2 * _cost.CACHE_BYTES))
     parts = []
     for start in range(0, batch, chunk):
         left, right = factor.left, factor.right
