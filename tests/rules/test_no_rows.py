@@ -1,5 +1,7 @@
 """Tensors without rows: of an expert that no token was sent to, or an image without objects."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -53,9 +55,7 @@ def losses(model, batch):
 def check(model, chosen, tokens=TOKENS):
     chosen = torch.tensor(chosen)
     x = torch.randn(len(chosen), tokens, WIDTH).double()
-    where = torch.zeros(len(chosen), tokens, dtype=torch.bool)
-    for row, count in zip(where, chosen.tolist(), strict=True):
-        row[:count] = True
+    where = torch.arange(tokens) < chosen[:, None]
     check_model(model.double(), (x, where), losses)
 
 
@@ -103,3 +103,86 @@ def padded(own):
 )
 def test_padded_to_as_many_rows_as_there_are_examples(chosen, rows):
     check(Looped(torch.tanh, rows), chosen, tokens=EXAMPLES)
+
+
+class Met(nn.Module):
+    """Tokens that meet a parameter.
+
+    Attributes:
+        meets: called with the tokens, (n, width), and the parameter, (width, width).
+    """
+
+    def __init__(self, meets):
+        super().__init__()
+        self.meets = meets
+        self.first, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x, chosen):
+        hidden = self.first(x)
+        return self.gathered(hidden, chosen) + hidden.sum(1)
+
+    def gathered(self, hidden, chosen):
+        """All tokens at once, in pieces afterwards."""
+        found = [tokens[where] for tokens, where in zip(hidden, chosen, strict=True)]
+        met = self.meets(torch.cat(found), self.weight)
+        return torch.stack([own.sum(0) for own in met.split(list(map(len, found)))])
+
+
+class MetApart(Met):
+    """The same, each example's alone."""
+
+    def gathered(self, hidden, chosen):
+        found = [tokens[where] for tokens, where in zip(hidden, chosen, strict=True)]
+        return torch.stack([self.meets(own, self.weight).sum(0) for own in found])
+
+
+class Packed(MetApart):
+    """The same of packed examples."""
+
+    def forward(self, x, chosen, starts):
+        rows = [slice(*pair) for pair in pairwise(starts.tolist())]
+        apart = [x[own] for own in rows], [chosen[own] for own in rows]
+        return self.gathered([self.first(own) for own in apart[0]], apart[1])
+
+
+MEETINGS = {
+    "layer": functional.linear,
+    "contracted": lambda own, weight: torch.einsum("ij,jk->ik", own, weight),
+    "from the left": lambda own, weight: (weight @ own.T).T,
+    "cell": lambda own, weight: torch.rnn_tanh_cell(own, own, weight, weight),
+    "a copy for each": lambda own, weight: own * weight[0].expand(len(own), WIDTH),
+    "of groups": lambda own, weight: functional.group_norm(own, 1, weight[0]),
+}
+
+
+class Prompted(nn.Module):
+    """Attention of a prompt of no tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.attention = nn.Linear(WIDTH, WIDTH), nn.MultiheadAttention(WIDTH, 1)
+
+    def forward(self, x, chosen):
+        hidden = self.first(x).transpose(0, 1)
+        prompt = self.attention(hidden[:0], hidden, hidden)[0]
+        return torch.cat([prompt, self.attention(hidden, hidden, hidden)[0]]).transpose(0, 1)
+
+
+def test_attention_of_no_tokens():
+    check(Prompted(), [0] * EXAMPLES)
+
+
+@pytest.mark.parametrize("meets", MEETINGS)
+@pytest.mark.parametrize("chosen", [[0, 0, 0], [1, 0, 3]])
+@pytest.mark.parametrize("kind", [Met, MetApart])
+def test_parameters_that_meet_no_rows(meets, chosen, kind):
+    check(kind(MEETINGS[meets]), chosen)
+
+
+@pytest.mark.parametrize("meets", MEETINGS)
+@pytest.mark.parametrize("chosen", [[0, 0, 0], [0, 2, 0], [1, 0, 3]])
+def test_packed_examples_without_chosen_rows(meets, chosen):
+    starts = torch.arange(EXAMPLES + 1) * TOKENS
+    where = torch.arange(TOKENS) < torch.tensor(chosen)[:, None]
+    batch = torch.randn(EXAMPLES * TOKENS, WIDTH).double(), where.flatten(), starts
+    check_model(Packed(MEETINGS[meets]).double(), batch, losses, cu_seqlens=starts)

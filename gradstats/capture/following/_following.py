@@ -48,8 +48,8 @@ def follow_layout(marks: Marks, call: Call) -> None:
     """Note where the examples lie in the result of an operation on data."""
     func, _, _, data, result = call
     meetings = marks.meetings
-    if marks.packed and result.numel() and not any(item.numel() for item in data):
-        marks.mark_constant(result)  # such as the sum over an example that has no rows
+    if not any(map(Tensor.numel, data)) and result.numel() and sole_example(marks, data) is None:
+        marks.mark_constant(result)  # such as the sum over rows of which there are none
         return
     if marks.batch_dim and not result.requires_grad and _has_no_axis(marks, call):
         # If one of its axes has the batch's size, it need not be that of the examples.
@@ -63,8 +63,8 @@ def follow_layout(marks: Marks, call: Call) -> None:
         return
     if isinstance(after, Examples) and not after.fits(result):
         after = None  # for instance where an index takes only some of the rows
-    unclear = not isinstance(after, (Examples, Whole)) or meetings.is_coupled(result)
-    if unclear and (one := sole_example(marks, data)) is not None:
+    apart = isinstance(after, (Examples, Whole)) and not meetings.is_coupled(result)
+    if not (apart and result.numel()) and (one := sole_example(marks, data)) is not None:
         # All that is computed from one example's values alone belongs to that example.
         meetings.coupled.pop(result.grad_fn, None)
         after = one

@@ -84,7 +84,8 @@ def multi_head_attention(
     else:
         q, k, v = _project(tracker, (query, key, value), in_proj_weight, in_proj_bias)
 
-    q, k, v = (x.view(len(x), rows * num_heads, -1).transpose(0, 1) for x in (q, k, v))
+    parts = rows * num_heads, width // num_heads
+    q, k, v = (x.view(len(x), *parts).transpose(0, 1) for x in (q, k, v))
 
     is_causal = is_causal and key_padding_mask is None and not need_weights
     if is_causal:
@@ -98,10 +99,10 @@ def multi_head_attention(
         if dropout_p > 0.0:
             attended = functional.dropout(attended, dropout_p)
         mixed = torch.bmm(attended, v).transpose(0, 1).reshape(length * rows, width)
-        attended = attended.view(rows, num_heads, length, -1)
+        attended = attended.view(rows, num_heads, *attended.shape[1:])
         weights = attended.mean(1) if average_attn_weights else attended
     else:
-        heads = [x.view(rows, num_heads, x.shape[1], -1) for x in (q, k, v)]
+        heads = [x.view(rows, num_heads, *x.shape[1:]) for x in (q, k, v)]
         for item in heads:  # the rule for a trained mask asks where examples lie
             tracker.marks.place(item, along)
         mixed = run(

@@ -339,7 +339,7 @@ def _rows_of(tracker: Context, func, node: Node, item: Tensor, examples: Example
     Or the slice that they all have, still tracked.
     """
     axis = examples.axis
-    if _is_expanded(node, axis) and not tracker.settings.exact:
+    if item.shape[axis] and _is_expanded(node, axis) and not tracker.settings.exact:
         return derive(tracker, Tensor.narrow, (item, axis, 0, 1), {})
     if examples.segments is None:
         # Along an axis of their own an example's rows are one slice.

@@ -197,7 +197,7 @@ class Recurrence:
         """Return rows (R, width) as (places, T, width), zero where an example has ended."""
         steps, places = len(self.sizes), self.sizes[0]
         if self.sizes[-1] == places:
-            return rows.view(steps, places, -1).transpose(0, 1)
+            return rows.view(steps, places, rows.shape[1]).transpose(0, 1)
         sizes = torch.tensor(self.sizes, device=rows.device)
         starts = sizes.cumsum(0) - sizes
         place = torch.arange(places, device=rows.device)[:, None]

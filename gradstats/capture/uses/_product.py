@@ -75,9 +75,8 @@ class ProductFactor:
 
     def _left(self, grad: Tensor) -> Tensor:
         """Return the result's gradient by rows: (rows, K, T, p)."""
-        grad = (grad.unsqueeze(0) if self.alone else grad).permute(self.left)
-        groups, p, _ = (math.prod(sizes) for sizes in self.sizes)
-        return grad.reshape(len(grad), groups, -1, p)
+        grad = grad.unsqueeze(0) if self.alone else grad
+        return self._grouped(grad.permute(self.left), len(self.sizes[1]))
 
     def _right(self, x: Tensor) -> Tensor:
         """Return the data by rows: (rows, K, T, q)."""
@@ -85,8 +84,13 @@ class ProductFactor:
         right = x.permute(self.right)
         if right.dim() > kept:
             right = right.sum(tuple(range(kept, right.dim())))
-        groups, _, q = (math.prod(sizes) for sizes in self.sizes)
-        return right.reshape(len(right), groups, -1, q)
+        return self._grouped(right, len(self.sizes[2]))
+
+    def _grouped(self, rows: Tensor, last: int) -> Tensor:
+        """Return rows with axes of K, of T, and so many others as (rows, K, T, width)."""
+        groups, others = 1 + len(self.sizes[0]), rows.dim() - last
+        parts = rows.shape[1:groups], rows.shape[groups:others], rows.shape[others:]
+        return rows.reshape(len(rows), *map(math.prod, parts))
 
     def _by_example(self, rows: Tensor) -> Tensor:
         """Return (rows, K, T, width) as (B, K, T, width), an example's rows as positions."""
