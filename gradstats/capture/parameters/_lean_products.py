@@ -90,7 +90,7 @@ def _multiple(factor: Factor, scale: Any, node: Derived, parent: Node) -> Factor
 
 def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """M ∘ w, w / M and M / w."""
-    if node.kwargs or len(node.args) != 2:
+    if node.kwargs:
         return None
     value = scale = other_operand(node, parent)
     if node.function in DIVISIONS:

@@ -165,7 +165,7 @@ class Root(Node):
     def _is_outdated(self, alias: Tensor, version: int) -> bool:
         # The parameter was given other memory, as by ``parameter.data = ...``. The backward of
         # earlier computations needs the earlier values.
-        if alias.dtype != self.parameter.dtype or _place(alias) != _place(self.parameter):
+        if _place(alias) != _place(self.parameter):
             return True
         # After an in-place change of a view, PyTorch replaces its node by that of a strided view,
         # which takes no sparse gradients.

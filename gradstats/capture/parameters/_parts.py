@@ -85,7 +85,7 @@ def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction
     if known is not None:
         return known
     (whole, *more) = {_whole_of(node) for node in nodes}
-    if more or not isinstance(whole, Derived) or is_isometric(whole) or whole.value.is_complex():
+    if more or is_isometric(whole) or whole.value.is_complex():
         return None
     numbers = torch.arange(whole.value.numel(), device=whole.value.device).view(whole.shape)
     inner: Parts | None = None
@@ -103,12 +103,13 @@ def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction
     return first.together[root]
 
 
-def _whole_of(node: Node) -> Node:
-    """Return the largest derived tensor of which a node is a part; the node if there is none."""
-    while isinstance(node, Derived) and is_isometric(node) and node.function not in CASTS:
-        if not isinstance(node.parents[0], Derived):
+def _whole_of(node: Derived) -> Derived:
+    """Return the largest derived tensor of which another is a part; that one if there is none."""
+    while is_isometric(node) and node.function not in CASTS:
+        parent = node.parents[0]
+        if not isinstance(parent, Derived):
             break
-        node = node.parents[0]
+        node = parent
     return node
 
 

@@ -117,7 +117,7 @@ class ProductFactor:
         if ordered:
             return [Outer(left, right, self.shape)]
         n_p, n_q = len(self.sizes[1]), len(self.sizes[2])
-        if left.shape[1] == 1 and self.permutation == (*range(n_p, n_p + n_q), *range(n_p)):
+        if self.permutation == (*range(n_p, n_p + n_q), *range(n_p)):
             return [Outer(right, left, self.shape)]
         unfolded = tuple(size for sizes in self.sizes for size in sizes)
         return [Outer(left, right, self.shape, self.permutation, unfolded)]
