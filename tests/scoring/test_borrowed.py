@@ -279,9 +279,17 @@ class Remembering(nn.Module):
         return self.head(x @ self.kept)
 
 
+def circular() -> dict:
+    """A dict that holds itself, as nodes of a tree do that know their parents."""
+    kept: dict = {}
+    kept["self"] = kept
+    return kept
+
+
 KEEPING: dict[str, Callable[[], nn.Module]] = {
     "an attribute": lambda: Remembering(None),
     "a dict": lambda: Remembering({}),
+    "a dict that holds itself": lambda: Remembering(circular()),
     "a list": lambda: Remembering([]),
     "a deque": lambda: Remembering(deque()),
     "a dict in a tuple": lambda: Remembering(({},)),
