@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gradstats as gs
-from gradstats.capture import _mode, _tracker
+from gradstats.capture import _mode, _tracker, _tracking
 from gradstats.capture.parameters import _attributes
 from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
 
@@ -65,12 +65,13 @@ class Interrupt:
 
 
 # What opens and closes, but for the lines before their own try.
-OPENING = _tracker.Tracker._open, _tracker.Tracker._track
+OPENING = _tracker.Tracker._open, _tracking.Tracking.begin, _tracking.Tracking._track
 CLOSING = (
     _tracker.Tracker._close,
+    _tracking.Tracking.end,
     _mode.FollowingMode.remove,
     _attributes.restore_attributes,
-    _tracker.release,
+    _tracking.release,
 )
 
 
