@@ -25,6 +25,9 @@ from gradstats.capture.uses._hooked import KINDS, hooked_on
 from gradstats.capture.uses._uses import Use, given_others
 from gradstats.errors import ExampleAxisError, UnsupportedOperationError
 
+# Types of nodes met so far that are PyTorch's own, not of autograd Functions defined in Python.
+NATIVE: set[type] = set()
+
 
 def check_data(losses: Iterable[Tensor]) -> None:
     """Raise for a loss that belongs to no example."""
@@ -86,9 +89,13 @@ def _walk(
             edges = use.edges_to_data(node)
         else:
             edges = node.next_functions
-            if isinstance(node, BackwardCFunction):
-                use = getattr(node, "use", None)
-        tracked = isinstance(use, Use)  # not what a user's Function keeps under this name
+            if kind not in NATIVE:
+                if issubclass(kind, BackwardCFunction):
+                    use = getattr(node, "use", None)
+                else:
+                    NATIVE.add(kind)
+        # not what a user's Function keeps under this name
+        tracked = use is not None and isinstance(use, Use)
         if tracked:
             uses.append(use)
         if tracked or partial:

@@ -90,7 +90,10 @@ class FollowingMode(ContextMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if is_compiling():
+        # The first question alone, which is_compiling asks too, for operations of no mode.
+        if torch.compiler.is_dynamo_compiling() or (
+            torch._C._len_torch_dispatch_stack() and is_compiling()
+        ):
             return self._record(func, args, kwargs)
         if get_eval_frame_callback() is None:
             return self.handle(func, types, args, kwargs)

@@ -138,13 +138,14 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         compiled = compiled or is_compiled(module)
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen:
+            if parameter is None or (number := id(parameter)) in seen:
                 continue
-            seen.add(id(parameter))
+            seen.add(number)
             parameters[prefix + name] = parameter
-        for name, child in reversed(module._modules.items()):
-            if child is not None:
-                left.append((prefix + name, child))
+        if module._modules:
+            for name, child in reversed(module._modules.items()):
+                if child is not None:
+                    left.append((prefix + name, child))
     return Anatomy(modules, parameters, wrapper_prefix(model), compiled)
 
 

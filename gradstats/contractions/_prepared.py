@@ -8,6 +8,7 @@ same layout in any view, as the kernels read addresses and know the strides.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def of_outer(factor: Outer, *, with_sum: bool) -> OfOuter | None:
             return WellConditioned((), torch.float32, value), total
 
         return formed
-    squares: Callable[[Tensor, Tensor], Tensor]
+    squares: Any  # as ``rank_one_sqnorm`` takes operands
     if form == "gram":
         sides = factor.left, factor.right
         bounded = gram.prepare(a, g, _triton.rounding(*sides, cut_off_of(*sides)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
-from gradstats.capture.parameters._attributes import keeps_derived
+from gradstats.capture.parameters._attributes import keep_derived
 from gradstats.capture.parameters._tensors import DerivedTensor
 from gradstats.statistics._surroundings import Surroundings, contents_of, refill
 
@@ -105,7 +105,7 @@ class Start:
         Returns:
             Whether no derived tensor is left.
         """
-        if not any([keeps_derived(module) for module, _, _ in self._held]):
+        if not keep_derived([module for module, _, _ in self._held]):
             return True
         for module, _, buffers in self._held:
             for name, now in module._buffers.items():

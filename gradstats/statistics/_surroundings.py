@@ -12,6 +12,7 @@ from torch import nn
 from gradstats.capture.parameters._attributes import PLAIN_TYPES
 
 CONTAINERS = (OrderedDict, dict, list, set, deque)
+SEARCHED = (tuple, *CONTAINERS)
 
 
 class Surroundings:
@@ -55,7 +56,7 @@ def _containers_in(items: Iterable[Any]) -> Iterator[Any]:
     pending, met = list(items), set()
     while pending:
         item = pending.pop()
-        if not isinstance(item, (tuple, *CONTAINERS)) or id(item) in met:
+        if not issubclass(type(item), SEARCHED) or id(item) in met:
             continue
         met.add(id(item))  # a container may hold itself
         if not isinstance(item, tuple):
@@ -76,7 +77,8 @@ def refill(contents: Iterable[tuple[Any, Any]]) -> None:
 
 def _kind(container: Any) -> Any:
     """Return a class to copy and refill by: the user's may lack methods or have others."""
-    return next(kind for kind in CONTAINERS if isinstance(container, kind))
+    own = type(container)
+    return own if own in CONTAINERS else next(k for k in CONTAINERS if issubclass(own, k))
 
 
 def _identities(container: Any) -> list[int]:

