@@ -47,12 +47,11 @@ def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]
             # launchers take everything after the operands by name
             kwargs |= zip(names()[leading:], args[leading:], strict=False)
             args = args[:leading]
-        device = args[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            # a launch goes to the current device, wherever its operands lie
-            with torch.cuda.device(device):
-                return launch(*args, **kwargs)
-        return launch(*args, **kwargs)
+        if is_here(args[0]):
+            return launch(*args, **kwargs)
+        # a launch goes to the current device, wherever its operands lie
+        with torch.cuda.device(args[0].device):
+            return launch(*args, **kwargs)
 
     return call
 
@@ -103,10 +102,17 @@ def are_plain(*arguments: Any) -> bool:
     return True
 
 
-def are_here(*tensors: Tensor) -> bool:
-    """Whether tensors lie on the current CUDA device, where launches go."""
-    here = torch.cuda.current_device()
-    return all([each.is_cuda and each.device.index == here for each in tensors])
+def is_here(tensor: Tensor) -> bool:
+    """Whether a tensor lies where launches go: on no CUDA device but the current one."""
+    device = tensor.device
+    if device.type != "cuda" or _has_one_device():
+        return True  # without asking for the current one, which takes longer
+    return device.index == torch.cuda.current_device()
+
+
+@functools.cache
+def _has_one_device() -> bool:
+    return torch.cuda.device_count() == 1
 
 
 def _observed() -> bool:

@@ -28,7 +28,7 @@ from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._derived import derive, real_numbers
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._refusals import refuse
-from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of, wrap
+from gradstats.capture.parameters._tensors import node_of, wrap
 from gradstats.capture.uses._layer import Layer, LayerUse
 from gradstats.capture.uses._uses import Use, attach, derived
 from gradstats.capture.uses._views import ExampleLayout, example_view
@@ -36,18 +36,6 @@ from gradstats.errors import ExampleAxisError
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
-
-
-def bare(item, autocast: bool):
-    """Return what a Function that keeps its ``Use`` takes in place of a tracked tensor.
-
-    A parameter enters as it is: the walk over the graph knows the Function's edges. Not under
-    autocast, which would keep its cast of a leaf, made where no gradient is recorded, for others.
-    """
-    node = node_of(item)
-    if isinstance(node, Root) and not autocast:
-        return node.parameter
-    return value_of(item)
 
 
 def layered(
@@ -66,13 +54,26 @@ def layered(
         examples: where the examples lie in the result.
         autocast: whether autocast is on where the data lie.
     """
-    operands = [bare(item, autocast) for item in parameters]
+    nodes: list[Node] = []
+    operands: list[Tensor | None] = []
+    untracked = False
+    for item in parameters:
+        node = node_of(item)
+        if node is None:
+            untracked = untracked or item is not None
+            operands.append(item)
+            continue
+        nodes.append(node)
+        # A parameter enters as it is: the walk over the graph knows the Function's edges. Not under
+        # autocast, which would keep its cast of a leaf, made where no gradient is recorded, for
+        # others.
+        bare = isinstance(node, Root) and not autocast
+        operands.append(node.parameter if bare else node.value)  # type: ignore[attr-defined]
     if autocast:
         x = cast_for_autocast(tracker, x)
         operands = layer.cast(x, operands)
-    nodes = nodes_of(parameters)
     result = attach(LayerUse, Use(nodes), layer, x, *operands)
-    if len(nodes) == sum([item is not None for item in parameters]):
+    if not untracked:
         tracker.note_followed(result, examples)
     return result
 

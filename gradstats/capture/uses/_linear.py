@@ -18,7 +18,7 @@ from gradstats.capture.uses._together import is_small
 from gradstats.capture.uses._uses import Settings, Use
 from gradstats.contractions import Contraction, _prepared, _triton, one_position
 from gradstats.contractions._multiply import multiply, pays
-from gradstats.kernels._calls import are_here, are_plain
+from gradstats.kernels._calls import are_plain, is_here
 from gradstats.kernels._precision import tf32_allowed
 
 # What was prepared for operands of some layouts, for all that it depends upon. Cleared at ``MOST``.
@@ -76,7 +76,7 @@ class LinearFactors(Layer):
             return None
         if (bias_dtype is not None and not self.bias) or not (use.direct and use.all_sole):
             return None
-        if torch._C._is_any_autocast_enabled() or not (are_plain(grad, x) and are_here(grad, x)):
+        if torch._C._is_any_autocast_enabled() or not (are_plain(grad, x) and is_here(grad)):
             return None
         known = (
             self.weight, self.bias, self.inputs_first, self.shape, examples.batch, examples.fold,
