@@ -38,15 +38,17 @@ def _attach(
     *statistics,
     trailing=0,
     place=None,
+    noted=True,
 ):
     """Run the layer with the factors of its parameters attached.
 
     Args:
         func: the caller's own operation.
-        run: called as run(input, weight, bias), which does the same.
+        run: called as run(input, weight, bias, *statistics), which does the same.
         statistics: what ``normalise`` needs beside the input.
         trailing: how many last axes it normalises over; 0 for layers of channels.
         place: where PyTorch's node for the operation has the input.
+        noted: whether operations that are alike do the same; those that read no other tensors.
     """
     node = node_of(input)
     if node is not None:
@@ -66,38 +68,38 @@ def _attach(
     if own and scale and not tracker.settings.exact:
         # Derivatives of the network reach what is added outside.
         result = _attach(
-            tracker, func, run, normalise, input, weight, None, *statistics, trailing=trailing
-        )
+            tracker, func, run, normalise, input, weight, None, *statistics,
+            trailing=trailing, noted=False,
+        )  # fmt: skip
         axes = () if channel_axis is None else (1,) * (input.dim() - 2)
         return result + bias.view(*bias.shape, *axes)
     if not own and factors.one_pass(tracker.settings, input):
-        noted = place is not None
-        operands = input, (weight, bias), examples, factors, run, noted
-        if noted:  # and the caller's operation reads no other tensors
+        operands = input, (weight, bias, *statistics), examples, factors, run
+        if noted:
             return decide(tracker, _in_one_pass, *operands)
-        return _in_one_pass(tracker, *operands, *statistics)
+        return _attached(tracker, *operands)
     if place is not None and not own:
         found = hooked(tracker, input, (weight, bias), examples, place, factors, run)
         if found is not None:
             return found
-    result = free_of_views(run(input, value_of(weight), value_of(bias)))
+    result = free_of_views(run(input, value_of(weight), value_of(bias), *statistics))
     return tap(nodes_of((weight, bias)), result, factors, input, *statistics)
 
 
-def _in_one_pass(
-    tracker: Context, input, parameters, examples, factors, run, noted: bool, *statistics: Tensor
-) -> Tensor:
-    """Run a layer whose backward the kernels compute in one pass.
+def _in_one_pass(tracker: Context, input, parameters, examples, factors, run) -> Tensor:
+    """Run a layer whose backward the kernels compute in one pass, and whose result is as its input.
 
     Args:
-        noted: whether where the examples lie in the result need not be found by following it.
+        parameters: scale, shift and statistics.
     """
-    values = map(value_of, parameters)
-    use = Use(nodes_of(parameters))
-    result = attach(NormalisationUse, use, factors, run, input, *values, *statistics)
-    if noted:
-        tracker.note_followed(result, examples)
+    result = _attached(tracker, input, parameters, examples, factors, run)
+    tracker.note_followed(result, examples)
     return result
+
+
+def _attached(tracker: Context, input, parameters, examples, factors, run) -> Tensor:
+    values, use = map(value_of, parameters), Use(nodes_of(parameters[:2]))
+    return attach(NormalisationUse, use, factors, run, input, *values)
 
 
 def layer_norm(
@@ -194,14 +196,14 @@ def instance_norm(
 ):
     """Normalisation over the positions of each channel of each example."""
 
-    def run(x, weight, bias):
+    def run(x, weight, bias, *statistics):
         return func(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
-    if use_input_stats:
-        own = GroupNormalise(input.shape[1], eps)
-        return _attach(tracker, func, run, own, input, weight, bias)
-    statistics = running_mean, running_var
-    return _attach(tracker, func, run, RunningNormalise(eps), input, weight, bias, *statistics)
+    statistics: tuple[Tensor, ...] = ()
+    own: GroupNormalise | RunningNormalise = GroupNormalise(input.shape[1], eps)
+    if not use_input_stats:
+        statistics, own = (running_mean, running_var), RunningNormalise(eps)
+    return _attach(tracker, func, run, own, input, weight, bias, *statistics, noted=False)
 
 
 def batch_norm(
@@ -219,11 +221,14 @@ def batch_norm(
     """Normalisation by running statistics; by the batch's own it couples examples: refused."""
     check_batch_norm(running_mean, weight, bias, training)
 
-    def run(x, weight, bias):
-        return func(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    def run(x, weight, bias, mean, variance):
+        return func(x, mean, variance, weight, bias, training, momentum, eps)
 
     statistics = running_mean, running_var
-    return _attach(tracker, func, run, RunningNormalise(eps), input, weight, bias, *statistics)
+    # of others the gradient may have to be laid out anew (see ``settle_format``)
+    noted = 1 not in input.shape
+    own = RunningNormalise(eps)
+    return _attach(tracker, func, run, own, input, weight, bias, *statistics, noted=noted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class NormalisationUse(torch.autograd.Function):
         ctx.use, ctx.layer = use, layer
         ctx.save_for_backward(x, weight, *statistics)
         ctx.parameters = [None if p is None else (p.shape, p.dtype) for p in (weight, bias)]
-        return free_of_views(run(x, weight, bias))
+        return free_of_views(run(x, weight, bias, *statistics))
 
     @staticmethod
     @unseen(_normalisation_again)
@@ -46,7 +46,7 @@ class NormalisationUse(torch.autograd.Function):
         own = dtype = x.dtype
         if grad.dtype != own:
             dtype = torch.promote_types(own, grad.dtype)
-        grad, x = cast(grad, dtype), cast(x, dtype)
+            grad, x = cast(grad, dtype), cast(x, dtype)
         # The kernel returns both sums in one dtype; if the parameters' differ, each is cast.
         dtypes = [ctx.parameters[index][1] for index in range(2) if wanted[index]]
         total_dtype = dtypes[0] if dtypes else None
@@ -61,8 +61,12 @@ class NormalisationUse(torch.autograd.Function):
                 assert total is not None
                 shape, dtype = ctx.parameters[index]
                 totals[index] = cast(total.view(shape), dtype)
-        factors = _factors(use, layer, result, totals, grad, x, *statistics)
-        use.deliver(factors)
+        if use.direct and use.all_sole:
+            if use.is_due():
+                both = (layer.scale, result.scale_norms), (layer.shift, result.shift_norms)
+                use.finish([norms for tracked, norms in both if tracked])
+        else:
+            use.deliver(_factors(use, layer, result, totals, grad, x, *statistics))
         grad_x = None if result.input is None else cast(result.input, own)
         none = (None for _ in statistics)
         return (None, None, None, grad_x, *totals, *none)

@@ -1,13 +1,15 @@
-"""What is prepared for layers' operands does, to the bit, what is decided each time."""
+"""What is decided once for layers that are alike is, to the bit, what is decided each time."""
 
 import pytest
 import torch
 from torch import nn
 
 import gradstats as gs
-from gradstats.capture.uses import _linear
+from gradstats.capture.following import _repeated
+from gradstats.capture.uses import _dispatch, _linear
 from gradstats.capture.uses._layer import Layer
 from tests.losses import mean_square
+from tests.oracle import assert_sqnorms, oracle_sqnorms
 
 B = 3
 
@@ -120,3 +122,35 @@ def test_what_others_need_is_delivered(monkeypatch):
     gs.per_example_norms(nn.Sequential(layer, layer), batch, mean_square)
     gs.per_example_norms(layer, batch, mean_square, gram=True)
     assert not _linear.PREPARED
+
+
+NORMALISATIONS = {
+    "rms": (lambda: nn.RMSNorm(6), (3, 6)),
+    "rms with eps": (lambda: nn.RMSNorm(6, eps=1e-3), (3, 6)),
+    "running": (lambda: nn.BatchNorm1d(4).eval(), (4, 3)),
+    "running without positions": (lambda: nn.BatchNorm1d(4).eval(), (4,)),
+    "running of images": (lambda: nn.BatchNorm2d(4).eval(), (4, 2, 3)),
+    "running of one pixel": (lambda: nn.BatchNorm2d(4).eval(), (4, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside training"])
+@pytest.mark.parametrize("name", NORMALISATIONS)
+def test_normalisations(name, beside, monkeypatch):
+    monkeypatch.setattr(_repeated, "NOTED", noted := {})
+    monkeypatch.setattr(_dispatch, "NOTED", noted)
+    make, shape = NORMALISATIONS[name]
+    model = nn.Sequential(nn.Tanh(), make(), nn.Tanh()).cuda()
+    batch = torch.randn(B, *shape).cuda().requires_grad_(), torch.randn(B).cuda()
+    measured(model, batch, beside)
+    known = len(noted)
+    for number, buffer in enumerate(model.buffers()):
+        if buffer.dtype == torch.float32:
+            buffer += number + 1  # what was remembered holds no tensor
+    again = measured(model, batch, beside)
+    assert len(noted) == known
+    noted.clear()
+    for one, other in zip(again, measured(model, batch, beside), strict=True):
+        assert torch.equal(one, other)
+    assert_sqnorms(gs.per_example_norms(model, batch, mean_square),
+                   oracle_sqnorms(model, batch, mean_square), 1e-4)  # fmt: skip
