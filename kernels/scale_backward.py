@@ -77,7 +77,7 @@ def prepare_shift(
     plan = _plan(scale.scale_kernel, operands, *options).launches
 
     def run(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = scale.run(plan, None, g, None, (None, None, None, None), None)
+        found = scale.run(plan, g, None, g, *(None,) * 6)
         return found.totals[0], found.sqnorm[0]
 
     return run
