@@ -235,7 +235,7 @@ def lost_by(chosen: str, timings: Mapping[str, Timing]) -> float:
 
 
 def machine(device: str = "cpu") -> str:
-    """Return the name of the accelerator, or of the processor and the number of threads in use."""
+    """Return the name of the accelerator, or of the processor and what PyTorch uses of it."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     model = platform.processor() or platform.machine()
@@ -245,7 +245,9 @@ def machine(device: str = "cpu") -> str:
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-    return f"{model}, {torch.get_num_threads()} threads"
+    # Virtual machines hide which of a maker's processors it is; their products differ fourfold.
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{model} ({instructions}), {torch.get_num_threads()} threads"
 
 
 def commit() -> str:

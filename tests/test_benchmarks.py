@@ -246,6 +246,16 @@ def test_results_of_other_columns_keep(tmp_path, monkeypatch):
     assert harness.read_csv("none") == []
 
 
+def test_processors_of_one_name_are_told_apart(monkeypatch):
+    names = []
+    for instructions in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda has=instructions: has)
+        names.append(harness.machine())
+    assert names[0] != names[1] and names[1].endswith(
+        f"(AVX512), {torch.get_num_threads()} threads"
+    )
+
+
 def test_the_pages_say_what_the_results_say():
     texts = [page.read_text() for page in report.PAGES]
     assert [report.filled(text) for text in texts] == texts
