@@ -186,3 +186,26 @@ def test_packed_examples_without_chosen_rows(meets, chosen):
     where = torch.arange(TOKENS) < torch.tensor(chosen)[:, None]
     batch = torch.randn(EXAMPLES * TOKENS, WIDTH).double(), where.flatten(), starts
     check_model(Packed(MEETINGS[meets]).double(), batch, losses, cu_seqlens=starts)
+
+
+class Sequence(Expert):
+    """Sequences of no tokens, from which a number of rows is made."""
+
+    def forward(self, x, chosen):
+        return self.expert(self.change(self.first(x[:, :0])))
+
+
+@pytest.mark.parametrize("examples", [1, EXAMPLES])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda own: own.sum(1),
+        lambda own: own.prod(1),
+        lambda own: functional.pad(own, (0, 0, 0, 2), value=1.0),
+        lambda own: own.mT @ own,
+        lambda own: own.flatten(1) @ own.new_ones(0, WIDTH),
+    ],
+    ids=["summed", "multiplied", "padded", "of features", "of a vector"],
+)
+def test_sequences_of_no_tokens(change, examples):
+    check(Sequence(change), [0] * examples)

@@ -48,7 +48,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
     """Note where the examples lie in the result of an operation on data."""
     func, _, _, data, result = call
     meetings = marks.meetings
-    if not any(map(Tensor.numel, data)) and result.numel() and sole_example(marks, data) is None:
+    if result.numel() and not any(map(Tensor.numel, data)) and _are_of_nobody(marks, data):
         marks.mark_constant(result)  # such as the sum over rows of which there are none
         return
     if marks.batch_dim and not result.requires_grad and _has_no_axis(marks, call):
@@ -80,6 +80,12 @@ def follow_layout(marks: Marks, call: Call) -> None:
         _note_sum(marks, call, after)
     if result.requires_grad and (meetings.coupled or meetings.added):
         _note_added(marks, data, result)
+
+
+def _are_of_nobody(marks: Marks, data: list[Tensor]) -> bool:
+    """Whether empty data belong to no example: neither as a whole nor by rows."""
+    of_rows = any(layout is not None and layout.rows for layout in map(marks.layout_of, data))
+    return not of_rows and sole_example(marks, data) is None
 
 
 def _has_no_axis(marks: Marks, call: Call) -> bool:
