@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
@@ -473,6 +474,48 @@ def test_parts_that_cannot_stand_in_a_graph(kind):
         with gs.track(compiled, batch_size=B) as tracker:
             losses_of(compiled, batch).mean().backward()
         assert_sqnorms(tracker.stats, expected, 1e-5)
+
+
+class Labelled(torch.Tensor):
+    """A subclass of tensors, as those of images are in libraries for them."""
+
+
+TAKEN_FOR = [
+    lambda x, kind: x.as_subclass(kind),
+    lambda x, kind: torch.Tensor.as_subclass(x, kind),
+]
+
+
+class Taken(nn.Module):
+    """Rows in another order that are taken for those of another class."""
+
+    def __init__(self, taken_for):
+        super().__init__()
+        self.taken_for = taken_for
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.taken_for(self.first(x).flip(0), Labelled)).flip(0)
+
+
+@pytest.mark.parametrize("taken_for", TAKEN_FOR, ids=["method", "function"])
+def test_tensors_taken_for_those_of_another_class(taken_for):
+    """Also in graphs that are compiled once no context is open.
+
+    The compiler finds PyTorch's methods when it first meets one, perhaps after the first context.
+    """
+    trace_rules.get_tensor_method.cache_clear()
+    model, x = Taken(taken_for).double(), torch.randn(3, 4).double()
+
+    def loss_fn(model, x):
+        return model(x).as_subclass(torch.Tensor).square().sum(1)
+
+    expected = oracle_sqnorms(model, x, loss_fn)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_sqnorms(gs.per_example_norms(compiled, x, loss_fn), expected, 1e-12)
+    apart = torch.compile(lambda x: taken_for(x, Labelled) * 2, fullgraph=True, backend="eager")
+    assert torch.equal(apart(x), 2 * x)
+    assert type(apart(x)) is Labelled
 
 
 class Reused(nn.Module):

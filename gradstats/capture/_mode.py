@@ -51,6 +51,7 @@ from gradstats.capture.parameters._refusals import (
     refuse_on_derived,
 )
 from gradstats.capture.parameters._tensors import (
+    TRACED,
     TRACKED_TYPES,
     as_subclass,
     node_of,
@@ -240,6 +241,7 @@ def prepare_for_compiler() -> None:
     replaced = apply_function, as_subclass
     for function in (handler, outside_graphs.__wrapped__, *replaced, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
+    TRACED.append(True)
     # Otherwise the graph would be guarded on every entry of the table of rules.
     torch.compiler.assume_constant_result(is_registered)
 

@@ -132,12 +132,19 @@ def replace_as_subclass() -> None:
     Tensor.as_subclass = as_subclass  # type: ignore[method-assign]
 
 
+# Not empty once the compiler leaves ``as_subclass`` alone, which would call itself in such a frame.
+TRACED: list[bool] = []
+
+
 def as_subclass(self, cls):
     """Return a tensor as one of another class, whose examples lie as before.
 
     Replaces ``Tensor.as_subclass``.
     """
-    mode = None if torch._C._is_torch_function_all_disabled() else innermost_mode()
+    if TRACED and torch.compiler.is_dynamo_compiling():
+        return self.as_subclass(cls)  # as a method the compiler knows PyTorch's own
+    shown = torch._C._len_torch_function_stack() and not torch._C._is_torch_function_all_disabled()
+    mode = innermost_mode() if shown else None
     if mode is None:
         return AS_SUBCLASS(self, cls)
     if node_of(self) is not None:
