@@ -73,7 +73,9 @@ def _attach(
         )  # fmt: skip
         axes = () if channel_axis is None else (1,) * (input.dim() - 2)
         return result + bias.view(*bias.shape, *axes)
-    if not own and factors.one_pass(tracker.settings, input):
+    # By statistics that require a gradient PyTorch itself runs the layer, and refuses.
+    given = not any([each is not None and each.requires_grad for each in statistics])
+    if given and not own and factors.one_pass(tracker.settings, input):
         operands = input, (weight, bias, *statistics), examples, factors, run
         if noted:
             return decide(tracker, _in_one_pass, *operands)

@@ -1,8 +1,11 @@
 """What is decided once for layers that are alike is, to the bit, what is decided each time."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import gradstats as gs
 from gradstats.capture.following import _repeated
@@ -137,7 +140,8 @@ NORMALISATIONS = {
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside training"])
 @pytest.mark.parametrize("name", NORMALISATIONS)
 def test_normalisations(name, beside, monkeypatch):
-    monkeypatch.setattr(_repeated, "NOTED", noted := {})
+    noted: dict = {}
+    monkeypatch.setattr(_repeated, "NOTED", noted)
     monkeypatch.setattr(_dispatch, "NOTED", noted)
     make, shape = NORMALISATIONS[name]
     model = nn.Sequential(nn.Tanh(), make(), nn.Tanh()).cuda()
@@ -154,3 +158,40 @@ def test_normalisations(name, beside, monkeypatch):
         assert torch.equal(one, other)
     assert_sqnorms(gs.per_example_norms(model, batch, mean_square),
                    oracle_sqnorms(model, batch, mean_square), 1e-4)  # fmt: skip
+
+
+BY_STATISTICS = [
+    functional.batch_norm,
+    partial(functional.instance_norm, use_input_stats=False),
+]
+
+STATISTICS = {
+    "a parameter": lambda layer, x: layer.mean,
+    "of a parameter": lambda layer, x: 2 * layer.mean,
+    "of the batch": lambda layer, x: x.mean(0),
+    "of each example": lambda layer, x: x.mean(1),
+}
+
+
+class ByTrainedStatistics(nn.Module):
+    """Normalisation by statistics that require a gradient, which PyTorch does not compute."""
+
+    def __init__(self, layer, statistics):
+        super().__init__()
+        self.layer, self.statistics = layer, statistics
+        self.first, self.weight = nn.Linear(B, B), nn.Parameter(torch.randn(B))
+        self.mean = nn.Parameter(torch.randn(B))
+
+    def forward(self, x):
+        x = self.first(x)
+        statistics = self.statistics(self, x), torch.ones(B, device=x.device)
+        return self.layer(x[..., None].expand(-1, -1, 2), *statistics, self.weight)
+
+
+@pytest.mark.parametrize("layer", BY_STATISTICS, ids=["batch", "instance"])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_trained_statistics(name, layer):
+    model = ByTrainedStatistics(layer, STATISTICS[name]).cuda()
+    batch = torch.randn(B, B).cuda(), torch.randn(B).cuda()
+    with pytest.raises(RuntimeError, match="is not differentiable"):
+        gs.per_example_norms(model, batch, mean_square)
