@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.rules import RULES, is_registered
 from gradstats.capture.uses._decided import Decided
-from gradstats.capture.uses._dispatch import dispatch
+from gradstats.capture.uses._dispatch import run_on_tracked
 from gradstats.capture.uses._grafted import Grafted
 from gradstats.capture.uses._together import Together
 from gradstats.capture.uses._uses import Settings
@@ -57,6 +57,8 @@ class Context:
         maps_data: whether its function has met data that it was not given.
         fetching: how many DataLoaders are fetching inside it, one inside another.
         weighs_alike: whether a loss over all examples is the mean or the sum of theirs.
+        rules: of operations of parameters and data.
+        dispatch: runs an operation on at least one tensor of this context.
         form: everything that a graph recorded in this context depends on; empty if none may be.
     """
 
@@ -74,6 +76,8 @@ class Context:
     derived_from_leaves = False
     weighs_alike = True
     form = ""
+    rules: Mapping[Any, Any] = RULES
+    dispatch = run_on_tracked
 
     def __init__(
         self, batch_size: int, batch_dim: int, segments: Segments | None, settings: Settings
@@ -96,12 +100,6 @@ class Context:
     def registered(self, func) -> Grafted | None:
         """Return the rule that a user registered for an operation, if any."""
         return RULES[func] if is_registered(func) else None
-
-    def dispatch(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        """Run an operation on at least one tensor of this context."""
-        if self.visibility is not None:
-            self.visibility.check_operation(func, fetching=self.fetching > 0)
-        return dispatch(self, RULES, func, args, kwargs)
 
     def note_followed(self, result: Tensor, examples: Examples) -> None:
         """Note where the examples lie in a rule's result, so that it need not be followed."""

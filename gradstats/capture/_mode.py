@@ -124,7 +124,7 @@ class FollowingMode(ContextMode):
             return func(*args, **kwargs)
         if type(func) in OPERATORS and torch.is_grad_enabled() and not is_registered(func):
             func, args, kwargs = as_function(func, args, kwargs)
-        tracked = not TRACKED_TYPES.isdisjoint(types)
+        tracked = bool(types) and not TRACKED_TYPES.isdisjoint(types)
         if func in OUT_OF_THE_ORDINARY:
             if func in QUESTIONS and not tracked:
                 return func(*args, **kwargs)
@@ -146,7 +146,8 @@ class FollowingMode(ContextMode):
             if tracked and not ORDINARY_TYPES.issuperset(types):
                 check_nested(func, operands_of(args, kwargs))
             result = func(*args, **kwargs)
-        if isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func):
+        kind = type(result)
+        if kind is Tensor or isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func):
             if func in FINDS:
                 return result
             if tracker.functions.seen is not None:

@@ -38,31 +38,33 @@ class Visibility:
     """Whether a context sees everything: in the thread that opened it, while no other covers it.
 
     Autograd's own threads, and code that records no gradient, may use its parameters too.
+
+    Attributes:
+        thread: the thread that opened it.
+        later: those of the contexts that were opened there later, and are open.
     """
 
     def __init__(self) -> None:
         self._earlier: Sequence[Visibility] = ()
-        self._later: set[Visibility] = set()
+        self.later: set[Visibility] = set()
 
     def begin(self) -> None:
         """Note which thread opens the context, and cover the contexts open there already."""
-        self._thread = get_ident()
+        self.thread = get_ident()
         found = [mode.tracker.visibility for mode in modes_here()]
         self._earlier = [each for each in found if each is not None]
         for earlier in self._earlier:
-            earlier._later.add(self)
+            earlier.later.add(self)
 
     def end(self) -> None:
         """Uncover the contexts that were opened before."""
         for earlier in self._earlier:
-            earlier._later.discard(self)
+            earlier.later.discard(self)
         self._earlier = ()
 
     def check_operation(self, func, *, fetching: bool) -> None:
-        """Refuse an operation on tracked parameters if others around it are not seen."""
-        here = get_ident() == self._thread
-        if here and not fetching and not self._later:
-            return
+        """Refuse an operation on tracked parameters around which others are not seen."""
+        here = get_ident() == self.thread
         if func in QUESTIONS or is_about_object(func):
             return
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -71,7 +73,7 @@ class Visibility:
 
     def check_backward(self) -> None:
         """Refuse a backward that the context would not see."""
-        here = get_ident() == self._thread
-        if not here or self._later:
+        here = get_ident() == self.thread
+        if not here or self.later:
             where = COVERED if here else ELSEWHERE
             raise TrackingError(f"tracker.backward was called {where}")

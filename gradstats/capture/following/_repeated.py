@@ -148,8 +148,8 @@ def likeness_of_use(
             key.append(_autocast_of(operands))
     except RuntimeError:
         return None  # a sparse tensor, without strides, or a device without autocast
-    _add_pattern(key, operands)
-    key.append(hooks_on_saved() is not None)
+    if len(operands) > 1:
+        _add_pattern(key, operands)
     return tuple(key), operands
 
 
@@ -185,10 +185,10 @@ def _form_of(
     if marks.written.storages or marks.rearranged.storages:
         return None
     constants, of_use = marks.constants, tracker is not None
-    asked = None if tracker is None else tracker.asked
+    asked = None if tracker is None else (tracker.asked, hooks_on_saved() is not None)
     key: list[Any] = [func, marks.batch_size, marks.batch_dim, len(args), asked, (*kwargs,)]
     operands: list[Tensor] = []
-    items = [*args, *kwargs.values()]
+    items = [*args, *kwargs.values()] if kwargs else [*args]
     for item in items:  # and then what those hold that are lists
         kind = type(item)
         if kind is Tensor:

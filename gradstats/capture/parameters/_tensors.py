@@ -165,7 +165,7 @@ def run(func, args, kwargs):
 def run_followed(func, args, kwargs):
     """Do the same where the compiler records nothing."""
     # The context of the first tracked operand handles it; copies of parameters belong to none.
-    node = _first_open(args) or _first_open(kwargs.values())
+    node = _first_open([*args, *kwargs.values()] if kwargs else args)
     node = node or _first_open(operands_of(args, kwargs))  # of arguments that hold several
     if node is not None:
         return node.tracker.dispatch(func, args, kwargs)

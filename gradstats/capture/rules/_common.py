@@ -72,7 +72,7 @@ def layered(
     if autocast:
         x = cast_for_autocast(tracker, x)
         operands = layer.cast(x, operands)
-    result = attach(LayerUse, Use(nodes), layer, x, *operands)
+    result = attach(LayerUse)(Use(nodes), layer, x, *operands)
     if not untracked:
         tracker.note_followed(result, examples)
     return result

@@ -154,7 +154,7 @@ def _product_or_sum(
         saved = (x.detach(),) if multiply else ()
         return tap([node], result, plan, *saved)
     if plan is not None:
-        return attach(BroadcastUse, Use([node]), plan, multiply, x, node.value)
+        return attach(BroadcastUse)(Use([node]), plan, multiply, x, node.value)
     # Beside training the data are read once more for the norms. In half precision PyTorch rounds
     # the sums of one example, so that there is nothing to share.
     large = x.numel() > SMALL and x.dtype.itemsize > 2

@@ -101,7 +101,7 @@ def _in_one_pass(tracker: Context, input, parameters, examples, factors, run) ->
 
 def _attached(tracker: Context, input, parameters, examples, factors, run) -> Tensor:
     values, use = map(value_of, parameters), Use(nodes_of(parameters[:2]))
-    return attach(NormalisationUse, use, factors, run, input, *values)
+    return attach(NormalisationUse)(use, factors, run, input, *values)
 
 
 def layer_norm(

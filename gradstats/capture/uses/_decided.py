@@ -8,6 +8,7 @@ factors attached, the decision is remembered, without any tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -47,12 +48,12 @@ class Decided(NamedTuple):
         passed = self.x, *self.parameters
         if not all(item is None or id(item) in ids for item in passed):
             return None
-        places = [None if item is None else ids.index(id(item)) for item in passed]
+        take = itemgetter(*[-1 if item is None else ids.index(id(item)) for item in passed])
         again, rest = self.again, self.rest
         own = None if self.examples is tracker.marks.contract else self.examples
 
         def repeat(tracker: Context, operands: Sequence[Tensor]) -> Tensor | None:
-            x, *parameters = [None if place is None else operands[place] for place in places]
+            x, *parameters = take((*operands, None))
             return again(tracker, x, parameters, own or tracker.marks.contract, *rest)
 
         return repeat

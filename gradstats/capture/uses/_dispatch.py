@@ -7,8 +7,9 @@ data, no rule                 refused, naming the operation and the parameter
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,8 +53,11 @@ DETACHES = frozenset(variants("detach"))
 OF_SPARSE_DATA = PRODUCTS | ADDED_PRODUCTS | {torch.nn.functional.linear}
 
 
-def dispatch(tracker: Context, rules: Mapping, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """Run an operation that has a tracked tensor among its operands."""
+def run_on_tracked(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    """Run an operation that has a tracked tensor of this context among its operands."""
+    seen = tracker.visibility
+    if seen is not None and (tracker.fetching or seen.later or get_ident() != seen.thread):
+        seen.check_operation(func, fetching=tracker.fetching > 0)
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.is_grad_enabled():
             if tracker.functions.seen is not None and not reads_property(func):
@@ -86,7 +90,7 @@ def dispatch(tracker: Context, rules: Mapping, func, args: tuple[Any, ...], kwar
                 raise _hidden(nodes)
         if not data:
             return _without_data(tracker, func, args, kwargs, nodes[0])
-        rule = rules.get(func)
+        rule = tracker.rules.get(func)
         if is_sparse:
             check_nested(func, operands)
             if func not in OF_SPARSE_DATA:

@@ -30,7 +30,7 @@ from gradstats.capture.operations._graph import (
     hooks_on_saved,
 )
 from gradstats.capture.parameters._nodes import Root
-from gradstats.capture.parameters._tensors import node_of
+from gradstats.capture.parameters._tensors import TrackedParameter
 from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._together import Group, kind_of, norms_of
 from gradstats.capture.uses._uses import Use, check_derivatives
@@ -85,21 +85,10 @@ class Hooked(Use):
         behind: the node that computed the data, until it was asked for; None where there is none.
     """
 
-    def __init__(
-        self,
-        roots: Sequence[Root],
-        place: Place,
-        factors_of,
-        lookup: Lookup | None,
-        group: Group | None,
-        behind: GraphNode | None,
-    ):
-        super().__init__(roots)
-        self.behind = behind
-        self.place = place
-        self.factors_of = factors_of
-        self.lookup = lookup
-        self.group = group
+    place: Place
+    factors_of: Any
+    group: Group | None
+    behind: GraphNode | None
 
     def expect(self) -> None:
         super().expect()
@@ -219,36 +208,33 @@ def hook(
     roots: list[Root] = []
     operands: list[Tensor | None] = []
     for item in parameters:
-        root = node_of(item)
-        if isinstance(root, Root):
-            roots.append(root)
-            # To be added up in PyTorch's order, a parameter's gradients must all meet at its alias.
-            operands.append(root.value if exact else root.parameter)
-        elif item is None:
+        if item is None:
             operands.append(None)
-        else:
+            continue
+        if type(item) is not TrackedParameter:
             return None
+        root = item._gradstats
+        assert isinstance(root, Root)
+        roots.append(root)
+        # To be added up in PyTorch's order, a parameter's gradients must all meet at its alias.
+        operands.append(root.value if exact else root.parameter)
     behind = None if place.edge is None else x.grad_fn
     result = run(x, *operands)
-    node = _own_node(result, place.kind)
-    if node is None:
+    node: Any = result.grad_fn  # PyTorch's annotations take its metadata for a method
+    if type(node) in VIEWS:
+        node = node.next_functions[0][0]
+    found: type = type(node)
+    if found is not place.kind:
         return None
     if kind is UNDECIDED:
         kind = kind_of(tracker.settings, factors_of, result)
-    group = None if kind is None else tracker.together.group(kind, factors_of)
-    use = Hooked(roots, place, factors_of, lookup, group, behind)
+    use = Hooked(roots)
+    use.place, use.factors_of, use.lookup, use.behind = place, factors_of, lookup, behind
+    use.group = None if kind is None else tracker.together.group(kind, factors_of)
     node.metadata[KEY] = use
     node.register_hook(use.after_backward)
     tracker.note_followed(result, examples)
     return result
-
-
-def _own_node(result: Tensor, kind: type) -> Any:
-    """Return the node of an operation, perhaps behind a view; None if it is of another kind."""
-    node: Any = result.grad_fn  # PyTorch's annotations take its metadata for a method
-    if type(node) in VIEWS:
-        node = node.next_functions[0][0]
-    return node if type(node) is kind else None
 
 
 def hooked_on(node: Any) -> Hooked | None:

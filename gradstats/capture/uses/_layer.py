@@ -110,7 +110,7 @@ class Layer(Joinable):
         if node.value.dtype != grad.dtype:
             node = derived(node, Tensor.to, grad.dtype)
         again = self.adjoint(grad, x)
-        return (attach(LayerUse, Use([node]), again, grad, node.value, None),)
+        return (attach(LayerUse)(Use([node]), again, grad, node.value, None),)
 
 
 def _layer_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):

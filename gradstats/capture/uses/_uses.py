@@ -202,16 +202,12 @@ def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
     return factor if root.has_one_use or isinstance(factor, Fused) else lean(factor)
 
 
-def attach(function: type[torch.autograd.Function], *args):
-    """Apply an autograd Function that takes a ``Use``.
+@cache
+def attach(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return what applies an autograd Function that takes a ``Use``.
 
     It skips PyTorch's support for torch.func transforms, in which there are no uses.
     """
-    return _innermost(function)(*args)
-
-
-@cache
-def _innermost(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return INNERMOST.__get__(None, function)
 
 
@@ -362,10 +358,10 @@ def tap(
     use = Use(nodes)
     use.lookup = lookup
     if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
-        return attach(Tap, use, factors_of, result, *saved)
+        return attach(Tap)(use, factors_of, result, *saved)
     # Dispatch modes, such as selective checkpoints, may check that results were not changed.
     with torch.autograd._unsafe_preserve_version_counter(result):
-        return attach(Tap, use, factors_of, result, *saved)
+        return attach(Tap)(use, factors_of, result, *saved)
 
 
 def free_of_views(tensor: Tensor) -> Tensor:

@@ -116,4 +116,4 @@ def example_view(node: Node, layout: ExampleLayout) -> Tensor:
     # PyTorch's own to the bit: then those of all uses are added up at the alias.
     bare = isinstance(node, Root) and not node.tracker.settings.exact
     value = node.parameter if bare else node.value  # type: ignore[attr-defined]
-    return attach(ExampleView, Use([node]), layout, value)
+    return attach(ExampleView)(Use([node]), layout, value)
