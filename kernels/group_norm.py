@@ -8,14 +8,14 @@ far away. Operands are (B, T, C); channels that come first are a transposed view
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from gradstats.kernels import _check, _config, _streaming
-from gradstats.kernels._launching import launch_kernel
+from gradstats.kernels import _check, _config, _streaming, finish
+from gradstats.kernels._launching import Launch, launch_of, remembered
 from gradstats.kernels._results import apart, nothing
-from gradstats.kernels.finish import finish
 from gradstats.kernels.means import with_means
 from gradstats.kernels.scale import launch as launch_scale
 from gradstats.kernels.scale_backward import whole_backward
@@ -291,17 +291,66 @@ def group_norm_backward(
     the sums 8 for every channel of every example. Groups too wide to be held on chip
     take three reads of x and two of g.
     """
-    segments = _check.check_pair(x, g)
+    plan = _plan(
+        group_norm_kernel, (x, g, weight), groups, float(eps), sums, gradient_dtype, config
+    )
+    if plan is None:
+        statistics = with_means(group_statistics(x, groups, eps), x, g, weight)
+        return whole_backward(
+            g, x, _check.check_pair(x, g), statistics,
+            weight=weight, sums=sums, gradient_dtype=gradient_dtype,
+        )  # fmt: skip
+    gradient = torch.empty_like(x)
+    make = torch.empty if plan.launch is not None else torch.zeros
+    partial = make(plan.partial, dtype=torch.float32, device=x.device)
+    sqnorm = make(plan.sqnorm, dtype=torch.float64, device=x.device)
+    if plan.launch is not None:
+        scaled = None if weight is None else weight.contiguous()
+        plan.launch(x, g, scaled, gradient, partial, sqnorm)
+    if plan.finished is not None:
+        (scale, shift), _ = finish.run(plan.finished, partial)
+    else:
+        scale, shift = nothing(x.device, *2 * (gradient_dtype or torch.float32,))
+    scale_sqnorm, shift_sqnorm = apart(sqnorm)
+    return gradient, scale, shift, scale_sqnorm, shift_sqnorm
+
+
+class _Plan(NamedTuple):
+    """All of a call but its tensors.
+
+    Attributes:
+        partial: shape of the sums of every example; without examples where none are wanted.
+        sqnorm: shape of the squares of every group.
+        launch: None where there is nothing to compute.
+        finished: what adds up the sums of all examples; None where they are not wanted.
+    """
+
+    partial: tuple[int, int, int, int]
+    sqnorm: tuple[int, int, int]
+    launch: Launch | None
+    finished: finish.Finish | None
+
+
+@remembered
+def _plan(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    groups: int,
+    eps: float,
+    sums: bool,
+    gradient_dtype: torch.dtype | None,
+    config: _config.TileConfig | None,
+) -> _Plan | None:
+    """None where groups are too wide to be held on chip."""
+    x, g, weight = operands
+    _check.check_pair(x, g)
     _check.check_groups(x, groups)
     batch, positions, channels = x.shape
     _check.check_scale(weight, x)
     width = channels // groups
     if width > WIDEST and config is None:
-        statistics = with_means(group_statistics(x, groups, eps), x, g, weight)
-        return whole_backward(
-            g, x, segments, statistics, weight=weight, sums=sums, gradient_dtype=gradient_dtype
-        )
-    gradient = torch.empty_like(x)
+        return None
+    gradient = torch.empty_like(x, device="meta")
     runs = adjacent(width, x, g, gradient)
     config = config or _streaming.choose_group_norm(width, positions, max(runs) > 1)
     if width > config.columns:
@@ -309,18 +358,11 @@ def group_norm_backward(
             f"groups of at most {config.columns} channels fit this tile; got {width}: leave the "
             "choice of the tile to the table"
         )
-    partial = torch.empty((2, batch if sums else 0, channels), dtype=torch.float32, device=x.device)
-    sqnorm = torch.empty((2, batch, groups), dtype=torch.float64, device=x.device)
+    launch = None
     if x.numel():
-        launch_kernel(
-            group_norm_kernel,
+        launch = launch_of(
+            kernel,
             batch * groups,
-            x,
-            g,
-            None if weight is None else weight.contiguous(),
-            gradient,
-            partial,
-            sqnorm,
             *x.stride(),
             *g.stride(),
             *gradient.stride(),
@@ -336,13 +378,6 @@ def group_norm_backward(
             C_RUN=min(runs[1], config.columns),
             **config.of_streams,
         )
-    else:
-        partial.zero_()
-        sqnorm.zero_()
-    if sums:
-        found, _ = finish(partial.unsqueeze(2), sums=True, squares=False, dtype=gradient_dtype)
-        scale, shift = found
-    else:
-        scale, shift = nothing(x.device, *2 * (gradient_dtype or torch.float32,))
-    scale_sqnorm, shift_sqnorm = apart(sqnorm)
-    return gradient, scale, shift, scale_sqnorm, shift_sqnorm
+    shape = (2, batch if sums else 0, 1, channels)
+    finished = finish.prepare(shape, True, False, gradient_dtype) if sums else None
+    return _Plan(shape, (2, batch, groups), launch, finished)
