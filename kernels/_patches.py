@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -303,6 +304,10 @@ class Convolution:
         g = self.g if self.g.shape[1] % 16 else channels_last(self.g)
         return dataclasses.replace(self, x=channels_last(self.x), g=g)
 
+    def is_copied(self, x: torch.Tensor, g: torch.Tensor) -> bool:
+        """Whether kernels read copies of the operands that this was made of."""
+        return self.x.data_ptr() != x.data_ptr() or self.g.data_ptr() != g.data_ptr()
+
     def widened(self) -> Convolution:
         """The same with narrow groups side by side, as many as fill a tile of one tap.
 
@@ -322,6 +327,26 @@ class Convolution:
         g = self.g.unflatten(1, (self.groups, self.outputs))[:, groups, rows]
         count = x.shape[1]
         return dataclasses.replace(self, x=x.flatten(1, 2), g=g.flatten(1, 2), groups=count)
+
+
+class Arranged(NamedTuple):
+    """What is computed of a convolution's operands, for those that lie alike.
+
+    Attributes:
+        geometry: kernel, stride, padding, dilation and groups.
+        copied: whether kernels read copies of the operands.
+        compute: called with the operands, or these copies.
+    """
+
+    geometry: tuple
+    copied: bool
+    compute: Callable[[torch.Tensor, torch.Tensor], Any]
+
+    def __call__(self, x: torch.Tensor, g: torch.Tensor) -> Any:
+        if self.copied:
+            layer = check_convolution(x, g, *self.geometry).arranged()
+            x, g = layer.x, layer.g
+        return self.compute(x, g)
 
 
 def channels_last(operand: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,17 @@ memory-bound and has a kernel of its own, `depthwise.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, depthwise
-from gradstats.kernels._launching import launch_kernel
+from gradstats.kernels._launching import Launch, launch_of, remembered
 from gradstats.kernels._patches import (
+    Arranged,
     Convolution,
     check_convolution,
     patch_tile,
@@ -197,8 +200,18 @@ def convolution_sqnorm(
     Cost: 2 T O (C / groups) taps flops per example, as the weight gradient; workspace 8 bytes per
     tile, and a copy of each operand whose channels are not adjacent where that is faster.
     """
-    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups).arranged()
-    return added(_launch(layer, layer, None, "square", config))
+    layer = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
+    plan = _plan_squares(convolution_kernel, (x, g), layer, _check.precision_of(x.dtype), config)
+    if plan is None:
+        arranged = check_convolution(x, g, *layer).arranged()
+        return added(depthwise.launch(arranged, arranged, None, "square", config)[0])
+    return plan(x, g)
+
+
+def prepare(x: torch.Tensor, g: torch.Tensor, geometry: tuple) -> Arranged | None:
+    """What `convolution_sqnorm` does, for operands that lie as these do; None if depthwise."""
+    precision = _check.precision_of(x.dtype)
+    return _plan_squares(convolution_kernel, (x, g), geometry, precision, None)
 
 
 def convolution_inner(
@@ -303,6 +316,42 @@ def choose_tiles(
     return config, one_tap, first.groups * tiles * (first.taps if one_tap else 1)
 
 
+class _Plan(NamedTuple):
+    """All of a call but its tensors."""
+
+    shape: tuple[int, ...]  # of the results: examples, and tiles or the weight's own
+    dtype: torch.dtype  # of these
+    launch: Launch | None  # None where there is nothing to compute
+
+    def __call__(self, *operands: torch.Tensor | None) -> torch.Tensor:
+        """(B, tiles) or (B, weights), of inputs and gradients of two factors, and a direction."""
+        assert operands[0] is not None
+        output = torch.empty(self.shape, dtype=self.dtype, device=operands[0].device)
+        if self.launch is not None:
+            self.launch(*operands, output)
+        return output.flatten(1)
+
+
+@remembered
+def _plan_squares(
+    kernel: Any,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    geometry: tuple,
+    _precision: str,  # told apart in what is remembered
+    config: _config.TileConfig | None,
+) -> Arranged | None:
+    """None for depthwise layers."""
+    layer = check_convolution(*operands, *geometry).arranged()
+    if layer.channels == 1:
+        return None
+    plan = _plan(kernel, layer, layer, "square", config)
+
+    def squares(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return added(plan(x, g, x, g, None))
+
+    return Arranged(geometry, layer.is_copied(*operands), squares)
+
+
 def _launch(
     first: Convolution,
     second: Convolution,
@@ -314,22 +363,27 @@ def _launch(
         direction = direction.contiguous()
     if first.channels == 1:
         return depthwise.launch(first, second, direction, mode, config)[0]
+    plan = _plan(convolution_kernel, first, second, mode, config)
+    return plan(first.x, first.g, second.x, second.g, direction)
+
+
+def _plan(
+    kernel: Any,
+    first: Convolution,
+    second: Convolution,
+    mode: str,
+    config: _config.TileConfig | None,
+) -> _Plan:
     first, second = first.widened(), second.widened()
     operation = "convolution_fused" if mode == "inner" else "convolution"
     config, one_tap, tiles = choose_tiles(first, second, config, operation)
     shape = (first.batch, *first.weight_shape) if mode == "store" else (first.batch, tiles)
     dtype = torch.float32 if mode == "store" else torch.float64
-    output = torch.empty(shape, dtype=dtype, device=first.x.device)
-    if output.numel():
-        launch_kernel(
-            convolution_kernel,
+    launch = None
+    if math.prod(shape):
+        launch = launch_of(
+            kernel,
             first.batch * tiles,
-            first.x,
-            first.g,
-            second.x,
-            second.g,
-            direction,
-            output,
             *first.strides,
             *second.strides,
             *first.sizes,
@@ -340,4 +394,4 @@ def _launch(
             BLOCKS=first.blocks,
             **config.of_gradients,
         )
-    return output.flatten(1)
+    return _Plan(shape, dtype, launch)

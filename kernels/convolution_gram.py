@@ -11,7 +11,7 @@ import triton.language as tl
 from gradstats.kernels import _check, _config, guard
 from gradstats.kernels._launching import launch_of, remembered
 from gradstats.kernels._patches import (
-    Convolution,
+    Arranged,
     check_convolution,
     patch_products,
     weight_tile,
@@ -215,15 +215,20 @@ def convolution_gram_sqnorm(
     pair, 8 per tile of the weight at most, and the copies of `convolution.convolution_sqnorm`.
     """
     layer = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
-    copied, plan = _plan(
+    plan = _plan(
         convolution_gram_kernel, (x, g), layer, _check.precision_of(x.dtype),
         adding, products, cut_off, tolerance, config, direct_config,
     )  # fmt: skip
-    if copied:
-        arranged = check_convolution(x, g, *layer).arranged()
-        x, g = arranged.x, arranged.g
     sqnorm, bound = plan(x, g)
     return sqnorm, bound
+
+
+def prepare(
+    x: torch.Tensor, g: torch.Tensor, geometry: tuple, rounding: tuple[float, float, float, float]
+) -> Arranged:
+    """What `convolution_gram_sqnorm` does, for operands that lie as these do."""
+    precision = _check.precision_of(x.dtype)
+    return _plan(convolution_gram_kernel, (x, g), geometry, precision, *rounding, None, None)
 
 
 @remembered
@@ -238,12 +243,11 @@ def _plan(
     tolerance: float,
     config: _config.TileConfig | None,
     direct_config: _config.TileConfig | None,
-) -> tuple[bool, guard.Guarded]:
-    """(whether kernels read copies of the operands, all of a call but its tensors)."""
+) -> Arranged:
     layer = check_convolution(*operands, *geometry).arranged()
     batch, positions, groups = layer.batch, layer.positions, layer.groups
     if not batch * positions:
-        return False, guard.nothing_to_compute(batch)
+        return Arranged(geometry, False, guard.nothing_to_compute(batch))
     kind = _check.kind(layer.x, layer.aligned)
     config = config or _config.choose(
         "convolution_gram", positions, positions, *kind, batch * groups
@@ -278,8 +282,5 @@ def _plan(
         BLOCKS=wide.blocks,
         **direct_config.of_gradients,
     )
-    return _is_copied(layer, *operands), sums.guarded(launch, again, rounding)
-
-
-def _is_copied(layer: Convolution, x: torch.Tensor, g: torch.Tensor) -> bool:
-    return layer.x.data_ptr() != x.data_ptr() or layer.g.data_ptr() != g.data_ptr()
+    guarded = sums.guarded(launch, again, rounding)
+    return Arranged(geometry, layer.is_copied(*operands), guarded)

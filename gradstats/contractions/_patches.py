@@ -74,12 +74,13 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
 
 
 def _by_kernels(factor: Patches) -> Contraction:
-    if _form_on_chip(factor) == "gram":
+    if form_on_chip(factor) == "gram":
         return _triton_layers.convolution_gram(factor)
     return _triton_layers.convolution(factor)
 
 
-def _form_on_chip(factor: Patches) -> _cost.Form:
+def form_on_chip(factor: Patches) -> _cost.Form:
+    """Return which form costs least on a GPU."""
     if factor.shape[1] == 1:
         return "direct"  # depthwise: nothing is a matrix product
     p, q = factor.shape[0] // factor.geometry.groups, math.prod(factor.shape[1:])

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradstats._factors import Elementwise, Outer, Vector, cast
+from gradstats._factors import Elementwise, Outer, Patches, Vector, cast, weight_gradient
 from gradstats.contractions import _triton, _vector
 from gradstats.contractions._outer import cheapest_form, is_of_images
+from gradstats.contractions._patches import form_on_chip
 from gradstats.contractions._result import Contraction, WellConditioned
 from gradstats.contractions._tensor_cores import cut_off_of
-from gradstats.contractions._triton_layers import stored
+from gradstats.contractions._triton_layers import layer_of, stored
 
 # A contraction with Σ_i G_i, if that is wanted, of left and right operands or of a gradient.
 OfOuter = Callable[[Tensor, Tensor], tuple[Contraction, Tensor | None]]
@@ -68,6 +69,29 @@ def of_outer(factor: Outer, *, with_sum: bool) -> OfOuter | None:
         return norms, torch.mm(left.reshape(-1, p).t(), right.reshape(-1, q))
 
     return apart
+
+
+def of_patches(factor: Patches, *, with_sum: bool) -> OfOuter | None:
+    """Return the same for a convolution's gradient and input; None for a depthwise one."""
+    if factor.shape[1] == 1:
+        return None
+    from gradstats.kernels import convolution, convolution_gram
+
+    layer, is_gram = layer_of(factor), form_on_chip(factor) == "gram"
+    contract: Any
+    if is_gram:
+        numbers = _triton.rounding(*factor.sides, cut_off=0.0)
+        contract = convolution_gram.prepare(*factor.sides, layer, numbers)
+    else:
+        contract = convolution.prepare(*factor.sides, layer)
+    shape, geometry = factor.shape, factor.geometry
+
+    def contracted(grad: Tensor, x: Tensor) -> tuple[Contraction, Tensor | None]:
+        found = contract(x, grad)
+        norms = Contraction(*found) if is_gram else WellConditioned((), torch.float32, found)
+        return norms, weight_gradient(x, grad, shape, geometry) if with_sum else None
+
+    return contracted
 
 
 def of_bias(factor: Elementwise | Vector, wanted: torch.dtype | None) -> OfBias:

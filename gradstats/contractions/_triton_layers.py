@@ -18,7 +18,7 @@ from gradstats.contractions._triton import DTYPES, narrow, operands_of, operator
 
 def convolution(factor: Patches) -> Contraction:
     """Return the squares of gradient tiles, patches addressed and never unfolded."""
-    value = operators().convolution_sqnorm(*factor.sides, *_layer(factor))
+    value = operators().convolution_sqnorm(*factor.sides, *layer_of(factor))
     return well_conditioned(value, torch.float32)
 
 
@@ -26,13 +26,15 @@ def convolution_gram(factor: Patches) -> Contraction:
     """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s), what cancels replaced by gradient tiles."""
     numbers = rounding(*factor.sides, cut_off=0.0)
     return Contraction(
-        *operators().convolution_gram_sqnorm(*factor.sides, *_layer(factor), *numbers)
+        *operators().convolution_gram_sqnorm(*factor.sides, *layer_of(factor), *numbers)
     )
 
 
 def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
     """Return squared norms and Σ_i G_i from one kernel, of layers with one channel in a group."""
-    gradient, value = operators().convolution_weight_gradient_sqnorm(*factor.sides, *_layer(factor))
+    gradient, value = operators().convolution_weight_gradient_sqnorm(
+        *factor.sides, *layer_of(factor)
+    )
     gradient = gradient.reshape(factor.shape)
     return well_conditioned(value, torch.float32), gradient
 
@@ -41,7 +43,7 @@ def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor
     """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
     return (
         operators()
-        .pairwise_convolution(*first.sides, *second.sides, *_layer(first), workspace=workspace)
+        .pairwise_convolution(*first.sides, *second.sides, *layer_of(first), workspace=workspace)
         .double()
     )
 
@@ -53,29 +55,32 @@ def convolution_diagonal(first: Patches, second: Patches, workspace: int) -> Ten
         rows = [slice(row, row + 1) for row in range(first.batch)]
         each = (convolution_pairs(first.select(row), second.select(row), workspace) for row in rows)
         return torch.cat([first.grad.new_empty((0,), dtype=torch.float64), *map(torch.ravel, each)])
-    return operators().convolution_inner(*first.sides, *second.sides, *_layer(first))
+    return operators().convolution_inner(*first.sides, *second.sides, *layer_of(first))
 
 
 def convolution_gram_pairs(first: Patches, second: Patches) -> Tensor:
     """Return Σ_{t,s} (patch_t·patch'_s)(grad_t·grad'_s) for all pairs, (B, B') float64."""
     return (
-        operators().pairwise_convolution_gram(*first.sides, *second.sides, *_layer(first)).double()
+        operators()
+        .pairwise_convolution_gram(*first.sides, *second.sides, *layer_of(first))
+        .double()
     )
 
 
 def convolution_gram_diagonal(first: Patches, second: Patches) -> Tensor:
     """Return the same of each example with its partner, (B,) float64."""
-    value, _ = operators().convolution_inner_gram(*first.sides, *second.sides, *_layer(first))
+    value, _ = operators().convolution_inner_gram(*first.sides, *second.sides, *layer_of(first))
     return value
 
 
 def convolution_direction(factor: Patches, direction: Tensor) -> Tensor:
     """Return Σ_t grad_tᵀ V patch_t of each example, (B,) float64, for V like the weight."""
     direction = narrow(direction, factor.grad)
-    return operators().convolution_direction(*factor.sides, direction, *_layer(factor))
+    return operators().convolution_direction(*factor.sides, direction, *layer_of(factor))
 
 
-def _layer(factor: Patches) -> tuple:
+def layer_of(factor: Patches) -> tuple:
+    """Return a convolution's geometry as the kernels take it."""
     geometry = factor.geometry
     return factor.kernel, geometry.stride, geometry.padding, geometry.dilation, geometry.groups
 

@@ -13,6 +13,8 @@ from gradstats._factors import ConvolutionGeometry, Factor, Images, Patches, Seg
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.uses._layer import Layer
 from gradstats.capture.uses._uses import Settings
+from gradstats.contractions import _prepared
+from gradstats.contractions._prepared import OfOuter
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,20 @@ class ConvolutionFactors(Layer):
     def likeness(self) -> Hashable:
         return self.weight, self.bias, self.shape, self.call
 
+    def form(self) -> Hashable:
+        return self.call
+
     def of_weight(self, grad: Tensor, x: Tensor) -> Factor:
         return convolution_factor(self.examples, grad, x, self.shape, self.call)
+
+    def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
+        transposed = self.call[3]
+        if transposed or self.examples.fold != 1:
+            return None
+        factor = self.of_weight(grad, x)
+        if not isinstance(factor, Patches):
+            return None
+        return _prepared.of_patches(factor, with_sum=want_weight)
 
     def adjoint(self, grad: Tensor, x: Tensor) -> ConvolutionFactors:
         call = adjoint_convolution(self.call, x.shape[2:], self.shape[2:], grad.shape[2:])

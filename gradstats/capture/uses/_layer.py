@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,19 @@ from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import Settings, Use, attach, derived, free_of_views, fuse, unseen
-from gradstats.contractions import Contraction, Fused, _triton, on_chip, summed
+from gradstats.contractions import Contraction, Fused, _prepared, _triton, on_chip, summed
+from gradstats.contractions._prepared import OfOuter
+from gradstats.kernels._calls import are_plain, is_here
+from gradstats.kernels._precision import tf32_allowed
 
 # What takes the result's gradient and the data, and returns the squared norms of the parameters and
 # the gradients of weight and bias, where they are wanted and come with these.
 Report = Callable[[Tensor, Tensor], tuple[Sequence[Contraction], Tensor | None, Tensor | None]]
+
+
+# What was prepared for operands of some layouts, for all that it depends upon. Cleared at ``MOST``.
+PREPARED: dict[tuple[Any, ...], Report | None] = {}
+MOST = 1024
 
 
 class Layer(Joinable):
@@ -36,6 +44,7 @@ class Layer(Joinable):
 
     weight: bool
     bias: bool
+    examples: Examples
     shape: tuple[int, ...]
     data: tuple[bool, bool]
     channel: ClassVar[int]
@@ -80,12 +89,23 @@ class Layer(Joinable):
             return False  # summing images takes a separate product
         return use.is_sole(0) or (use.settings.consumer is None and use.is_tied(factor))
 
+    def form(self) -> Hashable:
+        """Return what the layer computes, beside the shape of its weight."""
+        raise NotImplementedError
+
+    def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
+        """Return what contracts gradient and data that lie as these, with Σ_i G_i if wanted.
+
+        None where it is to be decided each time.
+        """
+        raise NotImplementedError
+
     def prepared(
         self, use: Use, grad: Tensor, x: Tensor, want_weight: bool, bias_dtype: torch.dtype | None
     ) -> Report | None:
         """Return what reports the parameters, decided once for operands that are alike.
 
-        None where it is to be decided each time. By default always.
+        None where it is to be decided each time.
 
         Args:
             use: of the operation.
@@ -93,7 +113,60 @@ class Layer(Joinable):
             want_weight: whether the weight's gradient is wanted.
             bias_dtype: the dtype of the bias's gradient; None where it is not wanted.
         """
-        return None
+        examples, settings = self.examples, use.settings
+        if not grad.is_cuda or settings.consumer is not None or settings.exact:
+            return None
+        if examples.axis or examples.segments is not None or any(self.data):
+            return None
+        if (bias_dtype is not None and not self.bias) or not (use.direct and use.all_sole):
+            return None
+        if torch._C._is_any_autocast_enabled() or not (are_plain(grad, x) and is_here(grad)):
+            return None
+        known = (
+            self.weight, self.bias, self.form(), self.shape, examples.batch, examples.fold,
+            want_weight, bias_dtype, use.tracker.asked,
+            grad.dtype == torch.float32 and tf32_allowed(),
+            grad.shape, grad.stride(), grad.dtype, grad.device, grad.data_ptr() % 16,
+            x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16,
+        )  # fmt: skip
+        try:
+            return PREPARED[known]
+        except KeyError:
+            pass
+        if len(PREPARED) >= MOST:
+            PREPARED.clear()
+        PREPARED[known] = found = self._prepare(grad, x, want_weight, bias_dtype)
+        return found
+
+    def _prepare(
+        self, grad: Tensor, x: Tensor, want_weight: bool, bias_dtype: torch.dtype | None
+    ) -> Report | None:
+        if not _triton.runs(grad, x):
+            return None
+        weight = bias = None
+        if self.weight:
+            weight = self.prepared_weight(grad, x, want_weight)
+            if weight is None:
+                return None
+        if self.bias:
+            rows = self.of_bias(grad)
+            values = rows.values if isinstance(rows, Vector) else rows.grad
+            if values.data_ptr() != grad.data_ptr():
+                return None
+            bias = _prepared.of_bias(rows, bias_dtype)
+
+        def report(grad: Tensor, x: Tensor):
+            norms: list[Contraction] = []
+            total = grad_bias = None
+            if weight is not None:
+                result, total = weight(grad, x)
+                norms.append(result)
+            if bias is not None:
+                result, grad_bias = bias(grad)
+                norms.append(result)
+            return norms, total, grad_bias
+
+        return report
 
     def of_bias(self, grad: Tensor) -> Vector | Elementwise:
         """Return the factor of the bias."""

@@ -5,25 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats._factors import Outer, Ragged, Vector, cast
+from gradstats._factors import Outer, Ragged, cast
 from gradstats.capture.following._examples import Examples
-from gradstats.capture.uses._layer import Layer, Report
+from gradstats.capture.uses._layer import Layer
 from gradstats.capture.uses._together import is_small
-from gradstats.capture.uses._uses import Settings, Use
-from gradstats.contractions import Contraction, _prepared, _triton, one_position
+from gradstats.capture.uses._uses import Settings
+from gradstats.contractions import Contraction, _prepared, one_position
 from gradstats.contractions._multiply import multiply, pays
-from gradstats.kernels._calls import are_plain, is_here
-from gradstats.kernels._precision import tf32_allowed
-
-# What was prepared for operands of some layouts, for all that it depends upon. Cleared at ``MOST``.
-PREPARED: dict[tuple[Any, ...], Report | None] = {}
-MOST = 1024
+from gradstats.contractions._prepared import OfOuter
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,69 +61,20 @@ class LinearFactors(Layer):
     def of_weight(self, grad: Tensor, x: Tensor) -> Outer | Ragged:
         return outer_factor(self.examples, *self._sides(grad, x), self.shape)
 
-    def prepared(
-        self, use: Use, grad: Tensor, x: Tensor, want_weight: bool, bias_dtype: torch.dtype | None
-    ) -> Report | None:
-        examples, settings = self.examples, use.settings
-        if not grad.is_cuda or settings.consumer is not None or settings.exact:
-            return None
-        if examples.axis or examples.segments is not None or any(self.data):
-            return None
-        if (bias_dtype is not None and not self.bias) or not (use.direct and use.all_sole):
-            return None
-        if torch._C._is_any_autocast_enabled() or not (are_plain(grad, x) and is_here(grad)):
-            return None
-        known = (
-            self.weight, self.bias, self.inputs_first, self.shape, examples.batch, examples.fold,
-            want_weight, bias_dtype, use.tracker.asked,
-            grad.dtype == torch.float32 and tf32_allowed(),
-            grad.shape, grad.stride(), grad.dtype, grad.device, grad.data_ptr() % 16,
-            x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16,
-        )  # fmt: skip
-        try:
-            return PREPARED[known]
-        except KeyError:
-            pass
-        if len(PREPARED) >= MOST:
-            PREPARED.clear()
-        PREPARED[known] = found = self._prepare(grad, x, want_weight, bias_dtype)
-        return found
+    def form(self) -> Hashable:
+        return self.inputs_first
 
-    def _prepare(
-        self, grad: Tensor, x: Tensor, want_weight: bool, bias_dtype: torch.dtype | None
-    ) -> Report | None:
-        if not _triton.runs(grad, x):
-            return None
-        weight = bias = None
-        if self.weight:
-            factor = self.of_weight(grad, x)
-            assert isinstance(factor, Outer)
-            sides = *self._sides(grad, x), factor.left, factor.right
-            first, second, left, right = [each.data_ptr() for each in sides]
-            copied = (first, second) != (left, right)
-            weight = None if copied else _prepared.of_outer(factor, with_sum=want_weight)
-            if weight is None:
-                return None
-        if self.bias:
-            rows = self.of_bias(grad)
-            values = rows.values if isinstance(rows, Vector) else rows.grad
-            if values.data_ptr() != grad.data_ptr():
-                return None
-            bias = _prepared.of_bias(rows, bias_dtype)
-
-        def report(grad: Tensor, x: Tensor):
-            norms: list[Contraction] = []
-            total = grad_bias = None
-            if weight is not None:
-                left, right = (x, grad) if self.inputs_first else (grad, x)
-                result, total = weight(left, right)
-                norms.append(result)
-            if bias is not None:
-                result, grad_bias = bias(grad)
-                norms.append(result)
-            return norms, total, grad_bias
-
-        return report
+    def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
+        factor = self.of_weight(grad, x)
+        assert isinstance(factor, Outer)
+        sides = *self._sides(grad, x), factor.left, factor.right
+        first, second, left, right = [each.data_ptr() for each in sides]
+        if (first, second) != (left, right):
+            return None  # they are copied
+        found = _prepared.of_outer(factor, with_sum=want_weight)
+        if found is None or not self.inputs_first:
+            return found
+        return lambda grad, x: found(x, grad)
 
     def adjoint(self, grad: Tensor, x: Tensor) -> LinearFactors:
         return LinearFactors(True, False, self.examples, self.shape, not self.inputs_first)

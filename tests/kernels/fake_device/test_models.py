@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradstats.kernels import direct, gram, operators, rank_one, vector, weight_gradient
+from gradstats.kernels import (
+    convolution,
+    convolution_gram,
+    direct,
+    gram,
+    operators,
+    rank_one,
+    vector,
+    weight_gradient,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,7 +28,7 @@ from gradstats import contractions
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged
 from gradstats.capture.rules._affine import AffineFactors
-from gradstats.capture.uses import _linear
+from gradstats.capture.uses import _layer
 from gradstats.contractions import _outer, _triton
 from tests.losses import mean_square
 from tests.oracle import (
@@ -40,8 +49,9 @@ B = 5
 def launched(monkeypatch):
     """Record which kernels were launched, each behind its operator or prepared for a layer."""
     names = []
-    monkeypatch.setattr(_linear, "PREPARED", {})
-    for module in (direct, gram, rank_one, vector, weight_gradient):
+    monkeypatch.setattr(_layer, "PREPARED", {})
+    modules = convolution, convolution_gram, direct, gram, rank_one, vector, weight_gradient
+    for module in modules:
 
         def prepare(*args, module=module, prepared=module.prepare):
             names.append(module.__name__.rpartition(".")[2] + "_sqnorm")

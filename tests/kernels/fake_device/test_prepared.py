@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats.capture.following import _repeated
-from gradstats.capture.uses import _dispatch, _linear
+from gradstats.capture.uses import _dispatch, _layer
 from gradstats.capture.uses._layer import Layer
 from tests.losses import mean_square
 from tests.oracle import assert_sqnorms, oracle_sqnorms
@@ -19,7 +19,7 @@ B = 3
 
 @pytest.fixture(autouse=True)
 def nothing_prepared(monkeypatch):
-    monkeypatch.setattr(_linear, "PREPARED", {})
+    monkeypatch.setattr(_layer, "PREPARED", {})
 
 
 def frozen(layer, name):
@@ -49,6 +49,13 @@ class Reordered(nn.Module):
 
     def forward(self, x):
         return self.second(self.layer(self.first(x)))
+
+
+class ChannelsLast(nn.Conv2d):
+    """A convolution of inputs whose channels are adjacent."""
+
+    def forward(self, x):
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
 
 
 def transposed(x):
@@ -87,15 +94,53 @@ def measured(model, batch, beside):
 def test_prepared_as_decided(name, beside, monkeypatch):
     make, shape = LAYERS[name]
     model = nn.Sequential(nn.Linear(shape[-1], shape[-1]), make()).cuda()
+    check_as_decided(model, shape, beside, monkeypatch)
+
+
+def check_as_decided(model, shape, beside, monkeypatch):
     batch = torch.randn(B, *shape).cuda(), torch.randn(B).cuda()
     first = measured(model, batch, beside)
-    known = len(_linear.PREPARED)
+    known = len(_layer.PREPARED)
     assert known
     again = measured(model, batch, beside)
-    assert len(_linear.PREPARED) == known
-    monkeypatch.setattr(_linear.LinearFactors, "prepared", Layer.prepared)
+    assert len(_layer.PREPARED) == known
+    monkeypatch.setattr(Layer, "prepared", lambda *_: None)
     for parts in zip(first, again, measured(model, batch, beside), strict=True):
         assert torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[2])
+
+
+CONVOLUTIONS = {
+    "direct": (lambda: nn.Conv2d(3, 4, 3, padding=1), (3, 8, 8)),
+    "gram": (lambda: nn.Conv2d(8, 12, 3), (8, 4, 4)),
+    "copied": (lambda: nn.Conv2d(16, 16, 3, stride=2, padding=1, bias=False), (16, 8, 8)),
+    "copied, gram": (lambda: nn.Conv2d(16, 32, 3), (16, 4, 4)),
+    "in groups": (lambda: nn.Conv2d(4, 6, 3, dilation=2, groups=2), (4, 8, 8)),
+    "one axis": (lambda: nn.Conv1d(3, 4, 3), (3, 6)),
+    "three axes": (lambda: nn.Conv3d(2, 3, 2), (2, 3, 3, 4)),
+    "frozen weight": (lambda: frozen(nn.Conv2d(3, 4, 3), "weight"), (3, 5, 5)),
+    "frozen bias": (lambda: frozen(nn.Conv2d(3, 4, 3), "bias"), (3, 5, 5)),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4), (4, 5, 5)),
+    "pointwise": (lambda: nn.Conv2d(4, 5, 1), (4, 3, 3)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), (4, 3, 3)),
+    "channels last": (lambda: ChannelsLast(16, 16, 3), (16, 5, 5)),
+    "gradients in another order": (
+        lambda: Reordered(nn.Conv2d(3, 4, 3), torch.relu, transposed), (3, 5, 5)
+    ),
+}  # fmt: skip
+
+
+# Those for which nothing is prepared.
+EACH_TIME = {"depthwise", "pointwise", "transposed"}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside training"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_prepared_as_decided(name, beside, monkeypatch):
+    make, shape = CONVOLUTIONS[name]
+    model = nn.Sequential(nn.Tanh(), make(), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.zeros(1, *shape))
+    check_as_decided(model.cuda(), shape, beside, monkeypatch)
+    assert (None in _layer.PREPARED.values()) == (name in EACH_TIME)
 
 
 def test_settings_are_part_of_what_is_known(monkeypatch):
@@ -105,10 +150,10 @@ def test_settings_are_part_of_what_is_known(monkeypatch):
 
     def measure():
         measured(model, batch, False)
-        counts.append(len(_linear.PREPARED))
+        counts.append(len(_layer.PREPARED))
 
     measure()
-    monkeypatch.setattr(_linear, "tf32_allowed", lambda: True)
+    monkeypatch.setattr(_layer, "tf32_allowed", lambda: True)
     measure()
     monkeypatch.setenv("GRADSTATS_BACKEND", "torch")
     measure()
@@ -124,7 +169,7 @@ def test_what_others_need_is_delivered(monkeypatch):
     batch = torch.randn(B, 2, 4).cuda(), torch.randn(B).cuda()
     gs.per_example_norms(nn.Sequential(layer, layer), batch, mean_square)
     gs.per_example_norms(layer, batch, mean_square, gram=True)
-    assert not _linear.PREPARED
+    assert not _layer.PREPARED
 
 
 NORMALISATIONS = {
