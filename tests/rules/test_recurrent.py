@@ -448,6 +448,15 @@ def test_steps_of_the_sequences_that_are_not_over(lengths):
     check_operation(function, parameters, normal(3, lengths[0], 4))
 
 
+def test_a_state_of_which_nothing_is_left_over_decides_of_which_dtype_the_states_are():
+    def function(m, x):
+        states = torch.cat([m.cell(x), m.start[len(x) :].to(torch.complex128)])
+        assert states.dtype == torch.complex128
+        return states.real + m.start[0]
+
+    check_operation(function, {"start": torch.randn(3, 3), "cell": nn.Linear(4, 3)}, normal(3, 4))
+
+
 def test_several_sequences_of_each_example():
     """Frames or windows folded into the batch axis: rows of one example each."""
 

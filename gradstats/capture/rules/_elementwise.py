@@ -272,7 +272,10 @@ def join(tracker: Context, func, tensors, dim=0, **kwargs):
     if not stacked and dim == examples.axis:
         if any(node.value.numel() for node in nodes):
             refuse(func, nodes[0], "along the example axis has no rule")
-        return func([item for item in tensors if node_of(item) is None], dim, **kwargs)
+        # The empty ones still decide of which dtype the result is.
+        return func(
+            [value_of(item).detach() if node_of(item) else item for item in tensors], dim, **kwargs
+        )
     layout = ExampleLayout(dims, examples)
     check_rows(func, nodes[0], layout, tensors)
     return per_example(tracker, func, layout, (tensors, dim), kwargs)
