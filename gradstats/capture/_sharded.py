@@ -8,7 +8,8 @@ tracked class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from torch import nn
 from gradstats.capture._selection import Anatomy
 from gradstats.capture.parameters._nodes import Root
 from gradstats.errors import CoverageError, UnsupportedOperationError
+
+Meet = Callable[[nn.Parameter, Root | None], None]
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
@@ -29,12 +32,9 @@ class ShardedParameters:
     Args:
         anatomy: the model's.
         roots: all tracked parameters, sharded or not.
-        meet: called with a whole parameter and its root when it first appears; each time that it
-            appears, with None for its root, if it is not tracked.
     """
 
-    def __init__(self, anatomy: Anatomy, roots: Iterable[Root], meet):
-        self._meet = meet
+    def __init__(self, anatomy: Anatomy, roots: Iterable[Root]):
         self._roots: dict[int, Root] = {}
         # For each managed module, where its parameters are: (owner, name, root of the shard).
         self._places: dict[nn.Module, list[tuple[nn.Module, str, Root | None]]] = {}
@@ -79,10 +79,16 @@ class ShardedParameters:
             return roots
         return [root for root in roots if id(root.parameter) not in self._roots]
 
-    def open(self) -> None:
-        """Register the hooks that track the whole parameters as they appear."""
+    def open(self, meet: Meet) -> None:
+        """Register the hooks that track the whole parameters as they appear.
+
+        Args:
+            meet: called with a whole parameter and its root when it first appears; each time that
+                it appears, with None for its root, if it is not tracked.
+        """
         for module in self._places:
-            self._hooks.append(module.register_forward_pre_hook(self._before_forward))
+            hook = partial(self._before_forward, meet)
+            self._hooks.append(module.register_forward_pre_hook(hook))
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -90,14 +96,14 @@ class ShardedParameters:
             hook.remove()
         self._hooks.clear()
 
-    def _before_forward(self, module: nn.Module, args) -> None:
+    def _before_forward(self, meet: Meet, module: nn.Module, args) -> None:
         for owner, name, root in self._places[module]:
             whole = owner._parameters[name]
             assert whole is not None
             if is_sharded(whole):
                 raise _tensor_parallel(name if root is None else root.describe())
             if root is None or id(whole) not in self._whole:
-                self._meet(whole, root)
+                meet(whole, root)
             self._whole[id(whole)] = whole
 
     def knows(self, leaf: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ class Tracking:
 
     def __init__(self, anatomy: Anatomy, roots: Sequence[Root], marks: Marks):
         self.parameters = list(anatomy.parameters.values())
-        self.sharded = ShardedParameters(anatomy, roots, self._meet_whole)
+        self.sharded = ShardedParameters(anatomy, roots)
         self._model = anatomy.modules[0][1]
         self._marks = marks
         self._tracked: dict[int, nn.Parameter] = {}
@@ -38,7 +38,7 @@ class Tracking:
         """Track parameters."""
         for root in self.sharded.others(roots):
             self._track(root)
-        self.sharded.open()
+        self.sharded.open(self._meet_whole)
 
     def end(self) -> None:
         """Restore them; may be called again after an interrupt."""
