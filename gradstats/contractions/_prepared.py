@@ -26,6 +26,20 @@ OfOuter = Callable[[Tensor, Tensor], tuple[Contraction, Tensor | None]]
 OfBias = Callable[[Tensor], tuple[Contraction, Tensor | None]]
 
 
+def layout_of(grad: Tensor, x: Tensor) -> tuple[Any, ...] | None:
+    """Return what decisions about CUDA operands depend upon; None if they are made each time."""
+    from gradstats.kernels._calls import are_plain, is_here
+    from gradstats.kernels._precision import tf32_allowed
+
+    if torch._C._is_any_autocast_enabled() or not (are_plain(grad, x) and is_here(grad)):
+        return None
+    return (
+        grad.dtype == torch.float32 and tf32_allowed(),
+        grad.shape, grad.stride(), grad.dtype, grad.device, grad.data_ptr() % 16,
+        x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16,
+    )  # fmt: skip
+
+
 def of_outer(factor: Outer, *, with_sum: bool) -> OfOuter | None:
     """Return what ``sqnorm_and_sum`` does, or ``sqnorm``; None where that is not the kernels' work.
 

@@ -16,13 +16,10 @@ from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import Settings, Use, attach, derived, free_of_views, fuse, unseen
 from gradstats.contractions import Contraction, Fused, _prepared, _triton, on_chip, summed
 from gradstats.contractions._prepared import OfOuter
-from gradstats.kernels._calls import are_plain, is_here
-from gradstats.kernels._precision import tf32_allowed
 
 # What takes the result's gradient and the data, and returns the squared norms of the parameters and
 # the gradients of weight and bias, where they are wanted and come with these.
 Report = Callable[[Tensor, Tensor], tuple[Sequence[Contraction], Tensor | None, Tensor | None]]
-
 
 # What was prepared for operands of some layouts, for all that it depends upon. Cleared at ``MOST``.
 PREPARED: dict[tuple[Any, ...], Report | None] = {}
@@ -34,6 +31,7 @@ class Layer(Joinable):
 
     Attributes:
         weight, bias: whether each of the two is tracked.
+        examples: where they lie in the data and in the result.
         shape: of the weight as the operation takes it.
         data: whether each of the two was computed from trained data, as in hypernetworks: then
             its gradient leads on to tracked parameters, and is needed even for norms alone.
@@ -120,14 +118,12 @@ class Layer(Joinable):
             return None
         if (bias_dtype is not None and not self.bias) or not (use.direct and use.all_sole):
             return None
-        if torch._C._is_any_autocast_enabled() or not (are_plain(grad, x) and is_here(grad)):
+        layout = _prepared.layout_of(grad, x)
+        if layout is None:
             return None
         known = (
             self.weight, self.bias, self.form(), self.shape, examples.batch, examples.fold,
-            want_weight, bias_dtype, use.tracker.asked,
-            grad.dtype == torch.float32 and tf32_allowed(),
-            grad.shape, grad.stride(), grad.dtype, grad.device, grad.data_ptr() % 16,
-            x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16,
+            want_weight, bias_dtype, use.tracker.asked, *layout,
         )  # fmt: skip
         try:
             return PREPARED[known]

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from gradstats.kernels import _precision
 from torch import nn
 from torch.nn import functional
 
@@ -153,7 +154,7 @@ def test_settings_are_part_of_what_is_known(monkeypatch):
         counts.append(len(_layer.PREPARED))
 
     measure()
-    monkeypatch.setattr(_layer, "tf32_allowed", lambda: True)
+    monkeypatch.setattr(_precision, "tf32_allowed", lambda: True)
     measure()
     monkeypatch.setenv("GRADSTATS_BACKEND", "torch")
     measure()
