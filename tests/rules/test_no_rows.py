@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.oracle import check_model
+from tests.oracle import check_model, check_products
 
 EXAMPLES, TOKENS, WIDTH = 3, 4, 2
 
@@ -57,6 +57,7 @@ def check(model, chosen, tokens=TOKENS):
     x = torch.randn(len(chosen), tokens, WIDTH).double()
     where = torch.arange(tokens) < chosen[:, None]
     check_model(model.double(), (x, where), losses)
+    check_products(model, (x, where), losses)
 
 
 CHANGES = {
@@ -152,6 +153,9 @@ MEETINGS = {
     "cell": lambda own, weight: torch.rnn_tanh_cell(own, own, weight, weight),
     "a copy for each": lambda own, weight: own * weight[0].expand(len(own), WIDTH),
     "of groups": lambda own, weight: functional.group_norm(own, 1, weight[0]),
+    "rows of a derived table": lambda own, weight: (
+        own + functional.embedding(torch.zeros(len(own)).long(), weight.exp())
+    ),
 }
 
 

@@ -82,6 +82,9 @@ class Replay:
         cotangent (``sign``), if the result is not finite, and if the derivative is not that of the
         operation (``scale_grad_by_freq``).
         """
+        if not self.value.numel():
+            # Rows of a table without indices: a backward may not be differentiable in no numbers.
+            return self.value.detach().to(compute_dtype(self.value))
         with torch.enable_grad():
             cotangent = torch.zeros_like(self.value, requires_grad=True)
             (pulled,) = torch.autograd.grad(
