@@ -661,6 +661,53 @@ def test_alignment_and_gram_beside_training(make, fused):
         assert fused or torch.equal(got.grad, want.grad)
 
 
+def turned(loss_fn, order):
+    """Return the same losses in another order than the batch."""
+    return lambda model, batch: loss_fn(model, batch)[order]
+
+
+@pytest.mark.parametrize("order", [[2, 4, 0, 1, 3], [4, 3, 2, 1, 0], [1, 0, 2, 3, 4]], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (mlp(), labelled(B, 4), classification),
+        lambda: (convolutions().double(), labelled(B, 4, 8, 8), classification),
+        lambda: (convolutions().double(), labelled(B, 4, 8, 8), cut_one_by_one),
+        lambda: (gpt2().double(), token_batch(B, 7), sequence_losses),
+        lambda: (
+            Derived().double(),
+            (torch.randint(7, (B, 4)), torch.randint(7, (B,))),
+            classification,
+        ),
+    ],
+    ids=["mlp", "convolutions", "images", "gpt2", "derived"],
+)
+def test_losses_in_another_order(make, order):
+    """Products come in the order of the losses, as norms do."""
+    model, batch, loss_fn = make()
+    check_products(model, batch, turned(loss_fn, order))
+    rows = rows_of(model, batch, turned(loss_fn, order))
+    in_order = rows_of(model, batch, loss_fn)
+    half = gs.inner_products(model, batch, model, batch, loss_fn)
+    assert_products(half, in_order, in_order, 1e-9)
+    with gs.track(model, batch_size=B, alignment=True, gram=True) as tracker:
+        tracker.backward(turned(loss_fn, order)(model, batch))
+    assert_products(tracker.stats.gram, rows, rows, 1e-9)
+    assert_products(tracker.stats.alignment[:, None], rows, rows.mean(0)[None], 1e-9)
+
+
+def test_weighted_losses_in_another_order():
+    """Weights are those of the losses as they stand."""
+    model, batch, order = mlp(), labelled(B, 4), [2, 4, 0, 1, 3]
+    rows = rows_of(model, batch)[order]
+    weights = torch.rand(B, dtype=torch.float64) + 0.5
+    with gs.track(model, batch_size=B, weights=weights, alignment=True, gram=True) as tracker:
+        tracker.backward(turned(classification, order)(model, batch))
+    whole = weights[None] @ rows
+    assert_products(tracker.stats.gram, rows, rows, 1e-9)
+    assert_products(tracker.stats.alignment[:, None], rows, whole, 1e-9)
+
+
 def test_weights_and_scales_are_divided_out():
     model, batch = mlp(), labelled(B, 4)
     rows = rows_of(model, batch)

@@ -14,6 +14,7 @@ from gradstats import _cost, contractions
 from gradstats._factors import (
     ConvolutionGeometry,
     Distances,
+    Elementwise,
     Factor,
     Images,
     Masked,
@@ -37,6 +38,7 @@ from tests.test_contractions import (
     patches,
     ragged,
     rows,
+    vectors,
 )
 from tests.test_precision import ADVERSARIAL, cancelling, wide
 
@@ -305,6 +307,23 @@ def test_other_layouts_meet_in_the_definition():
     assert_inner([grouped], [whole])
     turned = Outer(normal(2, 1, 5, 3), normal(2, 1, 5, 4), (4, 3), (1, 0), (3, 4))
     assert_inner([grouped], [turned])
+
+
+def test_examples_selected_in_another_order():
+    points, own = normal(5, 3), normal(3, 2, 3)
+    distances = Distances(normal(3, 2, 5), torch.cdist(own, points), own, points)
+    pieces = tuple(patches(batch) for batch in (1, 2, 1))
+    packed = Elementwise(normal(6, 2), normal(6, 2), (2,), (0, 1, 4, 6))
+    factors = [
+        outer(), patches(), rows([3, 0, 4]), ragged([2, 0, 3]), experts([[2, 0, 1], [0, 1, 3]]),
+        *vectors(), Images(pieces, (0, 2, 0), 3), distances, masked(outer()), packed,
+    ]  # fmt: skip
+    for factor in factors:
+        for order in ([2, 0, 1], [1, 0], [2]):
+            found = factor.select(torch.tensor(order))
+            assert torch.equal(found.dense(), factor.dense()[order]), factor
+            assert found.batch == len(order)
+            assert_inner([found], [outer()] if factor.shape == (3, 2) else [factor])
 
 
 @pytest.mark.parametrize("dtype, noise", ADVERSARIAL, ids=str)

@@ -23,7 +23,7 @@ class Factor(Protocol):
         """The shape of the parameter."""
 
     def select(self, rows) -> Factor:
-        """Return the factor of some of the examples, given as a slice or as ascending indices."""
+        """Return the factor of some of the examples, given as a slice or as distinct indices."""
 
     def dense(self) -> Tensor:
         """Return the per-example gradients themselves, (B, *shape).

@@ -80,9 +80,9 @@ class Rows:
         chosen = torch.arange(self.batch, device=self.ids.device)[rows]
         number[chosen] = torch.arange(chosen.numel(), device=self.ids.device)
         keep = (number[self.example] >= 0).nonzero().squeeze(1)
-        # Ascending order of examples survives: callers select ascending rows.
         ids, grad, example = self.ids[keep], self.grad[keep], number[self.example[keep]]
-        return Rows(ids, grad, example, chosen.numel(), self.shape, self.longest)
+        found = Rows(ids, grad, example, chosen.numel(), self.shape, self.longest)
+        return found.in_order() if isinstance(rows, Tensor) else found
 
     def in_order(self) -> Rows:
         """Return the rows sorted by example, as a factor requires."""

@@ -183,7 +183,12 @@ class Reports:
             nothing = torch.zeros((), dtype=torch.float64, device=self._device)
             norms = Contraction(*2 * [nothing.expand(self._batch_size)])
         if consumer is not None:
-            consumer.take(Arrival(root.name, factors, norms.value, total, self._settings.workspace))
+            sqnorm = norms.value
+            if self.order is not None:
+                order = self.order.cpu()  # parameters may be on several devices
+                factors = [factor.select(order) for factor in factors]
+                sqnorm = sqnorm[order]
+            consumer.take(Arrival(root.name, factors, sqnorm, total, self._settings.workspace))
         return norms
 
     def shrink(self, root: Root, factor: Factor | Fused) -> Factor | Fused | Projected:

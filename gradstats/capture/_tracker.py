@@ -43,7 +43,6 @@ from gradstats.capture.uses._uses import Settings
 from gradstats.contractions._precision import without_autocast
 from gradstats.errors import (
     CoverageError,
-    ExampleAxisError,
     TrackingError,
     UnsupportedOperationError,
 )
@@ -220,19 +219,13 @@ class Tracker(Context):
 
     def note_losses(self, losses: Tensor) -> None:
         """Note the example of each loss, if the model reordered the examples."""
-        order = self.reports.order = order_of(self.marks, losses)
+        self.reports.order = order_of(self.marks, losses)
         self.marks.knows_losses = True
         meetings = self.marks.meetings
         if meetings.added:
             met = [node for node in nodes_behind(losses) if node in meetings.added]
             if met:
                 raise meetings.refusal(met[-1])  # the others were computed from it
-        if self.settings.consumer is not None and order is not None:
-            raise ExampleAxisError(
-                "the losses stand in another order than the batch, "
-                f"{order.tolist()[:8]}…, which inner products do not support. Expected losses in "
-                "the batch's order: put them back by indexing."
-            )
 
     def targets(self, reporting: Sequence[GraphNode]) -> tuple:
         """Return the ``inputs`` of a backward that computes reports only.

@@ -97,7 +97,7 @@ def alignment(
     Raises:
         CoverageError: the direction's names or shapes are not those of the tracked parameters.
         NonFiniteGradientError: an inner product is NaN or infinite.
-        ExampleAxisError: for example, losses in another order than the batch.
+        ExampleAxisError: for example, losses of which it is not known whose they are.
         TrackingError: an argument of the wrong type or value, or losses that use none of the
             parameters.
         See gradstats.errors for what the batch is checked for.

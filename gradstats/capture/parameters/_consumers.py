@@ -28,7 +28,7 @@ from gradstats.contractions._result import squared_norms
 
 @dataclass(frozen=True)
 class Arrival:
-    """The factors of one parameter.
+    """The factors of one parameter, with the examples in the order of the losses.
 
     Attributes:
         name: the parameter's name.
