@@ -31,21 +31,20 @@ SCRATCH = 16 * 1024 * 1024
 LENGTH_BLOCK, BLOCK_ELEMENTS = 512, 2**20
 
 
-def multiply(left: Tensor, right: Tensor, *, times: int = 1, out: Tensor | None = None) -> Tensor:
+def multiply(left: Tensor, right: Tensor, *, times: int = 1) -> Tensor:
     """Return left @ right.
 
     Args:
         left, right: matrices (n, k) and (k, m).
         times: how many products of these sizes there will be.
-        out: where the result may be written; it need not be.
     """
     rows, length = left.shape
     columns = right.shape[1]
     on_rows = left.is_contiguous()
     if not pays(rows * length * columns, left, right, times=times, on_rows=on_rows):
-        return torch.mm(left, right, out=out)
+        return torch.mm(left, right)
     if not on_rows and rows * columns * left.itemsize > SCRATCH:
-        return torch.mm(left, right, out=out)
+        return torch.mm(left, right)
     return by_onednn(left, right)
 
 
