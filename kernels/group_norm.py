@@ -8,15 +8,16 @@ far away. Operands are (B, T, C); channels that come first are a transposed view
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming, finish
-from gradstats.kernels._launching import Launch, launch_of, remembered
-from gradstats.kernels._results import apart, nothing
+from gradstats.kernels._launching import launch_of, remembered
+from gradstats.kernels._results import nothing
 from gradstats.kernels.means import with_means
+from gradstats.kernels.scale import Plan, run
 from gradstats.kernels.scale import launch as launch_scale
 from gradstats.kernels.scale_backward import whole_backward
 from gradstats.kernels.scale_gradients import per_example_sums
@@ -300,35 +301,29 @@ def group_norm_backward(
             g, x, _check.check_pair(x, g), statistics,
             weight=weight, sums=sums, gradient_dtype=gradient_dtype,
         )  # fmt: skip
-    gradient = torch.empty_like(x)
-    make = torch.empty if plan.launch is not None else torch.zeros
-    partial = make(plan.partial, dtype=torch.float32, device=x.device)
-    sqnorm = make(plan.sqnorm, dtype=torch.float64, device=x.device)
-    if plan.launch is not None:
-        scaled = None if weight is None else weight.contiguous()
-        plan.launch(x, g, scaled, gradient, partial, sqnorm)
-    if plan.finished is not None:
-        (scale, shift), _ = finish.run(plan.finished, partial)
-    else:
-        scale, shift = nothing(x.device, *2 * (gradient_dtype or torch.float32,))
-    scale_sqnorm, shift_sqnorm = apart(sqnorm)
+    found = run(plan, x, x, g, None if weight is None else weight.contiguous())
+    gradient, _, totals, (scale_sqnorm, shift_sqnorm) = found
+    assert gradient is not None
+    scale, shift = totals or nothing(x.device, *2 * (gradient_dtype or torch.float32,))
     return gradient, scale, shift, scale_sqnorm, shift_sqnorm
 
 
-class _Plan(NamedTuple):
-    """All of a call but its tensors.
+def prepare(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    groups: int,
+    eps: float,
+    *,
+    sums: bool,
+    gradient_dtype: torch.dtype | None,
+) -> Plan | None:
+    """What `scale.run` needs to do as `group_norm_backward`, for operands that lie as these do.
 
-    Attributes:
-        partial: shape of the sums of every example; without examples where none are wanted.
-        sqnorm: shape of the squares of every group.
-        launch: None where there is nothing to compute.
-        finished: what adds up the sums of all examples; None where they are not wanted.
+    None where groups are too wide to be held on chip.
     """
-
-    partial: tuple[int, int, int, int]
-    sqnorm: tuple[int, int, int]
-    launch: Launch | None
-    finished: finish.Finish | None
+    options = (groups, float(eps), sums, gradient_dtype, None)
+    return _plan(group_norm_kernel, (x, g, weight), *options)
 
 
 @remembered
@@ -340,7 +335,7 @@ def _plan(
     sums: bool,
     gradient_dtype: torch.dtype | None,
     config: _config.TileConfig | None,
-) -> _Plan | None:
+) -> Plan | None:
     """None where groups are too wide to be held on chip."""
     x, g, weight = operands
     _check.check_pair(x, g)
@@ -358,26 +353,28 @@ def _plan(
             f"groups of at most {config.columns} channels fit this tile; got {width}: leave the "
             "choice of the tile to the table"
         )
-    launch = None
-    if x.numel():
-        launch = launch_of(
-            kernel,
-            batch * groups,
-            *x.stride(),
-            *g.stride(),
-            *gradient.stride(),
-            batch,
-            positions,
-            groups,
-            width,
-            eps,
-            WEIGHT=weight is not None,
-            SUMS=sums,
-            WHOLE=positions <= config.inner,
-            T_RUN=min(runs[0], config.inner),
-            C_RUN=min(runs[1], config.columns),
-            **config.of_streams,
-        )
+    if not x.numel():
+        nothing_summed = (2, 0, 1, channels)
+        finished = finish.prepare(nothing_summed, True, False, gradient_dtype) if sums else None
+        return Plan(nothing_summed, (2, batch, 0), torch.empty_like, None, finished)
+    launch = launch_of(
+        kernel,
+        batch * groups,
+        *x.stride(),
+        *g.stride(),
+        *gradient.stride(),
+        batch,
+        positions,
+        groups,
+        width,
+        eps,
+        WEIGHT=weight is not None,
+        SUMS=sums,
+        WHOLE=positions <= config.inner,
+        T_RUN=min(runs[0], config.inner),
+        C_RUN=min(runs[1], config.columns),
+        **config.of_streams,
+    )
     shape = (2, batch if sums else 0, 1, channels)
     finished = finish.prepare(shape, True, False, gradient_dtype) if sums else None
-    return _Plan(shape, (2, batch, groups), launch, finished)
+    return Plan(shape, (2, batch, groups), torch.empty_like, launch, finished)

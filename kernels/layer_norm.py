@@ -255,6 +255,24 @@ def layer_norm_backward(
     return gradient, scale, shift, scale_sqnorm, shift_sqnorm
 
 
+def prepare(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    rms: bool,
+    *,
+    sums: bool,
+    gradient_dtype: torch.dtype | None,
+) -> Plan | None:
+    """What `scale.run` needs to do as `layer_norm_backward`, for operands that lie as these do.
+
+    None where rows are too long to be held on chip.
+    """
+    options = (None, None, float(eps), rms, None, None, sums, True, False, gradient_dtype)
+    return _plan(layer_norm_kernel, (x, g, weight), *options)[1]
+
+
 @remembered
 def _plan(
     kernel: Any,

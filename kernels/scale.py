@@ -261,7 +261,7 @@ Normalised = tuple[
 
 
 class Plan(NamedTuple):
-    """All of a call but its tensors, here and in `layer_norm.py`.
+    """All of a call but its tensors, here, in `layer_norm.py` and in `group_norm.py`.
 
     Attributes:
         sums: shape of the sums of programs.

@@ -6,7 +6,6 @@ broadcast multiplications and additions, of biases, of BatchNorm in evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -64,23 +63,20 @@ def scale_backward(
     return _results(found, plan.nothing, x is not None, shift)
 
 
-def prepare_shift(
-    g: torch.Tensor, gradient_dtype: torch.dtype | None
-) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """What `scale_backward` finds of a shift alone, for gradients that lie as these do.
-
-    Returns:
-        What takes g and returns (shift_gradient (C,), shift_sqnorm fp64 (B,)).
-    """
-    operands = (None, g, None, None, None)
-    options = (None, None, None, None, True, False, True, gradient_dtype)
-    plan = _plan(scale.scale_kernel, operands, *options).launches
-
-    def run(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = scale.run(plan, g, None, g, *(None,) * 6)
-        return found.totals[0], found.sqnorm[0]
-
-    return run
+def prepare(
+    g: torch.Tensor,
+    x: torch.Tensor | None,
+    *,
+    weight: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
+    rstd: torch.Tensor | None = None,
+    input_gradient: bool = False,
+    sums: bool = True,
+    gradient_dtype: torch.dtype | None,
+) -> scale.Plan:
+    """What `scale.run` needs to do as `scale_backward`, for dense operands that lie as these do."""
+    options = (None, None, None, None, True, input_gradient, sums, gradient_dtype)
+    return _plan(scale.scale_kernel, (x, g, weight, mean, rstd), *options).launches
 
 
 class _Plan(NamedTuple):

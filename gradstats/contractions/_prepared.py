@@ -19,25 +19,34 @@ from gradstats.contractions._outer import cheapest_form, is_of_images
 from gradstats.contractions._patches import form_on_chip
 from gradstats.contractions._result import Contraction, WellConditioned
 from gradstats.contractions._tensor_cores import cut_off_of
-from gradstats.contractions._triton_layers import layer_of, stored
+from gradstats.contractions._triton_layers import NormGradients, Wanted, layer_of, stored
 
 # A contraction with Σ_i G_i, if that is wanted, of left and right operands or of a gradient.
 OfOuter = Callable[[Tensor, Tensor], tuple[Contraction, Tensor | None]]
 OfBias = Callable[[Tensor], tuple[Contraction, Tensor | None]]
+# The backward of a normalisation layer, of gradient, data, scale and statistics.
+OfNorm = Callable[..., NormGradients]
+
+# What a layout holds of an operand that is not there.
+NOTHING = (None,)
 
 
-def layout_of(grad: Tensor, x: Tensor) -> tuple[Any, ...] | None:
+def layout_of(*operands: Tensor | None) -> tuple[Any, ...] | None:
     """Return what decisions about CUDA operands depend upon; None if they are made each time."""
     from gradstats.kernels._calls import are_plain, is_here
     from gradstats.kernels._precision import tf32_allowed
 
-    if torch._C._is_any_autocast_enabled() or not (are_plain(grad, x) and is_here(grad)):
+    first = operands[0]
+    assert first is not None
+    if torch._C._is_any_autocast_enabled() or not (are_plain(*operands) and is_here(first)):
         return None
-    return (
-        grad.dtype == torch.float32 and tf32_allowed(),
-        grad.shape, grad.stride(), grad.dtype, grad.device, grad.data_ptr() % 16,
-        x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16,
-    )  # fmt: skip
+    layout: list[Any] = [first.dtype == torch.float32 and tf32_allowed()]
+    for each in operands:
+        if each is None:
+            layout += NOTHING
+        else:
+            layout += each.shape, each.stride(), each.dtype, each.device, each.data_ptr() % 16
+    return tuple(layout)
 
 
 def of_outer(factor: Outer, *, with_sum: bool) -> OfOuter | None:
@@ -117,15 +126,71 @@ def of_bias(factor: Elementwise | Vector, wanted: torch.dtype | None) -> OfBias:
             return _vector.sqnorm_of(grad), total
 
         return summed
-    from gradstats.kernels import scale_backward, vector
+    from gradstats.kernels import scale, scale_backward, vector
 
     if wanted is None:
         squares = vector.prepare(factor.grad)
         return lambda grad: (WellConditioned((), torch.float32, squares(grad)), None)
-    both = scale_backward.prepare_shift(factor.grad, stored(wanted))
+    plan = scale_backward.prepare(factor.grad, None, gradient_dtype=stored(wanted))
 
     def in_one_pass(grad: Tensor) -> tuple[Contraction, Tensor | None]:
-        total, value = both(grad)
+        _, _, (total,), (value,) = scale.run(plan, grad, None, grad, *(None,) * 6)
         return WellConditioned((), torch.float32, value), cast(total, wanted)
 
     return in_one_pass
+
+
+def of_layer_norm(
+    x: Tensor, g: Tensor, weight: Tensor | None, eps: float, rms: bool, dtype: torch.dtype | None
+) -> OfNorm | None:
+    """Return what ``layer_norm_backward`` does; None for rows that no program holds.
+
+    The gradient of the input is computed, whether it is wanted or not.
+    """
+    from gradstats.kernels import layer_norm
+
+    sums, kept = dtype is not None, stored(dtype)
+    plan = layer_norm.prepare(x, g, weight, eps, rms, sums=sums, gradient_dtype=kept)
+    return _normalised(plan, None)
+
+
+def of_group_norm(
+    x: Tensor, g: Tensor, weight: Tensor | None, groups: int, eps: float, dtype: torch.dtype | None
+) -> OfNorm | None:
+    """Return the same of ``group_norm_backward``; None for groups that no program holds."""
+    from gradstats.kernels import group_norm
+
+    sums, kept = dtype is not None, stored(dtype)
+    plan = group_norm.prepare(x, g, weight, groups, eps, sums=sums, gradient_dtype=kept)
+    return _normalised(plan)
+
+
+def of_scale(
+    x: Tensor, g: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, wanted: Wanted
+) -> OfNorm:
+    """Return what ``scale_backward`` does, called with the statistics behind the scale."""
+    from gradstats.kernels import scale_backward
+
+    want_input, dtype = wanted
+    plan = scale_backward.prepare(
+        g, x, weight=weight, mean=mean, rstd=rstd, input_gradient=want_input,
+        sums=dtype is not None, gradient_dtype=stored(dtype),
+    )  # fmt: skip
+    return _normalised(plan, None, None, None)
+
+
+def _normalised(plan: Any, *rest: None) -> Any:
+    """Return the backward that is planned.
+
+    Args:
+        plan: of the kernel's launches; None where there is none.
+        rest: what the kernel reads last: the bounds of packed rows, and others that are not there.
+    """
+    from gradstats.kernels.scale import run
+
+    def backward(g: Tensor, x: Tensor, *read: Tensor | None) -> NormGradients:
+        gradient, _, totals, squares = run(plan, x, x, g, *read, *rest)
+        norms = [WellConditioned((), torch.float32, value) for value in squares]
+        return NormGradients(gradient, *(totals or (None, None)), *norms)
+
+    return None if plan is None else backward

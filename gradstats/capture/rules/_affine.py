@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -18,10 +18,11 @@ from gradstats._compiler import is_compiling
 from gradstats._factors import Vector, cast, compute_dtype, segment_sum
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._nodes import Node
-from gradstats.capture.uses._together import Joinable
-from gradstats.capture.uses._uses import Settings, derived
+from gradstats.capture.uses._prepared import Preparable
+from gradstats.capture.uses._uses import Settings, Use, derived
 from gradstats.capture.uses._views import ExampleLayout, example_view
 from gradstats.contractions import Contraction, _triton, _vector
+from gradstats.contractions._prepared import OfNorm
 from gradstats.contractions._triton_layers import NormGradients, Wanted
 
 # Bytes of x̂ and its product with the gradient that are computed at once.
@@ -53,9 +54,17 @@ class Normalise(Protocol):
         Called only where ``AffineFactors.one_pass`` holds.
         """
 
+    def prepare(
+        self, x: Tensor, g: Tensor, weight: Tensor | None, wanted: Wanted, *statistics: Tensor
+    ) -> OfNorm | None:
+        """Return what does this for operands that lie as these do, in any shape; None if nothing.
+
+        It is called with (g, x, weight, *statistics).
+        """
+
 
 @dataclass(frozen=True, slots=True)
-class AffineFactors(Joinable):
+class AffineFactors(Preparable):
     """The factors of scale and shift.
 
     Attributes:
@@ -73,6 +82,7 @@ class AffineFactors(Joinable):
     scale: bool
     shift: bool
     shape: tuple[int, ...]
+    plans: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
         if not self._on_chip(grad, x):
@@ -175,22 +185,49 @@ class AffineFactors(Joinable):
         *statistics: Tensor,
     ) -> NormGradients:
         """Return gradients and squared norms, by the kernels."""
-        examples = self.examples
         if weight is not None:
             weight = weight.flatten()
         rows, g, offsets = self._operands(x, grad)
-        leading = examples.first(x) if offsets is None else examples.lead(x)
         result = self.normalise.backward(rows, g, weight, offsets, wanted, *statistics)
         if result.input is None:
             return result
-        gradient = result.input if self.channel_axis is None else result.input.mT
+        return result._replace(input=self._like_input(result.input, x))
+
+    def prepare(
+        self,
+        use: Use,
+        wanted: Wanted,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        *statistics: Tensor,
+    ) -> OfNorm | None:
+        """Return what ``backward`` does of such operands; see ``Preparable``."""
+        if wanted == (False, None) or self.examples.axis or self.examples.segments is not None:
+            return None
+        if weight is not None:
+            if not weight.is_contiguous():
+                return None
+            weight = weight.flatten()
+        rows, g, _ = self._operands(x, grad)
+        if rows.data_ptr() != x.data_ptr() or g.data_ptr() != grad.data_ptr():
+            return None  # they are copied
+        formed, own = (torch.empty_like(each, device="meta") for each in (rows, x))
+        if self._like_input(formed, x).stride() != own.stride():
+            return None
+        return self.normalise.prepare(rows, g, weight, wanted, *statistics)
+
+    def _like_input(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the rows that the kernels took as that of the input."""
+        examples = self.examples
+        leading = examples.first(x) if examples.segments is None else examples.lead(x)
+        if self.channel_axis is not None:
+            gradient = gradient.mT
         if gradient.shape != leading.shape:
             gradient = gradient.reshape(leading.shape)
         if examples.segments is None and examples.fold != 1:
             gradient = gradient.flatten(0, 1)
-        if examples.axis != 0:
-            gradient = gradient.movedim(0, examples.axis)
-        return result if gradient is result.input else result._replace(input=gradient)
+        return gradient if examples.axis == 0 else gradient.movedim(0, examples.axis)
 
     def _offsets(self) -> Sequence[int]:
         """Return where each example's rows begin, once sorted by example."""

@@ -19,7 +19,8 @@ from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture.uses._normalization import NormalisationUse
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
-from gradstats.contractions import _triton_layers
+from gradstats.contractions import _prepared, _triton_layers
+from gradstats.contractions._prepared import OfNorm
 from gradstats.contractions._result import ones
 from gradstats.contractions._triton_layers import NormGradients
 
@@ -142,6 +143,9 @@ class RowNormalise:
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
         return _triton_layers.layer_norm_backward(x, g, weight, self.eps, self.rms, offsets, wanted)
 
+    def prepare(self, x, g, weight, wanted) -> OfNorm | None:
+        return _prepared.of_layer_norm(x, g, weight, self.eps, self.rms, wanted[1])
+
 
 def rms_norm(tracker: Context, func, input, normalized_shape, weight=None, eps=None):
     """Division by the root mean square over the last axes."""
@@ -182,6 +186,9 @@ class GroupNormalise:
 
     def backward(self, x, g, weight, offsets, wanted) -> NormGradients:
         return _triton_layers.group_norm_backward(x, g, weight, self.groups, self.eps, wanted)
+
+    def prepare(self, x, g, weight, wanted) -> OfNorm | None:
+        return _prepared.of_group_norm(x, g, weight, self.groups, self.eps, wanted[1])
 
 
 def instance_norm(
@@ -250,6 +257,10 @@ class RunningNormalise:
         return _triton_layers.scale_backward(
             x, g, weight, *self._mean_and_rstd(*statistics), wanted
         )
+
+    def prepare(self, x, g, weight, wanted, *statistics) -> OfNorm:
+        found = _prepared.of_scale(x, g, weight, *self._mean_and_rstd(*statistics), wanted)
+        return lambda g, x, weight, *given: found(g, x, weight, *self._mean_and_rstd(*given))
 
     def _mean_and_rstd(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         return mean.float(), (variance.float() + self.eps).rsqrt()

@@ -5,6 +5,7 @@ _uses        what all uses share, and how their factors reach the parameters
 _decided     what was done, to be done again for operations that are alike
 _hooked      uses as a hook on the node of PyTorch's own operation
 _together    small ones contracted together
+_prepared    what their backward does on a GPU, decided once for operands that lie alike
              and uses as autograd Functions:
 _layer       a weight and a bias: of _linear, products with a matrix, and of _convolution
 _normalization, _broadcast   normalisation layers, scales and shifts on chip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -34,6 +34,7 @@ class ConvolutionFactors(Layer):
     shape: tuple[int, ...]
     call: tuple
     data: tuple[bool, bool] = (False, False)
+    plans: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     channel: ClassVar[int] = 1
 
@@ -45,9 +46,6 @@ class ConvolutionFactors(Layer):
 
     def likeness(self) -> Hashable:
         return self.weight, self.bias, self.shape, self.call
-
-    def form(self) -> Hashable:
-        return self.call
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Factor:
         return convolution_factor(self.examples, grad, x, self.shape, self.call)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from gradstats._compiler import is_compiling
 from gradstats._factors import Elementwise, Factor, Images, Vector, cast, compute_dtype
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._nodes import Node
-from gradstats.capture.uses._together import Joinable
+from gradstats.capture.uses._prepared import Preparable
 from gradstats.capture.uses._uses import Settings, Use, attach, derived, free_of_views, fuse, unseen
 from gradstats.contractions import Contraction, Fused, _prepared, _triton, on_chip, summed
 from gradstats.contractions._prepared import OfOuter
@@ -21,12 +21,8 @@ from gradstats.contractions._prepared import OfOuter
 # the gradients of weight and bias, where they are wanted and come with these.
 Report = Callable[[Tensor, Tensor], tuple[Sequence[Contraction], Tensor | None, Tensor | None]]
 
-# What was prepared for operands of some layouts, for all that it depends upon. Cleared at ``MOST``.
-PREPARED: dict[tuple[Any, ...], Report | None] = {}
-MOST = 1024
 
-
-class Layer(Joinable):
+class Layer(Preparable):
     """The factors of a linear layer or a convolution.
 
     Attributes:
@@ -87,10 +83,6 @@ class Layer(Joinable):
             return False  # summing images takes a separate product
         return use.is_sole(0) or (use.settings.consumer is None and use.is_tied(factor))
 
-    def form(self) -> Hashable:
-        """Return what the layer computes, beside the shape of its weight."""
-        raise NotImplementedError
-
     def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
         """Return what contracts gradient and data that lie as these, with Σ_i G_i if wanted.
 
@@ -98,46 +90,24 @@ class Layer(Joinable):
         """
         raise NotImplementedError
 
-    def prepared(
-        self, use: Use, grad: Tensor, x: Tensor, want_weight: bool, bias_dtype: torch.dtype | None
+    def prepare(
+        self,
+        use: Use,
+        wanted: tuple[bool, torch.dtype | None],
+        grad: Tensor,
+        x: Tensor,
     ) -> Report | None:
-        """Return what reports the parameters, decided once for operands that are alike.
-
-        None where it is to be decided each time.
+        """Return what reports the parameters of such operands; see ``Preparable``.
 
         Args:
-            use: of the operation.
-            grad, x: the result's gradient and the data.
-            want_weight: whether the weight's gradient is wanted.
-            bias_dtype: the dtype of the bias's gradient; None where it is not wanted.
+            wanted: whether the weight's gradient is, and the dtype in which the bias's is, or None.
         """
-        examples, settings = self.examples, use.settings
-        if not grad.is_cuda or settings.consumer is not None or settings.exact:
+        examples, settings, (want_weight, bias_dtype) = self.examples, use.settings, wanted
+        if settings.consumer is not None or settings.exact or not _triton.runs(grad, x):
             return None
         if examples.axis or examples.segments is not None or any(self.data):
             return None
-        if (bias_dtype is not None and not self.bias) or not (use.direct and use.all_sole):
-            return None
-        layout = _prepared.layout_of(grad, x)
-        if layout is None:
-            return None
-        known = (
-            self.weight, self.bias, self.form(), self.shape, examples.batch, examples.fold,
-            want_weight, bias_dtype, use.tracker.asked, *layout,
-        )  # fmt: skip
-        try:
-            return PREPARED[known]
-        except KeyError:
-            pass
-        if len(PREPARED) >= MOST:
-            PREPARED.clear()
-        PREPARED[known] = found = self._prepare(grad, x, want_weight, bias_dtype)
-        return found
-
-    def _prepare(
-        self, grad: Tensor, x: Tensor, want_weight: bool, bias_dtype: torch.dtype | None
-    ) -> Report | None:
-        if not _triton.runs(grad, x):
+        if bias_dtype is not None and not self.bias:
             return None
         weight = bias = None
         if self.weight:
@@ -224,7 +194,7 @@ class LayerUse(torch.autograd.Function):
         want_bias = want_bias and (settings.weight_gradients or layer.data[1])
         if not want_bias:
             bias_dtype = None
-        report = layer.prepared(use, grad, x, want_weight, bias_dtype)
+        report = layer.prepared(use, (want_weight, bias_dtype), grad, x)
         if report is not None:
             norms, total, grad_bias = report(grad, x)
             if use.is_due():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -37,6 +37,7 @@ class LinearFactors(Layer):
     shape: tuple[int, ...]
     inputs_first: bool = False
     data: tuple[bool, bool] = (False, False)
+    plans: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     channel: ClassVar[int] = -1
 
@@ -60,9 +61,6 @@ class LinearFactors(Layer):
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Outer | Ragged:
         return outer_factor(self.examples, *self._sides(grad, x), self.shape)
-
-    def form(self) -> Hashable:
-        return self.inputs_first
 
     def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
         factor = self.of_weight(grad, x)

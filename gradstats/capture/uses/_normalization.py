@@ -52,16 +52,19 @@ class NormalisationUse(torch.autograd.Function):
         total_dtype = dtypes[0] if dtypes else None
         if len(dtypes) == 2 and dtypes[0] != dtypes[1]:
             total_dtype = torch.float32
-        result = layer.backward(
-            grad, x, weight, (ctx.needs_input_grad[3], total_dtype), *statistics
-        )
+        asked = ctx.needs_input_grad[3], total_dtype
+        prepared = layer.prepared(use, asked, grad, x, weight, *statistics)
+        if prepared is not None:
+            result = prepared(grad, x, weight, *statistics)
+        else:
+            result = layer.backward(grad, x, weight, asked, *statistics)
         totals: list[Tensor | None] = [None, None]
         for index, total in enumerate((result.scale, result.shift)):
             if wanted[index]:
                 assert total is not None
                 shape, dtype = ctx.parameters[index]
                 totals[index] = cast(total.view(shape), dtype)
-        if use.direct and use.all_sole:
+        if prepared is not None or (use.direct and use.all_sole):
             if use.is_due():
                 both = (layer.scale, result.scale_norms), (layer.shift, result.shift_norms)
                 use.finish([norms for tracked, norms in both if tracked])

@@ -13,8 +13,11 @@ from gradstats.kernels import (
     convolution_gram,
     direct,
     gram,
+    group_norm,
+    layer_norm,
     operators,
     rank_one,
+    scale_backward,
     vector,
     weight_gradient,
 )
@@ -27,8 +30,8 @@ from benchmarks.workloads import Transformer, next_token
 from gradstats import contractions
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged
+from gradstats.capture.following._repeated import NOTED
 from gradstats.capture.rules._affine import AffineFactors
-from gradstats.capture.uses import _layer
 from gradstats.contractions import _outer, _triton
 from tests.losses import mean_square
 from tests.oracle import (
@@ -49,13 +52,17 @@ B = 5
 def launched(monkeypatch):
     """Record which kernels were launched, each behind its operator or prepared for a layer."""
     names = []
-    monkeypatch.setattr(_layer, "PREPARED", {})
+    NOTED.clear()  # and with it what was prepared
     modules = convolution, convolution_gram, direct, gram, rank_one, vector, weight_gradient
-    for module in modules:
+    prepares = {module: module.__name__.rpartition(".")[2] + "_sqnorm" for module in modules}
+    prepares |= {layer_norm: "layer_norm_backward", group_norm: "group_norm_backward"}
+    prepares[scale_backward] = "scale_backward"
+    for module, name in prepares.items():
 
-        def prepare(*args, module=module, prepared=module.prepare):
-            names.append(module.__name__.rpartition(".")[2] + "_sqnorm")
-            return prepared(*args)
+        def prepare(*args, name=name, prepared=module.prepare, **options):
+            if len(args) < 2 or args[1] is not None:  # not that of a bias alone
+                names.append(name)
+            return prepared(*args, **options)
 
         monkeypatch.setattr(module, "prepare", prepare)
     for name in operators.OPERATORS:
