@@ -216,3 +216,139 @@ def test_a_mask_of_one_head_that_leaks():
     mask = torch.stack([OTHERS, LEAK])
     model = Packed(attention(), lambda layer, x: layer(x, x, x, attn_mask=mask)[0]).double()
     check(model, torch.randn(len(OWNER), WIDTH).double(), refused=True)
+
+
+# Of the edges within each example, in the order of the rows; that of one other example leaks.
+EDGES = (torch.rand(9, 9, generator=torch.Generator().manual_seed(0)) + 0.1).masked_fill(OTHERS, 0)
+LEAKING = EDGES + LEAK.logical_not() * OTHERS
+TURNED_ROWS = [8, 2, 5, 0, 7, 3, 1, 6, 4]
+BACK = [3, 6, 1, 5, 8, 2, 7, 4, 0]
+
+PROPAGATED = {
+    "transposed": lambda a, h: a.T @ h,
+    "and multiplied": lambda a, h: torch.mm(a.mT, h) + a.t().matmul(h.sin()),
+    "contracted": lambda a, h: torch.einsum("nm,nd->md", a, h),
+    "contracted the other way": lambda a, h: torch.einsum("nd,nm->dm", h, a).T,
+    "from the right": lambda a, h: (h.T @ a).T,
+    "with an axis in front": lambda a, h: (a.T[None] @ h[None])[0],
+    "normalised": lambda a, h: (a / (a.sum(0) + 1e-9)).T @ h,
+    "sparse": lambda a, h: torch.sparse.mm(a.to_sparse().t(), h),
+    "of rows in another order": lambda a, h: (a.T[TURNED_ROWS] @ h)[BACK],
+    "twice": lambda a, h: a.T @ (a.T @ h).tanh(),
+    "there and back": lambda a, h: a.T @ (a @ h).tanh(),
+}
+
+
+def propagated(name, given):
+    """A model with edges among its data, or as constants, between two layers."""
+
+    def apply(edges, h):
+        return PROPAGATED[name](edges, h)
+
+    class Graphs(Packed):
+        def forward(self, batch):
+            rows, edges = batch if given else (batch, self.edges)
+            return self.last(self.apply_to(edges, self.first(rows)))
+
+    model = Graphs(nn.Identity(), apply)
+    model.register_buffer("edges", EDGES.double(), persistent=False)
+    return model.double()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "constants"])
+@pytest.mark.parametrize("name", PROPAGATED)
+def test_products_with_the_edges_turned_around(name, given):
+    torch.manual_seed(0)
+    rows, edges = torch.randn(len(OWNER), WIDTH).double(), EDGES.double()
+    model = propagated(name, given)
+    check(model, (rows, edges) if given else rows)
+    # Numbers that were seen to keep the examples apart may change.
+    model.edges = LEAKING.double()
+    check(model, (rows, LEAKING.double()) if given else rows, refused=True)
+
+
+def test_edges_turned_around_that_leave_rows_without_any():
+    """What sums nothing still meets the last layer's bias, and counts for its own example."""
+    torch.manual_seed(0)
+    rows, edges = torch.randn(len(OWNER), WIDTH).double(), EDGES.double()
+    edges[:, [1, 3, 8]] = 0
+    model = propagated("transposed", True)
+    expected = oracle_sqnorms(model, (rows, edges), loss_fn)
+    got = gs.per_example_norms(model, (rows, edges), loss_fn, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, expected, 1e-9)
+    with (
+        gs.track(model, batch_size=len(LENGTHS), cu_seqlens=BOUNDS),
+        pytest.raises(gs.ExampleAxisError, match="not known to which packed example"),
+    ):
+        model((rows, edges)).square().mean().backward()
+
+
+def test_rows_without_edges_that_are_taken_for_others():
+    """In another order a row that sums nothing would be taken for the example of its place."""
+    rows, edges = torch.randn(len(OWNER), WIDTH).double(), EDGES.double()
+    edges[:, [0, 8]] = 0
+    model = propagated("of rows in another order", True)
+    check(model, (rows, edges), refused=True)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_trained_edges_between_examples_are_refused(turned):
+    """Zeros between examples have gradients, of the loss that the row belongs to."""
+
+    class Weighed(Packed):
+        def forward(self, batch):
+            rows, edges = batch
+            weights = self.layer(edges[..., None])[..., 0] * edges
+            return self.last((weights.T if turned else weights) @ self.first(rows))
+
+    batch = torch.randn(len(OWNER), WIDTH).double(), LEAKING.double()
+    check(Weighed(nn.Linear(1, 1), None).double(), batch, refused=True)
+
+
+POOLS = functional.one_hot(OWNER).T.double()
+
+
+def pooled(pool):
+    """A matrix that pools the rows, as one loss for each example or as several rows each."""
+
+    class Pooled(Packed):
+        def forward(self, batch):
+            rows, pool = batch
+            return self.last(pool @ self.first(rows).tanh()).square().sum(1)
+
+    return Pooled(nn.Identity(), None).double()
+
+
+@pytest.mark.parametrize(
+    "pool", [POOLS, POOLS / POOLS.sum(1, keepdim=True), POOLS.flip(0)], ids=["sum", "mean", "flip"]
+)
+def test_pools_by_a_matrix(pool):
+    torch.manual_seed(0)
+    batch = torch.randn(len(OWNER), WIDTH).double(), pool
+
+    def losses(model, batch):
+        return model(batch)
+
+    model = pooled(pool)
+    got = gs.per_example_norms(model, batch, losses, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, batch, losses), 1e-9)
+
+
+def test_clusters_pooled_by_a_matrix():
+    """Each example has clusters of its own: several rows, of some of the nodes."""
+    torch.manual_seed(0)
+    clusters = torch.tensor([0, 0, 1, 2, 2, 3, 4, 4, 3])
+    pool = functional.one_hot(clusters).T.double()
+    model = pooled(pool)
+    batch = torch.randn(len(OWNER), WIDTH).double(), pool
+
+    def losses(model, batch):
+        values = model(batch)
+        return torch.zeros(3).to(values).index_add(0, torch.tensor([0, 0, 1, 2, 2]), values)
+
+    got = gs.per_example_norms(model, batch, losses, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, batch, losses), 1e-9)
+    mixed = pool.clone()
+    mixed[1, 3] = 1
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model, (batch[0], mixed), losses, cu_seqlens=BOUNDS)

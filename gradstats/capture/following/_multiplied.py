@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from gradstats.capture.following._apart import (
@@ -95,7 +96,12 @@ def contraction(
         elif marks.is_marked(tensor):
             if isinstance(marks.owned(tensor), Whole):
                 marks.meetings.note(result)
-            return None
+                return None
+            return _of_weighted_sums(marks, operands, places)
+    if not kept:
+        found = _of_weighted_sums(marks, operands, places)
+        if found is not None:
+            return found
     if len(indices) > 1 and marks.batch_size > 1:
         _couple_all(marks, result)
         return MIXED
@@ -163,6 +169,76 @@ def _sums_own_rows(
     if not apart:
         marks.meetings.note(result)
     return apart
+
+
+def _of_weighted_sums(
+    marks: Marks,
+    operands: Sequence[Tensor],
+    places: Sequence[Sequence[int]],
+) -> Examples | None:
+    """Return the layout of sums of packed rows, each of which belongs to the example it sums.
+
+    So it is in products with a transposed adjacency matrix, and in pooling by a matrix, if these
+    are given: a trained weight would pass a gradient on where it is zero, too.
+
+    Args:
+        operands, places: as for ``contraction``.
+    """
+    trained = [at for at, operand in enumerate(operands) if operand.requires_grad]
+    if not marks.packed or len(operands) != 2 or len(trained) != 1 or marks.batch_size == 1:
+        return None
+    (at,) = trained
+    rows, weights, kept_at = operands[at], operands[1 - at], places[1 - at]
+    layout = marks.layout_of(rows) if marks.is_of_data(rows) else None
+    if layout is None or isinstance(layout, Scores):
+        return None
+    several = [axis for axis, size in enumerate(weights.shape) if size > 1]
+    sums = [axis for axis in several if kept_at[axis] >= 0]
+    summed = [axis for axis in several if kept_at[axis] == places[at][layout.axis] < 0]
+    if (len(several), len(sums), len(summed)) != (2, 1, 1):
+        return None
+    owner = _owner_of_sums(weights, (sums[0], summed[0]), layout)
+    if owner is None:
+        return None
+    nobodys = owner == layout.batch
+    if bool(nobodys.any()):
+        # What sums nothing, as a node without neighbours, is taken for a row of the same example as
+        # in the rows, or for the only one of its example.
+        likely = [layout, Examples(layout.batch, 0)]
+        whole = [each.owner(owner.device) for each in likely if each.rows == len(owner)]
+        whole = [each for each in whole if bool((nobodys | (each == owner)).all())]
+        if not whole or not torch.equal(whole[0], whole[-1]):
+            return None
+        owner, marks.supposed = whole[0], True
+    return layout.owned_by(owner, kept_at[sums[0]])
+
+
+def _owner_of_sums(weights: Tensor, axes: tuple[int, int], rows: Examples) -> Tensor | None:
+    """Return the example whose rows each sum counts, (n,); ``batch`` for those that count none.
+
+    Args:
+        weights: of the rows in each sum.
+        axes: of the weights: that of the sums, and that of the rows.
+        rows: whose the rows are.
+
+    Returns:
+        The examples; None if a sum counts rows of several.
+    """
+    values = weights.detach()
+    if values.layout is torch.strided:
+        pairs = values.nonzero()
+    else:
+        values = values.to_sparse_coo().coalesce()
+        pairs = values.indices().T[values.values().ne(0)]
+    of_sums, of_rows = pairs[:, axes[0]], rows.owner(values.device)[pairs[:, axes[1]]]
+    count = weights.shape[axes[0]]
+    first, last = (
+        of_rows.new_full((count,), rows.batch).scatter_reduce(
+            0, of_sums, of_rows, each, include_self=False
+        )
+        for each in ("amin", "amax")
+    )
+    return first if torch.equal(first, last) else None
 
 
 def _product(
