@@ -1,6 +1,7 @@
 """Normalisation layers."""
 
 import contextlib
+import copy
 import functools
 import math
 
@@ -256,6 +257,66 @@ def test_batch_norm_by_statistics_of_the_batch_is_refused(layer, place):
         tracker.backward(uneven_loss_of_one(model, torch.randn(3, 4, 2, 2)))
     assert [module.training for module in model.modules()] == mode
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.BatchNorm2d(4), (3, 2)),
+        (nn.BatchNorm2d(4, momentum=None), (3, 2)),
+        (nn.BatchNorm2d(4).requires_grad_(False), (3, 2)),
+        (nn.BatchNorm2d(4, affine=False), (3, 2)),
+        (nn.BatchNorm2d(4, track_running_stats=False).eval(), (3, 2)),
+        (nn.BatchNorm1d(4), (5,)),
+        (nn.BatchNorm3d(4), (2, 1, 3)),
+    ],
+    ids=["affine", "averages", "frozen", "plain", "own statistics", "1d", "3d"],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_batch_norm_by_statistics_of_the_only_example(layer, shape, fused):
+    torch.manual_seed(0)
+    dims = len(shape)
+    before, after = (getattr(nn, f"Conv{dims}d")(4, 4, 1) for _ in range(2))
+    model = nn.Sequential(before, copy.deepcopy(layer), nn.Tanh(), after).double()
+    x = torch.randn(1, 4, *shape).double()
+    expected = oracle_sqnorms(model, x, uneven_loss_of_one)
+    plain, moved = copy.deepcopy(model), copy.deepcopy(model)
+    uneven_loss_of_one(plain, x).sum().backward()
+    assert_sqnorms(gs.per_example_norms(moved, x, uneven_loss_of_one), expected, 1e-9)
+    with gs.track(model, batch_size=1, fused=fused) as tracker:
+        tracker.backward(uneven_loss_of_one(model, x))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        if fused:
+            torch.testing.assert_close(own.grad, other.grad)
+        else:
+            assert own.grad is other.grad is None or torch.equal(own.grad, other.grad)
+    # Running statistics count the batch once, as they do in the plain step.
+    for other in (model, moved):
+        for own, wanted in zip(other.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(own, wanted)
+
+
+def test_batch_norm_of_the_rows_of_the_only_example():
+    """Of packed rows, or positions that stand along the batch's axis, one example has all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    rows = torch.randn(5, 3).double()
+
+    def packed(model, rows):
+        return model(rows).square().sum()[None]
+
+    def folded(model, x):
+        return model(x.flatten(0, 1)).square().sum()[None]
+
+    expected = oracle_sqnorms(model, rows, packed)
+    got = gs.per_example_norms(model, rows, packed, cu_seqlens=torch.tensor([0, 5]))
+    assert_sqnorms(got, expected, 1e-9)
+    assert_sqnorms(gs.per_example_norms(model, rows[None], folded), expected, 1e-9)
+    with pytest.raises(gs.CoupledExamplesError, match="mixes the examples"):
+        gs.per_example_norms(
+            model, rows, lambda m, x: m(x).sum(1)[:2], cu_seqlens=torch.tensor([0, 3, 5])
+        )
 
 
 def uneven_loss_of_one(model, x):

@@ -1,4 +1,4 @@
-"""Batch normalisation, refused if it takes its statistics from the batch.
+"""Batch normalisation, refused if it takes its statistics from several examples.
 
 By layers of other modules than the model, such as a generator or a teacher, it is refused only
 where a loss's gradient passes through it: what they make of the batch is given. So is what the
@@ -41,6 +41,8 @@ def _is_seen_to_mix(mode: ContextMode, input, running_mean, training: bool) -> b
     """Whether a layer takes its statistics from data here, rather than in what is given."""
     if not training and running_mean is not None:
         return False  # as most do: whose the layer is would take a look at all of the model
+    if mode.tracker.batch_size == 1:
+        return False
     return mode.tracker.marks.is_of_data(input) and not _is_given(mode, running_mean)
 
 

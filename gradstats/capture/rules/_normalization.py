@@ -16,6 +16,7 @@ from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of,
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.capture.rules._common import locate
 from gradstats.capture.uses._decided import decide
+from gradstats.capture.uses._grafted import Grafted
 from gradstats.capture.uses._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture.uses._normalization import NormalisationUse
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
@@ -227,8 +228,14 @@ def batch_norm(
     momentum=0.1,
     eps=1e-5,
 ):
-    """Normalisation by running statistics; by the batch's own it couples examples: refused."""
-    check_batch_norm(running_mean, weight, bias, training)
+    """Normalisation by running statistics; by the batch's own it couples several examples."""
+    if tracker.batch_size > 1:
+        check_batch_norm(running_mean, weight, bias, training)
+    elif training or running_mean is None:
+        rule = Grafted(by_own_statistics)
+        return rule(
+            tracker, func, input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
 
     def run(x, weight, bias, mean, variance):
         return func(x, mean, variance, weight, bias, training, momentum, eps)
@@ -238,6 +245,20 @@ def batch_norm(
     noted = 1 not in input.shape
     own = RunningNormalise(eps)
     return _attach(tracker, func, run, own, input, weight, bias, *statistics, noted=noted)
+
+
+def by_own_statistics(
+    input, running_mean, running_var, weight, bias, training, momentum, eps
+) -> Tensor:
+    """Batch normalisation of a batch by its own statistics, which are left out of the running ones.
+
+    These are updated by the operation that this runs beside.
+    """
+    axes = (1,) * (input.dim() - 2)
+    result = functional.batch_norm(input, None, None, None, None, True, 0.0, eps)
+    if weight is not None:
+        result = result * weight.view(-1, *axes)
+    return result if bias is None else result + bias.view(-1, *axes)
 
 
 @dataclass(frozen=True, slots=True)
