@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from weakref import ref
 
 import pytest
@@ -130,6 +131,69 @@ def test_nothing_of_a_context_stays_on_what_the_user_keeps():
     torch.save({"features": moved}, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=True)["features"], moved)
+
+
+class Kept(nn.Module):
+    """A layer that multiplies its weight by a copy of what it makes of a parameter."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.inner, self.scale, self.how = nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(4)), how
+
+    def forward(self, x):
+        scale = 2 * self.scale
+        scale = copy.copy(scale) if self.how == "copy" else pickle.loads(pickle.dumps(scale))
+        return self.inner(x) * scale
+
+
+def test_copies_made_inside_a_context_hold_nothing_of_it():
+    """Files and copies do not outlive it with what was noted: loading one would take gradstats."""
+    model, x = nn.Linear(WIDTH, 4), torch.randn(BATCH, 6, WIDTH)
+    model.register_buffer("seen", torch.zeros(6, BATCH, 4))
+    files = {"features": io.BytesIO(), "state": io.BytesIO(), "scaled": io.BytesIO()}
+    with gs.track(model, batch_size=BATCH) as tracker:
+        hidden = model(x)
+        moved = hidden.transpose(0, 1).detach()
+        model.seen.copy_(moved)
+        averaged, copied = copy.deepcopy(model), copy.copy(moved)
+        torch.save(moved, files["features"])
+        torch.save(model.state_dict(), files["state"])
+        torch.save(2 * model.weight, files["scaled"])
+        tracker.backward(hidden.square().sum((1, 2)))
+    assert not vars(copied) and not any(map(vars, averaged.state_dict().values()))
+    assert torch.equal(averaged.seen, moved)
+    for file in files.values():
+        file.seek(0)
+    loaded = {name: torch.load(file, weights_only=True) for name, file in files.items()}
+    assert torch.equal(loaded["features"], moved)
+    assert torch.equal(loaded["state"]["seen"], moved)
+    assert torch.equal(loaded["scaled"], 2 * model.weight)
+    assert type(loaded["scaled"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("how", ["copy", "pickle"])
+def test_a_copy_of_a_derived_tensor_is_a_leaf(how):
+    """As it is outside of contexts: no gradient goes through it."""
+    model, x = Kept(how).double(), torch.randn(BATCH, WIDTH).double()
+    expected = oracle_sqnorms(model, x, square_of)
+    assert not expected["scale"].any()
+    assert_sqnorms(gs.per_example_norms(model, x, square_of), expected, 1e-12)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(square_of(model, x))
+    assert_sqnorms(tracker.stats, expected, 1e-12)
+    assert model.scale.grad is None
+
+
+def test_deep_copies_of_data_have_their_examples_where_those_have_them():
+    """With as many positions as examples, and the positions first."""
+    model, x = nn.Linear(WIDTH, 4).double(), torch.randn(BATCH, BATCH, WIDTH).double()
+
+    def loss_fn(model, batch):
+        copied = copy.deepcopy(batch.transpose(0, 1))
+        return model(copied).square().sum((0, 2))
+
+    expected = oracle_sqnorms(model, x, loss_fn)
+    assert_sqnorms(gs.per_example_norms(model, x, loss_fn), expected, 1e-12)
 
 
 class Generates(nn.Module):

@@ -184,6 +184,20 @@ class FollowingMode(ContextMode):
         with torch._C.DisableTorchFunctionSubclass():
             return (node.value if isinstance(node, Derived) else tensor).grad_fn
 
+    def _reduce(self, tensor, protocol) -> Any:
+        """Return what pickle and copy need of a tensor, without what is noted on it."""
+        with self.tracker.marks.aside(tensor):
+            return Tensor.__reduce_ex__(tensor, protocol)
+
+    def _copy(self, tensor, memo) -> Tensor:
+        """Return a deep copy, on which the same is noted as on the tensor."""
+        marks = self.tracker.marks
+        with marks.aside(tensor):
+            result = Tensor.__deepcopy__(tensor, memo)
+        marks.place_like(result, tensor)
+        marks.values.note(result, **marks.values.held_by(tensor))
+        return result
+
     def _check_hook(self, tensor, hook) -> None:
         refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)
 
@@ -216,6 +230,8 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: gradients,
     Tensor.grad_fn.__get__: FollowingMode._grad_fn,  # type: ignore[union-attr,attr-defined]
     COND: take_branch,
+    Tensor.__reduce_ex__: FollowingMode._reduce,
+    Tensor.__deepcopy__: FollowingMode._copy,
 }
 CHECKS: dict[Any, Callable[..., None]] = {
     torch.nn.functional.batch_norm: check_statistics,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -23,7 +24,7 @@ from gradstats.capture.following._examples import (
     sole_of,
 )
 from gradstats.capture.following._meetings import Meetings
-from gradstats.capture.following._values import Values, unmark
+from gradstats.capture.following._values import VALUES, Values, unmark
 from gradstats.capture.operations._graph import KEPT_APPLY_IS_UNSEEN
 from gradstats.capture.operations._memory import RearrangedMemory, WrittenMemory
 from gradstats.capture.parameters._tensors import node_of
@@ -285,6 +286,16 @@ class Marks:
         if KEPT_APPLY_IS_UNSEEN and tensor.grad_fn is not None:
             if layout is None or layout != self.by_contract(tensor):
                 self.noted_nodes.add(tensor.grad_fn._sequence_nr())
+
+    @contextmanager
+    def aside(self, tensor: Tensor) -> Iterator[None]:
+        """Take what is noted on a tensor off it, so that it is neither copied nor saved with it."""
+        held = vars(tensor)
+        own = {name: held.pop(name) for name in (LAYOUT, VALUES) if name in held}
+        try:
+            yield
+        finally:
+            held.update(own)
 
     def place_like(self, tensor: Tensor, source: Tensor) -> None:
         """Note on a tensor that was computed row by row from another what is known about that."""

@@ -92,6 +92,10 @@ class DerivedTensor(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
+    def __reduce_ex__(self, proto):
+        # What is made of it is a leaf, as of any tensor, and belongs to no context.
+        return AS_SUBCLASS(self, torch.Tensor).__reduce_ex__(proto)
+
 
 # The last is what graphs are traced with, where any tensor may be tracked.
 TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor, FunctionalTensor})
