@@ -19,9 +19,6 @@ from gradstats.capture.parameters._lineage import Pulled, is_isometric, sqnorms_
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.contractions import Contraction, merge
 
-# The most parts whose gradients are assembled, which takes one level of recursion for each.
-MOST_PARTS = 200
-
 
 def merge_uses(factors: list[Factor]) -> list[Factor]:
     """Return factors with the same sum, merging those of one derived tensor before the way back."""
@@ -43,32 +40,28 @@ class Parts:
     """The gradients of parts of a derived tensor, as one of the whole.
 
     Attributes:
-        inner: factor of one part.
-        places: (n,) the elements of the tensor in this part.
-        others: the other parts; None for the last.
+        parts: the factor of each part, and the elements of the tensor in it, (n,).
         shape: the whole's.
     """
 
-    inner: Factor
-    places: Tensor
-    others: Parts | None
+    parts: Sequence[tuple[Factor, Tensor]]
     shape: tuple[int, ...]
 
     @property
     def batch(self) -> int:
-        return self.inner.batch
+        return self.parts[0][0].batch
 
     def select(self, rows) -> Parts:
-        others = None if self.others is None else self.others.select(rows)
-        return replace(self, inner=self.inner.select(rows), others=others)
+        return Parts([(factor.select(rows), places) for factor, places in self.parts], self.shape)
 
     def dense(self) -> Tensor:
-        own = self.inner.dense().reshape(self.batch, -1)
-        if self.others is None:
-            whole = own.new_zeros(self.batch, *self.shape)
-        else:
-            whole = self.others.dense()
-        whole.view(self.batch, -1)[:, self.places] += own
+        whole: Tensor | None = None
+        for factor, places in self.parts:
+            own = factor.dense().reshape(self.batch, -1)
+            if whole is None:
+                whole = own.new_zeros(self.batch, *self.shape)
+            whole.view(self.batch, -1)[:, places] += own
+        assert whole is not None
         return whole
 
 
@@ -78,7 +71,7 @@ def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction
     The parts' gradients are pulled back at once, to all parameters with the same deliveries.
     """
     nodes = {item.node for item in delivered if type(item) is Pulled}
-    if not 1 < len(nodes) <= MOST_PARTS or any(type(item) is not Pulled for item in delivered):
+    if len(nodes) < 2 or any(type(item) is not Pulled for item in delivered):
         return None
     first = delivered[0]
     known = first.together.get(root)
@@ -88,11 +81,9 @@ def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction
     if more or is_isometric(whole) or whole.value.is_complex():
         return None
     numbers = torch.arange(whole.value.numel(), device=whole.value.device).view(whole.shape)
-    inner: Parts | None = None
-    for item in delivered:
-        places = item.node.replay({whole: numbers}) if item.node is not whole else numbers
-        inner = Parts(item.inner, places.reshape(-1), inner, tuple(whole.shape))
-    assert inner is not None
+    places = [item.node.replay({whole: numbers}).reshape(-1) for item in delivered]
+    inners = [item.inner for item in delivered]
+    inner = Parts(list(zip(inners, places, strict=True)), tuple(whole.shape))
     alike = [
         other
         for other in first.together
