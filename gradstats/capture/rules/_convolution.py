@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture.following._examples import Examples
+from gradstats.capture.operations._operations import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import (
@@ -114,7 +115,7 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
     settings, of_weight, of_bias = tracker.settings, node_of(weight), node_of(bias)
     data = tracker.marks.is_trained(weight), tracker.marks.is_trained(bias)
     layer = ConvolutionFactors(
-        of_weight is not None, of_bias is not None, examples, tuple(weight.shape), call, data
+        of_weight is not None, of_bias is not None, examples, tuple(weight.shape), data, call
     )
     outputs = weight.shape[1] * call[-1] * math.prod(call[0]) if call[3] else weight.shape[0]
     if is_small(settings, input, input.shape[1], outputs):
@@ -178,10 +179,6 @@ def _per_axis(value, dims: int) -> tuple[int, ...]:
 
 
 RULES = {
-    functional.conv1d: partial(convolution, 1),
-    functional.conv2d: partial(convolution, 2),
-    functional.conv3d: partial(convolution, 3),
-    functional.conv_transpose1d: partial(transposed_convolution, 1),
-    functional.conv_transpose2d: partial(transposed_convolution, 2),
-    functional.conv_transpose3d: partial(transposed_convolution, 3),
+    func: partial(transposed_convolution if func in TRANSPOSED_CONVOLUTIONS else convolution, dims)
+    for func, dims in CONVOLUTIONS.items()
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,19 +22,11 @@ class ConvolutionFactors(Layer):
     """The factors of a convolution.
 
     Attributes:
-        weight, bias, data: as ``Layer`` has them.
-        examples: where the examples lie.
         shape: of the weight: (O, C / groups, *kernel), transposed (C, O / groups, *kernel).
         call: (stride, padding, dilation, transposed, output padding, groups).
     """
 
-    weight: bool
-    bias: bool
-    examples: Examples
-    shape: tuple[int, ...]
     call: tuple
-    data: tuple[bool, bool] = (False, False)
-    plans: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     channel: ClassVar[int] = 1
 
@@ -61,7 +53,7 @@ class ConvolutionFactors(Layer):
 
     def adjoint(self, grad: Tensor, x: Tensor) -> ConvolutionFactors:
         call = adjoint_convolution(self.call, x.shape[2:], self.shape[2:], grad.shape[2:])
-        return ConvolutionFactors(True, False, self.examples, self.shape, call)
+        return ConvolutionFactors(True, False, self.examples, self.shape, (False, False), call)
 
     def gradients(
         self, settings: Settings, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]

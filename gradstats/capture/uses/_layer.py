@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from gradstats.contractions._prepared import OfOuter
 Report = Callable[[Tensor, Tensor], tuple[Sequence[Contraction], Tensor | None, Tensor | None]]
 
 
+@dataclass(frozen=True, slots=True)
 class Layer(Preparable):
     """The factors of a linear layer or a convolution.
 
@@ -34,13 +36,13 @@ class Layer(Preparable):
         channel: the axis of the bias in the result.
     """
 
-    __slots__ = ()
-
     weight: bool
     bias: bool
     examples: Examples
     shape: tuple[int, ...]
     data: tuple[bool, bool]
+    plans: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+
     channel: ClassVar[int]
 
     def __call__(self, grad: Tensor, x: Tensor) -> list:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -26,18 +26,10 @@ class LinearFactors(Layer):
     """The factors of a linear layer, y = x Wᵀ + b or, with ``inputs_first``, y = x W + b.
 
     Attributes:
-        weight, bias, shape, data: as ``Layer`` has them.
-        examples: where the examples lie in x.
         inputs_first: the shape is (d_in, d_out), not (d_out, d_in).
     """
 
-    weight: bool
-    bias: bool
-    examples: Examples
-    shape: tuple[int, ...]
-    inputs_first: bool = False
-    data: tuple[bool, bool] = (False, False)
-    plans: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+    inputs_first: bool
 
     channel: ClassVar[int] = -1
 
@@ -75,7 +67,8 @@ class LinearFactors(Layer):
         return lambda grad, x: found(x, grad)
 
     def adjoint(self, grad: Tensor, x: Tensor) -> LinearFactors:
-        return LinearFactors(True, False, self.examples, self.shape, not self.inputs_first)
+        of_weight = True, False, self.examples, self.shape, (False, False)
+        return LinearFactors(*of_weight, not self.inputs_first)
 
     def gradients(
         self, settings: Settings, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
