@@ -17,9 +17,8 @@ from torch import Tensor
 from gradstats._factors import Factor
 from gradstats.capture.operations._graph import hooks_on_saved
 from gradstats.capture.parameters._nodes import Node
-from gradstats.capture.uses._uses import Use, free_of_views
+from gradstats.capture.uses._uses import Use, free_of_views, refuse_derivatives
 from gradstats.contractions import Fused, sqnorm_and_sum
-from gradstats.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
     from gradstats.capture.rules._recurrent import Recurrence
@@ -85,7 +84,8 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         tensors = ctx.saved_tensors
-        _refuse_derivatives(ctx.use)
+        if torch.is_grad_enabled():
+            refuse_derivatives(ctx.use)
         with torch._C.DisableTorchFunction():
             settings = ctx.use.settings
             wanted = [False] * len(tensors) if ctx.given else ctx.needs_input_grad[5:]
@@ -139,15 +139,3 @@ def recomputed(
     with torch.autograd._unsafe_preserve_version_counter(results):
         own = use, operation, tracked, data, len(results)
         return Recomputed.apply(*own, *results, *tensors)
-
-
-def _refuse_derivatives(use: Use) -> None:
-    if torch.is_grad_enabled():
-        raise UnsupportedOperationError(
-            "the loss contains derivatives of the network (torch.autograd.grad with "
-            f"create_graph=True ran through a recurrent layer's {use.nodes[0].describe()}), and "
-            "how they depend on the parameter is not known for this operation. Expected such "
-            "derivatives through linear layers only: write the layer with these, have "
-            'per_example_norms compute one example at a time with fallback="vmap", or leave the '
-            f"parameter out by name with exclude={use.names!r}."
-        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -280,18 +280,22 @@ def check_derivatives(use: Use) -> None:
         )
 
 
+def refuse_derivatives(use: Use) -> NoReturn:
+    """Raise for derivatives through an operation whose own are not known."""
+    raise UnsupportedOperationError(
+        "the loss contains derivatives of the network (torch.autograd.grad with create_graph=True "
+        f"ran through an operation on {use.nodes[0].describe()}), and how they depend on the "
+        "parameter is not known for this operation. Expected a linear layer, convolution, "
+        "normalisation layer, product, or operation that broadcasts: write it with these, have "
+        'per_example_norms compute one example at a time with fallback="vmap", or leave the '
+        f"parameter out by name with exclude={use.names!r}."
+    )
+
+
 def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
     method = getattr(ctx.factors_of, "data_gradients", None)
     if method is None:
-        raise UnsupportedOperationError(
-            "the loss contains derivatives of the network (torch.autograd.grad with "
-            f"create_graph=True ran through an operation on {ctx.use.nodes[0].describe()}), and "
-            "how they depend on the parameter is not known for this operation. Expected a linear "
-            "layer, convolution, normalisation layer, product, or operation that broadcasts: write "
-            "it with these, have per_example_norms compute one example at a time with "
-            'fallback="vmap", or leave the parameter out by name with '
-            f"exclude={ctx.use.names!r}."
-        )
+        refuse_derivatives(ctx.use)
     gradients = method(ctx.use.nodes, grad, *saved)
     if gradients is None:
         return ((2, grad),)
