@@ -112,7 +112,7 @@ LOSSES = ELEMENT_LOSSES | frozenset(
 JOINS_EXAMPLES = LOSSES | CHOOSES | frozenset(variants("nanmedian"))
 
 # Products: sums if one of their operands has a gradient.
-MULTIPLIES = (
+LINEAR_IN_EACH = (
     PRODUCTS
     | ADDED_PRODUCTS
     | (TENSOR_PRODUCTS - OUTER_PRODUCTS)
@@ -170,9 +170,9 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
         return True
     if len(trained) == 1:
         divided = func in DIVIDES and trained[0] is not call.argument(*DIVIDES[func])
-        multiplied = func in MULTIPLIES or divided or exponent_of(call) == 1
+        multiplied = func in LINEAR_IN_EACH or divided or exponent_of(call) == 1
         return multiplied or (func in JOINS_EXAMPLES and apart[0])
-    if all(apart) and func in MULTIPLIES and marks.owned(result) is MIXED:
+    if all(apart) and func in LINEAR_IN_EACH and marks.owned(result) is MIXED:
         return not marks.meetings.is_coupled(result)
     # Values of one example with others of the same, not with those of another.
     known = [each for each in placed if isinstance(each, APART)]

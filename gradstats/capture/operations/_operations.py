@@ -180,25 +180,21 @@ CONVOLUTIONS = {
 }
 
 TRANSPOSED_CONVOLUTIONS = frozenset(
-    getattr(functional, f"conv_transpose{axes}d") for axes in (1, 2, 3)
+    {functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d}
 )
 
 # Operations whose first operand determines where the examples lie, unless it is constant: all
 # examples share the others.
 LOOKS_AT_FIRST = frozenset(
-    {functional.linear, functional.embedding, functional.prelu, *variants("prelu"), *CONVOLUTIONS}
+    {functional.linear, functional.embedding, *variants("prelu"), *CONVOLUTIONS}
 )
 
 # Operations on several data operands, with the position of the operand that all examples share.
 SHARED_WEIGHT = {
     functional.bilinear: 2,
     functional.embedding_bag: 1,
-    **{
-        getattr(owner, name): 1
-        for owner in (functional, torch)
-        for name in ("grouped_mm", "_grouped_mm")
-        if hasattr(owner, name)
-    },
+    functional.grouped_mm: 1,
+    torch._grouped_mm: 1,
 }
 
 # Operations whose rules serve complex numbers.

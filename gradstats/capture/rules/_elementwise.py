@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gradstats._factors import cast, compute_dtype
 from gradstats.capture.following._examples import MIXED, Examples, Mixed, Whole
@@ -392,6 +391,5 @@ RULES = {
     torch.broadcast_tensors: broadcast_tensors,
     Tensor.__setitem__: assign,
     Tensor.masked_fill_: masked_fill_in_place,
-    functional.prelu: prelu,
     torch.prelu: prelu,
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats._factors import Experts, Ragged
 from gradstats.capture.following._examples import Examples
@@ -60,8 +61,4 @@ class ExpertFactors:
         return [Experts(Ragged(x[order], grad[order], offsets, self.shape[1:]), batch, self.shape)]
 
 
-RULES = {
-    function: grouped_mm
-    for function in (getattr(torch.nn.functional, "grouped_mm", None), torch._grouped_mm)
-    if function is not None
-}
+RULES = {functional.grouped_mm: grouped_mm, torch._grouped_mm: grouped_mm}
