@@ -309,7 +309,7 @@ def test_derivatives_through_a_layer_are_refused(options):
         (slope,) = torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
         return slope.square().sum((1, 2))
 
-    with pytest.raises(gs.UnsupportedOperationError, match="ran through an operation on parameter 'weight_ih"):
+    with pytest.raises(gs.UnsupportedOperationError, match="ran through an operation"):
         with gs.track(model, batch_size=BATCH, **options) as tracker:
             tracker.backward(losses(model, x))
 

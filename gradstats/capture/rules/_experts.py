@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,4 +61,4 @@ class ExpertFactors:
         return [Experts(Ragged(x[order], grad[order], offsets, self.shape[1:]), batch, self.shape)]
 
 
-RULES = {functional.grouped_mm: grouped_mm, torch._grouped_mm: grouped_mm}
+RULES: dict[Any, Any] = dict.fromkeys((functional.grouped_mm, torch._grouped_mm), grouped_mm)
