@@ -20,7 +20,6 @@ from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of
 from gradstats.capture.rules._common import as_data, rows_along, run
 from gradstats.capture.rules._per_example import per_example
-from gradstats.capture.rules._products import added_to_mask
 from gradstats.capture.uses._views import ExampleLayout
 
 if TYPE_CHECKING:
@@ -181,13 +180,11 @@ def _logits(tracker: Context, examples: Examples, q: Tensor, k: Tensor, mask) ->
     if mask is None:
         return torch.bmm(q, k)
     mask = run(tracker, Tensor.flatten, mask, 0, 1)
-    if node_of(mask) is None:
-        return torch.baddbmm(mask, q, k)
-    # Its rule asks where examples lie.
-    owner = examples.owner(q.device).repeat_interleave(len(q) // examples.rows)
-    for item in (q, k):
-        tracker.marks.place(item, examples.owned_by(owner, 0))
-    return added_to_mask(tracker, mask, q, k)
+    if node_of(mask) is not None:  # whose rule asks where examples lie
+        owner = examples.owner(q.device).repeat_interleave(len(q) // examples.rows)
+        for item in (q, k):
+            tracker.marks.place(item, examples.owned_by(owner, 0))
+    return run(tracker, torch.baddbmm, mask, q, k)
 
 
 def scaled_dot_product(tracker: Context, func, query, key, value, *args, **kwargs):

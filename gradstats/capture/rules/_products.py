@@ -153,16 +153,9 @@ def added_product(tracker: Context, func, *args, **kwargs):
         if layer:
             result = linear_layer(tracker, one, first, second, input, inputs_first=True)
         else:
-            tracked = node_of(first) is not None or node_of(second) is not None
-            composed = Composed(partial(_scaled_sum, ADDED[one]), rounds=tracked)
+            composed = Composed(partial(_scaled_sum, ADDED[one]), rounds=True)
             result = composed(tracker, one, input, first, second, **scales)
     return args[0].copy_(result) if func in IN_PLACE else result
-
-
-def added_to_mask(tracker: Context, mask, first, second):
-    """A trained mask (N or 1, L, S) among the logits of attention, rounded once as they are."""
-    composed = Composed(partial(_scaled_sum, torch.bmm), rounds=True)
-    return composed(tracker, torch.baddbmm, mask, first, second, beta=1, alpha=1)
 
 
 def _scaled_sum(product, input: Tensor, first: Tensor, second: Tensor, *, beta, alpha) -> Tensor:
