@@ -37,6 +37,7 @@ from gradstats.capture.operations._operations import (
     EXPANDS,
     FACTORIES,
     IN_PLACE,
+    SLICES,
     variants,
 )
 from gradstats.capture.parameters._tensors import TRACKED_TYPES, TrackedParameter, node_of
@@ -46,12 +47,8 @@ if TYPE_CHECKING:
 
 # Operations that pick rows by numbers among their arguments, not by values in tensors.
 REINDEXES_BY_NUMBERS = EXPANDS.union(
-    variants(
-        "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "repeat", "tile",
-        "flip", "roll",
-    ),
-    {Tensor.__getitem__},
-)  # fmt: skip
+    SLICES, variants("repeat", "tile", "flip", "roll"), {Tensor.__getitem__}
+)
 
 # Operations whose results' layouts depend on forms only, and on which nothing else is noted.
 REPEATABLE = FOLLOWED.difference(
@@ -95,7 +92,8 @@ def follow_repeated(
         if not (func is ATTENTION and _runs_over_rows(marks, operands_of(args, kwargs))):
             remember(marks, key, results, before)  # else the values of its mask matter
     elif found:
-        note_again(marks, results, found)
+        for tensor, note in zip(results, found, strict=True):
+            note_as(marks, tensor, note)
 
 
 def likeness(
@@ -307,9 +305,3 @@ def keep(key: tuple[Any, ...], found: Any) -> None:
     if len(NOTED) >= MOST:
         NOTED.clear()
     NOTED[key] = found
-
-
-def note_again(marks: Marks, results: list[Tensor], found: tuple[Note, ...]) -> None:
-    """Note on results what was noted on those of an operation that is alike."""
-    for tensor, note in zip(results, found, strict=True):
-        note_as(marks, tensor, note)

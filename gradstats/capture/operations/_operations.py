@@ -73,6 +73,9 @@ RESHAPES = frozenset(
     )
 )  # fmt: skip
 
+# Operations whose results are slices of their operand, told by numbers.
+SLICES = frozenset(variants("chunk", "split", "split_with_sizes", "unbind", "narrow", "select"))
+
 # Operations that repeat an operand without a copy.
 EXPANDS = frozenset(variants("expand", "expand_as", "broadcast_to"))
 

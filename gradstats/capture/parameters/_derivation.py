@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional
 
 from gradstats._comparison import same_bits
 from gradstats._compiler import is_compiling
 from gradstats._complex import as_real
+from gradstats.capture.operations._formats import NORMALISATIONS
 from gradstats.capture.operations._names import function_class_of, function_name
 from gradstats.capture.operations._nested import flatten, rebuild
 from gradstats.capture.operations._operations import (
@@ -38,19 +38,12 @@ QUANTISES = variants(
 )  # fmt: skip
 
 # Operations that may change operands other than the first: running statistics.
-UPDATES = frozenset(
-    {
-        functional.batch_norm, functional.instance_norm, torch.batch_norm, torch.instance_norm,
-        torch.fused_moving_avg_obs_fake_quant,
-    }
-)  # fmt: skip
-
+UPDATES = NORMALISATIONS | {torch.fused_moving_avg_obs_fake_quant}
 
 # The backward of a matrix exponential computes that of a matrix with twice as many rows and
 # columns: so many elements for each element of the result.
 EXPONENTIALS = {*variants("matrix_exp"), torch.linalg.matrix_exp}
 ELEMENTS_OF_EXPONENTIAL = 8
-
 
 # Operations that only add, move or cast: their derivative is constant, or their result shows every
 # change of an operand. The result of any other may stay the same while its derivative changes, as

@@ -24,7 +24,7 @@ from gradstats._factors import Changed, Factor, Outer, Path, Undivided, Vector, 
 from gradstats.capture.following._indexing import is_sequence
 from gradstats.capture.operations._memory import extent
 from gradstats.capture.operations._nested import rebuild
-from gradstats.capture.operations._operations import CASTS, variants
+from gradstats.capture.operations._operations import CASTS, SLICES, variants
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._lean_normalisations import Flattened
 from gradstats.capture.parameters._lean_products import only_adds, summed
@@ -324,8 +324,4 @@ def is_isometric(node: Derived) -> bool:
 
 ISOMETRIC = frozenset(
     {function for function, step in LEAN_STEPS.items() if step in ISOMETRIC_STEPS}
-).union(
-    variants(
-        "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "unflatten",
-    )
-)  # fmt: skip
+).union(SLICES, variants("unflatten"))
