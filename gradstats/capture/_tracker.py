@@ -99,7 +99,7 @@ class Tracker(Context):
         kept: list[Tensor] = [p for p in self._tracking.parameters if id(p) not in tracked]
         self.attributes: list[Any] = []  # until it closes
         for module in self.modules:
-            self.attributes += [vars(module)[name] for name in kept_by(module)]
+            self.attributes += kept_by(module).values()
             if module._buffers:
                 kept += [item for item in module._buffers.values() if isinstance(item, Tensor)]
         caches = caches_of(set(map(type, self.modules)))
@@ -173,7 +173,7 @@ class Tracker(Context):
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Treat the arguments of the model's call as data, even if the model keeps them as well."""
-        self.marks.keep_data(tensors_in((args, kwargs)))
+        self.marks.take_batch(filter(self.marks.is_kept, tensors_in((args, kwargs))))
 
     def note_training(self, tensor: Tensor, trained: bool) -> None:
         self._tracking.note_training(tensor, trained)

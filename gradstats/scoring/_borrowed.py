@@ -110,7 +110,7 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers, and the tensors in attributes that share their memory."""
     own = [part for each in (*model.parameters(), *model.buffers()) for part in parts_of(each)]
     places = {memory_of(tensor) for tensor in own}
-    held = (vars(module)[name] for module in model.modules() for name in kept_by(module))
+    held = (each for module in model.modules() for each in kept_by(module).values())
     others = (tensor for attribute in held for tensor in tensors_kept(attribute))
     return [*own, *(tensor for tensor in others if memory_of(tensor) in places)]
 

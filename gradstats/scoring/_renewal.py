@@ -129,8 +129,8 @@ def _tensors_held(model: nn.Module) -> dict[str, list[Tensor]]:
     """Return the tensors of each plain attribute and buffer that holds any, by its name."""
     found = {name: [buffer] for name, buffer in model.named_buffers(remove_duplicate=False)}
     for path, module in model.named_modules():
-        for name in kept_by(module):
-            if tensors := tensors_kept(vars(module)[name]):
+        for name, held in kept_by(module).items():
+            if tensors := tensors_kept(held):
                 found[f"{path}.{name}".lstrip(".")] = tensors
     return found
 

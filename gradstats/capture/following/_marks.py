@@ -104,10 +104,6 @@ class Marks:
         """Remember tensors that the model keeps, which must not be marked, as constants."""
         self.constants.update((id(tensor), tensor) for tensor in tensors)
 
-    def keep_data(self, tensors: Iterable[Tensor]) -> None:
-        """Treat tensors as data, even if the model keeps them from an earlier batch."""
-        self.take_batch(filter(self.is_kept, tensors))
-
     def take_batch(self, tensors: Iterable[Tensor]) -> None:
         """Treat the tensors of a batch as data, even if an earlier context found them constant."""
         for tensor in tensors:

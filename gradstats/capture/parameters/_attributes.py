@@ -32,15 +32,16 @@ OTHERS: set[type] = set()
 MOST = 4096
 
 
-def kept_by(module: nn.Module) -> list[str]:
-    """Return the names of the plain attributes of a module that may hold tensors."""
+def kept_by(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module that may hold tensors, by name."""
     own = module.__dict__
-    found = []
+    found = {}
     for name in filterfalse(STANDARD_ATTRIBUTES.__contains__, own):
-        kind = type(own[name])
-        if kind in PLAIN_TYPES or (kind is tuple and PLAIN_TYPES.issuperset(map(type, own[name]))):
+        held = own[name]
+        kind = type(held)
+        if kind in PLAIN_TYPES or (kind is tuple and PLAIN_TYPES.issuperset(map(type, held))):
             continue  # as sizes and strides are
-        found.append(name)
+        found[name] = held
     return found
 
 
@@ -90,8 +91,7 @@ def keep_derived(modules: Iterable[nn.Module]) -> bool:
     """Whether modules keep a derived tensor, as an attribute or buffer or in containers."""
     kept: list[Any] = []
     for module in modules:
-        own = module.__dict__
-        kept += [own[name] for name in kept_by(module)]
+        kept += kept_by(module).values()
         if module._buffers:
             kept += module._buffers.values()
     return _holds_derived(kept)
@@ -103,10 +103,9 @@ def _holds_derived(attribute: Any) -> bool:
 
 def restore_attributes(module: nn.Module) -> None:
     """Replace derived tensors that a forward (or a hook in it) left by plain ones."""
-    own = vars(module)
-    for name in kept_by(module):
-        if _holds_derived(own[name]):
-            own[name] = _unwrapped(own[name], set())
+    for name, held in kept_by(module).items():
+        if _holds_derived(held):
+            vars(module)[name] = _unwrapped(held, set())
     for name, buffer in module._buffers.items():
         module._buffers[name] = unwrap(buffer)
 
