@@ -68,7 +68,7 @@ def _of_attention(marks: Marks, args, kwargs, results) -> Layouts:
     own = _common_along(marks, args[:3], 1) if args[0].dim() == 3 else None
     if not _lie_beside(marks, own, args, kwargs):
         return [None] * len(results)
-    return [own, _along(own, 0)][: len(results)]
+    return [own, own and own.along(0)][: len(results)]
 
 
 def is_out_of_the_ordinary(marks: Marks, *args, **kwargs) -> bool:
@@ -103,11 +103,16 @@ def _of_flex_attention(marks: Marks, args, kwargs, results) -> Layouts:
 def _of_packing(marks: Marks, args, kwargs, results) -> Layouts:
     source, _, batch_first = args
     places = _common_along(marks, (source,), 0 if batch_first else 1)
-    return [places and packed_layout(places, results[1].tolist(), source.device), None]
+    if places is None:
+        return [None, None]
+    owner = places.owner(source.device)
+    rows = torch.cat([owner[:size] for size in results[1].tolist()])
+    return [places.owned_by(rows, 0), None]
 
 
 def _of_padding(marks: Marks, args, kwargs, results) -> Layouts:
-    return [_along(packed_places(marks, *args[:2]), 0 if args[2] else 1), None]
+    places = packed_places(marks, *args[:2])
+    return [places and places.along(0 if args[2] else 1), None]
 
 
 def _of_cell(marks: Marks, args, kwargs, results) -> Layouts:
@@ -122,8 +127,8 @@ def _of_recurrent_layer(marks: Marks, args, kwargs, results) -> Layouts:
     if any(map(marks.is_trained, args[3 if packed else 2])):
         return lost
     if packed:
-        states = _along(packed_places(marks, *args[:2]), 1)
-        return [_layout(marks, args[0]), *[states] * (len(results) - 1)]
+        places = packed_places(marks, *args[:2])
+        return [_layout(marks, args[0]), *[places and places.along(1)] * (len(results) - 1)]
     axis = 0 if args[8] else 1
     own = _common_along(marks, (args[0],), axis)
     given = [state for state in states_of(args[1]) if _layout(marks, state) is not None]
@@ -133,7 +138,9 @@ def _of_recurrent_layer(marks: Marks, args, kwargs, results) -> Layouts:
         if own is not None and trained and not (places and same_rows(own, places)):
             return lost
         own = own or places
-    return [_along(own, axis), *[_along(own, 1)] * (len(results) - 1)]
+    if own is None:
+        return lost
+    return [own.along(axis), *[own.along(1)] * (len(results) - 1)]
 
 
 def _of_sort(position: int) -> Callable[..., Layouts]:
@@ -190,12 +197,6 @@ def layout_of_bags(
     return first if known else None
 
 
-def packed_layout(places: Examples, sizes: list[int], device: torch.device) -> Examples:
-    """Return the layout of packed rows, given that of the places of a step."""
-    owner = places.owner(device)
-    return places.owned_by(torch.cat([owner[:size] for size in sizes]), 0)
-
-
 def packed_places(marks: Marks, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
     """Return the layout of the places of a step of packed rows, along axis 0; None if not known."""
     sizes = batch_sizes.tolist()
@@ -234,10 +235,6 @@ def _lie_beside(
 def states_of(hx) -> list[Tensor]:
     """Return the states that a recurrent operation was given: those of an LSTM are two."""
     return list(hx) if isinstance(hx, (list, tuple)) else [hx]
-
-
-def _along(layout: Examples | None, axis: int) -> Examples | None:
-    return None if layout is None else layout.along(axis)
 
 
 def _layout(marks: Marks, tensor: Tensor) -> Examples | None:

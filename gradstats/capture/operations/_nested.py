@@ -41,14 +41,9 @@ def held_by(batch: Any) -> Collection[Any] | None:
     if isinstance(batch, Mapping):
         return batch.values()
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return fields_of(batch)
+        names = [field.name for field in dataclasses.fields(batch)]
+        return [getattr(batch, name) for name in names if hasattr(batch, name)]  # if it is set
     return None
-
-
-def fields_of(batch: Any) -> list[Any]:
-    """Return the values of the fields of a dataclass that have been set."""
-    names = [field.name for field in dataclasses.fields(batch)]
-    return [getattr(batch, name) for name in names if hasattr(batch, name)]
 
 
 def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

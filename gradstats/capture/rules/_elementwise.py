@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import cast, compute_dtype
-from gradstats.capture.following._examples import MIXED, Examples, Mixed, Whole
+from gradstats.capture.following._examples import MIXED, Examples, Whole
 from gradstats.capture.following._indexing import as_tuple, items_of
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._taken import as_constants, is_drawn, is_given
@@ -230,11 +230,6 @@ def _whole(tracker: Context, data: Sequence[Tensor]) -> Whole | None:
     return next((own for own in map(tracker.marks.owned, data) if isinstance(own, Whole)), None)
 
 
-def _has_rows(owned: Examples | Whole | Mixed | None) -> bool:
-    """Whether a tensor beside one example's may have another number of rows than one."""
-    return not isinstance(owned, Examples) or owned.rows != 1
-
-
 def _widen(tracker: Context, items, whole: Whole, dims: int):
     """Return operands with an axis in front on which the data of one example stand alone."""
 
@@ -260,7 +255,9 @@ def join(tracker: Context, func, tensors, dim=0, **kwargs):
     nodes = nodes_of(tensors)
     data = tracker.marks.data_among(tensors)
     whole = sole_example(tracker.marks, data) if tracker.batch_size > 1 else _whole(tracker, data)
-    if whole is not None and any(_has_rows(tracker.marks.owned(item)) for item in data):
+    # Of data beside one example's, each of another number of rows than one is widened.
+    owned = map(tracker.marks.owned, data)
+    if whole is not None and any(not isinstance(o, Examples) or o.rows != 1 for o in owned):
         tensors = _widen(tracker, tensors, whole, max(tensor.dim() for tensor in tensors))
         return join(tracker, func, tensors, dim + (dim >= 0), **kwargs).squeeze(0)
     dims = max(tensor.dim() for tensor in tensors)

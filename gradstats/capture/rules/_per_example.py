@@ -95,19 +95,18 @@ def tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     call = rebuild((args, kwargs), keep)
     saved = [tensor.detach() for tensor in tensors]
     if func in AFFINE:
-        # PyTorch keeps none of them, and may find them changed when the backward runs.
-        saved = [item if item.dtype == torch.bool else _shape_alone(item) for item in saved]
+        # PyTorch keeps none of them, and may find them changed when the backward runs: one number
+        # stands for all of a tensor's.
+        saved = [
+            item if item.dtype == torch.bool else item.new_zeros(()).expand(item.shape)
+            for item in saved
+        ]
     elif func in ELEMENTWISE_IN_PLACE:
         saved[0] = saved[0].clone()
     result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
     # The tap changes nothing, so an operation that needs its own result in backward may find it.
     with torch.autograd._unsafe_preserve_version_counter(result):
         return tap(nodes, result, RecomputedFactors(func, call, layout), *saved)
-
-
-def _shape_alone(tensor: Tensor) -> Tensor:
-    """Return a tensor that agrees with another in all but its numbers, of which it has one."""
-    return tensor.new_zeros(()).expand(tensor.shape)
 
 
 @dataclass(frozen=True)

@@ -37,18 +37,14 @@ SINGLE: dict[Any, int] = {
 }
 
 
-def _example_of(tracker: Context, x: Tensor) -> Whole | None:
-    """Return the example to which all of a tensor belongs; None where it is not one."""
-    return Whole(0) if tracker.batch_size == 1 else sole_example(tracker.marks, [x])
-
-
 def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule of an operation that serves data of a single example as well."""
 
     def run(tracker: Context, called, *args, **kwargs):
         first = args[0] if args else None
         if isinstance(first, Tensor) and node_of(first) is None and first.dim() == SINGLE[func]:
-            whole = _example_of(tracker, first)
+            one = tracker.batch_size == 1
+            whole = Whole(0) if one else sole_example(tracker.marks, [first])
             if whole is not None:
                 composed = Composed(partial(widened, called))
                 result = composed(tracker, called, *args, **kwargs)

@@ -108,17 +108,14 @@ def is_pytorchs_own(
         small = is_small(settings, x, width, outputs)
         if not (small and examples.joinable and x.is_contiguous()):
             return False
-    return settings.exact or not _multiplies_faster(x, weight)
+    # Unless our own products are faster, of data or gradients of these sizes.
+    positions = math.prod(x.shape[:-1])
+    return settings.exact or x.dtype != torch.float32 or not pays(positions * weight.numel())
 
 
 def by_rows(examples: Examples, x: Tensor) -> Examples:
     """Return the layout of data (rows, *, d_in) after flattening to rows, as PyTorch does."""
     return Examples(examples.batch, 0, examples.fold * math.prod(x.shape[1:-1]))
-
-
-def _multiplies_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether our own products are faster than PyTorch's for data or gradients of these sizes."""
-    return x.dtype == torch.float32 and pays(math.prod(x.shape[:-1]) * weight.numel())
 
 
 def rows_of(tensor: Tensor) -> Tensor:
