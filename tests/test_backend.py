@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
@@ -28,9 +27,9 @@ from gradstats.contractions import (
     sqnorm,
     sqnorm_and_sum,
 )
+from tests.dispatched import Operations, shapes
 from tests.losses import mean_square
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
-from tests.test_backend_scales import Shapes
 
 WORKSPACE = 1 << 20
 
@@ -141,15 +140,6 @@ def test_the_bound_counts_what_products_lose(monkeypatch, request):
     torch.testing.assert_close(tf32 - exact, (2.0**-11 - 2.0**-24) * size)
 
 
-class NeverReadBack(TorchDispatchMode):
-    """Fails where a number or a shape depends on what a tensor holds: a device is waited for."""
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        name = function.name()
-        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::index.Tensor")
-        return function(*arguments, **(options or {}))
-
-
 @pytest.mark.parametrize("kind", ["outer", "groups", "ragged", "convolution"])
 def test_doubtful_examples_are_recomputed_without_waiting(kernels, kind, monkeypatch):
     left = torch.randn(3, 2, 20, 64)
@@ -175,8 +165,10 @@ def test_doubtful_examples_are_recomputed_without_waiting(kernels, kind, monkeyp
     want = found.value.clone()
     double = replace_operands(factor)
     want[0] = double.dense()[0].square().sum()
-    with NeverReadBack():
+    with Operations() as operations:
         result = sqnorm([factor], WORKSPACE)
+    # where a number or a shape depends on what a tensor holds, a device is waited for
+    assert not {"_local_scalar_dense", "nonzero", "index.Tensor"} & {*operations.found}
     torch.testing.assert_close(result.value, want, rtol=1e-3, atol=0)
     assert bool((result.bound <= GUARD_TOLERANCE * result.value).all())
     assert kernels == 2 * ["convolution_gram_sqnorm" if kind == "convolution" else "gram_sqnorm"]
@@ -527,7 +519,7 @@ def test_products_of_convolutions(kernels, groups, size):
     left, right = (side.dense().double().flatten(1) for side in (first, second))
     sizes = left.norm(dim=1), right.norm(dim=1)
     norms = sizes[0], sizes[1][:3]
-    with Shapes() as shapes:
+    with Operations(shapes) as operations:
         pairs = inner_pairs([first], [second], WORKSPACE, sizes)
         diagonal = inner_diagonal([first], [second.select(slice(0, 3))], WORKSPACE, norms)
     torch.testing.assert_close(pairs, left @ right.T, rtol=1e-5, atol=1e-4)
@@ -537,7 +529,8 @@ def test_products_of_convolutions(kernels, groups, size):
     few = size == (2, 2) and groups < 4
     assert kernels == (gram if few else ["pairwise_convolution", "convolution_inner"])
     patches = 3 * first.positions * 4 * 9
-    assert max(torch.Size(shape).numel() for shape in shapes.seen) < patches
+    written = (shape for shapes in operations.found for shape in shapes)
+    assert max(torch.Size(shape).numel() for shape in written) < patches
 
 
 def test_products_of_convolutions_with_one_position(kernels):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
 from gradstats._factors import Vector
 from gradstats.capture.parameters._nodes import Root
 from gradstats.contractions import _triton
+from tests.dispatched import Operations, shapes
 from tests.losses import mean_square
 from tests.oracle import assert_sqnorms, check_products, oracle_sqnorms
 
@@ -314,21 +314,6 @@ def test_a_scale_that_widens_its_input(kernels, monkeypatch):
     assert "scale_backward" in kernels
 
 
-class Shapes(TorchDispatchMode):
-    """Notes the shape of every tensor that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for item in torch.utils._pytree.tree_leaves(result):
-            if isinstance(item, torch.Tensor):
-                self.seen.add(tuple(item.shape))
-        return result
-
-
 LAYERS = {
     "linear": lambda: (nn.Linear(11, 11), (13, 11)),
     "convolution": lambda: (nn.Conv1d(11, 11, 3, padding=1), (11, 13)),
@@ -348,10 +333,11 @@ def test_no_gradient_of_an_example_is_written(kernels, name, training):
     model = nn.Sequential(nn.Linear(size[-1], size[-1]), layer)
     batch = torch.randn(7, *size), torch.randn(7)
     # its kernels take (B, 13, 11); what is summed over 13 positions would be (7, 11)
-    with Shapes() as shapes:
+    with Operations(shapes) as operations:
         if training is not None:
             with gs.track(model, batch_size=7, **training) as tracker:
                 tracker.backward(mean_square(model, batch))
         else:
             gs.per_example_norms(model, batch, mean_square)
-    assert not [shape for shape in shapes.seen if torch.Size(shape).numel() == 7 * 11], shapes.seen
+    written = {shape for shapes in operations.found for shape in shapes}
+    assert not [shape for shape in written if torch.Size(shape).numel() == 7 * 11], written

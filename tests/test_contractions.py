@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradstats import _cost, contractions
 from gradstats._factors import (
@@ -29,6 +28,7 @@ from gradstats._factors import (
 )
 from gradstats.contractions import _outer, _patches, _ragged, _rows, _tied
 from gradstats.contractions._table import MODULES
+from tests.dispatched import Operations, tensors_in
 
 WORKSPACE = 2**28
 TINY = 1
@@ -283,9 +283,9 @@ def test_what_a_convolution_writes_anew_is_limited():
     images, grad = torch.randn(32, 128, 20, 20), torch.randn(32, 128, 20, 20)
     geometry = ConvolutionGeometry((1, 1), (1, 1), (1, 1), 1)
     factor = Patches(images, grad, (128, 128, 3, 3), geometry)
-    with Ledger() as ledger:
+    with Operations(created) as operations:
         contractions.sqnorm([factor], WORKSPACE)
-    assert ledger.largest <= _cost.FRESH_BYTES < 32 * 128 * 128 * 9 * 4
+    assert max(operations.found) <= _cost.FRESH_BYTES < 32 * 128 * 128 * 9 * 4
 
 
 @pytest.mark.parametrize("counts", [[3, 2, 4], [0, 3, 0], [0, 0, 5, 0], [0, 0], [1]], ids=str)
@@ -404,18 +404,11 @@ def test_cross_term_with_rows_of_which_shapes_tell_how_many(kind, workspace):
         torch.testing.assert_close(_tied.inner_with_rows(left, right, workspace), expected)
 
 
-class Ledger(TorchDispatchMode):
-    """Records the largest storage that an operation created."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        for item in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(item, Tensor) and item.untyped_storage().data_ptr() not in known:
-                self.largest = max(self.largest, item.untyped_storage().nbytes())
-        return result
+def created(name, inputs, result):
+    """Find the bytes of the largest storage that an operation created."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(inputs)}
+    storages = [tensor.untyped_storage() for tensor in tensors_in(result)]
+    return max((each.nbytes() for each in storages if each.data_ptr() not in known), default=0)
 
 
 def test_nothing_larger_than_the_workspace_is_created():
@@ -436,40 +429,28 @@ def test_nothing_larger_than_the_workspace_is_created():
         lambda: contractions.sqnorm([table, large], workspace),
     ):
         call()
-        with Ledger() as ledger:
+        with Operations(created) as operations:
             call()
-        assert 0 < ledger.largest <= workspace
-
-
-class Counter(TorchDispatchMode):
-    """Counts operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+        assert 0 < max(operations.found) <= workspace
 
 
 @pytest.mark.parametrize("every", [1, 2], ids=["one each", "some without rows"])
 def test_uses_of_one_example_each_meet_in_linear_time(every):
     """As of a model that is called for one example at a time."""
 
-    def operations(batch: int) -> int:
+    def count(batch: int) -> int:
         uses = [
             ragged([2 * (example == use) for example in range(batch)])
             for use in range(0, batch, every)
         ]
         dense = sum(use.dense() for use in uses)
-        with Counter() as counter:
+        with Operations() as operations:
             (merged,) = contractions.merge(uses)
         torch.testing.assert_close(merged.dense(), dense, rtol=0, atol=0)
         assert merged.offsets[-1] == 2 * len(uses)
-        return counter.count
+        return len(operations.found)
 
-    assert operations(64) < 2.2 * operations(32)
+    assert count(64) < 2.2 * count(32)
 
 
 def test_uses_without_rows_meet():

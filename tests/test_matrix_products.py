@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstats as gs
 from gradstats import _cost
 from gradstats._factors import Outer
 from gradstats.capture.uses import _hooked
 from gradstats.contractions import _multiply, _outer, sqnorm
+from tests.dispatched import Operations
 from tests.losses import losses_of
 
 from .oracle import assert_sqnorms, check_model, flat, oracle_gradients, oracle_sqnorms
@@ -40,13 +40,11 @@ def products(monkeypatch):
     return found
 
 
-class Weights(TorchDispatchMode):
-    """Checks that oneDNN gets no weight but one that it can put in its order fast."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.mkldnn._linear_pointwise.default:
-            assert args[1].is_contiguous() or args[1].t().is_contiguous()
-        return func(*args, **(kwargs or {}))
+def of_onednn(name, inputs, result):
+    """Find whether oneDNN gets a weight that it can put in its order fast."""
+    if name == "mkldnn::_linear_pointwise":
+        return inputs[1].is_contiguous() or inputs[1].t().is_contiguous()
+    return None
 
 
 LAYOUTS = {
@@ -71,8 +69,9 @@ def test_any_matrices(left, right, whole, products, monkeypatch):
         monkeypatch.setattr(_multiply, "BLOCK_ELEMENTS", 1)
     for n, k, m in ((5, 33, 40), (1, 20, 3), (17, 1, 19), (31, 64, 1)):
         one, two = LAYOUTS[left](n, k), LAYOUTS[right](k, m)
-        with Weights():
+        with Operations(of_onednn) as weights:
             got = _multiply.multiply(one, two)
+        assert weights.found and all(weights.found)
         expected = one.double() @ two.double()
         bound = (k + 2) * 2**-24 * (one.double().abs() @ two.double().abs())
         assert got.dtype == torch.float32 and bool(((got - expected).abs() <= bound).all())

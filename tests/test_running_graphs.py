@@ -13,11 +13,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.capture import _mode
+from tests.dispatched import Operations
 from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_gradients, oracle_sqnorms, sqnorms_of
 
@@ -769,18 +769,6 @@ def test_graphs_of_norms_alone_form_no_weight_gradients():
     assert report.meta["val"].shape == (5, 2, B)
 
 
-class Reads(TorchDispatchMode):
-    """Counts how often the host reads a number of the device's, and waits for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_compiled_step_reads_no_number():
     model, batch = batch_of(Model)
     for _ in range(2):
@@ -788,14 +776,15 @@ def test_a_compiled_step_reads_no_number():
         tracker.__enter__()
         try:
             losses = losses_of(model, batch)
-            with Reads() as reads:
+            with Operations() as operations:
                 tracker.backward(losses)
                 tracker.__exit__(None, None, None)
                 assert tracker.stats.error_bound.shape == (B,)
                 losses.mean().item()  # which is counted
         finally:
             tracker.__exit__(None, None, None)
-        assert reads.count == 1
+        # the host reads a number of the device's, and waits for it
+        assert operations.found.count("_local_scalar_dense") == 1
 
 
 def test_many_contexts_leave_graphs_to_steps_outside():

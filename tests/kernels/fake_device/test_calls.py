@@ -6,19 +6,9 @@ import pytest
 import torch
 from gradstats.kernels import operators
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.dispatched import Operations
 from tests.kernels.reference import ROUNDING, sqnorm_reference
-
-
-class Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
 
 
 class Named(TorchFunctionMode):
@@ -77,9 +67,9 @@ def test_derivatives_are_refused_aloud(operands, dispatched):
 
 
 def test_modes_see_the_operator(operands, dispatched):
-    with torch.no_grad(), Seen() as seen:
+    with torch.no_grad(), Operations() as seen:
         check(operators.direct_sqnorm(*operands), *operands)
-    assert "gradstats::direct_sqnorm" in seen.names
+    assert "gradstats::direct_sqnorm" in seen.found
     with torch.no_grad(), Named() as named:
         operators.direct_sqnorm(*operands)
     assert any("direct_sqnorm" in name for name in named.names)

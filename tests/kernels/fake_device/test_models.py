@@ -21,9 +21,7 @@ from gradstats.kernels import (
     vector,
     weight_gradient,
 )
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
@@ -33,6 +31,7 @@ from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged
 from gradstats.capture.following._repeated import NOTED
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.contractions import _outer, _triton
+from tests.dispatched import Operations, tensors_in
 from tests.losses import mean_square
 from tests.oracle import (
     assert_products,
@@ -139,23 +138,13 @@ def tied_transformer():
     return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), next_token
 
 
-class Moves(TorchDispatchMode):
-    """Notes the operations that move what is in memory between host and device."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        places = {t.is_cuda for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
-        # a tensor of Python's numbers is copied before anybody sees the copy
-        copied = name == "lift_fresh" and result.is_cuda
-        asked = name in ("_local_scalar_dense", "bincount", "nonzero", "equal")
-        if len(places) == 2 or copied or asked:
-            self.found.append(name)
-        return result
+def moved(name, inputs, result):
+    """Find the operations that move what is in memory between host and device."""
+    places = {tensor.is_cuda for tensor in tensors_in((inputs, result))}
+    # a tensor of Python's numbers is copied before anybody sees the copy
+    copied = name == "lift_fresh" and result.is_cuda
+    asked = name in ("_local_scalar_dense", "bincount", "nonzero", "equal")
+    return name if len(places) == 2 or copied or asked else None
 
 
 @pytest.mark.parametrize("name", ["tied transformer", "sequences", "convolutions", "classifier"])
@@ -164,7 +153,7 @@ def test_a_step_moves_nothing_between_host_and_device(name, alone):
     """The device never stands idle until the host has launched more, and a CUDA graph can record
     the step."""
     model, (x, labels), losses = MODELS[name][0]()
-    with Moves() as moves:
+    with Operations(moved) as moves:
         if alone:
             gs.per_example_norms(model, (x, labels), losses, nonfinite="keep")
         else:
@@ -173,18 +162,10 @@ def test_a_step_moves_nothing_between_host_and_device(name, alone):
     assert moves.found == []
 
 
-class Casts(TorchDispatchMode):
-    """Notes from which dtype to which tensors are copied."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func._schema.name == "aten::_to_copy" and result.dtype != args[0].dtype:
-            self.found.append((args[0].dtype, result.dtype))
-        return result
+def cast(name, inputs, result):
+    """Find from which dtype to which tensors are copied."""
+    casts = name == "_to_copy" and inputs[0].dtype != result.dtype
+    return (inputs[0].dtype, result.dtype) if casts else None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -195,7 +176,7 @@ def test_summed_gradients_are_stored_as_the_parameters_are(dtype):
     model(x).float().square().mean().backward()
     want = {name: each.grad for name, each in model.named_parameters()}
     model.zero_grad()
-    with gs.track(model, batch_size=B) as tracker, Casts() as casts:
+    with gs.track(model, batch_size=B) as tracker, Operations(cast) as casts:
         tracker.backward(model(x).float().square().mean((1, 2)))
     of_the_loss = int(dtype != torch.float32)
     assert casts.found.count((torch.float32, dtype)) == of_the_loss, "a kernel for each parameter"
