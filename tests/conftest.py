@@ -88,14 +88,10 @@ def lstm_under_autocast():
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    """Send every factor to the operators' CPU implementations and record which were called."""
+def operators_called(monkeypatch):
+    """Record which of the kernels' operators are called."""
     from gradstats.kernels import operators
 
-    from gradstats.capture.uses import _together
-    from gradstats.contractions import _triton
-
-    monkeypatch.setattr(_together, "SMALL", 0)  # as on a GPU
     calls = []
     for name in operators.OPERATORS:
         operator = getattr(operators, name)
@@ -105,5 +101,15 @@ def kernels(monkeypatch):
             return operator(*args, **options)
 
         monkeypatch.setattr(operators, name, record)
-    monkeypatch.setattr(_triton, "runs", lambda first, *others: first.dtype == torch.float32)
     return calls
+
+
+@pytest.fixture
+def kernels(monkeypatch, operators_called):
+    """Send every factor to the operators' CPU implementations and record which were called."""
+    from gradstats.capture.uses import _together
+    from gradstats.contractions import _triton
+
+    monkeypatch.setattr(_together, "SMALL", 0)  # as on a GPU
+    monkeypatch.setattr(_triton, "runs", lambda first, *others: first.dtype == torch.float32)
+    return operators_called

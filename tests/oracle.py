@@ -190,7 +190,7 @@ def perturbed(model: nn.Module, size: float = 0.1) -> nn.Module:
     with torch.no_grad():
         for parameter in other.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter += size * noise.to(parameter.dtype)
+            parameter += size * noise.to(parameter)
     return other
 
 
@@ -241,6 +241,7 @@ def check_products(
     for name, gradient in named.items():
         dtype = parameters[name].dtype
         value = torch.randn(gradient.shape[1:], generator=generator, dtype=dtype.to_real())
+        value = value.to(gradient.device)
         direction[name] = torch.view_as_complex(value) if dtype.is_complex else value
         numbers.append(value.flatten())
     along = torch.cat(numbers)[None].double()

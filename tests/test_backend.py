@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -140,31 +139,35 @@ def test_the_bound_counts_what_products_lose(monkeypatch, request):
     torch.testing.assert_close(tf32 - exact, (2.0**-11 - 2.0**-24) * size)
 
 
-@pytest.mark.parametrize("kind", ["outer", "groups", "ragged", "convolution"])
-def test_doubtful_examples_are_recomputed_without_waiting(kernels, kind, monkeypatch):
-    left = torch.randn(3, 2, 20, 64)
+CANCELLING = ("dense", "groups", "packed", "convolution")
+
+
+def cancelling(kind: str) -> Outer | Ragged | Patches:
+    """Return a factor of three examples: one that cancels, one that does not, one of zeros."""
+    left, right = torch.randn(3, 2, 20, 64), 3 + 1e-3 * torch.randn(3, 2, 20, 64)
     left -= left.mean(2, keepdim=True)
-    right = 3 + 1e-3 * torch.randn(3, 2, 20, 64)
     right[1] = torch.randn(2, 20, 64)
     left[2], right[2] = 0.0, 0.0
-    if kind == "ragged":
+    if kind == "packed":
         rows = [side[:, 0].flatten(0, 1) for side in (left, right)]
-        factor = Ragged(*rows, (0, 20, 40, 60), (64, 64))
-    elif kind == "convolution":
-        geometry = ConvolutionGeometry((1,), (0,), (1,), 1)
+        return Ragged(*rows, (0, 20, 40, 60), (64, 64))
+    if kind == "convolution":
         images = right[:, 0].mT.contiguous(), left[:, 0].mT.contiguous()
-        factor = Patches(*images, (64, 64, 1), geometry)
-    else:
-        groups = slice(None) if kind == "groups" else slice(1)
-        factor = Outer(left[:, groups], right[:, groups], (-1, 64))
+        return Patches(*images, (64, 64, 1), ConvolutionGeometry((1,), (0,), (1,), 1))
+    groups = 2 if kind == "groups" else 1
+    return Outer(left[:, :groups], right[:, :groups], (groups, 64, 64))
+
+
+@pytest.mark.parametrize("kind", CANCELLING)
+def test_doubtful_examples_are_recomputed_without_waiting(kernels, kind, monkeypatch):
+    factor = cancelling(kind)
     form = "convolution_gram" if kind == "convolution" else "gram"
     with monkeypatch.context() as patch:
         patch.setattr(_triton, "GUARD_TOLERANCE", math.inf)
         found = getattr(_triton_layers if kind == "convolution" else _triton, form)(factor)
     assert (found.bound > GUARD_TOLERANCE * found.value).tolist() == [True, False, False]
     want = found.value.clone()
-    double = replace_operands(factor)
-    want[0] = double.dense()[0].square().sum()
+    want[0] = map_tensors(factor, torch.Tensor.double).dense()[0].square().sum()
     with Operations() as operations:
         result = sqnorm([factor], WORKSPACE)
     # where a number or a shape depends on what a tensor holds, a device is waited for
@@ -172,16 +175,6 @@ def test_doubtful_examples_are_recomputed_without_waiting(kernels, kind, monkeyp
     torch.testing.assert_close(result.value, want, rtol=1e-3, atol=0)
     assert bool((result.bound <= GUARD_TOLERANCE * result.value).all())
     assert kernels == 2 * ["convolution_gram_sqnorm" if kind == "convolution" else "gram_sqnorm"]
-
-
-def replace_operands(factor):
-    """Return a factor with operands in float64."""
-    tensors = {
-        key: value.double()
-        for key, value in vars(factor).items()
-        if isinstance(value, torch.Tensor)
-    }
-    return replace(factor, **tensors)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from gradstats.kernels import (
     gram,
     group_norm,
     layer_norm,
-    operators,
     rank_one,
     scale_backward,
     vector,
@@ -27,30 +26,31 @@ import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
 from gradstats import contractions
 from gradstats._cost import GUARD_TOLERANCE
-from gradstats._factors import ConvolutionGeometry, Outer, Patches, Ragged
+from gradstats._factors import Outer, map_tensors
 from gradstats.capture.following._repeated import NOTED
 from gradstats.capture.rules._affine import AffineFactors
 from gradstats.contractions import _outer, _triton
 from tests.dispatched import Operations, tensors_in
 from tests.losses import mean_square
 from tests.oracle import (
-    assert_products,
     assert_sqnorms,
     check_model,
+    check_products,
     flat,
     oracle_gradients,
     oracle_sqnorms,
     perturbed,
 )
+from tests.test_backend import CANCELLING, cancelling
 from tests.test_inner_products import check_pairs_of_rows
 
 B = 5
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch):
+def launched(monkeypatch, operators_called):
     """Record which kernels were launched, each behind its operator or prepared for a layer."""
-    names = []
+    names = operators_called
     NOTED.clear()  # and with it what was prepared
     modules = convolution, convolution_gram, direct, gram, rank_one, vector, weight_gradient
     prepares = {module: module.__name__.rpartition(".")[2] + "_sqnorm" for module in modules}
@@ -64,14 +64,6 @@ def launched(monkeypatch):
             return prepared(*args, **options)
 
         monkeypatch.setattr(module, "prepare", prepare)
-    for name in operators.OPERATORS:
-        operator = getattr(operators, name)
-
-        def record(*args, name=name, operator=operator, **options):
-            names.append(name)
-            return operator(*args, **options)
-
-        monkeypatch.setattr(operators, name, record)
     return names
 
 
@@ -88,10 +80,6 @@ def perceptron():
 def sequences():
     """Linear layers at more positions than products of positions pay for."""
     return on_device(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), 40, 6)
-
-
-def short_sequences():
-    return on_device(nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.Linear(40, 24)), 3, 24)
 
 
 def convolutions():
@@ -119,10 +107,6 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.project(torch.sin(x * self.scale + self.shift))
-
-
-def scale():
-    return on_device(Scaled(), 4, 7)
 
 
 def embedding():
@@ -209,27 +193,14 @@ def test_gradients_of_images_are_summed_where_they_lie(positions, dtype, launche
     assert ("weight_gradient_sqnorm" in launched) == in_one
 
 
-@pytest.mark.parametrize("kind", ["dense", "groups", "packed", "convolution"])
+@pytest.mark.parametrize("kind", CANCELLING)
 def test_what_cancels_is_computed_again_where_it_lies(kind, launched):
     """By the operator of the Gram form alone."""
-    left, right = torch.randn(3, 2, 20, 64), 3 + 1e-3 * torch.randn(3, 2, 20, 64)
-    left -= left.mean(2, keepdim=True)
-    right[1] = torch.randn(2, 20, 64)
-    groups = 2 if kind == "groups" else 1
-    left, right = left[:, :groups].cuda(), right[:, :groups].cuda()
-    each = left.double().mT @ right.double()
-    factor: Outer | Ragged | Patches
-    if kind == "packed":
-        rows = [side.flatten(0, 2) for side in (left, right)]
-        factor = Ragged(*rows, (0, 20, 40, 60), (64, 64))
-    elif kind == "convolution":
-        images = right[:, 0].mT.contiguous(), left[:, 0].mT.contiguous()
-        factor = Patches(*images, (64, 64, 1), ConvolutionGeometry((1,), (0,), (1,), 1))
-    else:
-        factor = Outer(left, right, (groups, 64, 64))
+    factor = map_tensors(cancelling(kind), torch.Tensor.cuda)
+    expected = map_tensors(factor, torch.Tensor.double).dense().flatten(1).square().sum(1)
     for _ in range(2):
         result = contractions.sqnorm([factor], 1 << 20)
-        torch.testing.assert_close(result.value, each.square().sum((1, 2, 3)), rtol=1e-3, atol=0)
+        torch.testing.assert_close(result.value, expected, rtol=1e-3, atol=0)
         assert bool((result.bound <= GUARD_TOLERANCE * result.value).all())
     assert launched == 2 * ["convolution_gram_sqnorm" if kind == "convolution" else "gram_sqnorm"]
 
@@ -250,10 +221,6 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0]
 
 
-def recurrent():
-    return on_device(Recurrent(), 4, 6)
-
-
 # what norms and products of each model are made of, so that none of it goes another way unseen
 MODELS = {
     "perceptron": (
@@ -267,7 +234,9 @@ MODELS = {
         {"pairwise_direct", "direction_inner", "vector_sum"},
     ),
     "short sequences": (
-        short_sequences,
+        lambda: on_device(
+            nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.Linear(40, 24)), 3, 24
+        ),
         {"gram_sqnorm", "layer_norm_backward"},
         {"pairwise_gram", "diagonal_gram", "layer_norm_sum"},
     ),
@@ -284,7 +253,11 @@ MODELS = {
         {"convolution_gram_sqnorm", "rank_one_sqnorm", "vector_sqnorm"},
         {"pairwise_convolution_gram", "pairwise_gram", "vector_sum"},
     ),
-    "scale": (scale, {"scale_backward"}, {"scale_sum", "scale_direction"}),
+    "scale": (
+        lambda: on_device(Scaled(), 4, 7),
+        {"scale_backward"},
+        {"scale_sum", "scale_direction"},
+    ),
     "embedding": (
         embedding,
         {"rows_sqnorm", "gram_sqnorm", "layer_norm_backward"},
@@ -295,7 +268,11 @@ MODELS = {
         {"rows_sqnorm", "gram_sqnorm", "layer_norm_backward"},
         {"tied_inner", "pairwise_rows", "rows_direction"},
     ),
-    "recurrent": (recurrent, {"gram_sqnorm", "vector_sqnorm"}, {"pairwise_gram", "vector_sum"}),
+    "recurrent": (
+        lambda: on_device(Recurrent(), 4, 6),
+        {"gram_sqnorm", "vector_sqnorm"},
+        {"pairwise_gram", "vector_sum"},
+    ),
 }  # fmt: skip
 
 
@@ -309,20 +286,7 @@ def test_norms_and_gradients(name, launched):
 @pytest.mark.parametrize("name", MODELS)
 def test_products(name, launched):
     make, _, expected = MODELS[name]
-    model, batch, losses = make()
-    rows = flat(oracle_gradients(model, batch, losses))
-    stats = gs.per_example_norms(model, batch, losses, gram=True, alignment=True)
-    assert_products(stats.gram, rows, rows, 1e-4)
-    assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
-    other = perturbed(model.cpu()).cuda()
-    model.cuda()
-    columns = flat(oracle_gradients(other, batch, losses))
-    arguments = (model, batch, other, batch, losses)
-    assert_products(gs.inner_products(*arguments), rows, columns, 1e-4)
-    assert_products(gs.inner_products(*arguments, pairs="diagonal"), rows, columns, 1e-4)
-    direction = {name: torch.randn_like(each) for name, each in model.named_parameters()}
-    along = torch.cat([value.flatten() for value in direction.values()])[None].double()
-    assert_products(gs.alignment(model, batch, losses, direction)[:, None], rows, along, 1e-4)
+    check_products(*make(), rtol=1e-4)
     assert expected <= set(launched)
 
 
@@ -421,7 +385,7 @@ def test_scores_over_checkpoints(tmp_path):
     rows = []
     for number in range(2):
         if number:
-            model = perturbed(model.cpu()).cuda()
+            model = perturbed(model)
         torch.save(model.state_dict(), tmp_path / f"epoch-{number}.pt")
         rows.append(flat(oracle_gradients(model, batch, losses)))
     run = gs.Checkpoints(str(tmp_path / "epoch-*.pt"), lr=[0.1, 0.2])
