@@ -228,6 +228,29 @@ def test_strides_that_fit_two_memory_formats(kind, behind, shape, channels_last)
     assert report.ok, report
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 6, 5), (6, 1, 4, 5)], ids=str)
+def test_gradients_that_fit_neither_memory_format_are_pytorchs_own(shape):
+    """Beside axes of size one, where the gradient's positions lie in another order."""
+    torch.manual_seed(0)
+    layer = scrambled(nn.BatchNorm2d(shape[1])).double().eval()
+
+    def losses():
+        x = layer(normal(*shape)).transpose(1, 3).contiguous()
+        return (x * torch.arange(x[0].numel()).view(x[0].shape).cos()).sin().flatten(1).sum(1)
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        layer.zero_grad()
+        losses().mean().backward()
+        expected = [parameter.grad for parameter in layer.parameters()]
+        torch.manual_seed(seed)
+        layer.zero_grad()
+        with gs.track(layer, batch_size=shape[0], fused=False) as tracker:
+            tracker.backward(losses())
+        for parameter, gradient in zip(layer.parameters(), expected, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+
+
 def frozen(layer: nn.Module) -> nn.Module:
     return layer.requires_grad_(False)
 

@@ -31,7 +31,15 @@ def settle_format(func, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
         return
     is_last = source.is_contiguous(memory_format=last) and not source.is_contiguous()
     expected = last if func in BATCH_NORMS and is_last else torch.contiguous_format
-    result.register_hook(lambda grad: grad.contiguous(memory_format=expected))
+    mistaken = torch.contiguous_format if expected is last else last
+
+    def settle(grad: Tensor) -> Tensor:
+        # Others batch normalisation reads as they are; laid out anew, their sums would round anew.
+        if func in BATCH_NORMS and not grad.is_contiguous(memory_format=mistaken):
+            return grad
+        return grad.contiguous(memory_format=expected)
+
+    result.register_hook(settle)
 
 
 class SettledFormats(TorchFunctionMode):
