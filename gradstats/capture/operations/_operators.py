@@ -82,12 +82,13 @@ def _embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse
     return functional.embedding, (indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
-def _batch_norm(x, weight, bias, mean, variance, training, momentum, eps, cudnn):
-    return functional.batch_norm, (x, mean, variance, weight, bias, training, momentum, eps)
+def _norm(function):
+    """Batch or instance normalisation, by statistics of the input or by those that are given."""
 
+    def convert(x, weight, bias, mean, variance, of_input, momentum, eps, cudnn):
+        return function, (x, mean, variance, weight, bias, of_input, momentum, eps)
 
-def _instance_norm(x, weight, bias, mean, variance, of_input, momentum, eps, cudnn):
-    return functional.instance_norm, (x, mean, variance, weight, bias, of_input, momentum, eps)
+    return convert
 
 
 def _slice(x, dim=0, start=None, end=None, step=1):
@@ -98,14 +99,6 @@ def _slice(x, dim=0, start=None, end=None, step=1):
 def _index(x, indices):
     places = (slice(None) if index is None else index for index in indices)
     return Tensor.__getitem__, (x, tuple(places))
-
-
-def _transposed(x):
-    return torch.transpose, (x, -2, -1)
-
-
-def _to(x, *form):
-    return Tensor.to, (x, *form)
 
 
 REDUCTIONS = "none", "mean", "sum"
@@ -133,10 +126,10 @@ OTHERWISE: dict[str, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
     "nll_loss_nd": _nll_loss,
     "mse_loss": _mse_loss,
     "embedding": _embedding,
-    "batch_norm": _batch_norm,
-    "instance_norm": _instance_norm,
+    "batch_norm": _norm(functional.batch_norm),
+    "instance_norm": _norm(functional.instance_norm),
     "slice": _slice,
     "index": _index,
-    "mT": _transposed,
-    "to": _to,
+    "mT": lambda x: (torch.transpose, (x, -2, -1)),
+    "to": lambda x, *form: (Tensor.to, (x, *form)),
 }

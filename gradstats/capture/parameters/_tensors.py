@@ -19,23 +19,6 @@ from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import AS_SUBCLASS, Node
 
-
-def _times_reciprocal(divisor, other):
-    return torch.mul(torch.reciprocal(divisor), other)
-
-
-def _power_of(exponent, base):
-    return torch.pow(base, exponent)
-
-
-def _pieces(tensor, split_size, dim=0):
-    return torch.split(tensor, split_size, dim)
-
-
-def _product_with(right, left):
-    return torch.matmul(left, right)
-
-
 # What the compiler is to record for functions written in Python: it looks into these, and cannot
 # follow their own dispatch on operands' classes. Methods and operators reach it as functions of its
 # own, which only share their names.
@@ -43,11 +26,14 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.pad: torch._C._nn.pad,
     functional.rms_norm: torch.rms_norm,
 }
-METHODS: dict[str, Callable[..., Any]] = {"norm": torch.norm, "split": _pieces}
+METHODS: dict[str, Callable[..., Any]] = {
+    "norm": torch.norm,
+    "split": lambda tensor, split_size, dim=0: torch.split(tensor, split_size, dim),
+}
 OPERATORS: dict[str, Callable[..., Any]] = {
-    "__rdiv__": _times_reciprocal,
-    "__rmatmul__": _product_with,
-    "__rpow__": _power_of,
+    "__rdiv__": lambda divisor, other: torch.mul(torch.reciprocal(divisor), other),
+    "__rmatmul__": lambda right, left: torch.matmul(left, right),
+    "__rpow__": lambda exponent, base: torch.pow(base, exponent),
     "__rsub__": torch.rsub,
     "pow": torch.pow,
 }
