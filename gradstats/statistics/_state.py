@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradstats._comparison import same_bits
 from gradstats.capture.parameters._attributes import keep_derived
 from gradstats.capture.parameters._tensors import DerivedTensor
-from gradstats.statistics._surroundings import Surroundings, contents_of, refill
+from gradstats.statistics._surroundings import Surroundings, contents_of, refill, return_to
 
 
 class RandomNumbers:
@@ -126,16 +126,9 @@ class Start:
             return False
         refill(self._contents)
         for module, attributes, buffers in self._held:
-            _return_to(vars(module), attributes)
-            _return_to(module._buffers, buffers)
+            return_to(vars(module), attributes)
+            return_to(module._buffers, buffers)
         return True
-
-
-def _return_to(now: dict[str, Any], then: dict[str, Any]) -> None:
-    """Have a dictionary hold what it did."""
-    for name in now.keys() - then.keys():
-        del now[name]
-    now.update(then)
 
 
 class State:

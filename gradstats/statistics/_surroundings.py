@@ -23,16 +23,18 @@ class Surroundings:
     """
 
     def __init__(self, model: nn.Module):
-        self._attributes = [(module, _attributes(module)) for module in ordinary_modules(model)]
+        # All but the mode.
+        self._attributes = [
+            (module, {name: value for name, value in vars(module).items() if name != "training"})
+            for module in ordinary_modules(model)
+        ]
         every = (value for _, kept in self._attributes for value in kept.values())
         self._contents = contents_of(every)
 
     def restore(self) -> None:
         """Restore everything that has changed."""
         for module, kept in self._attributes:
-            for name in _attributes(module).keys() - kept.keys():
-                del vars(module)[name]
-            vars(module).update(kept)
+            return_to(vars(module), {"training": module.training, **kept})
         refill(self._contents)
 
 
@@ -41,9 +43,11 @@ def ordinary_modules(model: nn.Module) -> list[nn.Module]:
     return [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return all but the mode."""
-    return {name: value for name, value in vars(module).items() if name != "training"}
+def return_to(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """Have a dictionary hold what it did."""
+    for name in now.keys() - then.keys():
+        del now[name]
+    now.update(then)
 
 
 def contents_of(items: Iterable[Any]) -> list[tuple[Any, Any]]:
