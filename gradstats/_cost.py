@@ -10,30 +10,15 @@ units.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Literal
 
 from gradstats._compiler import remembered
 
 Form = Literal["rank_one", "gram", "direct"]
-ConvolutionWay = Literal["patches", "groups", "alone"]
 
 # One element read or written by an elementwise pass costs about as much as this many multiply-adds
 # of a matrix product (float32, two cores of an AMD EPYC; see benchmarks/crossover.py).
 ELEMENT_COST = 8
-
-# Elements of patches that are written and multiplied in the time that oneDNN takes for even the
-# smallest grouped convolution: about 150 µs.
-FEW_PATCHES = 2**16
-
-# Elements of one example's patches above which oneDNN convolves faster example by example, if the
-# channels do not divide into its blocks of ``CHANNEL_BLOCK``.
-MANY_PATCHES = 400_000
-CHANNEL_BLOCK = 8
-
-# Positions from which convolutions over one axis are as fast with few channels as with many.
-LONG_SEQUENCE = 1024
 
 # Fixed cost of the Gram form's additional operations: about 15 µs.
 GRAM_OPERATIONS = 1_400_000
@@ -338,69 +323,3 @@ def pays_to_transpose(d_left: int, d_right: int, examples: int, *, with_sum: boo
         with_sum: the weight gradient Σ_i G_i is wanted too.
     """
     return d_right > d_left and (not with_sum or examples >= 8)
-
-
-def patches_chunk(bytes_per_example: int, examples: int, workspace: int) -> int:
-    """Return how many examples' patches to write out at once.
-
-    On two cores of an AMD EPYC 16 MiB take 0.6 to 1.0 of the time of 1 MiB.
-    """
-    budget = min(workspace, FRESH_BYTES)
-    return fitting(bytes_per_example, examples, budget)
-
-
-def convolution_chunk(operands: int, gradient: int, examples: int, workspace: int) -> int:
-    """Return how many examples become the groups of one grouped weight-gradient call.
-
-    Several small gradients at once take down to a fifth of the time of one by one (two cores of an
-    AMD EPYC, 3×3 convolutions of 16 to 512 channels). Gradients of 4 MiB take 0.90 to 0.99 of the
-    time of 1 MiB, and of 8 MiB up to 1.4 times as long, if the C library maps fresh pages for them
-    (one core, gradients of 36 KiB to 2.3 MiB).
-
-    Args:
-        operands, gradient: bytes of one example's operands, and of its gradient.
-        examples: number of examples B.
-        workspace: bytes of scratch.
-    """
-    fits = min(4 * CACHE_BYTES // max(1, gradient), workspace // max(1, operands + gradient))
-    return max(1, min(examples, 64, fits))
-
-
-def convolution_way(
-    channels: int, outputs: int, kernel: Sequence[int], positions: int, groups: int, examples: int
-) -> ConvolutionWay:
-    """Choose how the norms of a convolution's per-example gradients are computed.
-
-    Measured on two cores of an AMD EPYC, for 2600 convolutions over one to three axes with 1 to 256
-    channels: the choice takes 1.05 to 1.12 times as long as the fastest way. Patches are best for
-    pointwise kernels, where they are the input itself; for few positions with many outputs; for few
-    channels, which a convolution pads to a block, except over long sequences; and where they are so
-    few that calling a convolution takes longer than writing them. Large images and volumes with
-    padded channels take a third of the time when they are convolved one by one.
-
-    Args:
-        channels: number of input channels in one group.
-        outputs: number of output channels of all groups.
-        kernel: its size along each axis.
-        positions: number of positions T of one example.
-        groups: number of groups.
-        examples: number of examples B.
-
-    Returns:
-        "patches" for outer products with patches written out, "groups" for examples as the groups
-        of one convolution, "alone" for a convolution of each.
-    """
-    size, rows = math.prod(kernel), outputs // groups
-    if len(kernel) == 1 and channels < CHANNEL_BLOCK and positions >= LONG_SEQUENCE:
-        return "groups"
-    if 1 in (positions, size) or rows**2 > 64 * positions:
-        return "patches"
-    if groups > 1:
-        return "groups"
-    padded = channels % CHANNEL_BLOCK > 0
-    patches = positions * channels * size
-    if patches > MANY_PATCHES and len(kernel) > 1 and (padded or outputs % CHANNEL_BLOCK > 0):
-        return "alone"
-    if (padded and channels < 2 * CHANNEL_BLOCK) or examples * patches <= FEW_PATCHES:
-        return "patches"
-    return "groups"

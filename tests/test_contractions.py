@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from gradstats import _cost, contractions
+from gradstats import _convolution_cost, _cost, contractions
 from gradstats._factors import (
     ConvolutionGeometry,
     Distances,
@@ -270,7 +270,7 @@ def test_large_images_of_few_channels_are_convolved_one_by_one(monkeypatch):
     geometry = ConvolutionGeometry((1, 2), (1, 1), (1, 1), 1)
     factor = Patches(normal(5, 3, 9, 12), normal(5, 20, 9, 6), (20, 3, 3, 3), geometry)
     for limit, way in ((factor.positions * 27, "patches"), (factor.positions * 27 - 1, "alone")):
-        monkeypatch.setattr(_cost, "MANY_PATCHES", limit)
+        monkeypatch.setattr(_convolution_cost, "MANY_PATCHES", limit)
         assert factor.way == way
         assert_exact(contractions.sqnorm([factor], WORKSPACE), factor)
         result, total = contractions.sqnorm_and_sum(factor, WORKSPACE)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradstats import _cost
+from gradstats import _convolution_cost, _cost
 from gradstats.contractions._tensor_cores import cut_off
 
 WORKSPACE = 2**28
@@ -165,7 +165,10 @@ def test_forms_of_kernels_as_measured(positions, p, q, alone, with_sum):
 def test_ways_of_convolutions_as_measured(
     channels, outputs, kernel, positions, groups, examples, way
 ):
-    assert _cost.convolution_way(channels, outputs, kernel, positions, groups, examples) == way
+    assert (
+        _convolution_cost.convolution_way(channels, outputs, kernel, positions, groups, examples)
+        == way
+    )
 
 
 def test_factors_are_pulled_back_in_several_ways_where_examples_are_short():
@@ -192,15 +195,15 @@ def test_chunks():
     assert _cost.direct_chunk(100, 8, 1) == 1
     assert _cost.fitting(100, 10, 250) == 2
     assert _cost.fitting(100, 10, 1) == 1
-    assert _cost.patches_chunk(2**18, 99, WORKSPACE) == 64
-    assert _cost.patches_chunk(100, 99, 250) == 2
-    assert _cost.patches_chunk(2**25, 99, WORKSPACE) == 1
-    assert _cost.convolution_chunk(50, 50, 99, WORKSPACE) == 64
-    assert _cost.convolution_chunk(50, 50, 64, 250) == 2
+    assert _convolution_cost.patches_chunk(2**18, 99, WORKSPACE) == 64
+    assert _convolution_cost.patches_chunk(100, 99, 250) == 2
+    assert _convolution_cost.patches_chunk(2**25, 99, WORKSPACE) == 1
+    assert _convolution_cost.convolution_chunk(50, 50, 99, WORKSPACE) == 64
+    assert _convolution_cost.convolution_chunk(50, 50, 64, 250) == 2
     # Gradients that are formed together take a few MiB.
-    assert _cost.convolution_chunk(50, 2**18, 64, WORKSPACE) == 16
-    assert _cost.convolution_chunk(50, 2**22, 64, WORKSPACE) == 1
-    assert _cost.convolution_chunk(2**21, 50, 99, WORKSPACE) == 64
+    assert _convolution_cost.convolution_chunk(50, 2**18, 64, WORKSPACE) == 16
+    assert _convolution_cost.convolution_chunk(50, 2**22, 64, WORKSPACE) == 1
+    assert _convolution_cost.convolution_chunk(2**21, 50, 99, WORKSPACE) == 64
 
 
 def test_forms_of_pairs():

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradstats._cost import FRESH_BYTES, ConvolutionWay, convolution_way
+from gradstats._convolution_cost import ConvolutionWay, convolution_way
+from gradstats._cost import FRESH_BYTES
 from gradstats._factors._factor import compute_dtype
 from gradstats._factors._outer import Outer
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradstats import _cost
+from gradstats import _convolution_cost, _cost
 from gradstats._factors import Patches, compute_dtype, weight_gradient
 from gradstats.contractions import _outer, _triton, _triton_layers
 from gradstats.contractions._result import (
@@ -69,7 +69,7 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
     """
     chunk = max(1, factor.batch)
     if not factor.pointwise:
-        chunk = _cost.patches_chunk(factor.patch_bytes, factor.batch, workspace)
+        chunk = _convolution_cost.patches_chunk(factor.patch_bytes, factor.batch, workspace)
     return chunks(factor.batch, chunk)
 
 
@@ -151,7 +151,7 @@ def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
     # The regrouped operands and the gradients all count against the workspace.
     operands = (factor.input[0].numel() + factor.grad[0].numel()) * dtype.itemsize
     gradient = math.prod(factor.shape) * dtype.itemsize
-    chunk = _cost.convolution_chunk(operands, gradient, factor.batch, workspace)
+    chunk = _convolution_cost.convolution_chunk(operands, gradient, factor.batch, workspace)
     chunk = 1 if alone else chunk
     total, norms = None, []
     for start in range(0, factor.batch, chunk):

@@ -20,7 +20,7 @@ from gradstats.contractions._multiply import multiply
 # The most elements of one example's tile: a longer float32 sum would lose digits.
 TILE_ELEMENTS = 2**18
 
-# Examples that become the groups of one grouped convolution; see _cost.convolution_chunk.
+# Examples that become the groups of one grouped convolution; see convolution_chunk.
 GROUPED_EXAMPLES = 32
 
 # Output channels that a convolution computes at once: on two cores of an AMD EPYC, gradients of 14
