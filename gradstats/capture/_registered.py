@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,22 +16,12 @@ from gradstats.capture.uses._grafted import Registered
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
-class RuleHandle:
+class RuleHandle(ExitStack):
     """A registered rule, removed by ``remove`` or at the end of a ``with`` block."""
-
-    def __init__(self, undo: list[Callable[[], Any]]):
-        self._undo = undo
 
     def remove(self) -> None:
         """Undo the registration; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> RuleHandle:
-        return self
-
-    def __exit__(self, kind, value, traceback) -> None:
-        self.remove()
+        self.close()
 
 
 def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandle:
@@ -102,15 +92,16 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
                 f"{function_name(key)} has a rule already. Expected an operation without one; if "
                 "you registered that rule, remove it first with its handle's remove()."
             )
-    undo: list[Callable[[], Any]] = []
+    handle = RuleHandle()
     if of_class:
         apply, restore = _make_visible(function_class)
-        keys, undo = [apply], [restore]
+        keys = [apply]
+        handle.callback(restore)
     rule = Registered(decomposition)
     for key in keys:
         RULES[key] = rule
-        undo.append(partial(RULES.pop, key))
-    return RuleHandle(undo)
+        handle.callback(RULES.pop, key)
+    return handle
 
 
 class Compiled(Registered):
