@@ -64,11 +64,6 @@ from gradstats.capture.rules import is_registered
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
 
 
-def may_return_nothing(func) -> bool:
-    """Whether an operation may return no tensor, and change an operand instead."""
-    return func is Tensor.__setitem__ or type(func) in OPAQUE
-
-
 # Getters that return a tensor which existed before.
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
 
@@ -146,8 +141,9 @@ class FollowingMode(ContextMode):
             if tracked and not ORDINARY_TYPES.issuperset(types):
                 check_nested(func, operands_of(args, kwargs))
             result = func(*args, **kwargs)
-        kind = type(result)
-        if kind is Tensor or isinstance(result, (Tensor, tuple, list)) or may_return_nothing(func):
+        # These may return no tensor, and change an operand instead.
+        changes = func is Tensor.__setitem__ or type(func) in OPAQUE
+        if changes or isinstance(result, (Tensor, tuple, list)):
             if func in FINDS:
                 return result
             if tracker.functions.seen is not None:
@@ -198,16 +194,6 @@ class FollowingMode(ContextMode):
         marks.values.note(result, **marks.values.held_by(tensor))
         return result
 
-    def _check_hook(self, tensor, hook) -> None:
-        refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)
-
-    def _check_detached(self, tensor) -> None:
-        refuse_on_derived(Tensor.detach_, tensor, "Write x = x.detach().")
-
-
-def _always(marks: Marks, *args, **kwargs) -> bool:
-    return True
-
 
 def _takes_data_first(marks: Marks, *args, **kwargs) -> bool:
     """Whether an operand other than the first is tracked; a tracked first operand has a rule."""
@@ -218,7 +204,7 @@ def _takes_data_first(marks: Marks, *args, **kwargs) -> bool:
 # Functions that the mode takes apart to see the operations inside them, each with a predicate that
 # says whether it does; called with what is noted about tensors and the arguments.
 OPENS: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys(OPENED, _always),
+    **dict.fromkeys(OPENED, lambda *_, **__: True),
     **dict.fromkeys(OPENED_IF_TRACKED, _takes_data_first),
     MULTI_HEAD_ATTENTION: is_out_of_the_ordinary,
 }
@@ -239,8 +225,12 @@ CHECKS: dict[Any, Callable[..., None]] = {
     Tensor.requires_grad_: FollowingMode._note_training,
     Tensor.requires_grad.__set__: FollowingMode._note_training,  # type: ignore[attr-defined]
     Tensor.data.__set__: FollowingMode._note_numbers,  # type: ignore[attr-defined]
-    Tensor.register_hook: FollowingMode._check_hook,
-    Tensor.detach_: FollowingMode._check_detached,
+    Tensor.register_hook: lambda mode, tensor, hook: refuse_on_derived(
+        Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN
+    ),
+    Tensor.detach_: lambda mode, tensor: refuse_on_derived(
+        Tensor.detach_, tensor, "Write x = x.detach()."
+    ),
     torch._make_dual: refuse_forward_mode,
     FLEX_ATTENTION: check_flex_attention,
 }

@@ -40,12 +40,8 @@ OPENED_IF_TRACKED: tuple[Callable[..., Any], ...] = (
 
 def opened(function: Any) -> Callable[..., Any]:
     """Return a copy of a PyTorch function that skips its ``__torch_function__`` dispatch."""
-
-    def no(*_) -> bool:
-        return False
-
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    scope = {**function.__globals__, **dict.fromkeys(names, no)}
+    scope = {**function.__globals__, **dict.fromkeys(names, lambda *_: False)}
     result = FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )

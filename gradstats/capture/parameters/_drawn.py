@@ -26,7 +26,10 @@ class Draw:
 
     def __init__(self, function: Callable[..., Any], device: torch.device):
         self.function = function
-        self.generator = generator_of(device)
+        on_gpu = device.type == "cuda"
+        self.generator: torch.Generator = (
+            torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
+        )
         self.state: Tensor = self.generator.get_state()
         self.__name__ = getattr(function, "__name__", "draw")
         self.__module__ = function.__module__
@@ -39,10 +42,3 @@ class Draw:
             return self.function(*args, **kwargs)
         finally:
             self.generator.set_state(now)
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return the generator that operations on a device draw from."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index]
-    return torch.default_generator

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,12 +165,8 @@ def _product_or_sum(
     factors = MultipliedFactors(layout, shape) if multiply else BroadcastFactors(layout, shape)
     place = MULTIPLIED[position] if multiply else ADDED[position]
 
-    run = func if position == 0 else partial(_exchanged, func)
+    run = func if position == 0 else lambda x, parameter: func(parameter, x)
     return hooked(tracker, x, (value,), layout.examples, place, factors, run)
-
-
-def _exchanged(func, x: Tensor, parameter: Tensor) -> Tensor:
-    return func(parameter, x)
 
 
 @dataclass(frozen=True)

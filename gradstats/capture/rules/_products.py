@@ -228,7 +228,7 @@ def _factors_between(
         ends = letter not in sizes and letter not in out
         whole = Whole(0) if ends or sizes.get(letter) == whole.rows else whole
     if isinstance(whole, Whole):
-        letter = _unused((*specs, out))
+        letter = next(c for c in string.ascii_letters if not any(c in s for s in (*specs, out)))
         operands[data], specs[data], out = x.unsqueeze(0), [letter, *specs[data]], [letter, *out]
         examples = whole.row(tracker.batch_size, x.device)
     else:
@@ -260,11 +260,6 @@ def _factors_between(
         alone=isinstance(whole, Whole),
     )  # fmt: skip
     return node, operands[data], factors
-
-
-def _unused(specs: Sequence[list[str]]) -> str:
-    """Return an index that none of some index lists has."""
-    return next(c for c in string.ascii_letters if not any(c in spec for spec in specs))
 
 
 def einsum(tracker: Context, func, equation, *operands):
