@@ -249,11 +249,9 @@ def _runs_over_rows(marks: Marks, operands: list[Tensor]) -> bool:
 
 
 def _note_of(marks: Marks, tensor: Tensor) -> tuple[int | str, ...] | str | None:
-    """Return what was noted on a tensor; None if a key cannot hold that."""
+    """Return what was noted on a tensor that has notes; None if a key cannot hold that."""
     notes = tensor.__dict__
     constant = id(tensor) in marks.constants or id(tensor) in CONSTANTS
-    if not notes:
-        return CONSTANT if constant else NOTHING
     if is_given(marks, tensor):
         return None  # beside data it says nothing about the examples
     drawn = DRAWN if marks.taken is not None and is_drawn(marks, tensor) else NOTHING
