@@ -19,5 +19,5 @@ report             the documentation's tables, and with plots its pictures, from
 What they share: workloads (models and batches), providers (ways to per-example norms), checking
 (which of these are right), harness (timing and results), kernel_harness (the same for kernels),
 layer_kernels (kernels of layers, and their rivals), ledger (memory), limited (commands that end in
-time).
+time), tables (the report's, in Markdown).
 """

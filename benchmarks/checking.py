@@ -63,14 +63,10 @@ class Oracle:
         return max(errors) if all(each == each for each in errors) else float("inf")
 
 
-def oracle(work: Workload, count: int = 4) -> Oracle:
-    """Return what a workload's squared norms are, and how far off they may be.
-
-    Args:
-        count: how many examples, spread over the batch, the first and the last among them.
-    """
+def oracle(work: Workload) -> Oracle:
+    """Return what the squared norms of four examples, from first to last, are and may be off."""
     size = len(work.batch[0])
-    examples = sorted({round(each) for each in torch.linspace(0, size - 1, count).tolist()})
+    examples = sorted({round(each) for each in torch.linspace(0, size - 1, 4).tolist()})
     exact = work.replace_model(copy.deepcopy(work.model).double())
     expected = {at: square_of(exact, at) for at in examples}
     rounded = [abs(square_of(work, at) - value) / value for at, value in expected.items()]

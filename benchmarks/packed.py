@@ -20,6 +20,10 @@ from benchmarks.providers import Call, norms, plain, training
 from benchmarks.workloads import Workload
 
 
+# Of both models.
+LAYERS = 4
+
+
 class Packed:
     """Examples of random lengths in one row.
 
@@ -43,12 +47,12 @@ class Packed:
 class GraphNetwork(nn.Module):
     """Layers that add up what their nodes' neighbours say."""
 
-    def __init__(self, width: int, layers: int = 4):
+    def __init__(self, width: int):
         super().__init__()
         self.embed = nn.Embedding(16, width)
-        self.speak = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
-        self.listen = nn.ModuleList([nn.Linear(2 * width, width) for _ in range(layers)])
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(layers)])
+        self.speak = nn.ModuleList([nn.Linear(width, width) for _ in range(LAYERS)])
+        self.listen = nn.ModuleList([nn.Linear(2 * width, width) for _ in range(LAYERS)])
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(LAYERS)])
         self.head = nn.Linear(width, 1)
 
     def forward(self, kinds: Tensor, edges: Tensor) -> Tensor:
@@ -63,7 +67,7 @@ class GraphNetwork(nn.Module):
 class Tagger(nn.Module):
     """Residual layers that say something of each token."""
 
-    def __init__(self, width: int, layers: int = 4):
+    def __init__(self, width: int):
         super().__init__()
         self.embed = nn.Embedding(1000, width)
         self.blocks = nn.ModuleList(
@@ -72,7 +76,7 @@ class Tagger(nn.Module):
                     nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
                     nn.Linear(4 * width, width),
                 )
-                for _ in range(layers)
+                for _ in range(LAYERS)
             ]
         )  # fmt: skip
         self.head = nn.Linear(width, 100)

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.harness import read_csv
 from benchmarks.providers import PROVIDERS, RECORDED, REDUCED_LAUNCHES
+from benchmarks.tables import Row, by_line, by_machine, grouped, latest, span, table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "gradstats" / "docs"
 PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-Row = dict[str, str]
 NORMS, TRAINING = PROVIDERS["norms"].label, PROVIDERS["training"].label
 # Of the kernels' tables, which hold every case, what is shown.
 SHOWN_LAYERS = (
@@ -36,65 +36,12 @@ SHOWN_OPERATIONS = (
     "pairwise_gram",
 )  # fmt: skip
 # The workloads that have bars; the others stand in the table of all libraries.
-FIRST = (
-    "MLP 784-2048-2048-10, B=",
-    "CNN of the tutorial",
-    "GPT 4×256, T=128",
-    "GPT-2 small, T=1024",
-)
+FIRST = "MLP 784-2048-2048-10, B=", "CNN of the tutorial", "GPT 4×256, T=128", "GPT-2 small, T=1024"
 TITLES = {each.label: each.title for each in PROVIDERS.values()}
 # What says of a step's timing which case it is of, beside the provider.
 CASE = ("machine", "dtype", "float32_products", "workload")
 # Ours in other forms than those that are compared with other libraries.
 OTHER_FORMS = tuple(each.label for each in PROVIDERS.values() if each.form)
-
-
-def latest(rows: Iterable[Row], *keys: str) -> list[Row]:
-    """Return the last row of each case, in the order in which the cases first appeared."""
-    found: dict[tuple[str, ...], Row] = {}
-    for row in rows:
-        found[tuple(row.get(key) or "" for key in keys)] = row
-    return list(found.values())
-
-
-def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[str, ...], list[Row]]:
-    """Return the rows of each combination of values."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.get(key) or "" for key in keys), []).append(row)
-    return groups
-
-
-def table(header: list[str], body: Iterable[list[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def caption(rows: list[Row]) -> str:
-    """Return where and when rows were measured, with the versions that were used."""
-    dates = sorted({row["date"] for row in rows})
-    rounds = sorted({int(row["rounds"]) for row in rows if row["rounds"]})
-    packages = sorted({row["provider"] for row in rows if row.get("provider")})
-    products = rows[0].get("float32_products") or "ieee"
-    parts = [
-        rows[0]["machine"],
-        (rows[0].get("dtype") or "float32") + (f" (products: {products})" * (products != "ieee")),
-        ", ".join(["PyTorch " + rows[0]["torch"], *packages]),
-        f"{span(rounds)} rounds",
-        span(dates),
-    ]
-    return "; ".join(parts) + ":"
-
-
-def span(values: list) -> str:
-    return str(values[0]) if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
-
-
-def by_machine(rows: list[Row], make: Callable[[list[Row]], str]) -> str:
-    """Return a caption and a table for each machine and precision."""
-    groups = grouped(rows, "machine", "dtype", "float32_products").values()
-    return "\n\n".join(f"{caption(group)}\n\n{make(group)}" for group in groups)
 
 
 def steps() -> list[Row]:
@@ -132,29 +79,24 @@ def step_table() -> str:
     For the workloads that have bars, on machines where other ways were timed.
     """
 
-    def make(rows: list[Row]) -> str:
-        body = []
-        for (workload,), group in grouped(rows, "workload").items():
-            named = {row["variant"]: row for row in group}
-            cells = [workload]
-            for variant in (NORMS, TRAINING):
-                row = named.get(variant, {})
-                cells += [ratio(row), memory(row, named["plain"])]
-            others = [row for row in group if row["variant"] not in variants and row["ratio"]]
-            best = min(others, key=lambda row: float(row["ratio"]), default=None)
-            if best is None:
-                cells += ["–", "–"]
-            else:
-                cells += [f"{TITLES[best['variant']]}: {ratio(best)}", memory(best, named["plain"])]
-            body.append(cells)
-        header = ["model", "norms alone", "memory", "norms beside training", "memory"]
-        return table([*header, "fastest other way", "memory"], body)
+    def cells(named: dict[str, Row]) -> list[str]:
+        found: list[str] = []
+        for variant in (NORMS, TRAINING):
+            row = named.get(variant, {})
+            found += [ratio(row), memory(row, named["plain"])]
+        others = [row for name, row in named.items() if name not in variants and row["ratio"]]
+        best = min(others, key=lambda row: float(row["ratio"]), default=None)
+        if best is None:
+            return [*found, "–", "–"]
+        return [*found, f"{TITLES[best['variant']]}: {ratio(best)}", memory(best, named["plain"])]
 
     variants = ("plain", NORMS, TRAINING)
     rows = [row for row in steps() if row["variant"] not in OTHER_FORMS]
     rows = [row for row in rows if row["workload"].startswith(FIRST)]
     compared = {row["machine"] for row in rows if row["variant"] not in variants}
-    return by_machine([row for row in rows if row["machine"] in compared], make)
+    header = ["model", "norms alone", "memory", "norms beside training", "memory"]
+    header += ["fastest other way", "memory"]
+    return by_line([row for row in rows if row["machine"] in compared], header, cells)
 
 
 def recorded_table() -> str:
@@ -194,17 +136,13 @@ def beside_eager(
     rows = [row for row in measured_with(names[-1]) if row["variant"] in wanted]
     cases = grouped((row for row in rows if row["milliseconds"]), *CASE).values()
 
-    def make(rows: list[Row]) -> str:
-        body = []
-        for (workload,), group in grouped(rows, "workload").items():
-            named = {row["variant"]: row for row in group}
-            own = [workload, f"{float(named['plain']['milliseconds']):.1f} ms"]
-            own += [f"{float(named[each]['ratio']):.2f}" for each in (NORMS, TRAINING)]
-            body.append([*own, *cells(named)])
-        eager = ["eager plain step", "norms", "norms and gradients"]
-        return table(["model", *eager, *header], body)
+    def both(named: dict[str, Row]) -> list[str]:
+        own = [f"{float(named[each]['ratio']):.2f}" for each in (NORMS, TRAINING)]
+        return [f"{float(named['plain']['milliseconds']):.1f} ms", *own, *cells(named)]
 
-    return by_machine([row for case in cases if len(case) == len(wanted) for row in case], make)
+    whole = [row for case in cases if len(case) == len(wanted) for row in case]
+    eager = ["eager plain step", "norms", "norms and gradients"]
+    return by_line(whole, ["model", *eager, *header], both)
 
 
 def short(note: str) -> str:
@@ -270,19 +208,15 @@ def operation_table() -> str:
     """Return the microseconds that following one operation costs."""
     rows = latest(read_csv("op_overhead"), "machine", "operation", "variant")
 
-    def make(rows: list[Row]) -> str:
-        body = []
-        for (operation,), group in grouped(rows, "operation").items():
-            named = {row["variant"]: row for row in group}
-            cells = [operation, named[NORMS]["plain_microseconds"]]
-            for variant in (NORMS, TRAINING):
-                row = named[variant]
-                cells.append(f"{row['microseconds']} [{row['low']}, {row['high']}]")
-            body.append([*cells, named[TRAINING]["call_microseconds"]])
-        header = ["operation", "plain, µs", "norms alone, + µs", "beside training, + µs"]
-        return table([*header, "the call itself, + µs"], body)
+    def cells(named: dict[str, Row]) -> list[str]:
+        times = [
+            f"{row['microseconds']} [{row['low']}, {row['high']}]"
+            for row in (named[NORMS], named[TRAINING])
+        ]
+        return [named[NORMS]["plain_microseconds"], *times, named[TRAINING]["call_microseconds"]]
 
-    return by_machine(rows, make)
+    header = ["operation", "plain, µs", "norms alone, + µs", "beside training, + µs"]
+    return by_line(rows, [*header, "the call itself, + µs"], cells, "operation")
 
 
 def influence_table() -> str:
@@ -305,11 +239,8 @@ def influence_table() -> str:
                     cells.append("–")
                     continue
                 milliseconds = float(named[name]["milliseconds"])
-                time = (
-                    f"{milliseconds:.0f} ms"
-                    if milliseconds < 1000
-                    else f"{milliseconds / 1e3:.1f} s"
-                )
+                seconds = milliseconds / 1e3
+                time = f"{milliseconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
                 time = f"**{time}**" if milliseconds == best else time
                 cells.append(f"{time}, {int(named[name]['peak_bytes']) / 1e6:.0f} MB")
             body.append(cells)
@@ -344,9 +275,8 @@ def kernel_table() -> str:
 
     def make(rows: list[Row]) -> str:
         body = []
-        for (operation, _), group in grouped(
-            [{**row, "layer": layer(row)} for row in rows], "operation", "layer"
-        ).items():
+        named = [{**row, "layer": layer(row)} for row in rows]
+        for (operation, name), group in grouped(named, "operation", "layer").items():
             timed = [row for row in group if row["ms"]]
             ours = [row for row in timed if row["provider"].startswith("gradstats")]
             if not ours:
@@ -357,15 +287,9 @@ def kernel_table() -> str:
                 for row in sorted(timed, key=lambda row: float(row["ms"]))
                 if not row["provider"].startswith("gradstats")
             ]
-            body.append(
-                [
-                    operation.replace("_", " "),
-                    group[0]["layer"],
-                    f"{1e3 * float(best['ms']):.0f}",
-                    f"{float(best['percent_of_floor']):.0f} %",
-                    ", ".join(others) or "–",
-                ]
-            )
+            time, share = 1e3 * float(best["ms"]), float(best["percent_of_floor"])
+            cells = [operation.replace("_", " "), name, f"{time:.0f}", f"{share:.0f} %"]
+            body.append([*cells, ", ".join(others) or "–"])
         header = ["operation", "layer", "µs", "of the floor", "others' times, of ours"]
         return table(header, body)
 

@@ -163,9 +163,7 @@ def measure(operation: str, config: TileConfig, kind: str, aligned: bool) -> flo
     return do_bench(call, warmup=50, rep=200, return_mode="median")
 
 
-def linear_call(
-    operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool, device: str = "cuda"
-) -> Callable:
+def linear_call(operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool) -> Callable:
     """The operation on sequences whose features and positions fill the tile."""
     from gradstats.kernels import direct, direction, gram, pairwise, weight_gradient
 
@@ -176,8 +174,8 @@ def linear_call(
     batch = 16 if large else 64
     if operation in ("gram", "pairwise"):
         features, positions = 1024 if aligned else 1017, 8 * config.rows
-    a, g = (torch.randn(batch, positions, features, device=device, dtype=dtype) for _ in range(2))
-    weight = torch.randn(features, features, device=device, dtype=dtype)
+    a, g = (torch.randn(batch, positions, features, device="cuda", dtype=dtype) for _ in range(2))
+    weight = torch.randn(features, features, device="cuda", dtype=dtype)
     if operation.startswith("weight_gradient"):
         descriptors = operation.endswith("_descriptor")
         fused = weight_gradient.weight_gradient_sqnorm
@@ -194,7 +192,7 @@ def linear_call(
 
 
 def convolution_call(
-    operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool, device: str = "cuda"
+    operation: str, config: TileConfig, dtype: torch.dtype, aligned: bool
 ) -> Callable:
     """The operation on a 3x3 layer whose channels fill the tile, channels last where aligned."""
     from gradstats.kernels import convolution, convolution_gram
@@ -203,7 +201,7 @@ def convolution_call(
     outputs = 256 if config.rows >= 64 else config.rows
     layout = torch.channels_last if aligned else torch.contiguous_format
     x, g = (
-        torch.randn(64, channels, side, side, device=device, dtype=dtype).to(memory_format=layout)
+        torch.randn(64, channels, side, side, device="cuda", dtype=dtype).to(memory_format=layout)
         for channels in (256, outputs)
     )
     function = {

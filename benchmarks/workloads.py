@@ -99,9 +99,9 @@ def shifted(batch: int, positions: int, vocabulary: int) -> tuple[Tensor, Tensor
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def images(batch: int, side: int, classes: int = 1000) -> tuple[Tensor, Tensor]:
-    """Return random images of three channels with labels."""
-    return torch.randn(batch, 3, side, side), torch.randint(classes, (batch,))
+def images(batch: int, side: int) -> tuple[Tensor, Tensor]:
+    """Return random images of three channels with labels of a thousand classes."""
+    return torch.randn(batch, 3, side, side), torch.randint(1000, (batch,))
 
 
 def mlp(large: bool = False) -> Workload:
