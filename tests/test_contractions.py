@@ -278,6 +278,16 @@ def test_large_images_of_few_channels_are_convolved_one_by_one(monkeypatch):
         torch.testing.assert_close(total, factor.unfolded().dense().sum(0))
 
 
+def test_patches_are_written_for_a_few_examples_at_a_time():
+    """Pieces that the C library maps afresh each time cost more than writing there."""
+    geometry = ConvolutionGeometry((1,), (0,), (1,), 1)
+    images, grad = (torch.empty(99, *size, device="meta") for size in ((32, 1025), (4, 1024)))
+    factor = Patches(images, grad, (4, 32, 2), geometry)
+    for workspace, most in ((WORKSPACE, 64), (2 * factor.patch_bytes + 1, 2), (1, 1)):
+        sizes = [rows.stop - rows.start for rows in _patches._pieces(factor, workspace)]
+        assert max(sizes) == sizes[0] == most and sum(sizes) == 99
+
+
 def test_what_a_convolution_writes_anew_is_limited():
     """Pieces that the C library maps afresh each time cost more than the gradients in them."""
     images, grad = torch.randn(32, 128, 20, 20), torch.randn(32, 128, 20, 20)

@@ -195,9 +195,6 @@ def test_chunks():
     assert _cost.direct_chunk(100, 8, 1) == 1
     assert _cost.fitting(100, 10, 250) == 2
     assert _cost.fitting(100, 10, 1) == 1
-    assert _convolution_cost.patches_chunk(2**18, 99, WORKSPACE) == 64
-    assert _convolution_cost.patches_chunk(100, 99, 250) == 2
-    assert _convolution_cost.patches_chunk(2**25, 99, WORKSPACE) == 1
     assert _convolution_cost.convolution_chunk(50, 50, 99, WORKSPACE) == 64
     assert _convolution_cost.convolution_chunk(50, 50, 64, 250) == 2
     # Gradients that are formed together take a few MiB.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradstats import _cost, contractions
+from gradstats import _convolution_cost, _cost, contractions
 from gradstats._factors import (
     ConvolutionGeometry,
     Distances,
@@ -499,5 +499,5 @@ def test_tiles_of_a_convolution_hold_whole_blocks_of_channels(groups, monkeypatc
     factor = Patches(normal(2, 16, 5, 5), normal(2, 80, 5, 5), (80, 16 // groups, 3, 3), geometry)
     tiles = [left[0].shape[0] for left, _, _ in _tiles._tiles([factor], [factor], 2, 1 << 30)]
     assert len(tiles) > 1 and sum(tiles) == 80
-    block = _tiles.CHANNEL_BLOCK if groups == 1 else 80 // groups
+    block = _convolution_cost.CHANNEL_BLOCK if groups == 1 else 80 // groups
     assert all(rows % block == 0 for rows in tiles[:-1])

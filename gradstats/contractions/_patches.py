@@ -69,7 +69,8 @@ def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
     """
     chunk = max(1, factor.batch)
     if not factor.pointwise:
-        chunk = _convolution_cost.patches_chunk(factor.patch_bytes, factor.batch, workspace)
+        # On two cores of an AMD EPYC 16 MiB take 0.6 to 1.0 of the time of 1 MiB.
+        chunk = _cost.fitting(factor.patch_bytes, factor.batch, min(workspace, _cost.FRESH_BYTES))
     return chunks(factor.batch, chunk)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradstats import _cost
+from gradstats import _convolution_cost, _cost
 from gradstats._factors import Factor, Images, Patches, compute_dtype, elements_of, tensors_of
 from gradstats.contractions._multiply import multiply
 
@@ -22,10 +22,6 @@ TILE_ELEMENTS = 2**18
 
 # Examples that become the groups of one grouped convolution; see convolution_chunk.
 GROUPED_EXAMPLES = 32
-
-# Output channels that a convolution computes at once: on two cores of an AMD EPYC, gradients of 14
-# channels take twice as long as those of 16.
-CHANNEL_BLOCK = 8
 
 
 def dense_pairs(first: Sequence[Factor], second: Sequence[Factor], workspace: int) -> Tensor:
@@ -117,8 +113,8 @@ def _tiles(
     row = math.prod(shape[1:])
     budget = min(workspace, _cost.PAIR_TILE_BYTES)
     fitting = min(TILE_ELEMENTS // max(1, row), budget // max(1, itemsize * held * row))
-    if convolved and granule == 1 and fitting >= CHANNEL_BLOCK:
-        granule = CHANNEL_BLOCK
+    if convolved and granule == 1 and fitting >= _convolution_cost.CHANNEL_BLOCK:
+        granule = _convolution_cost.CHANNEL_BLOCK
     step = max(1, fitting // granule) * granule
     if step >= shape[0]:
         yield first, second, math.prod(shape) * size
