@@ -54,7 +54,6 @@ def pairs(first: Outer | Ragged, second: Outer | Ragged, workspace: int, sizes: 
         first, second, sizes, _form(first, second, first.batch, second.batch, on_chip=on_chip),
         _triton.gram_pairs if on_chip else partial(gram_pairs, workspace=workspace),
         partial(_triton.direct_pairs if on_chip else formed_pairs, workspace=workspace),
-        recompute_pairs,
     )  # fmt: skip
 
 
@@ -68,7 +67,6 @@ def diagonal(first: Outer | Ragged, second: Outer | Ragged, workspace: int, size
         first, second, sizes, _form(first, second, 1, 1, on_chip=on_chip),
         _triton.gram_diagonal if on_chip else partial(gram_diagonal, workspace=workspace),
         _triton.direct_diagonal if on_chip else partial(formed_diagonal, workspace=workspace),
-        recompute_diagonal,
     )  # fmt: skip
 
 
@@ -94,7 +92,6 @@ def by_form(
     form: _cost.Form,
     gram: Callable[[Any, Any], Tensor],
     direct: Callable[[Any, Any], Tensor],
-    again: Callable[..., Tensor],
 ) -> Tensor:
     """Return products of two factors in the chosen form, recomputing those that cancel.
 
@@ -102,8 +99,8 @@ def by_form(
         first, second: the factors.
         sizes: norms of both sides' gradients.
         form: the one to use.
-        gram, direct: contract the factors through products of positions, or of gradients.
-        again: replaces doubtful results, ``recompute_pairs`` or ``recompute_diagonal``.
+        gram, direct: contract the factors through products of positions, or of gradients: all
+            pairs, or those of equal indices.
     """
     if form == "direct":
         return direct(first, second)
@@ -117,6 +114,7 @@ def by_form(
         roundoff**0.5 * (MAGNITUDE[type(factor)](factor) / size).nan_to_num(nan=0.0)
         for factor, size in zip((first, second), sizes, strict=True)
     ]
+    again = recompute_pairs if result.dim() == 2 else recompute_diagonal
     return again(result, first, second, conditions, direct)
 
 

@@ -25,7 +25,6 @@ def pairs(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> Tens
             first, second, sizes, _form(first, second, first.batch, second.batch, on_chip=True),
             _triton_layers.convolution_gram_pairs,
             partial(_triton_layers.convolution_pairs, workspace=workspace),
-            _outer_pairs.recompute_pairs,
         )  # fmt: skip
     if _form(first, second, first.batch, second.batch) == "direct":
         return _outer_pairs.formed_pairs(first, second, workspace)
@@ -47,7 +46,6 @@ def diagonal(first: Patches, second: Patches, workspace: int, sizes: Sizes) -> T
             first, second, sizes, _form(first, second, 1, 1, on_chip=True),
             _triton_layers.convolution_gram_diagonal,
             partial(_triton_layers.convolution_diagonal, workspace=workspace),
-            _outer_pairs.recompute_diagonal,
         )  # fmt: skip
     if _form(first, second, 1, 1) == "direct":
         return _outer_pairs.formed_diagonal(first, second, workspace)

@@ -205,8 +205,8 @@ def relative_error(
     total: Tensor,
     *,
     shapes: Sequence[Sequence[int]],
-    order: Tensor | None = None,
-    unit: Tensor | float = 1.0,
+    order: Tensor | None,
+    unit: Tensor | float,
 ) -> Tensor:
     """Return a bound on the rounding errors of a sum of results, relative to it: (B,).
 

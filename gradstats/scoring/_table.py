@@ -29,8 +29,16 @@ if TYPE_CHECKING:
 # What is measured of an example at a checkpoint.
 FIELDS = ("weighted", "sqnorm", "loss", "margin", "el2n", "label", "predicted", "classes")
 SQNORM = FIELDS.index("sqnorm")
-# The columns that rank, and which end of each is suspicious.
-SCORES = {"self_influence": 1, "grad_norm": 1, "loss": 1, "margin": -1, "el2n": 1}
+# The columns that rank, which end of each is suspicious, and what reports call it.
+SCORES = {
+    "self_influence": (1, "self-influence"),
+    "grad_norm": (1, "mean gradient norm"),
+    "loss": (1, "mean loss"),
+    "margin": (-1, "mean margin"),
+    "el2n": (1, "mean EL2N"),
+}
+# Those of a classification, which the loss may not show.
+OF_CLASSES = ("margin", "el2n")
 
 # From here on float64 holds no longer every integer.
 EXACT = 2.0**53
@@ -111,16 +119,8 @@ class SelfInfluence(Printed):
     @property
     def columns(self) -> dict[str, np.ndarray]:
         """The table's columns by name."""
-        return {
-            "id": self.ids,
-            "label": self.label,
-            "predicted": self.predicted,
-            "self_influence": self.self_influence,
-            "grad_norm": self.grad_norm,
-            "loss": self.loss,
-            "margin": self.margin,
-            "el2n": self.el2n,
-        }
+        named = {name: getattr(self, name) for name in ("label", "predicted", *SCORES)}
+        return {"id": self.ids, **named}
 
     @property
     def by_checkpoint(self) -> dict[str, np.ndarray]:
@@ -155,12 +155,12 @@ class SelfInfluence(Printed):
         """
         if not isinstance(by, str) or by not in SCORES:
             raise ScoreError(f"by is {by!r}, expected one of {', '.join(SCORES)}.")
-        if by in ("margin", "el2n") and self.reason is not None:
+        if by in OF_CLASSES and self.reason is not None:
             raise ScoreError(
                 f"there is no {by}: {self.reason}. Expected by= one of the scores that need no "
                 "classification: self_influence, grad_norm, loss."
             )
-        values = SCORES[by] * self.columns[by]
+        values = SCORES[by][0] * self.columns[by]
         order = np.argsort(-values, kind="stable")[: check_k(k)]
         return SelfInfluence(
             self.ids[order], self.checkpoints, self._values[:, order], self.reason, complete=False
@@ -182,19 +182,13 @@ class SelfInfluence(Printed):
                 examples, or marks none or all of them.
         """
         bad = self._mask(known_bad)
-        scores = {
-            "self-influence": self.self_influence,
-            "mean gradient norm": self.grad_norm,
-            "mean loss": self.loss,
-            "mean margin": -self.margin,
-            "mean EL2N": self.el2n,
-        }
         rows, missing = {}, {}
-        for name, values in scores.items():
+        for column, (sign, name) in SCORES.items():
+            values = sign * self.columns[column]
             unknown = ~np.isfinite(values)
             if not unknown.any():
                 rows[name] = detect(values, bad)
-            elif name in ("mean margin", "mean EL2N") and self.reason is not None:
+            elif column in OF_CLASSES and self.reason is not None:
                 missing[name] = self.reason
             else:
                 ids = self.ids[unknown]
@@ -250,7 +244,7 @@ class SelfInfluence(Printed):
     def __str__(self) -> str:
         shown = dict(self.columns)
         if self.reason is not None:
-            for name in ("label", "predicted", "margin", "el2n"):
+            for name in ("label", "predicted", *OF_CLASSES):
                 del shown[name]
         count = min(len(self), 20)
         checkpoints = plural(len(self.checkpoints), "checkpoint")
