@@ -25,6 +25,7 @@ from gradstats._factors import (
     Rows,
     Tangent,
     Vector,
+    map_tensors,
 )
 from gradstats.contractions import _outer, _patches, _ragged, _rows, _tied
 from gradstats.contractions._table import MODULES
@@ -669,3 +670,47 @@ def test_no_packed_examples():
         assert (
             contractions.sqnorm([ragged([2, 0, 1], *widths)], WORKSPACE).value.tolist() == [0] * 3
         )
+
+
+OF_LOW_PRECISION = {
+    **{name: make for name, make in SUMS.items() if "groups" not in name},
+    "outer": lambda: [outer(positions=300)],
+    "patches": lambda: [patches()],
+    "rows": lambda: [rows([300, 200, 0], table=2)],
+    "vector": lambda: [vectors()[0]],
+    "slice": lambda: [vectors()[2]],
+    "outer + as many rows each": lambda: [outer(p=4), replace(rows([2, 2, 2]), longest=2)],
+    "ragged + ragged": lambda: [ragged([300, 0, 200]), ragged([1, 2, 3])],
+    "experts": lambda: [experts([[1, 0, 2], [3, 4, 1]])],
+    "images": lambda: [images()],
+}
+
+
+@pytest.mark.parametrize("name", OF_LOW_PRECISION)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_operands_of_low_precision_are_summed_in_float32(name, dtype):
+    def like(factors, dtype):
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return [map_tensors(factor, cast) for factor in factors]
+
+    factors = like(OF_LOW_PRECISION[name](), dtype)
+    exact = sum(factor.dense() for factor in like(factors, torch.float64))
+    size = exact.flatten(1).norm(dim=1)
+    found = contractions.sqnorm(factors, WORKSPACE)
+    torch.testing.assert_close(found.value, size.square(), rtol=1e-5, atol=0)
+    direction = torch.randn(exact.shape[1:]).to(dtype)
+    along = contractions.direction_inner(factors, direction, WORKSPACE)
+    wrong = (along - (exact * direction.double()).flatten(1).sum(1)).abs()
+    assert bool((wrong <= 1e-6 * size * direction.double().norm()).all())
+    total = contractions.total(factors)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(
+        total.double(), exact.sum(0), rtol=1e-5, atol=1e-6 * size.max().item()
+    )
+    pairs = contractions.inner_pairs(factors, factors, WORKSPACE, (size, size))
+    expected = exact.flatten(1) @ exact.flatten(1).T
+    assert bool(((pairs - expected).abs() <= 1e-6 * size[:, None] * size).all())
+    same = contractions.inner_diagonal(factors, factors, WORKSPACE, (size, size))
+    torch.testing.assert_close(same, size.square(), rtol=1e-5, atol=0)
