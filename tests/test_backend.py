@@ -18,6 +18,7 @@ from gradstats.contractions import (
     _outer,
     _patches,
     _rounding,
+    _tied,
     _triton,
     _triton_layers,
     direction_inner,
@@ -678,6 +679,26 @@ def test_packed_examples_meet_a_direction(kernels):
     want = factor.dense().double().flatten(1) @ direction.double().flatten()
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     assert kernels == ["direction_inner"]
+
+
+@pytest.mark.parametrize("operand", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_directions_come_in_a_dtype_that_kernels_multiply(operand):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        direction = torch.randn(3).to(dtype)
+        found = _triton.narrow(direction, torch.empty(3, dtype=operand))
+        assert found is direction if dtype == operand else found.dtype == torch.float32
+
+
+def test_a_projection_meets_look_ups_of_several_lengths(kernels):
+    lengths, ids = torch.tensor([2, 0, 6]), torch.randint(7, (8,))
+    example = torch.arange(3).repeat_interleave(lengths)
+    factor = Outer(torch.randn(3, 1, 5, 7), torch.randn(3, 1, 5, 4), (7, 4))
+    for longest in (6, None):
+        rows = Rows(ids, torch.randn(8, 4), example, 3, (7, 4), longest)
+        got = _tied.inner_with_rows(factor, rows, WORKSPACE)
+        want = (factor.dense().double() * rows.dense().double()).sum((1, 2))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert kernels == 2 * ["tied_inner"]
 
 
 def test_a_tied_output_projection(kernels):
