@@ -267,10 +267,13 @@ AnyTiles = Tiles | MemoryTiles
 def cannot_write(path: Path, error: OSError) -> StoreError:
     """Return the error for a file or folder that the system did not let be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    reason, remedy = ("the disk is full", "make room") if full else (error.strerror, "see to that")
+    # NumPy names no error where fewer bytes were written than asked for, as on a full disk.
+    named = errno.errorcode.get(error.errno or 0)
+    reason = "the disk is full" if full else error.strerror or f"{error} bytes, is the disk full?"
+    remedy = "make room" if full or named is None else "see to that"
     return StoreError(
-        f"{path} cannot be written: {reason} (error {errno.errorcode.get(error.errno or 0)}). What "
-        f"was done is kept: {remedy}, and call again with the same arguments to go on."
+        f"{path} cannot be written: {reason}{f' (error {named})' if named else ''}. What was done "
+        f"is kept: {remedy}, and call again with the same arguments to go on."
     )
 
 

@@ -131,6 +131,21 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     assert_same("matrix", call("matrix", tmp_path / "scores"), call("matrix", None))
 
 
+def test_an_array_of_which_less_was_written_is_named(tmp_path, monkeypatch):
+    """NumPy's own error of a full disk, which says neither that nor any error of the system's."""
+
+    def short(file, arr):
+        raise OSError("16000 requested and 8064 written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", short)
+        with pytest.raises(
+            gs.StoreError, match=r"ids\.npy.*16000 requested and 8064 written.*full"
+        ):
+            call("matrix", tmp_path / "scores")
+    assert_same("matrix", call("matrix", tmp_path / "scores"), call("matrix", None))
+
+
 @pytest.mark.parametrize(
     ("name", "size", "queries"),
     [
