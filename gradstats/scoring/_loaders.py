@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from gradstats.errors import LoaderError
 from gradstats.scoring._batches import BatchLayout, Source, pick
 from gradstats.scoring._content import ContentHash
-from gradstats.scoring._order import check_order, chooses_batches, index_lists
+from gradstats.scoring._order import check_order, chooses_batches, index_lists, warn_of_dropped
 
 # Batches are compared at every reading, larger tensors by about so many of their elements.
 COMPARED = 1 << 18
@@ -75,6 +75,8 @@ class Data:
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
         self.ids = np.arange(self.examples) if ids is None else _as_ids(named)
+        if self._index_lists is not None:
+            warn_of_dropped(loader, role, self.examples)
         content.add([self.sizes, self.ids])
         self.fingerprint, self._unread = content.hexdigest(), content.unread
 

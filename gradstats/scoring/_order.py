@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
+from gradstats._warnings import warn
 from gradstats.errors import LoaderError
 from gradstats.scoring._batches import Source
 
@@ -135,6 +136,20 @@ def index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
         )
     size = batches.batch_size
     return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def warn_of_dropped(loader: DataLoader, role: str, examples: int) -> None:
+    """Warn where a loader leaves out a short last batch, whose examples then have no score."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler or not batches.drop_last:
+        return
+    dropped = length_hint(batches.sampler, examples) - examples
+    if dropped > 0:
+        warn(
+            f"the {role} loader leaves out {dropped} of {examples + dropped} examples, which have "
+            "no score: its last batch is short. Pass a DataLoader with drop_last=False to score "
+            "them too."
+        )
 
 
 def _drawn(loader: DataLoader, role: str) -> Iterator[list[int]]:
