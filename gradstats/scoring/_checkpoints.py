@@ -142,7 +142,7 @@ class Checkpoints:
             optimizers = content.optimizers or self._optimizers_beside(index)
             return from_optimizer(optimizers, model, names, name)
         if isinstance(rate, Mapping):
-            return from_patterns(rate, names, name)
+            return from_patterns(rate, model, names, name)
         return rate
 
     def _optimizers_beside(self, index: int) -> tuple[Any, ...]:

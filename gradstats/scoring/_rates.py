@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._values import unlike_numbers
-from gradstats.capture._selection import matching_names
+from gradstats.capture._selection import clean_name, matching_names, wrapper_prefix
 from gradstats.errors import CheckpointError
 
 # One learning rate, or one for each parameter by name.
@@ -62,8 +62,27 @@ def check_rate(rate, of: str) -> float:
     return number
 
 
-def from_patterns(patterns: Mapping[str, float], names: Sequence[str], checkpoint: str) -> Rates:
-    """Return the rate of each parameter, by the one pattern that matches its name."""
+def from_patterns(
+    patterns: Mapping[str, float], model: nn.Module, names: Sequence[str], checkpoint: str
+) -> Rates:
+    """Return the rate of each parameter, by the one pattern that matches its name.
+
+    Args:
+        patterns: pattern → rate; each matches some parameter of the model, measured or not.
+        model: of the parameters.
+        names: of those that are measured.
+        checkpoint: what a message calls the checkpoint.
+    """
+    prefix = wrapper_prefix(model)
+    every = model.named_parameters(remove_duplicate=False)  # tied ones may be named by any name
+    own = [clean_name(name, prefix) for name, _ in every]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in own):
+            raise CheckpointError(
+                f"{checkpoint}: the pattern {pattern!r} of lr matches no parameter, so its rate "
+                f"would count nowhere. Expected a pattern of whole names, of one of {own[:8]}"
+                f"{' …' if len(own) > 8 else ''}."
+            )
     rates = {}
     for name in names:
         matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]

@@ -273,7 +273,13 @@ def test_rates_that_cannot_be_known_are_errors(setting):
         gs.CheckpointError, match=r"0 patterns of lr match the parameter '2.weight'"
     ):
         score(setting, gs.Checkpoints(setting.states, lr={"0.*": 0.1}))
-    # A parameter that is left out needs no rate.
+    unknown = {"*": 0.1, "head.*": 0.2}
+    with pytest.raises(
+        gs.CheckpointError, match=r"'head\.\*' of lr matches no parameter.*0\.weight"
+    ):
+        score(setting, gs.Checkpoints(setting.states, lr=unknown))
+    # A parameter that is left out needs no rate, and may have one.
+    score(setting, gs.Checkpoints(setting.states, lr={"0.*": 0.1, "2.*": 0.2}), parameters="0.*")
     score(setting, gs.Checkpoints(setting.states, lr={"0.*": 0.1}), parameters="0.*")
 
 
