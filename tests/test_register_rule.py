@@ -394,6 +394,34 @@ def test_a_decomposition_with_other_values_is_refused(batch):
     assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
 
 
+def test_a_decomposition_of_other_arguments_is_refused(batch):
+    model = Model(lambda x, w: ScaledSiLU.apply(x, w)).double()
+    with (
+        gs.register_rule(ScaledSiLU, lambda x: x),
+        pytest.raises(
+            gs.UnsupportedOperationError,
+            match=r"ScaledSiLU.*'weight'.*does not take the operation's arguments.*1 positional",
+        ),
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+    def broken(x, w):
+        return x * w + None
+
+    # What goes wrong inside it is the caller's to see.
+    with (
+        gs.register_rule(ScaledSiLU, broken),
+        pytest.raises(TypeError, match="unsupported operand"),
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+
+def test_a_handle_says_what_it_is_of():
+    with gs.register_rule(ScaledSiLU, scaled_silu) as handle:
+        assert repr(handle).startswith("RuleHandle(") and "ScaledSiLU.apply)" in repr(handle)
+    assert repr(handle).endswith("ScaledSiLU.apply, removed)")
+
+
 @pytest.mark.parametrize("derived", [False, True])
 def test_a_decomposition_that_does_not_use_a_parameter_is_refused(batch, derived):
     """Its values are right, and the parameter's per-example gradients would be zero."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +16,25 @@ from gradstats.capture.uses._grafted import Registered
 from gradstats.errors import TrackingError, UnsupportedOperationError
 
 
-class RuleHandle(ExitStack):
+class RuleHandle:
     """A registered rule, removed by ``remove`` or at the end of a ``with`` block."""
+
+    def __init__(self, name: str, undo: list[Callable[[], Any]]):
+        self._name, self._undo = name, undo
+
+    def __repr__(self) -> str:
+        return f"RuleHandle({self._name}{'' if self._undo else ', removed'})"
 
     def remove(self) -> None:
         """Undo the registration; a second call does nothing."""
-        self.close()
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> RuleHandle:
+        return self
+
+    def __exit__(self, kind, value, traceback) -> None:
+        self.remove()
 
 
 def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandle:
@@ -92,16 +105,15 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
                 f"{function_name(key)} has a rule already. Expected an operation without one; if "
                 "you registered that rule, remove it first with its handle's remove()."
             )
-    handle = RuleHandle()
+    name, undo = function_name(keys[0]), list[Callable[[], Any]]()
     if of_class:
         apply, restore = _make_visible(function_class)
-        keys = [apply]
-        handle.callback(restore)
+        keys, undo = [apply], [restore]
     rule = Registered(decomposition)
     for key in keys:
         RULES[key] = rule
-        handle.callback(RULES.pop, key)
-    return handle
+        undo.append(partial(RULES.pop, key))
+    return RuleHandle(name, undo)
 
 
 class Compiled(Registered):

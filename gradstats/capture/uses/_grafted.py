@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -66,7 +67,13 @@ class Grafted:
         # Modes and subclasses are off while an operation is handled: turn them on again, so that
         # the decomposition is seen.
         with torch._C._EnableTorchFunction(), tracker.watching():
-            shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
+            try:
+                shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
+            except TypeError as error:
+                if _takes(self.decomposition, args, kwargs):
+                    raise
+                problem = f"does not take the operation's arguments ({error})"
+                raise self._wrong(func, node, problem) from error
         single = isinstance(result, Tensor)
         results = [result] if single else list(result)
         shadows = list(shadow) if isinstance(shadow, (tuple, list)) else [shadow]
@@ -143,6 +150,17 @@ class Grafted:
 
 class Registered(Grafted):
     """The rule that a user registered: its results have to depend on every tracked operand."""
+
+
+def _takes(function: Callable[..., Any], args, kwargs) -> bool:
+    """Whether a function can be called with so many arguments, of these names."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # of a function without a signature it is not known
+        return True
+    return True
 
 
 def _readable(marks: Marks, operands: Sequence[Tensor]) -> list[Tensor]:
