@@ -89,7 +89,7 @@ class Anatomy:
                 found = _matching(pattern, own)
                 chosen[-1].update(found)
                 if not found:
-                    wider = f"*{pattern}*"
+                    wider = f"*{pattern.strip('*')}*"
                     more = len(_matching(wider, own))
                     raise CoverageError(
                         f"the pattern {pattern!r} matches no {which}. Expected a pattern of whole "

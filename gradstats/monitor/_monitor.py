@@ -199,7 +199,7 @@ class Monitor:
         # What is still on the device is counted there: to fetch it would wait.
         pending = self._pending is not None and not self._pending[1]
         measured = len(self._run.history.get("step", ())) + pending
-        return f"Monitor(every={self.every}, steps={self.steps}, measured={measured})"
+        return f"{type(self).__name__}(every={self.every}, steps={self.steps}, measured={measured})"
 
     def step(
         self,
