@@ -9,6 +9,7 @@ pair_forms         the same for inner products of two batches
 monitor_overhead   what a monitor adds to training
 packed             what norms of packed examples cost, beside a plain step and beside padding
 influence          a train × query matrix beside other implementations
+wrong_labels       which scores find flipped labels
 gpu                tests and kernels' speed on a GPU, of these:
   bench_linear_kernels, bench_layer_kernels    kernels against their floors and rivals
   kernel_times     where the device's time goes in a step

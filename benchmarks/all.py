@@ -28,6 +28,7 @@ CPU = {
     "monitor": "benchmarks.monitor_overhead",
     "packed": "benchmarks.packed",
     "influence": "benchmarks.influence --train 512 --rounds 3",
+    "labels": "benchmarks.wrong_labels",
     "products": "benchmarks.matrix_products",
     "pairs": "benchmarks.pair_forms",
     "convolutions": "benchmarks.convolution_forms",

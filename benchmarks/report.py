@@ -267,6 +267,20 @@ def ratios(name: str) -> Callable[[], str]:
     return lambda: by_machine(latest(read_csv(name), "machine", "workload", "variant"), make)
 
 
+def label_table() -> str:
+    """Return how well each score finds flipped labels: the AUROC of the worst and best seed."""
+
+    def make(rows: list[Row]) -> str:
+        names = list(rows[0])[2 : list(rows[0]).index("rounds")]
+        body = []
+        for (way,), group in grouped(rows, "way").items():
+            found = [sorted(f"{float(row[name]):.2f}" for row in group) for name in names]
+            body.append([way, *map(span, found)])
+        return table(["training", *names], body)
+
+    return by_machine(latest(read_csv("wrong_labels"), "machine", "way", "seed"), make)
+
+
 def kernel_table() -> str:
     """Return the times of kernels beside their floors and what else computes the same."""
 
@@ -332,6 +346,7 @@ TABLES: dict[str, tuple[Callable[[], str], str]] = {
     "influence": (influence_table, "influence"),
     "monitor": (ratios("monitor_overhead"), "monitor_overhead"),
     "packed": (ratios("packed"), "packed"),
+    "labels": (label_table, "wrong_labels"),
 }
 
 

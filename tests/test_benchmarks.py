@@ -31,11 +31,13 @@ from benchmarks import (
     report,
     scaling,
     step_overhead,
+    wrong_labels,
 )
 from benchmarks.checking import oracle, prepare
 from benchmarks.ledger import host_peak
 from benchmarks.providers import PROVIDERS, Provider
 from benchmarks.workloads import DTYPES, WORKLOADS, Workload, classification, next_token
+from gradstats.demo._settings import Settings
 from tests.oracle import oracle_gradients, oracle_sqnorms
 from tests.turns import in_this_process, noting
 
@@ -506,6 +508,23 @@ def test_operations_scaling_and_plots_run_once(tmp_path, monkeypatch, capsys):
     assert [path.name for path in plots.write_all()] == ["scaling.png", "crossover.png"]
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("scaling.png", "crossover.png"))
     assert "scaling.png" in report.TABLES["scaling"][0]()
+
+
+def test_wrong_labels_are_found_and_shown(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(wrong_labels, "DEMO", Settings(epochs=4, checkpoints=(2, 4), early_epoch=2))
+    monkeypatch.setattr(wrong_labels, "WAYS", {"MLP, SGD": wrong_labels.WAYS["MLP, SGD"]})
+    monkeypatch.setattr("sys.argv", ["wrong_labels", "--rounds", "2"])
+    wrong_labels.main()
+    rows = harness.read_csv("wrong_labels")
+    assert [(row["way"], row["seed"]) for row in rows] == [("MLP, SGD", "0"), ("MLP, SGD", "1")]
+    for row in rows:
+        assert 0.9 < float(row["self-influence"]) <= 1 and 0.9 < float(row["mean loss"]) <= 1
+        assert 0.5 < float(row["raw products, mean"]) < float(row["self-influence"])
+    losses = sorted(f"{float(row['mean loss']):.2f}" for row in rows)
+    last = report.label_table().splitlines()[-1]
+    assert last.startswith("| MLP, SGD | ") and last.endswith(f"| {report.span(losses)} |")
 
 
 @pytest.mark.parametrize("module", [crossover, pair_forms])
