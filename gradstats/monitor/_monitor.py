@@ -79,8 +79,9 @@ class Monitor:
         confusion/fraction_negative  share of pairs with ⟨∇ℓ_i, ∇ℓ_j⟩ < 0
 
     and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean``,
-    ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. With gradient accumulation,
-    p_i and what follows from it are computed within each micro-batch. If examples have different
+    ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. With gradient accumulation or
+    several processes, p_i and what follows from it are computed within each micro-batch, with its
+    own mean: the fewer examples it has, the larger are the cosines. If examples have different
     weights (``weights=``, micro-batches of different sizes), ḡ, N̄ and the sums in the tests are
     weighted means, Σ w_i … with Σ w_i = 1, N is 1 / Σ w_i², Ĝ² the weighted mean of ⟨∇ℓ_i, ∇ℓ_j⟩
     over i ≠ j, and Ŝ = N̄ − Ĝ². Stiffness is averaged over pairs in which neither gradient is zero.
