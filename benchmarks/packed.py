@@ -19,7 +19,6 @@ from benchmarks.harness import against, machine, one_of, parser_of, reported, ta
 from benchmarks.providers import Call, norms, plain, training
 from benchmarks.workloads import Workload
 
-
 # Of both models.
 LAYERS = 4
 
