@@ -22,7 +22,7 @@ Convolutions
     convolution_gram  through products of patches
     convolution_pairs, convolution_pair_gram    inner products of all pairs, in both forms
     convolution_weight_gradient, depthwise      one input channel in each group
-    _patches          how patches are addressed
+    _patches, _arranged    how patches are addressed, and operands copied for that
 
 Embeddings
     rows, rows_inner, rows_pairs, rows_direction    norms and inner products

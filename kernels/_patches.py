@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check
+from gradstats.kernels._arranged import Arranged, channels_last, flat, flat_channels_last
 from gradstats.kernels._tile import dot
 
 # Channels up to which groups stand side by side in one tile.
@@ -304,9 +305,18 @@ class Convolution:
         g = self.g if self.g.shape[1] % 16 else channels_last(self.g)
         return dataclasses.replace(self, x=channels_last(self.x), g=g)
 
-    def is_copied(self, x: torch.Tensor, g: torch.Tensor) -> bool:
-        """Whether kernels read copies of the operands that this was made of."""
-        return self.x.data_ptr() != x.data_ptr() or self.g.data_ptr() != g.data_ptr()
+    def computed(
+        self,
+        operands: tuple[torch.Tensor, torch.Tensor],
+        compute: Callable[[torch.Tensor, torch.Tensor], Any],
+    ) -> Arranged:
+        """What computes this of operands that lie as those of which it was arranged."""
+        x, g = operands
+        copy_x = None if self.x.data_ptr() == x.data_ptr() else channels_last
+        copy_g = None
+        if self.g.data_ptr() != g.data_ptr():
+            copy_g = flat_channels_last if self.g.stride(1) == 1 else flat
+        return Arranged(copy_x, copy_g, compute)
 
     def widened(self) -> Convolution:
         """The same with narrow groups side by side, as many as fill a tile of one tap.
@@ -327,35 +337,6 @@ class Convolution:
         g = self.g.unflatten(1, (self.groups, self.outputs))[:, groups, rows]
         count = x.shape[1]
         return dataclasses.replace(self, x=x.flatten(1, 2), g=g.flatten(1, 2), groups=count)
-
-
-class Arranged(NamedTuple):
-    """What is computed of a convolution's operands, for those that lie alike.
-
-    Attributes:
-        geometry: kernel, stride, padding, dilation and groups.
-        copied: whether kernels read copies of the operands.
-        compute: called with the operands, or these copies.
-    """
-
-    geometry: tuple
-    copied: bool
-    compute: Callable[[torch.Tensor, torch.Tensor], Any]
-
-    def __call__(self, x: torch.Tensor, g: torch.Tensor) -> Any:
-        if self.copied:
-            layer = check_convolution(x, g, *self.geometry).arranged()
-            x, g = layer.x, layer.g
-        return self.compute(x, g)
-
-
-def channels_last(operand: torch.Tensor) -> torch.Tensor:
-    """The operand (B, C, ...) with channels adjacent, copied if they are not."""
-    if operand.stride(1) <= 1 or operand.numel() == 0:
-        return operand
-    # what is expanded is copied once
-    own = operand[tuple(slice(0, 1 if step == 0 else None) for step in operand.stride())]
-    return own.movedim(1, -1).contiguous().movedim(-1, 1).expand(operand.shape)
 
 
 def check_convolution(

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, depthwise
+from gradstats.kernels._arranged import Arranged
 from gradstats.kernels._launching import Launch, launch_of, remembered
 from gradstats.kernels._patches import (
-    Arranged,
     Convolution,
     check_convolution,
     patch_tile,
@@ -201,15 +201,12 @@ def convolution_sqnorm(
     tile, and a copy of each operand whose channels are not adjacent where that is faster.
     """
     layer = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
-    plan = _plan_squares(convolution_kernel, (x, g), layer, _check.precision_of(x.dtype), config)
-    if plan is None:
-        arranged = check_convolution(x, g, *layer).arranged()
-        return added(depthwise.launch(arranged, arranged, None, "square", config)[0])
-    return plan(x, g)
+    precision = _check.precision_of(x.dtype)
+    return _plan_squares(convolution_kernel, (x, g), layer, precision, config)(x, g)
 
 
-def prepare(x: torch.Tensor, g: torch.Tensor, geometry: tuple) -> Arranged | None:
-    """What `convolution_sqnorm` does, for operands that lie as these do; None if depthwise."""
+def prepare(x: torch.Tensor, g: torch.Tensor, geometry: tuple) -> Arranged:
+    """What `convolution_sqnorm` does, for operands that lie as these do."""
     precision = _check.precision_of(x.dtype)
     return _plan_squares(convolution_kernel, (x, g), geometry, precision, None)
 
@@ -339,17 +336,18 @@ def _plan_squares(
     geometry: tuple,
     _precision: str,  # told apart in what is remembered
     config: _config.TileConfig | None,
-) -> Arranged | None:
-    """None for depthwise layers."""
+) -> Arranged:
     layer = check_convolution(*operands, *geometry).arranged()
+    plan: Any
     if layer.channels == 1:
-        return None
-    plan = _plan(kernel, layer, layer, "square", config)
+        plan = depthwise.plan(layer, layer, "square", config)
+    else:
+        plan = _plan(kernel, layer, layer, "square", config)
 
     def squares(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         return added(plan(x, g, x, g, None))
 
-    return Arranged(geometry, layer.is_copied(*operands), squares)
+    return layer.computed(operands, squares)
 
 
 def _launch(
@@ -362,7 +360,8 @@ def _launch(
     if direction is not None:
         direction = direction.contiguous()
     if first.channels == 1:
-        return depthwise.launch(first, second, direction, mode, config)[0]
+        whole = depthwise.plan(first, second, mode, config)
+        return whole(first.x, first.g, second.x, second.g, direction)
     plan = _plan(convolution_kernel, first, second, mode, config)
     return plan(first.x, first.g, second.x, second.g, direction)
 

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, guard
+from gradstats.kernels._arranged import Arranged
 from gradstats.kernels._launching import launch_of, remembered
 from gradstats.kernels._patches import (
-    Arranged,
     check_convolution,
     patch_products,
     weight_tile,
@@ -247,7 +247,7 @@ def _plan(
     layer = check_convolution(*operands, *geometry).arranged()
     batch, positions, groups = layer.batch, layer.positions, layer.groups
     if not batch * positions:
-        return Arranged(geometry, False, guard.nothing_to_compute(batch))
+        return Arranged(None, None, guard.nothing_to_compute(batch))
     kind = _check.kind(layer.x, layer.aligned)
     config = config or _config.choose(
         "convolution_gram", positions, positions, *kind, batch * groups
@@ -282,5 +282,4 @@ def _plan(
         BLOCKS=wide.blocks,
         **direct_config.of_gradients,
     )
-    guarded = sums.guarded(launch, again, rounding)
-    return Arranged(geometry, layer.is_copied(*operands), guarded)
+    return layer.computed(operands, sums.guarded(launch, again, rounding))

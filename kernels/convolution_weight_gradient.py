@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from gradstats.kernels import _check, _config, depthwise
+from gradstats.kernels._arranged import Arranged
+from gradstats.kernels._launching import remembered
 from gradstats.kernels._patches import check_convolution
+from gradstats.kernels._results import added
 
 
 def convolution_weight_gradient_sqnorm(
@@ -34,10 +38,38 @@ def convolution_weight_gradient_sqnorm(
     split and weight where the examples are split, and the copies of
     `convolution.convolution_sqnorm`.
     """
-    layer = check_convolution(x, g, kernel, stride, padding, dilation, groups)
+    layer = (tuple(kernel), tuple(stride), tuple(padding), tuple(dilation), groups)
+    plan = _plan(depthwise.depthwise_kernel, (x, g), layer, gradient_dtype, config, splits)
+    gradient, value = plan(x, g)
+    return gradient, value
+
+
+def prepare(x: torch.Tensor, g: torch.Tensor, geometry: tuple) -> Arranged:
+    """What `convolution_weight_gradient_sqnorm` does, for operands that lie as these do."""
+    return _plan(depthwise.depthwise_kernel, (x, g), geometry, None, None, None)
+
+
+@remembered
+def _plan(
+    _: Any,
+    operands: tuple[torch.Tensor, torch.Tensor],
+    geometry: tuple,
+    gradient_dtype: torch.dtype | None,
+    config: _config.TileConfig | None,
+    splits: int | None,
+) -> Arranged:
+    layer = check_convolution(*operands, *geometry).arranged()
     if layer.channels != 1:
         raise _check.KernelInputError(
             "this kernel is for depthwise convolutions, with one input channel in each group; got "
             f"{layer.channels}: take PyTorch's weight gradient, and convolution_sqnorm beside it"
         )
-    return depthwise.summed(layer.arranged(), gradient_dtype or x.dtype, config, splits)
+    plan = depthwise.plan(layer, layer, "sum", config, splits)
+    shape, dtype = layer.weight_shape, gradient_dtype or layer.x.dtype
+
+    def summed(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, total = plan.both(x, g, x, g, None)
+        # without examples there is nothing to sum
+        return total.sum(0).view(shape).to(dtype), added(output)
+
+    return layer.computed(operands, summed)

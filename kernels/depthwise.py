@@ -5,13 +5,15 @@ G_i[o, tap] = sum_t g_i[o, t] x_i[channel of o, position t under the tap]. The k
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from gradstats.kernels import _check, _config, _streaming
-from gradstats.kernels._launching import launch_kernel
+from gradstats.kernels._launching import Launch, launch_of
 from gradstats.kernels._patches import Convolution
-from gradstats.kernels._results import added
 
 
 @triton.jit
@@ -262,20 +264,6 @@ def depthwise_kernel(
         tl.store(target, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
-def summed(
-    layer: Convolution,
-    gradient_dtype: torch.dtype,
-    config: _config.TileConfig | None,
-    splits: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed weight gradient and squared norms, fp64 (B,)."""
-    output, total = launch(layer, layer, None, "sum", config, splits)
-    shape = layer.weight_shape
-    # without examples there is nothing to sum
-    summed = total.sum(0).view(shape).to(gradient_dtype)
-    return summed, added(output)
-
-
 def across(height: int, width: int, inner: int) -> int:
     """How many positions of one line a block of `inner` holds: as cover lines with fewest lanes."""
     options = [8 << shift for shift in range(10) if 8 << shift <= inner] or [inner]
@@ -287,19 +275,41 @@ def across(height: int, width: int, inner: int) -> int:
     return min(options, key=lanes)
 
 
-def launch(
+class Plan(NamedTuple):
+    """All of a call but its tensors."""
+
+    shape: tuple[int, ...]  # of the results: examples, and tiles or the weight's own
+    dtype: torch.dtype  # of these
+    sums: tuple[int, int, int]  # shape of the sums of every range of examples
+    launch: Launch | None  # None where there is nothing to compute
+
+    def __call__(self, *operands: torch.Tensor | None) -> torch.Tensor:
+        """(B, tiles) or (B, weights), of inputs and gradients of two factors, and a direction."""
+        return self.both(*operands)[0]
+
+    def both(self, *operands: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and the sums, of which there are none unless the mode is "sum"."""
+        assert operands[0] is not None
+        device = operands[0].device
+        output = torch.empty(self.shape, dtype=self.dtype, device=device)
+        sums = torch.empty(self.sums, dtype=torch.float32, device=device)
+        if self.launch is not None:
+            self.launch(*operands, output, sums)
+        return output.flatten(1), sums
+
+
+def plan(
     first: Convolution,
     second: Convolution,
-    direction: torch.Tensor | None,
     mode: str,
     config: _config.TileConfig | None,
     splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(partial results (B, parts), sums of every range of examples if the mode is "sum").
+) -> Plan:
+    """What is launched for operands that lie as these do; a direction is contiguous.
 
-    Modes are those of `depthwise_kernel`; a direction is contiguous.
+    Modes are those of `depthwise_kernel`.
     """
-    batch, rows, device = first.batch, first.g.shape[1], first.x.device
+    batch, rows = first.batch, first.g.shape[1]
     adjacent = first.channels_last and first.g.stride(1) == 1
     by_lines = adjacent and first.outputs == 1 and first.aligned and second.aligned
     if config is None and by_lines:
@@ -309,27 +319,16 @@ def launch(
     tiles = _config.tiles_of(config, first.taps, rows)
     parts = batch
     if mode == "sum":
-        architecture = _check.architecture(device)
+        architecture = _check.architecture(first.x.device)
         parts = min(splits or _config.choose_row_splits(tiles, batch, architecture), batch)
     per_program = _config.cdiv(batch, max(parts, 1))
     parts = _config.cdiv(batch, max(per_program, 1))
     shape = (batch, rows, first.taps) if mode == "store" else (batch, tiles)
-    dtype = torch.float32 if mode == "store" else torch.float64
-    output = torch.empty(shape, dtype=dtype, device=device)
-    total = torch.empty(
-        (parts if mode == "sum" else 0, rows, first.taps), dtype=torch.float32, device=device
-    )
-    if output.numel():
-        launch_kernel(
+    launch = None
+    if math.prod(shape):
+        launch = launch_of(
             depthwise_kernel,
             parts * tiles,
-            first.x,
-            first.g,
-            second.x,
-            second.g,
-            direction,
-            output,
-            total,
             *first.strides,
             *second.strides,
             *first.sizes,
@@ -345,4 +344,5 @@ def launch(
             ACROSS=across(first.out[1], first.out[2], config.inner) if by_lines else 0,
             **config.options,
         )
-    return output.flatten(1), total
+    dtype = torch.float32 if mode == "store" else torch.float64
+    return Plan(shape, dtype, (parts if mode == "sum" else 0, rows, first.taps), launch)

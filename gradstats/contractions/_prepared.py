@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradstats._factors import Elementwise, Outer, Patches, Vector, cast, weight_gradient
 from gradstats.contractions import _triton, _vector
-from gradstats.contractions._outer import cheapest_form, is_of_images
+from gradstats.contractions._outer import cheapest_form, is_of_images, summed
 from gradstats.contractions._patches import form_on_chip
 from gradstats.contractions._result import Contraction, WellConditioned
 from gradstats.contractions._tensor_cores import cut_off_of
@@ -49,28 +49,32 @@ def layout_of(*operands: Tensor | None) -> tuple[Any, ...] | None:
     return tuple(layout)
 
 
-def of_outer(factor: Outer, *, with_sum: bool) -> OfOuter | None:
+def of_outer(
+    factor: Outer, *, with_sum: bool, again: Callable[[Tensor, Tensor], Any] | None = None
+) -> OfOuter | None:
     """Return what ``sqnorm_and_sum`` does, or ``sqnorm``; None where that is not the kernels' work.
 
     Args:
         factor: of the operands to prepare for, which the kernels serve.
         with_sum: Σ_i G_i is wanted too.
+        again: makes the factor of other operands, if their positions are several axes.
     """
     (_, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
-    if groups > 1 or not positions or factor.permutation is not None or factor.shape != (p, q):
+    if groups > 1 or not positions or factor.permutation is not None:
         return None
-    if with_sum and is_of_images(factor):
+    if factor.shape[:2] != (p, q):
         return None
     from gradstats.kernels import direct, gram, rank_one, weight_gradient
 
     a, g = _triton.operands_of(factor)
-    form = cheapest_form(factor, with_sum=with_sum, on_chip=True)
-    if form == "direct" and with_sum:
-        both = weight_gradient.prepare(a, g)
+    in_one = with_sum and not is_of_images(factor)
+    form = cheapest_form(factor, with_sum=in_one, on_chip=True)
+    if form == "direct" and in_one:
+        both, shape = weight_gradient.prepare(a, g), factor.shape
 
         def formed(left: Tensor, right: Tensor) -> tuple[Contraction, Tensor | None]:
             total, value = both(right, left)
-            return WellConditioned((), torch.float32, value), total
+            return WellConditioned((), torch.float32, value), total.view(shape)
 
         return formed
     squares: Any  # as ``rank_one_sqnorm`` takes operands
@@ -89,17 +93,26 @@ def of_outer(factor: Outer, *, with_sum: bool) -> OfOuter | None:
             norms = WellConditioned((), torch.float32, squares(right, left))
         if not with_sum:
             return norms, None
+        if again is not None:
+            return norms, summed(again(left, right))
         return norms, torch.mm(left.reshape(-1, p).t(), right.reshape(-1, q))
 
     return apart
 
 
-def of_patches(factor: Patches, *, with_sum: bool) -> OfOuter | None:
-    """Return the same for a convolution's gradient and input; None for a depthwise one."""
-    if factor.shape[1] == 1:
-        return None
-    from gradstats.kernels import convolution, convolution_gram
+def of_patches(factor: Patches, *, with_sum: bool) -> OfOuter:
+    """Return the same for a convolution's gradient and input."""
+    from gradstats.kernels import convolution, convolution_gram, convolution_weight_gradient
 
+    shape, geometry = factor.shape, factor.geometry
+    if with_sum and shape[1] == 1:
+        both = convolution_weight_gradient.prepare(*factor.sides, layer_of(factor))
+
+        def in_one_pass(grad: Tensor, x: Tensor) -> tuple[Contraction, Tensor | None]:
+            total, value = both(x, grad)
+            return WellConditioned((), torch.float32, value), total.reshape(shape)
+
+        return in_one_pass
     layer, is_gram = layer_of(factor), form_on_chip(factor) == "gram"
     contract: Any
     if is_gram:
@@ -107,7 +120,6 @@ def of_patches(factor: Patches, *, with_sum: bool) -> OfOuter | None:
         contract = convolution_gram.prepare(*factor.sides, layer, numbers)
     else:
         contract = convolution.prepare(*factor.sides, layer)
-    shape, geometry = factor.shape, factor.geometry
 
     def contracted(grad: Tensor, x: Tensor) -> tuple[Contraction, Tensor | None]:
         found = contract(x, grad)

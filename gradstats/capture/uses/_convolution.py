@@ -9,9 +9,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradstats._factors import ConvolutionGeometry, Factor, Images, Patches, Segments, convolved
+from gradstats._factors import (
+    ConvolutionGeometry,
+    Factor,
+    Images,
+    Outer,
+    Patches,
+    Segments,
+    convolved,
+)
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.uses._layer import Layer
+from gradstats.capture.uses._linear import is_copied
 from gradstats.capture.uses._uses import Settings
 from gradstats.contractions import _prepared
 from gradstats.contractions._prepared import OfOuter
@@ -47,9 +56,12 @@ class ConvolutionFactors(Layer):
         if transposed or self.examples.fold != 1:
             return None
         factor = self.of_weight(grad, x)
-        if not isinstance(factor, Patches):
+        if isinstance(factor, Patches):
+            return _prepared.of_patches(factor, with_sum=want_weight)
+        assert isinstance(factor, Outer)
+        if is_copied(factor, grad, x):
             return None
-        return _prepared.of_patches(factor, with_sum=want_weight)
+        return _prepared.of_outer(factor, with_sum=want_weight, again=self.of_weight)
 
     def adjoint(self, grad: Tensor, x: Tensor) -> ConvolutionFactors:
         call = adjoint_convolution(self.call, x.shape[2:], self.shape[2:], grad.shape[2:])

@@ -57,10 +57,8 @@ class LinearFactors(Layer):
     def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
         factor = self.of_weight(grad, x)
         assert isinstance(factor, Outer)
-        sides = *self._sides(grad, x), factor.left, factor.right
-        first, second, left, right = [each.data_ptr() for each in sides]
-        if (first, second) != (left, right):
-            return None  # they are copied
+        if is_copied(factor, *self._sides(grad, x)):
+            return None
         found = _prepared.of_outer(factor, with_sum=want_weight)
         if found is None or not self.inputs_first:
             return found
@@ -111,6 +109,11 @@ def is_pytorchs_own(
     # Unless our own products are faster, of data or gradients of these sizes.
     positions = math.prod(x.shape[:-1])
     return settings.exact or x.dtype != torch.float32 or not pays(positions * weight.numel())
+
+
+def is_copied(factor: Outer, left: Tensor, right: Tensor) -> bool:
+    """Whether a factor has copies of the tensors that it was made of."""
+    return factor.left.data_ptr() != left.data_ptr() or factor.right.data_ptr() != right.data_ptr()
 
 
 def by_rows(examples: Examples, x: Tensor) -> Examples:

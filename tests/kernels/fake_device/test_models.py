@@ -11,6 +11,7 @@ import torch
 from gradstats.kernels import (
     convolution,
     convolution_gram,
+    convolution_weight_gradient,
     direct,
     gram,
     group_norm,
@@ -52,7 +53,8 @@ def launched(monkeypatch, operators_called):
     """Record which kernels were launched, each behind its operator or prepared for a layer."""
     names = operators_called
     NOTED.clear()  # and with it what was prepared
-    modules = convolution, convolution_gram, direct, gram, rank_one, vector, weight_gradient
+    modules = [convolution, convolution_gram, direct, gram, rank_one, vector, weight_gradient]
+    modules.append(convolution_weight_gradient)
     prepares = {module: module.__name__.rpartition(".")[2] + "_sqnorm" for module in modules}
     prepares |= {layer_norm: "layer_norm_backward", group_norm: "group_norm_backward"}
     prepares[scale_backward] = "scale_backward"

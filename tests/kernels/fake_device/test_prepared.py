@@ -70,8 +70,20 @@ class ChannelsLast(nn.Conv2d):
         return super().forward(x.contiguous(memory_format=torch.channels_last))
 
 
+def half(x):
+    return x.bfloat16() if x.dtype == torch.float32 else x
+
+
+def whole(x):
+    return x.float() if x.dtype == torch.bfloat16 else x
+
+
 def transposed(x):
     return x.mT.contiguous().mT
+
+
+def swapped(x):
+    return x.mT
 
 
 LAYERS = {
@@ -119,6 +131,12 @@ def check_as_decided(model, shape, beside, prepared, monkeypatch):
     monkeypatch.setattr(Preparable, "prepared", lambda *_: None)
     for parts in zip(first, again, measured(model, batch, beside), strict=True):
         assert torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[2])
+    return batch
+
+
+def accuracy_of(model):
+    """The relative error that norms may have."""
+    return 3e-2 if torch.bfloat16 in {each.dtype for each in model.parameters()} else 1e-4
 
 
 CONVOLUTIONS = {
@@ -132,7 +150,22 @@ CONVOLUTIONS = {
     "frozen weight": (lambda: frozen(nn.Conv2d(3, 4, 3), "weight"), (3, 5, 5)),
     "frozen bias": (lambda: frozen(nn.Conv2d(3, 4, 3), "bias"), (3, 5, 5)),
     "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4), (4, 5, 5)),
+    "depthwise, two outputs": (lambda: nn.Conv2d(3, 6, 3, groups=3), (3, 5, 5)),
+    "depthwise, copied": (lambda: nn.Conv2d(16, 16, 3, groups=16), (16, 5, 5)),
+    "gradients copied": (
+        lambda: Reordered(nn.Conv2d(3, 16, 3, bias=False), torch.relu, swapped), (3, 5, 6)
+    ),
+    "gradients copied twice": (
+        lambda: Reordered(nn.Conv2d(16, 32, 3, bias=False), torch.relu, swapped), (16, 5, 6)
+    ),
     "pointwise": (lambda: nn.Conv2d(4, 5, 1), (4, 3, 3)),
+    "pointwise, direct": (lambda: nn.Conv2d(4, 5, 1), (4, 8, 8)),
+    "pointwise, one position": (lambda: nn.Conv2d(4, 5, 1), (4, 1, 1)),
+    "pointwise, half": (
+        lambda: Reordered(nn.Conv2d(4, 5, 1).bfloat16(), half, whole), (4, 3, 4)
+    ),
+    "pointwise, channels last": (lambda: ChannelsLast(4, 5, 1), (4, 8, 8)),
+    "pointwise in groups": (lambda: nn.Conv2d(4, 6, 1, groups=2), (4, 3, 3)),
     "transposed": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), (4, 3, 3)),
     "channels last": (lambda: ChannelsLast(16, 16, 3), (16, 5, 5)),
     "gradients in another order": (
@@ -142,7 +175,7 @@ CONVOLUTIONS = {
 
 
 # Those for which nothing is prepared.
-EACH_TIME = {"depthwise", "pointwise", "transposed"}
+EACH_TIME = {"transposed", "pointwise in groups"}
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside training"])
@@ -151,7 +184,9 @@ def test_convolutions_prepared_as_decided(name, beside, prepared, monkeypatch):
     make, shape = CONVOLUTIONS[name]
     model = nn.Sequential(nn.Tanh(), make(), nn.Flatten(), nn.LazyLinear(2))
     model(torch.zeros(1, *shape))
-    check_as_decided(model.cuda(), shape, beside, prepared, monkeypatch)
+    batch = check_as_decided(model.cuda(), shape, beside, prepared, monkeypatch)
+    expected = oracle_sqnorms(model, batch, mean_square)
+    assert_sqnorms(gs.per_example_norms(model, batch, mean_square), expected, accuracy_of(model))
     assert (None in prepared) == (name in EACH_TIME)
 
 
@@ -249,7 +284,7 @@ def test_normalisations(name, beside, trained, prepared, monkeypatch):
         assert torch.equal(one, other)
     assert_sqnorms(gs.per_example_norms(model, batch, mean_square),
                    oracle_sqnorms(model, batch, mean_square),
-                   1e-4 if dtype == torch.float32 else 3e-2)  # fmt: skip
+                   accuracy_of(model))  # fmt: skip
 
 
 BY_STATISTICS = [
