@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.monitor.processes import RANKS, data_parallel, free_port, fully_sharded, process
+from tests.monitor.processes import RANKS, data_parallel, free_port, process
+from tests.monitor.sharded import fully_sharded
 
 
 def test_two_processes():
