@@ -144,41 +144,32 @@ def test_a_pattern_that_matches_what_lies_beside_the_weights(setting, tmp_path, 
         gs.Checkpoints(advice, lr="optimizer")
 
 
-@pytest.mark.parametrize("second", ["optimizer.bin", "optimizer_1.bin"])
-def test_files_of_two_optimizers_beside_the_weights(setting, tmp_path, second):
+@pytest.mark.parametrize(
+    ("copies", "given", "message"),
+    [
+        ({"optimizer.bin": "optimizer.pt"}, "*/model", "not that of one torch.optim.Optimizer"),
+        ({"optimizer_1.bin": "optimizer.pt"}, "*/model", "not that of one torch.optim.Optimizer"),
+        # Beside several checkpoints it is nobody's, whether all or one of them are given;
+        ({"later.safetensors": "model.safetensors"}, "0/*", "holds no optimizer state"),
+        (
+            {f"epoch-{number}.safetensors": "model.safetensors" for number in range(2)},
+            "0/epoch-0",
+            "holds no optimizer state",
+        ),
+        # nor is it known whose it is where accelerate has saved two models.
+        ({"model_1.safetensors": "model.safetensors"}, "*/model", "holds no optimizer state"),
+        ({"model_1.safetensors": "model.safetensors"}, "*/model_1", "holds no optimizer state"),
+    ],
+)
+def test_optimizers_beside_the_weights_that_may_be_anothers(
+    setting, tmp_path, copies, given, message
+):
     folders(setting, tmp_path)
     for folder in tmp_path.iterdir():
-        shutil.copy(folder / "optimizer.pt", folder / second)
-    run = gs.Checkpoints(f"{tmp_path}/checkpoint-*/model.safetensors", lr="optimizer")
-    with pytest.raises(gs.CheckpointError, match=r"not that of one torch\.optim\.Optimizer"):
-        score(setting, run)
-
-
-def test_one_file_beside_the_weights_of_several_checkpoints_is_nobodys(setting, tmp_path):
-    folders(setting, tmp_path)
-    save_file(setting.states[1], tmp_path / "checkpoint-0" / "later.safetensors")
-    run = gs.Checkpoints(f"{tmp_path}/checkpoint-0/*.safetensors", lr="optimizer")
-    with pytest.raises(gs.CheckpointError, match="holds no optimizer state"):
-        score(setting, run)
-
-
-def test_nor_is_it_anybodys_where_one_of_them_is_given(setting, tmp_path):
-    folders(setting, tmp_path)
-    for epoch in range(2):
-        save_file(setting.states[epoch], tmp_path / "checkpoint-0" / f"epoch-{epoch}.safetensors")
-    run = gs.Checkpoints(f"{tmp_path}/checkpoint-0/epoch-0.safetensors", lr="optimizer")
-    with pytest.raises(gs.CheckpointError, match="holds no optimizer state"):
-        score(setting, run)
-
-
-@pytest.mark.parametrize("given", ["model", "model_1"])
-def test_nor_where_accelerate_has_saved_two_models(setting, tmp_path, given):
-    """Which optimizer is whose is not known."""
-    folders(setting, tmp_path, "optimizer.bin")
-    for folder in tmp_path.iterdir():
-        shutil.copy(folder / "model.safetensors", folder / "model_1.safetensors")
-    run = gs.Checkpoints(f"{tmp_path}/checkpoint-*/{given}.safetensors", lr="optimizer")
-    with pytest.raises(gs.CheckpointError, match="holds no optimizer state"):
+        for new, original in copies.items():
+            shutil.copy(folder / original, folder / new)
+    run = gs.Checkpoints(f"{tmp_path}/checkpoint-{given}.safetensors", lr="optimizer")
+    with pytest.raises(gs.CheckpointError, match=re.escape(message)):
         score(setting, run)
 
 
