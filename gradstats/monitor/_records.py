@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -63,11 +63,9 @@ class Spike:
             f"typical={self.typical:.4g}, examples=[{', '.join(map(str, names))}{more}])"
         )
 
-    def state_dict(self) -> dict:
-        return asdict(self)
-
     @staticmethod
     def from_state(state: dict) -> Spike:
+        """Return the spike of which ``dataclasses.asdict`` gave this."""
         examples = tuple(ExampleRecord(**example) for example in state["examples"])
         return Spike(**{**state, "examples": examples})
 

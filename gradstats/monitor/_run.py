@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ class Run:
             "nonfinite": [list(item) for item in self.nonfinite],
             "ratios": {name: ratio.state_dict() for name, ratio in self._ratios.items()},
             "recent": {name: list(values) for name, values in self._recent.items()},
-            "spikes": [spike.state_dict() for spike in self.spikes],
+            "spikes": [asdict(spike) for spike in self.spikes],
             "history": {
                 name: torch.tensor(values, dtype=torch.float64)
                 for name, values in self.history.items()

@@ -178,7 +178,7 @@ class Passes:
     def _announce(self, pending: np.ndarray, stored: int, where: str) -> None:
         """Print size, memory and time of what there is to do, after a trial of one tile."""
         work, count = self._work, self._count
-        if not work.progress or _ranks.rank() != 0:
+        if not work.reports:
             return
         expected = "the first checkpoint is there already"
         if pending.any():

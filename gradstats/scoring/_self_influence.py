@@ -165,7 +165,7 @@ class _Scoring:
     def _announce(self, pending: list[int], checkpoint: Checkpoint) -> None:
         """Print how much there is to do, after a trial of one batch."""
         work, data, count = self._work, self._data, len(self._work.checkpoints)
-        if not work.progress or _ranks.rank() != 0:
+        if not work.reports:
             return
         expected = "nothing left to compute at the first checkpoint"
         if pending:

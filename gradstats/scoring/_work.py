@@ -230,15 +230,19 @@ class Work:
             )
         return narrow
 
+    @property
+    def reports(self) -> bool:
+        """Whether this process, as one of all, tells how far the work is."""
+        return self.progress and _ranks.rank() == 0
+
     def say(self, line: str) -> None:
         """Print a line beside the progress bar, in one process."""
-        if self.progress and _ranks.rank() == 0:
+        if self.reports:
             tqdm.write(line, file=sys.stderr)
 
     def bar(self, total: int, what: str, unit: str = "tile", delay: float = 0) -> tqdm:
         """Return a progress bar, shown in one process after ``delay`` seconds."""
-        hidden = not self.progress or _ranks.rank() != 0
-        return tqdm(total=total, desc=what, unit=unit, disable=hidden, delay=delay)
+        return tqdm(total=total, desc=what, unit=unit, disable=not self.reports, delay=delay)
 
 
 def _check_whole(model: nn.Module) -> None:
