@@ -671,6 +671,18 @@ def test_packed_pairs_that_cancel_are_computed_again(kernels):
     assert kernels == ["pairwise_gram", "pairwise_direct", "diagonal_gram", "direct_inner"]
 
 
+@pytest.mark.parametrize("dtype", _triton.HALF, ids=str)
+def test_packed_examples_of_one_row_at_most_are_no_matrix_of_rows(dtype):
+    offsets = (0, 1, 1, 2)  # the second has none
+    first, second = (
+        Ragged(torch.randn(2, 6).to(dtype), torch.randn(2, 4).to(dtype), offsets, (6, 4))
+        for _ in range(2)
+    )
+    rows = (map_tensors(each, torch.Tensor.double).dense().flatten(1) for each in (first, second))
+    expected = next(rows) @ next(rows).T
+    torch.testing.assert_close(_triton.gram_pairs(first, second), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_packed_examples_meet_a_direction(kernels):
     offsets = (0, 3, 3, 8)
     factor = Ragged(torch.randn(8, 6), torch.randn(8, 4), offsets, (6, 4))
