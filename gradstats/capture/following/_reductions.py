@@ -62,35 +62,6 @@ def reduced(call: Call, source: Tensor, layout: Examples) -> Examples | None:
 # Where they are given no axis, these choose one by the number of axes.
 IMPLICIT = frozenset({functional.softmax, functional.log_softmax, functional.softmin})
 
-# Operations that make each element depend on others along an axis, with the position of the axis
-# among their arguments and its default.
-SPREADS: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
-    **dict.fromkeys(
-        variants(
-            "softmax", "log_softmax", "cumsum", "cumsum_", "cumprod", "cumprod_", "logcumsumexp",
-            "cummax", "cummin",
-        ),
-        (1, None),
-    ),
-    **dict.fromkeys(variants("diff"), (2, -1)),
-    torch.gradient: (KEYWORD, None),
-    **{
-        getattr(torch.fft, f"{kind}{axes}"): (2, default)
-        for axes, default in (("", -1), ("2", (-2, -1)), ("n", None))
-        for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
-    },
-    **dict.fromkeys((*IMPLICIT, torch.special.softmax, torch.special.log_softmax), (1, None)),
-    **dict.fromkeys(
-        (
-            torch.linalg.cross, torch.trapezoid, torch.trapz, torch.cumulative_trapezoid,
-            *variants("stft"),
-        ),
-        (KEYWORD, -1),
-    ),
-    functional.normalize: (2, 1),
-    **dict.fromkeys(variants("istft"), (KEYWORD, (-2, -1))),
-}  # fmt: skip
-
 # Operations on matrices, which span the last two axes.
 OVER_MATRICES = frozenset(
     getattr(torch.linalg, name)
@@ -134,22 +105,38 @@ QUANTILES = frozenset(variants("quantile", "nanquantile"))
 # All operations that may run over the example axis, with the position of the axes among their
 # arguments and their default; None for all axes.
 OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
-    **SPREADS,
-    **{function: (position, None) for function, position in REDUCES.items()},
-    torch.linalg.norm: (2, None),
-    torch.linalg.matrix_norm: (2, (-2, -1)),
-    functional.cosine_similarity: (2, 1),
-    functional.pairwise_distance: (KEYWORD, -1),
-    torch.linalg.vecdot: (KEYWORD, -1),
-    **dict.fromkeys(variants("cross"), (2, None)),
-    **dict.fromkeys(QUANTILES, (2, None)),
-    **dict.fromkeys(variants("kthvalue"), (2, -1)),
+    **dict.fromkeys(
+        [
+            *IMPLICIT, *OVER_LAST, ATTENTION, torch.special.softmax, torch.special.log_softmax,
+            *variants(
+                "softmax", "log_softmax", "cumsum", "cumsum_", "cumprod", "cumprod_",
+                "logcumsumexp", "cummax", "cummin", "nanmedian",
+            ),
+        ],
+        (1, None),
+    ),
     **dict.fromkeys(variants("mode"), (1, -1)),
-    **dict.fromkeys(variants("nanmedian"), (1, None)),
-    **dict.fromkeys(OVER_MATRICES, (KEYWORD, (-2, -1))),
-    **dict.fromkeys((*OVER_LAST, ATTENTION), (1, None)),
+    **dict.fromkeys([torch.linalg.norm, *variants("cross"), *QUANTILES], (2, None)),
+    **dict.fromkeys([functional.normalize, functional.cosine_similarity], (2, 1)),
+    **dict.fromkeys(variants("diff", "kthvalue"), (2, -1)),
+    torch.linalg.matrix_norm: (2, (-2, -1)),
+    torch.gradient: (KEYWORD, None),
+    **dict.fromkeys(
+        [
+            functional.pairwise_distance, torch.linalg.vecdot, torch.linalg.cross, torch.trapezoid,
+            torch.trapz, torch.cumulative_trapezoid, *variants("stft"),
+        ],
+        (KEYWORD, -1),
+    ),
+    **dict.fromkeys([*variants("istft"), *OVER_MATRICES], (KEYWORD, (-2, -1))),
+    **{
+        getattr(torch.fft, f"{kind}{axes}"): (2, default)
+        for axes, default in (("", -1), ("2", (-2, -1)), ("n", None))
+        for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+    },
+    **{function: (position, None) for function, position in REDUCES.items()},
     **{function: (KEYWORD, axis) for function, axis in ROW_LOSSES.items()},
-}
+}  # fmt: skip
 
 # Those that broadcast two operands against each other first.
 OF_TWO = frozenset(

@@ -24,11 +24,8 @@ OPENED: tuple[Callable[..., Any], ...] = (
     functional.lp_pool1d,
     functional.lp_pool2d,
     functional.lp_pool3d,
-    *(
-        getattr(functional, name)
-        for name in ("linear_cross_entropy",)  # which PyTorch 2.11 does not have
-        if hasattr(functional, name)
-    ),
+    # PyTorch 2.11 does not have it.
+    *filter(None, [getattr(functional, "linear_cross_entropy", None)]),
 )
 
 # Run this way only where an argument is tracked; otherwise they are followed as one operation.

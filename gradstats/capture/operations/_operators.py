@@ -23,18 +23,13 @@ OWNERS = (
 
 # Python functions that take the same arguments as the operators of the same names.
 ALIKE = {
-    name: getattr(owner, name)
-    for owner, names in (
-        (torch, ("split",)),
-        (
-            functional,
-            (
-                "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "glu",
-                "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu6", "silu",
-            ),
-        ),
+    function.__name__: function
+    for function in (
+        torch.split, functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d,
+        functional.adaptive_avg_pool3d, functional.glu, functional.hardsigmoid,
+        functional.hardswish, functional.hardtanh, functional.leaky_relu, functional.mish,
+        functional.relu6, functional.silu,
     )
-    for name in names
 }  # fmt: skip
 
 
