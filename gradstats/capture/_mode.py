@@ -141,9 +141,9 @@ class FollowingMode(ContextMode):
             if tracked and not ORDINARY_TYPES.issuperset(types):
                 check_nested(func, operands_of(args, kwargs))
             result = func(*args, **kwargs)
-        # These may return no tensor, and change an operand instead.
-        changes = func is Tensor.__setitem__ or type(func) in OPAQUE
-        if changes or isinstance(result, (Tensor, tuple, list)):
+        returns = type(result) is Tensor or isinstance(result, (Tensor, tuple, list))
+        # The others here may return no tensor, and change an operand instead.
+        if returns or func is Tensor.__setitem__ or type(func) in OPAQUE:
             if func in FINDS:
                 return result
             if tracker.functions.seen is not None:
