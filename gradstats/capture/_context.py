@@ -109,10 +109,6 @@ class Context:
             self.marks.place(result, examples)
         self.followed = result
 
-    def alias_nodes(self) -> list[GraphNode | None]:
-        """Return the autograd nodes of the parameters' aliases."""
-        return [node for root in self.roots for node in root.alias_nodes]
-
     def note_training(self, tensor: Tensor, trained: bool) -> None:
         """Stop tracking a parameter that is being frozen; resume when it requires grad again."""
         raise NotImplementedError

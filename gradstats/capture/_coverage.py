@@ -56,7 +56,7 @@ def check_coverage(tracker: Context, start: list, losses: Sequence[Tensor] = ())
     tensor that the user's code has for a derived one.
     """
     # Tracked uses lead to aliases, where the walk can stop.
-    seen = {*start, *tracker.alias_nodes()}
+    seen = {*start, *(node for root in tracker.roots for node in root.alias_nodes)}
     try:
         return _walk(tracker, start, losses, seen)
     finally:

@@ -172,7 +172,7 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
     write = WRITES[func](*args, **kwargs)
     if marks.packed and write.is_empty:
         if after is target:
-            marks.values.keep(target)
+            marks.values.note(target, **marks.values.held_by(target, writes=1))
         else:
             marks.place_like(after, target)
         return

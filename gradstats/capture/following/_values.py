@@ -59,10 +59,6 @@ class Values:
         """Return the example of each element of a tensor, 1 standing for whole axes, if noted."""
         return self.held_by(tensor, writes).get("owner")
 
-    def keep(self, tensor: Tensor) -> None:
-        """Keep the properties after a write that changed none of them."""
-        self.note(tensor, **self.held_by(tensor, writes=1))
-
     def note(self, tensor: Tensor, **found: Any) -> None:
         """Add properties to those that hold."""
         if found and not tensor.is_inference():

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats._factors import (
     ConvolutionGeometry,
@@ -18,7 +19,6 @@ from gradstats._factors import (
     Segments,
     convolved,
 )
-from gradstats.capture.following._examples import Examples
 from gradstats.capture.uses._layer import Layer
 from gradstats.capture.uses._linear import is_copied
 from gradstats.capture.uses._uses import Settings
@@ -49,7 +49,26 @@ class ConvolutionFactors(Layer):
         return self.weight, self.bias, self.shape, self.call
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Factor:
-        return convolution_factor(self.examples, grad, x, self.shape, self.call)
+        examples, shape = self.examples, self.shape
+        stride, padding, dilation, transposed, output_padding, groups = self.call
+        if transposed:
+            x, grad = grad, x
+            if any(extra >= step for extra, step in zip(output_padding, stride, strict=True)):
+                # Padding both sides alike would give more positions than the input has: crop the
+                # end.
+                sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
+                x = functional.pad(x, [amount for side in reversed(sides) for amount in side])
+                padding = (0,) * len(padding)
+        geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+        if examples.even and (len(stride) < 3 or examples.most == 1):
+            return convolved(examples.first(x), examples.first(grad), shape, geometry)
+        segments = examples.segments
+        if segments is None:
+            segments = Segments(examples.owner(x.device), examples.batch)
+        rows = Patches(segments.sorted(x), segments.sorted(grad), shape, geometry)
+        owners = segments.counts.nonzero().squeeze(1).tolist() or [0]
+        pieces = (rows.select(slice(*segments.offsets[owner : owner + 2])) for owner in owners)
+        return Images(tuple(pieces), tuple(owners), examples.batch)
 
     def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
         transposed = self.call[3]
@@ -64,7 +83,13 @@ class ConvolutionFactors(Layer):
         return _prepared.of_outer(factor, with_sum=want_weight, again=self.of_weight)
 
     def adjoint(self, grad: Tensor, x: Tensor) -> ConvolutionFactors:
-        call = adjoint_convolution(self.call, x.shape[2:], self.shape[2:], grad.shape[2:])
+        stride, padding, dilation, transposed, _, groups = self.call
+        spatial = x.shape[2:], self.shape[2:], grad.shape[2:], stride, padding, dilation
+        rest = [
+            0 if transposed else i - ((o - 1) * s - 2 * p + d * (k - 1) + 1)
+            for i, k, o, s, p, d in zip(*spatial, strict=True)
+        ]
+        call = stride, padding, dilation, not transposed, tuple(rest), groups
         return ConvolutionFactors(True, False, self.examples, self.shape, (False, False), call)
 
     def gradients(
@@ -77,44 +102,3 @@ class ConvolutionFactors(Layer):
             grad, x, weight, None, stride, padding, dilation, transposed, output_padding, groups,
             [*wanted, False],
         )[:2]  # fmt: skip
-
-
-def adjoint_convolution(call, input, kernel, output):
-    """Return the call that maps a convolution's output gradient to its input gradient.
-
-    Args:
-        call: (stride, padding, dilation, transposed, output padding, groups).
-        input, kernel, output: spatial sizes.
-    """
-    stride, padding, dilation, transposed, _, groups = call
-    rest = [
-        0 if transposed else i - ((o - 1) * s - 2 * p + d * (k - 1) + 1)
-        for i, k, o, s, p, d in zip(
-            input, kernel, output, stride, padding, dilation, strict=True
-        )
-    ]  # fmt: skip
-    return stride, padding, dilation, not transposed, tuple(rest), groups
-
-
-def convolution_factor(
-    examples: Examples, grad: Tensor, x: Tensor, shape: tuple[int, ...], call
-) -> Factor:
-    """Return the factor of a convolution's weight."""
-    stride, padding, dilation, transposed, output_padding, groups = call
-    if transposed:
-        x, grad = grad, x
-        if any(extra >= step for extra, step in zip(output_padding, stride, strict=True)):
-            # Padding both sides alike would give more positions than the input has: crop the end.
-            sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
-            x = torch.nn.functional.pad(x, [amount for side in reversed(sides) for amount in side])
-            padding = (0,) * len(padding)
-    geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
-    if examples.even and (len(stride) < 3 or examples.most == 1):
-        return convolved(examples.first(x), examples.first(grad), shape, geometry)
-    segments = examples.segments
-    if segments is None:
-        segments = Segments(examples.owner(x.device), examples.batch)
-    rows = Patches(segments.sorted(x), segments.sorted(grad), shape, geometry)
-    owners = segments.counts.nonzero().squeeze(1).tolist() or [0]
-    pieces = (rows.select(slice(*segments.offsets[owner : owner + 2])) for owner in owners)
-    return Images(tuple(pieces), tuple(owners), examples.batch)
