@@ -186,7 +186,10 @@ def kinds_of(tracker: Context, operands: Sequence[Any]) -> list[Any]:
             continue
         node = node_of(item)
         if node is not None:
-            check_parameter(node, tracker)
+            if not isinstance(node, Root) or node.tracker is not tracker:
+                raise NotTracedError(f"it takes {node.describe()}")
+            if SHARED_IN_GRAPHS and node.parameter in SHARED_IN_GRAPHS:
+                raise NotTracedError(f"{node.describe()} is used elsewhere too")
             if node in roots:
                 raise NotTracedError(f"it takes {node.describe()} twice")
             roots.add(node)
@@ -209,14 +212,6 @@ def check_sizes() -> None:
         # The compiler's own constraints, on sizes that it saw change, are not binding.
         if any(size is not None and not getattr(size, "warn_only", False) for size in sizes):
             raise NotTracedError("its sizes were marked dynamic, but it would serve one batch size")
-
-
-def check_parameter(node, tracker: Context) -> None:
-    """Raise if a graph cannot be traced with a tracked operand."""
-    if not isinstance(node, Root) or node.tracker is not tracker:
-        raise NotTracedError(f"it takes {node.describe()}")
-    if SHARED_IN_GRAPHS and node.parameter in SHARED_IN_GRAPHS:
-        raise NotTracedError(f"{node.describe()} is used elsewhere too")
 
 
 def _calling(
