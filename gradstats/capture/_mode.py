@@ -35,7 +35,7 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._repeated import follow_repeated
 from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, is_out_of_the_ordinary
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
-from gradstats.capture.operations._modes import ContextMode, is_closed, remove_modes
+from gradstats.capture.operations._modes import ContextMode, remove_modes
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._opened import OPENED, OPENED_IF_TRACKED, opened
@@ -82,7 +82,11 @@ class FollowingMode(ContextMode):
         Contexts may end in any order, and an interrupt may have left a mode on the stack twice.
         Modes of contexts that another thread closed are removed too.
         """
-        remove_modes(lambda mode: mode is self or is_closed(mode))
+
+        def is_over(mode) -> bool:
+            return mode is self or (isinstance(mode, ContextMode) and mode.tracker.closed)
+
+        remove_modes(is_over)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

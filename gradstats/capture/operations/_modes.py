@@ -35,15 +35,10 @@ def is_of_context(mode: TorchFunctionMode) -> bool:
     return isinstance(mode, ContextMode)
 
 
-def is_closed(mode: TorchFunctionMode) -> bool:
-    """Whether a function mode is that of a context that has ended."""
-    return isinstance(mode, ContextMode) and mode.tracker.closed
-
-
 def modes_here() -> list[ContextMode]:
     """Return the modes of the contexts that are open in this thread, the innermost last."""
-    modes = filter(is_of_context, _get_current_function_mode_stack())
-    return [mode for mode in modes if not is_closed(mode)]
+    modes = _get_current_function_mode_stack()
+    return [each for each in modes if isinstance(each, ContextMode) and not each.tracker.closed]
 
 
 def innermost_mode() -> ContextMode | None:
@@ -108,12 +103,8 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     Its operations were followed when it was traced. Other modes stay on: a graph may run functions
     that have modes of their own.
     """
-    before = _get_current_function_mode_stack()
-    with (
-        without_contexts(),
-        torch._C.DisableTorchFunctionSubclass(),
-        _unpacking_seen(before),
-    ):
+    modes = modes_here()
+    with without_contexts(), torch._C.DisableTorchFunctionSubclass(), _unpacking_seen(modes):
         result = function(*args)
     for item in tensors_in(result):
         if item.grad_fn is not None:
@@ -122,7 +113,7 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return result
 
 
-def _unpacking_seen(modes: Sequence[TorchFunctionMode]) -> AbstractContextManager[object]:
+def _unpacking_seen(modes: Sequence[ContextMode]) -> AbstractContextManager[object]:
     """Have the tensors that a graph saved for its backward unpacked with these modes on.
 
     Unpacking makes a checkpoint around the graph run its part of the forward again.
@@ -135,7 +126,7 @@ def _unpacking_seen(modes: Sequence[TorchFunctionMode]) -> AbstractContextManage
     def unpack_seen(packed: Any) -> Tensor:
         before = _get_current_function_mode_stack()
         for mode in modes:
-            if is_of_context(mode) and not is_closed(mode) and mode not in before:
+            if not mode.tracker.closed and mode not in before:
                 _push_mode(mode)
         try:
             with torch._C._EnableTorchFunction():
