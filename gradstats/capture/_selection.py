@@ -71,9 +71,12 @@ class Anatomy:
         named = self.named()
         trainable = {name: each for name, each in named.items() if each.requires_grad}
         if not trainable:
+            adapted = any(hasattr(module, "peft_config") for _, module in self.modules)
+            loaded = " peft loads adapters for inference unless it is told is_trainable=True."
             raise CoverageError(
                 "the model has no parameter that requires grad, so there is no gradient to "
                 "measure. Set requires_grad on the parameters whose gradients you want."
+                f"{loaded if adapted else ''}"
             )
         leave_out = () if exclude is None else patterns_of("exclude", exclude)
         if parameters is None and not leave_out:

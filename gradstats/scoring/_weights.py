@@ -206,7 +206,13 @@ def _unfitting(
     lacks = [f"it lacks {quoted(missing)}"] * bool(missing)
     holds = [f"it holds {quoted(unexpected)}, which the model does not have"] * bool(unexpected)
     remedy = ""
-    if (index := index_of(checkpoint)) is not None:
+    adapted = any(hasattr(module, "peft_config") for module in model.modules())
+    if unexpected and not adapted and all(name.startswith("base_model.") for name in unexpected):
+        remedy = (
+            " These are adapters of peft, which the model lacks: pass the model with them, as it "
+            "was trained, or peft.PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
+    elif (index := index_of(checkpoint)) is not None:
         remedy = f" It is one file of several: pass their index, {index}."
     elif prefix := _before_each(missing, unexpected):
         remedy = (
@@ -225,7 +231,7 @@ def _unfitting(
             "is not filled in by guessing: pass gs.Checkpoints([{**model.state_dict(), **saved}, "
             "...], lr=...), where saved has the names of model.state_dict()."
         )
-    if any(hasattr(module, "peft_config") for module in model.modules()):
+    if adapted:
         remedy += (
             " peft saves adapters under names without the adapter's own: pass its files as they "
             "are, for a model in which they hold all that is trained. Otherwise "

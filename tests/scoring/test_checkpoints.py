@@ -813,6 +813,23 @@ def test_adapters_that_peft_saved(setting, tmp_path):
         parameter.requires_grad_()  # trained, and not saved
     with pytest.raises(gs.CheckpointError, match=hint):
         measured(gs.Checkpoints(files, lr=0.1))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(gs.CoverageError, match=r"no parameter that requires grad.*is_trainable"):
+        measured(gs.Checkpoints(files, lr=0.1))
+
+
+def test_adapters_for_a_model_without_them(setting, tmp_path):
+    """The model below is passed, where that of peft was trained."""
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model is no transformer of Hugging Face
+        options = peft.LoraConfig(r=2, target_modules=["0"])
+        peft.get_peft_model(copy.deepcopy(setting.model), options).save_pretrained(tmp_path)
+    checkpoints = gs.Checkpoints(tmp_path / "adapter_model.safetensors", lr=0.1)
+    hint = r"These are adapters of peft, which the model lacks: .*is_trainable=True\)"
+    with pytest.raises(gs.CheckpointError, match=hint):
+        score(setting, checkpoints)
 
 
 def test_each_checkpoint_is_loaded_once(setting, tmp_path, monkeypatch):
