@@ -116,12 +116,11 @@ def plot(monitor: Monitor) -> Figure:
         line, band = (np.percentile(each[known], 90) for each in (value, value + spread))
         noise.set_ylim(0, 1.2 * min(band, 3 * line))
         if np.isnan(value).any():
-            noise.plot([], [], " ", label="gaps: no estimate with a meaning")
+            noise.plot([], [], " ", label="gaps: undefined")
     else:
         noise.set_yticks([])
-        noise.text(
-            0.5, 0.5, "no estimate has a meaning yet", ha="center", transform=noise.transAxes
-        )
+        undefined = "undefined so far: the average of gns/g2 is not positive"
+        noise.text(0.5, 0.5, undefined, ha="center", transform=noise.transAxes)
     noise.set_ylabel("number of examples")
     noise.set_xlabel("optimizer step")
     noise.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

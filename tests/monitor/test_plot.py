@@ -104,7 +104,8 @@ def test_a_first_estimate_is_shown_before_its_error_is_known(monitor):
     assert "a step: 6 examples" in [line.get_label() for line in noise.get_lines()]
     known["gns/b_simple"] = [float("nan")] * 2
     (noise,) = plot(SimpleNamespace(history={**history, **known}, spikes=[])).axes[1:]
-    assert [text.get_text() for text in noise.texts] == ["no estimate has a meaning yet"]
+    said = "undefined so far: the average of gns/g2 is not positive"
+    assert [text.get_text() for text in noise.texts] == [said]
 
 
 def test_examples_without_gradient_do_not_flatten_the_norms(monitor):
