@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import reduce
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -67,15 +68,19 @@ def from_patterns(
 ) -> Rates:
     """Return the rate of each parameter, by the one pattern that matches its name.
 
+    Patterns may match several names of a tied parameter, if they give it one rate.
+
     Args:
         patterns: pattern → rate; each matches some parameter of the model, measured or not.
         model: of the parameters.
         names: of those that are measured.
         checkpoint: what a message calls the checkpoint.
     """
-    prefix = wrapper_prefix(model)
-    every = model.named_parameters(remove_duplicate=False)  # tied ones may be named by any name
-    own = [clean_name(name, prefix) for name, _ in every]
+    prefix, names_of = wrapper_prefix(model), dict[int, list[str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(clean_name(name, prefix))
+    own = [*chain.from_iterable(names_of.values())]
+    aliases = {name: each for each in names_of.values() for name in each}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in own):
             raise CheckpointError(
@@ -85,14 +90,20 @@ def from_patterns(
             )
     rates = {}
     for name in names:
-        matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
-        if len(matching) != 1:
+        by_name = [
+            [pattern for pattern in patterns if fnmatchcase(alias, pattern)]
+            for alias in aliases[name]
+        ]
+        matching = list(dict.fromkeys(chain.from_iterable(by_name)))
+        found = {check_rate(patterns[each], f"{name!r} in {checkpoint}") for each in matching}
+        if len(found) != 1 or max(map(len, by_name)) > 1:
+            tied = f", tied as {aliases[name]}," if len(aliases[name]) > 1 else ""
             raise CheckpointError(
-                f"{checkpoint}: {len(matching)} patterns of lr match the parameter {name!r} "
+                f"{checkpoint}: {len(matching)} patterns of lr match the parameter {name!r}{tied} "
                 f"({matching or list(patterns)}), expected exactly one. Give each parameter its "
                 "rate, 0 for one that was not trained, or leave the parameter out with exclude=."
             )
-        rates[name] = check_rate(patterns[matching[0]], f"{name!r} in {checkpoint}")
+        (rates[name],) = found
     return simplify(rates)
 
 

@@ -890,6 +890,25 @@ def test_tied_weights_stored_once(tmp_path, kept, head_first):
         gs.self_influence(model, data, loss_fn, both, progress=False)
 
 
+@pytest.mark.parametrize("head_first", [False, True])
+def test_rates_of_tied_weights(head_first):
+    """A rate under either name is that of the one parameter, which cannot have two."""
+    model = Tied(head_first).double()
+    data = [(torch.randint(9, (5,)), torch.randint(9, (5,)))]
+    tied, rest = "head.weight" if head_first else "embedding.weight", {"middle.*": 0.1}
+    sqnorms = oracle_sqnorms(model, data[0], loss_fn)
+    expected = 0.5 * sqnorms.pop(tied) + 0.1 * sum(sqnorms.values())
+
+    def scored(rates):
+        checkpoints = gs.Checkpoints(model.state_dict(), lr={**rest, **rates})
+        return gs.self_influence(model, data, loss_fn, checkpoints, progress=False)
+
+    for rates in ({"head.*": 0.5}, {"embedding.*": 0.5}, {"head.*": 0.5, "embedding.*": 0.5}):
+        np.testing.assert_allclose(scored(rates).self_influence, expected.numpy(), rtol=1e-10)
+    with pytest.raises(gs.CheckpointError, match=r"2 patterns of lr .*tied as \["):
+        scored({"head.*": 0.5, "embedding.*": 0.2})
+
+
 def test_tied_weights_that_are_nowhere_are_missing():
     model = Tied(False)
     content = {"middle.weight": torch.ones(4, 4), "middle.bias": torch.ones(4)}
