@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -71,16 +71,29 @@ class ConvolutionFactors(Layer):
         return Images(tuple(pieces), tuple(owners), examples.batch)
 
     def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
-        transposed = self.call[3]
-        if transposed or self.examples.fold != 1:
+        if self.examples.fold != 1:
             return None
-        factor = self.of_weight(grad, x)
-        if isinstance(factor, Patches):
-            return _prepared.of_patches(factor, with_sum=want_weight)
-        assert isinstance(factor, Outer)
-        if is_copied(factor, grad, x):
-            return None
-        return _prepared.of_outer(factor, with_sum=want_weight, again=self.of_weight)
+        factor, sides = self.of_weight(grad, x), self._sides(grad, x)
+        if isinstance(factor, Outer):
+            if is_copied((factor.left, factor.right), sides):
+                return None
+            again = replace(self)._of_sides  # not its own: what is prepared lies with it
+            found = _prepared.of_outer(factor, with_sum=want_weight, again=again)
+        else:
+            assert isinstance(factor, Patches)
+            if is_copied((factor.grad, factor.input), sides):
+                return None
+            found = _prepared.of_patches(factor, with_sum=want_weight)
+        if found is None or not self.call[3]:
+            return found
+        return lambda grad, x: found(x, grad)
+
+    def _sides(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both, first what the weight's rows belong to: where it is transposed the data."""
+        return (x, grad) if self.call[3] else (grad, x)
+
+    def _of_sides(self, first: Tensor, second: Tensor) -> Factor:
+        return self.of_weight(*self._sides(first, second))
 
     def adjoint(self, grad: Tensor, x: Tensor) -> ConvolutionFactors:
         stride, padding, dilation, transposed, _, groups = self.call

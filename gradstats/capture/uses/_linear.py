@@ -57,7 +57,7 @@ class LinearFactors(Layer):
     def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
         factor = self.of_weight(grad, x)
         assert isinstance(factor, Outer)
-        if is_copied(factor, *self._sides(grad, x)):
+        if is_copied((factor.left, factor.right), self._sides(grad, x)):
             return None
         found = _prepared.of_outer(factor, with_sum=want_weight)
         if found is None or not self.inputs_first:
@@ -111,9 +111,9 @@ def is_pytorchs_own(
     return settings.exact or x.dtype != torch.float32 or not pays(positions * weight.numel())
 
 
-def is_copied(factor: Outer, left: Tensor, right: Tensor) -> bool:
-    """Whether a factor has copies of the tensors that it was made of."""
-    return factor.left.data_ptr() != left.data_ptr() or factor.right.data_ptr() != right.data_ptr()
+def is_copied(held: Sequence[Tensor], sides: Sequence[Tensor]) -> bool:
+    """Whether a factor holds copies of the tensors that it was made of."""
+    return [each.data_ptr() for each in held] != [each.data_ptr() for each in sides]
 
 
 def by_rows(examples: Examples, x: Tensor) -> Examples:

@@ -95,7 +95,10 @@ class Use:
     def all_sole(self) -> bool:
         """Whether all nodes are parameters whose only use this is."""
         if self.direct:
-            return all([root.has_one_use for root in self.roots])
+            for root in self.roots:  # each backward asks: no list is made
+                if not root.has_one_use:
+                    return False
+            return True
         return all(map(self.is_sole, range(len(self.nodes))))
 
     def is_tied(self, factor: Factor) -> bool:

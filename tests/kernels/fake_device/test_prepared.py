@@ -167,6 +167,16 @@ CONVOLUTIONS = {
     "pointwise, channels last": (lambda: ChannelsLast(4, 5, 1), (4, 8, 8)),
     "pointwise in groups": (lambda: nn.Conv2d(4, 6, 1, groups=2), (4, 3, 3)),
     "transposed": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), (4, 3, 3)),
+    "transposed, gram": (lambda: nn.ConvTranspose2d(12, 8, 2, stride=2), (12, 2, 2)),
+    "transposed, copied": (lambda: nn.ConvTranspose2d(16, 16, 3, stride=2), (16, 3, 3)),
+    "transposed, depthwise": (lambda: nn.ConvTranspose2d(4, 4, 3, groups=4), (4, 4, 4)),
+    "transposed, pointwise": (lambda: nn.ConvTranspose2d(4, 5, 1), (4, 3, 3)),
+    "transposed, cropped": (
+        lambda: nn.ConvTranspose2d(4, 3, 3, 2, output_padding=1), (4, 3, 3)
+    ),
+    "transposed, padded": (
+        lambda: nn.ConvTranspose2d(4, 3, 2, 1, output_padding=1, dilation=2), (4, 3, 3)
+    ),
     "channels last": (lambda: ChannelsLast(16, 16, 3), (16, 5, 5)),
     "gradients in another order": (
         lambda: Reordered(nn.Conv2d(3, 4, 3), torch.relu, transposed), (3, 5, 5)
@@ -175,7 +185,7 @@ CONVOLUTIONS = {
 
 
 # Those for which nothing is prepared.
-EACH_TIME = {"transposed", "pointwise in groups"}
+EACH_TIME = {"transposed, padded", "pointwise in groups"}
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside training"])
