@@ -307,6 +307,10 @@ def test_other_layouts_meet_in_the_definition():
     assert_inner([grouped], [whole])
     turned = Outer(normal(2, 1, 5, 3), normal(2, 1, 5, 4), (4, 3), (1, 0), (3, 4))
     assert_inner([grouped], [turned])
+    for other in (grouped, turned):
+        looked_up = rows([2, 0, 3], width=3)
+        assert_inner([other], [looked_up])
+        assert_inner([looked_up], [other])
 
 
 def test_examples_selected_in_another_order():
