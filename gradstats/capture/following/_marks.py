@@ -94,6 +94,12 @@ class Marks:
         self.supposed = self.knows_losses = False
         self.enclosed: Container[Tensor] = ()
 
+    def expected_along(self, axis: int) -> str:
+        """Describe the expected size along an axis, for a message."""
+        rows = f"the {self.contract.rows} rows of " if self.packed else ""
+        kind = "packed examples" if self.packed else "examples"
+        return f"{rows}{self.batch_size} {kind} along axis {axis}"
+
     def keep_constant(self, tensors: Iterable[Tensor]) -> None:
         """Remember tensors that the model keeps, which must not be marked, as constants."""
         self.constants.update((id(tensor), tensor) for tensor in tensors)

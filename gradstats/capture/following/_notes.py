@@ -9,6 +9,7 @@ from torch import Tensor
 from gradstats.capture.following._examples import Examples, Mixed, Whole
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._taken import is_given
+from gradstats.capture.following._values import VALUES
 
 
 class Note(NamedTuple):
@@ -33,7 +34,7 @@ def is_unusual(marks: Marks, tensor: Tensor) -> bool:
     written = bool(marks.written.storages) and tensor in marks.written
     if written or marks.is_marked(tensor):
         return True
-    return marks.values.has(tensor) and marks.values.held_by(tensor) != {"drawn": True}
+    return hasattr(tensor, VALUES) and marks.values.held_by(tensor) != {"drawn": True}
 
 
 def note_of(marks: Marks, tensor: Tensor) -> Note | None:

@@ -73,10 +73,6 @@ class Values:
         held = mark is not None and mark[:2] == (self._serial, tensor._version - writes)
         return mark[2] if held else NOTHING
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether anything was ever noted."""
-        return hasattr(tensor, VALUES)
-
     def forget(self) -> None:
         """Remove the marks from tensors."""
         unmark(self._marked, VALUES, self._serial)

@@ -155,10 +155,7 @@ def _is_of_reduced_losses(marks: Marks, node: Node, data: Tensor) -> bool:
 
 def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
     """Return the error about data whose rows cannot be told apart by example."""
-    got, kind = f"data of shape {tuple(data.shape)}", f"{marks.batch_size} examples"
-    if marks.packed:
-        kind = f"the {marks.contract.rows} rows of {marks.batch_size} packed examples"
-    expected = f"{kind} along axis {axis}"
+    got, expected = f"data of shape {tuple(data.shape)}", marks.expected_along(axis)
     lost, met = marks.lost_at(data), marks.meetings.behind(data)
     why = []
     if met is not None:
