@@ -123,6 +123,11 @@ class Data:
         return int(self.sizes.sum())
 
     @property
+    def workers(self) -> int:
+        """Number of processes that read beside this one."""
+        return getattr(self._loader, "num_workers", 0)
+
+    @property
     def batches(self) -> int:
         """Number of batches."""
         return len(self.sizes)

@@ -40,6 +40,9 @@ from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._result import GradientNorms
 from gradstats.statistics._state import random_numbers_kept
 
+# Seconds from which a trial is not repeated.
+LONG_TRIAL = 1.0
+
 
 @in_python
 def self_influence(
@@ -169,10 +172,7 @@ class _Scoring:
             return
         expected = "nothing left to compute at the first checkpoint"
         if pending:
-            ((number, batch),) = data.read(pending[:1])
-            start = time.perf_counter()
-            self._measured(batch, int(data.sizes[number]), checkpoint)
-            once = time.perf_counter() - start
+            once = self._trial(pending[0], checkpoint)
             left = once * (len(pending) + (count - 1) * data.batches) / _ranks.size()
             expected = f"about {duration(left)}"
         where = "in memory" if work.out is None else f"in {work.out}"
@@ -181,6 +181,18 @@ class _Scoring:
             f"{plural(count, 'checkpoint')}: {amount(self._tiling.nbytes * count)} {where}, "
             f"{expected}"
         )
+
+    def _trial(self, number: int, checkpoint: Checkpoint) -> float:
+        """Return the seconds that a batch takes, after one for what only the first has to do."""
+        spent: list[float] = []
+        while not spent or (len(spent) == 1 and spent[0] < LONG_TRIAL):
+            start = time.perf_counter()
+            ((_, batch),) = self._data.read([number])
+            # Workers read beside what is computed, once they have started.
+            start = time.perf_counter() if self._data.workers else start
+            self._measured(batch, int(self._data.sizes[number]), checkpoint)
+            spent.append(time.perf_counter() - start)
+        return spent[-1]
 
     def _fill(self, pending: list[int], checkpoint: Checkpoint, tiles: AnyTiles, bar: tqdm) -> None:
         """Measure this process's share of some batches."""

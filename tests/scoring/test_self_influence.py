@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from gradstats.scoring import _self_influence
 from gradstats.scoring._metrics import detect
 from gradstats.scoring._rankings import Ranking
 from gradstats.scoring._table import FIELDS
@@ -546,6 +547,20 @@ def test_out_of_memory_halves_the_batch(setting, capsys):
     printed = capsys.readouterr().err
     assert "out of memory with 4 examples at once (DefaultCPUAllocator" in printed
     assert "going on with 1 at once" in printed
+
+
+@pytest.mark.parametrize(("first", "expected"), [(0.9, "0.12 s"), (9.0, "1.8 min")])
+def test_the_estimate_is_of_a_batch_after_the_first(setting, monkeypatch, capsys, first, expected):
+    """What the first takes more, to choose and compile kernels, was counted for each."""
+    # One example a batch: 12 to do, at 0.01 s each; a trial that is long is not repeated.
+    batches = [[tensor[i : i + 1] for tensor in setting.train] for i in range(6)]
+    clock = iter([0.0, first, first, first + 0.01])
+    timer = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr(_self_influence, "time", timer)
+    gs.self_influence(
+        setting.model, batches, loss_fn, gs.Checkpoints(setting.states, lr=0.1), progress=True
+    )
+    assert f"about {expected}" in capsys.readouterr().err
 
 
 def test_the_estimate_is_printed(setting, tmp_path, capsys):
