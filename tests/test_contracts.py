@@ -291,6 +291,7 @@ def test_a_pattern_for_the_other_name_of_a_tied_parameter():
             r"'decoder.\*' matches no parameter.*0.weight",
         ),
         ({"exclude": "bias"}, gs.CoverageError, r"a pattern of whole names.*'\*bias\*' matches 2"),
+        ({"exclude": "bias*"}, gs.CoverageError, r"a pattern of whole names.*'\*bias\*' matches 2"),
         ({"parameters": "*", "exclude": "*"}, gs.CoverageError, "leave no parameter"),
         ({"alignment": torch.ones(3)}, gs.TrackingError, "alignment is tensor.*True or False"),
         ({"alignment": {"0.weight": 1}}, gs.TrackingError, "alignment is .*True or False"),
