@@ -547,14 +547,19 @@ def replayed(monkeypatch):
     return found
 
 
-def test_parts_of_one_derived_tensor_are_pulled_back_together(replayed):
+@pytest.mark.parametrize("parts", [5, 250])
+def test_parts_of_one_derived_tensor_are_pulled_back_together(replayed, parts):
     def function(m, x):
         for weight in (m.v.tanh() @ m.w).view(-1, WIDTH, WIDTH):
-            x = functional.linear(x, weight).tanh()
+            x = functional.linear(x, weight).tanh() + x
         return x
 
-    model = Operation(function, {"v": (1, 3), "w": (3, 5 * WIDTH**2)}, upstream=False)
-    gs.per_example_norms(model, (normal(BATCH, WIDTH),), uneven_loss)
+    model = Operation(function, {"v": (1, 3), "w": (3, parts * WIDTH**2)}, upstream=False)
+    with torch.no_grad():
+        model.w.mul_(0.1)
+    batch = (normal(BATCH, WIDTH),)
+    expected = oracle_sqnorms(model, batch, uneven_loss)
+    assert_sqnorms(gs.per_example_norms(model, batch, uneven_loss), expected, 1e-9)
     assert len(replayed) == 1
 
 
