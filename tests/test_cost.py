@@ -195,11 +195,19 @@ def test_chunks():
     assert _cost.direct_chunk(100, 8, 1) == 1
     assert _cost.fitting(100, 10, 250) == 2
     assert _cost.fitting(100, 10, 1) == 1
+    assert _cost.fitting(1, 10, 7) == 7
+    assert _cost.fitting(0, 10, 250) == 10
+    # What is pulled back holds as much again, and no more than the workspace either.
+    assert _cost.pulled_chunk(2**18, 64, WORKSPACE, launched=False) == 8
+    assert _cost.pulled_chunk(2**22, 99, WORKSPACE, launched=True) == 64
+    assert _cost.pulled_chunk(100, 8, 250, launched=False) == 2
     assert _convolution_cost.convolution_chunk(50, 50, 99, WORKSPACE) == 64
     assert _convolution_cost.convolution_chunk(50, 50, 64, 250) == 2
     # Gradients that are formed together take a few MiB.
     assert _convolution_cost.convolution_chunk(50, 2**18, 64, WORKSPACE) == 16
     assert _convolution_cost.convolution_chunk(50, 2**22, 64, WORKSPACE) == 1
+    assert _convolution_cost.convolution_chunk(50, 2**23, 64, WORKSPACE) == 1
+    assert _convolution_cost.convolution_chunk(0, 0, 64, WORKSPACE) == 64
     assert _convolution_cost.convolution_chunk(2**21, 50, 99, WORKSPACE) == 64
 
 
@@ -231,3 +239,14 @@ def test_gradients_are_formed_transposed_where_that_has_fewer_columns():
         # (256, 64) either way: rows of 256 bytes.
         plan = _cost.direct_plan(4, 1, p, q, 4, 2**12, with_sum=False)
         assert plan == (p < q, 16, 1)
+
+
+def test_gradients_of_several_groups_are_formed_within_the_workspace():
+    rows = 3 * 10 * 8  # bytes of one row of the transposes, of all groups
+    for workspace, expected in ((2**28, (20, 4)), (4 * rows, (4, 1)), (1, (1, 1))):
+        plan = _cost.direct_plan(4, 3, 10, 20, 8, workspace, with_sum=False)
+        assert plan == (True, *expected)
+
+
+def test_no_examples_choose_a_form():
+    assert _cost.choose_outer_form(64, 8, 8, examples=0) in ("gram", "direct")
