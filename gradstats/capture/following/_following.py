@@ -29,6 +29,7 @@ from gradstats.capture.following._operands import (
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._separable import LOSSES, is_root, is_square, is_sum
+from gradstats.capture.following._slots import follow_slots, slots_of
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import (
@@ -74,6 +75,8 @@ def follow_layout(marks: Marks, call: Call) -> None:
         after = marks.contract.owned_by(nobody, [*result.shape].index(0))
     if after is None:
         note_lost(marks, result, data, function_name(func) if func is not None else None)
+        if result.requires_grad:
+            follow_slots(marks, call)
     else:
         marks.place(result, after)
     if marks.is_marked(result) and result.requires_grad and not isinstance(after, APART):
@@ -164,7 +167,8 @@ def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) 
         marks.values.note(result, of_one=True)
     if lost is not None:
         # Blame the first of several operations that could not be followed.
-        marks.mark(result, None, marks.lost_at(lost) if marks.is_marked(lost) else at)
+        blamed = marks.is_marked(lost) and slots_of(marks, lost) is None
+        marks.mark(result, None, marks.lost_at(lost) if blamed else at)
     elif alone:
         marks.mark(result, None, at)  # an axis as long as the batch is not that of the examples
     else:

@@ -301,6 +301,9 @@ class Marks:
             self.place(tensor, self.owned(source))
             if self.values.is_sum(source):
                 self.values.mark_sum(tensor)
+            owner = self.values.owner_of(source)
+            if owner is not None:
+                self.values.note(tensor, owner=owner)
 
     def known_of(self, rows: int) -> Iterator[Examples]:
         """Yield where packed examples lie in living tensors of so many rows, each layout once."""

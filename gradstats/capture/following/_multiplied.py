@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats.capture.following._apart import (
     scores,
     scores_keep_apart,
@@ -25,7 +27,10 @@ from gradstats.capture.following._examples import (
     same_rows,
 )
 from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._numbered import NOBODY
+from gradstats.capture.following._slots import placed, slots_of
 from gradstats.capture.following._taken import without_given
+from gradstats.capture.following._values import axes_of
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._einsum import Equation
 from gradstats.capture.operations._operations import TRANSPOSED_CONVOLUTIONS
@@ -33,7 +38,7 @@ from gradstats.capture.operations._operations import TRANSPOSED_CONVOLUTIONS
 
 def by_equation(
     marks: Marks, operands: Sequence[Tensor], equation: Equation, result: Tensor
-) -> Examples | Mixed | None:
+) -> Examples | Whole | Mixed | None:
     """Return the layout of a contraction that an equation describes."""
     inputs, out = equation
     summed = dict.fromkeys(index for index in chain(*inputs) if index not in out)
@@ -49,7 +54,7 @@ def contraction(
     places: Sequence[Sequence[int]],
     result: Tensor,
     lies: Callable[[int, Examples], Examples | None] | None = None,
-) -> Examples | Mixed | None:
+) -> Examples | Whole | Mixed | None:
     """Return the layout of a contraction.
 
     Args:
@@ -83,7 +88,7 @@ def contraction(
         after = None if layout is None else lies(at, layout)
         if after is not None:
             kept.append((tensor, after))
-        elif layout is not None and kept and marks.packed:
+        elif layout is not None and kept and (marks.packed or layout.segments is not None):
             over = places[at][layout.axis]
             meets = over in places[0] and len(places) == 2
             along = places[0].index(over) if meets else None
@@ -97,10 +102,11 @@ def contraction(
             if isinstance(marks.owned(tensor), Whole):
                 marks.meetings.note(result)
                 return None
-            return _of_weighted_sums(marks, operands, places)
+            by_slots = _of_slots(marks, operands, places, result)
+            return by_slots or _of_weighted_sums(marks, operands, places, result)
     if not kept:
-        found = _of_weighted_sums(marks, operands, places)
-        if found is not None:
+        found = _of_weighted_sums(marks, operands, places, result)
+        if found is not None or marks.values.owner_of(result) is not None:
             return found
     if len(indices) > 1 and marks.batch_size > 1:
         _couple_all(marks, result)
@@ -172,20 +178,19 @@ def _sums_own_rows(
 
 
 def _of_weighted_sums(
-    marks: Marks,
-    operands: Sequence[Tensor],
-    places: Sequence[Sequence[int]],
-) -> Examples | None:
-    """Return the layout of sums of packed rows, each of which belongs to the example it sums.
+    marks: Marks, operands: Sequence[Tensor], places: Sequence[Sequence[int]], result: Tensor
+) -> Examples | Whole | None:
+    """Return the layout of sums of rows, each of which belongs to the example whose rows it sums.
 
-    So it is in products with a transposed adjacency matrix, and in pooling by a matrix, if these
-    are given: a trained weight would pass a gradient on where it is zero, too.
+    So it is in products with a transposed adjacency matrix, in pooling by a matrix, and where rows
+    are dispatched to the slots of experts, if these weights are given: a trained weight would pass
+    a gradient on where it is zero, too.
 
     Args:
-        operands, places: as for ``contraction``.
+        operands, places, result: as for ``contraction``.
     """
     trained = [at for at, operand in enumerate(operands) if operand.requires_grad]
-    if not marks.packed or len(operands) != 2 or len(trained) != 1 or marks.batch_size == 1:
+    if len(operands) != 2 or len(trained) != 1 or marks.batch_size == 1 or is_compiling():
         return None
     (at,) = trained
     rows, weights, kept_at = operands[at], operands[1 - at], places[1 - at]
@@ -193,52 +198,104 @@ def _of_weighted_sums(
     if layout is None or isinstance(layout, Scores):
         return None
     several = [axis for axis, size in enumerate(weights.shape) if size > 1]
-    sums = [axis for axis in several if kept_at[axis] >= 0]
+    sums = sorted((a for a in several if kept_at[a] >= 0), key=kept_at.__getitem__)
     summed = [axis for axis in several if kept_at[axis] == places[at][layout.axis] < 0]
-    if (len(several), len(sums), len(summed)) != (2, 1, 1):
+    if not sums or len(summed) != 1 or len(several) != len(sums) + 1:
         return None
-    owner = _owner_of_sums(weights, (sums[0], summed[0]), layout)
+    owner = _owner_of_sums(weights, (*sums, *summed), layout)
     if owner is None:
         return None
-    nobodys = owner == layout.batch
-    if bool(nobodys.any()):
-        # What sums nothing, as a node without neighbours, is taken for a row of the same example as
-        # in the rows, or for the only one of its example.
-        likely = [layout, Examples(layout.batch, 0)]
-        whole = [each.owner(owner.device) for each in likely if each.rows == len(owner)]
-        whole = [each for each in whole if bool((nobodys | (each == owner)).all())]
-        if not whole or not torch.equal(whole[0], whole[-1]):
-            return None
-        owner, marks.supposed = whole[0], True
-    return layout.owned_by(owner, kept_at[sums[0]])
+    nobodys = owner == NOBODY
+    if marks.packed and len(sums) == 1:
+        if bool(nobodys.any()):
+            # What sums nothing, as a node without neighbours, is taken for a row of the same
+            # example as in the rows, or for the only one of its example.
+            likely = [layout, Examples(layout.batch, 0)]
+            whole = [each.owner(owner.device) for each in likely if each.rows == len(owner)]
+            whole = [each for each in whole if bool((nobodys | (each == owner)).all())]
+            if not whole or not torch.equal(whole[0], whole[-1]):
+                return None
+            owner, marks.supposed = whole[0], True
+        return layout.owned_by(owner, kept_at[sums[0]])
+    sizes = [1] * result.dim()
+    for axis in sums:
+        sizes[kept_at[axis]] = weights.shape[axis]
+    numbers = owner.int().view(sizes)
+    # Also where they lie along one axis: it depends on values, which no cache may leave out.
+    marks.values.note(result, owner=numbers)
+    return placed(marks, result, numbers.expand(result.shape))
 
 
-def _owner_of_sums(weights: Tensor, axes: tuple[int, int], rows: Examples) -> Tensor | None:
-    """Return the example whose rows each sum counts, (n,); ``batch`` for those that count none.
+def _owner_of_sums(weights: Tensor, axes: Sequence[int], rows: Examples) -> Tensor | None:
+    """Return the example whose rows each sum counts, ``NOBODY`` for those that count none.
 
     Args:
         weights: of the rows in each sum.
-        axes: of the weights: that of the sums, and that of the rows.
+        axes: of the weights: those of the sums, and that of the rows.
         rows: whose the rows are.
 
     Returns:
-        The examples; None if a sum counts rows of several.
+        The examples, one for each sum; None if one counts rows of several.
     """
     values = weights.detach()
     if values.layout is torch.strided:
-        pairs = values.nonzero()
+        places = values.nonzero()
     else:
         values = values.to_sparse_coo().coalesce()
-        pairs = values.indices().T[values.values().ne(0)]
-    of_sums, of_rows = pairs[:, axes[0]], rows.owner(values.device)[pairs[:, axes[1]]]
-    count = weights.shape[axes[0]]
+        places = values.indices().T[values.values().ne(0)]
+    *sums, summed = axes
+    of_rows, of_sums = rows.owner(values.device)[places[:, summed]], places.new_zeros(len(places))
+    for axis in sums:
+        of_sums = of_sums * weights.shape[axis] + places[:, axis]
+    none = of_rows.new_full((math.prod(weights.shape[axis] for axis in sums),), NOBODY)
     first, last = (
-        of_rows.new_full((count,), rows.batch).scatter_reduce(
-            0, of_sums, of_rows, each, include_self=False
-        )
+        none.scatter_reduce(0, of_sums, of_rows, each, include_self=False)
         for each in ("amin", "amax")
     )
     return first if torch.equal(first, last) else None
+
+
+def _of_slots(
+    marks: Marks, operands: Sequence[Tensor], places: Sequence[Sequence[int]], result: Tensor
+) -> Examples | None:
+    """Return the layout of rows that are put together from those of experts' slots.
+
+    Args:
+        operands, places, result: as for ``contraction``.
+    """
+    if len(operands) != 2:
+        return None
+    found = [slots_of(marks, operand) for operand in operands]
+    if (found[0] is None) == (found[1] is None):
+        return None
+    at = 0 if found[1] is None else 1
+    owner, weights = found[at], operands[1 - at]
+    assert owner is not None
+    own = marks.layout_of(weights) if marks.is_of_data(weights) else None
+    if own is None or isinstance(own, Scores) or places[1 - at][own.axis] < 0:
+        return None
+    if own.rows != weights.shape[own.axis] or own.axis in (
+        axis for axis, index in enumerate(places[1 - at]) if index in places[at]
+    ):
+        return None
+    # The examples of the slots, in the order of the weights' axes.
+    axes = axes_of(owner)
+    if not {places[at][axis] for axis in axes} <= {*places[1 - at]}:
+        return None
+    order = [places[1 - at].index(places[at][axis]) for axis in axes]
+    if any(
+        weights.shape[axis] != owner.shape[mine] for axis, mine in zip(order, axes, strict=True)
+    ):
+        return None
+    first: tuple[slice | int, ...] = tuple(
+        slice(None) if axis in axes else 0 for axis in range(owner.dim())
+    )
+    numbers = owner[first].permute([order.index(axis) for axis in sorted(order)])
+    sizes = [weights.shape[axis] if axis in order else 1 for axis in range(weights.dim())]
+    if bool(((numbers.view(sizes) != own.of_elements(weights)) & weights.detach().ne(0)).any()):
+        marks.meetings.note(result)
+        return None
+    return own.along(places[1 - at][own.axis])
 
 
 def _product(

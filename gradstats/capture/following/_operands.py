@@ -15,7 +15,6 @@ from gradstats.capture.following._examples import (
     Whole,
     same_layout,
     sole_of,
-    spread,
 )
 from gradstats.capture.following._indexing import looked_up
 from gradstats.capture.following._layout import FOLLOWED, SHARED, follow, is_shared
@@ -26,6 +25,7 @@ from gradstats.capture.following._reindexed import (
     owner_in_reshaped,
     owner_of_picked,
 )
+from gradstats.capture.following._slots import placed
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
@@ -96,7 +96,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     owner = marks.values.owner_of(source) if layout is None and func in REARRANGES else None
     if owner is not None and not constant:
         found = owner_of_picked(call, source, owner.expand(source.shape), source.dim() - 1)
-        return _placed(marks, result, found)
+        return placed(marks, result, found)
     if layout is None and not (noted or marks.is_lost(source)):
         return UNCHANGED
     after: Examples | Whole | None
@@ -119,19 +119,8 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
         if alone and layout == marks.by_contract(source) and marks.has_example_axis(result):
             return UNCHANGED
     if after is None and layout is not None and func in RESHAPES:
-        return _placed(marks, result, owner_in_reshaped(source, layout, result))
+        return placed(marks, result, owner_in_reshaped(source, layout, result))
     return after
-
-
-def _placed(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Whole | None:
-    """Return where the examples lie, given that of each element, which is noted if along no axis.
-
-    Columns that were sorted, or rows in two axes, may yet be moved back to one.
-    """
-    found = None if owner is None else spread(owner, marks.batch_size)
-    if owner is not None and found is None:
-        marks.values.note(result, owner=owner.expand(result.shape))
-    return found
 
 
 def _loses(marks: Marks, call: Call, constant: bool) -> bool:

@@ -23,6 +23,9 @@ from gradstats.capture.operations._memory import extent
 from gradstats.capture.operations._operations import EXPANDS, PADS, variants
 from gradstats.capture.parameters._nodes import same_storage
 
+# Stands for the example of memory between a tensor's elements.
+BETWEEN = -2
+
 
 def moved(source: Tensor, layout: Examples, result: Tensor) -> Examples | None:
     """Follow moved axes by their strides, which they keep."""
@@ -241,14 +244,14 @@ def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Ten
         unit = gcd(start, *whole.stride(), *part.stride()) or 1
         steps, own = ([step // unit for step in item.stride()] for item in (whole, part))
         reach = 1 + extent(whole) // unit
-        memory = torch.full((reach,), -1, dtype=torch.int32, device=source.device)
+        memory = torch.full((reach,), BETWEEN, dtype=torch.int32, device=source.device)
         # Along expanded axes, of stride 0, one element stands for all.
         sizes = [n if step else 1 for n, step in zip(whole.shape, steps, strict=True)]
         one = tuple(slice(size) for size in sizes)
         memory.as_strided(sizes, steps).copy_(owner[one])
         found = memory.as_strided([*part.shape, *[1] * same], [*own, *[1] * same], start // unit)
-    if bool((found < 0).any()):
-        return None  # the result shows memory between the operand's elements
+    if bool((found == BETWEEN).any()):
+        return None
     return found
 
 

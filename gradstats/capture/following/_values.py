@@ -21,6 +21,15 @@ def unmark(marked: list[ref[Tensor]], attribute: str, serial: int) -> None:
     marked.clear()
 
 
+def axes_of(owner: Tensor) -> list[int]:
+    """Return along which axes the examples of elements differ."""
+    return [
+        axis
+        for axis in range(owner.dim())
+        if owner.shape[axis] > 1 and not bool((owner == owner.narrow(axis, 0, 1)).all())
+    ]
+
+
 class Values:
     """Properties of the values of data tensors, noted on these.
 
@@ -38,6 +47,7 @@ class Values:
     def __init__(self, serial: int):
         self._serial = serial
         self._marked: list[ref[Tensor]] = []
+        self.slots = False  # whether an owner was noted whose examples lie along no axis
 
     def was_blank(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor held no example's values."""
@@ -62,6 +72,8 @@ class Values:
     def note(self, tensor: Tensor, **found: Any) -> None:
         """Add properties to those that hold."""
         if found and not tensor.is_inference():
+            if "owner" in found and not self.slots:
+                self.slots = len(axes_of(found["owner"])) > 1
             found = {**self.held_by(tensor), **found}
             setattr(tensor, VALUES, (self._serial, tensor._version, found))
             self._marked.append(ref(tensor))

@@ -12,5 +12,6 @@ _normalization, _broadcast   normalisation layers, scales and shifts on chip
 _views, _product             everything that broadcasts; products index by index
 _recomputed  operations that backward takes apart: recurrent layers, whose gates have their
 _recurrence, _steps, _gates  gradients step by step, or on a GPU from one call
+_slots       operations of rows along two axes, taken apart along one
 _grafted     operations followed through a decomposition, which runs instead or beside
 """

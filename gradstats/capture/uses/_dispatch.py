@@ -39,6 +39,7 @@ from gradstats.capture.parameters._refusals import check_nested, refuse, refuse_
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.parameters._transforms import HiddenError, transform_level
 from gradstats.capture.uses._grafted import Grafted, Registered
+from gradstats.capture.uses._slots import run_on_slots
 from gradstats.errors import TrackingError
 
 if TYPE_CHECKING:
@@ -90,6 +91,11 @@ def run_on_tracked(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[s
                 raise _hidden(nodes)
         if not data:
             return _without_data(tracker, func, args, kwargs, nodes[0])
+        if (
+            tracker.marks.values.slots
+            and (result := run_on_slots(tracker, func, args, kwargs)) is not None
+        ):
+            return result
         rule = tracker.rules.get(func)
         if is_sparse:
             check_nested(func, operands)

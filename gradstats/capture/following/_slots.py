@@ -1,0 +1,148 @@
+"""Rows along two axes, as the slots of experts have them, told by numbers.
+
+Experts of a fixed capacity take their rows from a tensor (experts, slots, width), into which the
+rows of all examples were written. Their examples lie along no axis, but it is known whose each
+element is, ``NOBODY``'s where nothing was written: see ``Values``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradstats._compiler import is_compiling
+from gradstats.capture.following._examples import Examples, Whole, spread
+from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._numbered import NOBODY
+from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, runs_over
+from gradstats.capture.following._reindexed import PICKS, first_behind, owner_of_picked
+from gradstats.capture.following._values import axes_of
+from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._operations import BROADCASTS, JOINS
+from gradstats.capture.operations._rowwise import POINTWISE
+
+# Operations whose results have an element for each of their operands', broadcast.
+ELEMENT_BY_ELEMENT = (POINTWISE | BROADCASTS) - {torch.broadcast_tensors}
+
+# Operations over axes whose results may have more axes than their first operand.
+OF_SEVERAL = frozenset(OF_TWO) | {ATTENTION}
+
+
+def placed(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Whole | None:
+    """Return where the examples lie, given that of each element, which is noted if along no axis.
+
+    Columns that were sorted, or rows in two axes, may yet be moved back to one.
+    """
+    if owner is None:
+        return None
+    whole = not bool((owner == NOBODY).any())
+    found = spread(owner, marks.batch_size) if whole else None
+    if found is None:
+        marks.values.note(result, owner=owner.expand(result.shape))
+    return found
+
+
+def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | None:
+    """Return where the examples lie in a tensor with rows along one axis; None if along no axis.
+
+    Rows that are nobody's are supposed to belong to a neighbour's example. Where another example's
+    loss reads them, the two are found to meet.
+
+    Args:
+        item: the tensor.
+        owner: the example of each of its elements, 1 standing for whole axes.
+    """
+    owner = owner.expand(item.shape)
+    for axis, size in enumerate(owner.shape):
+        rows = owner.movedim(axis, 0).reshape(size, -1)
+        if not bool((rows == rows[:, :1]).all()):
+            continue
+        own = rows[:, 0]
+        written = own != NOBODY
+        places = torch.arange(size, device=own.device)
+        first = int(written.int().argmax()) if size else 0
+        before = places.where(written, first).cummax(0).values
+        filled = own[before].clamp(min=0).view(-1, *[1] * (owner.dim() - axis - 1))
+        marks.supposed = marks.supposed or not bool(written.all())
+        return spread(filled.expand(owner.shape), marks.batch_size)
+    return None
+
+
+def slots_of(marks: Marks, item: Tensor) -> Tensor | None:
+    """Return the example of each element of a trained tensor, if they lie along no axis."""
+    if not (marks.values.slots and item.requires_grad) or marks.layout_of(item) is not None:
+        return None
+    return marks.values.owner_of(item)
+
+
+def follow_slots(marks: Marks, call: Call) -> None:
+    """Note the example of each element of a result, where its operands' are known."""
+    func, result = call.func, call.result
+    trained = [item for item in call.data if item.requires_grad]
+    if not trained or marks.batch_size == 1 or is_compiling():
+        return
+    if marks.values.owner_of(result) is not None:
+        return
+    joins = func in JOINS
+    picks = func in PICKS and trained[0] is call.args[0] and trained[0].dim() > 0
+    if joins and not marks.values.slots:
+        return
+    if not (joins or picks) and all(slots_of(marks, item) is None for item in trained):
+        return
+    known = [_numbers_of(marks, item) for item in trained]
+    numbers = [each for each in known if each is not None]
+    owner: Tensor | None = None
+    if len(numbers) < len(known):
+        return
+    if joins:
+        tensors = call.argument(0, "tensors")
+        if len(trained) == len(tensors):
+            every = zip(numbers, tensors, strict=True)
+            parts = [each.expand(tensor.shape) for each, tensor in every]
+            owner = func(parts, *call.args[1:], **call.kwargs)
+    elif picks:
+        source = trained[0]
+        owner = owner_of_picked(call, source, numbers[0].expand(source.shape), source.dim() - 1)
+    elif func in ELEMENT_BY_ELEMENT:
+        # Other results have an axis more or less, as complex numbers seen as real ones.
+        if result.shape == torch.broadcast_shapes(*(item.shape for item in trained)):
+            owner = _combined(numbers)
+            if owner is None:
+                marks.meetings.note(result)
+    elif func in OVER_AXES and func not in OF_SEVERAL and [*map(id, trained)] == [id(call.args[0])]:
+        axes = axes_of(numbers[0])
+        lead = axes[-1] + 1 if axes else 0
+        over = [axis for axis in range(lead) if runs_over(func, call.args, call.kwargs, axis)]
+        if result.dim() and not {*axes}.isdisjoint(over):
+            marks.meetings.note(result)
+        elif not over and result.shape[:lead] == trained[0].shape[:lead]:
+            owner = _leading(numbers[0], lead, result.dim())
+    if owner is not None:
+        marks.values.note(result, owner=owner)
+
+
+def _numbers_of(marks: Marks, item: Tensor) -> Tensor | None:
+    """Return the example of each element of a tensor, 1 standing for whole axes."""
+    owned = marks.owned(item)
+    if isinstance(owned, Whole):
+        return torch.full([1] * item.dim(), owned.example, dtype=torch.int32, device=item.device)
+    if type(owned) is Examples:
+        numbers = owned.of_elements(item)
+        lead: tuple = (slice(1),) * owned.axis
+        return first_behind(numbers, item.dim() - owned.axis - 1)[lead]
+    return marks.values.owner_of(item) if owned is None else None
+
+
+def _combined(numbers: list[Tensor]) -> Tensor | None:
+    """Return the example of each element of a result; None where those of several meet."""
+    every = torch.broadcast_tensors(*numbers)
+    owner = torch.stack(every).amax(0)
+    meet = any(bool(((each != owner) & (each != NOBODY)).any()) for each in every)
+    return None if meet else owner
+
+
+def _leading(numbers: Tensor, lead: int, dims: int) -> Tensor:
+    """Return the numbers of the first axes, for a tensor of so many."""
+    return first_behind(numbers, numbers.dim() - lead).reshape(
+        [*numbers.shape[:lead], *[1] * (dims - lead)]
+    )
