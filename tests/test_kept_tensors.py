@@ -196,6 +196,46 @@ def test_deep_copies_of_data_have_their_examples_where_those_have_them():
     assert_sqnorms(gs.per_example_norms(model, x, loss_fn), expected, 1e-12)
 
 
+class Retains(nn.Module):
+    """Tensors made of a parameter that retain their gradient, two of them changed afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        self.made = {name: 2 * self.weight for name in ("plain", "changed")}
+        self.made["with data"] = self.weight[0].expand(BATCH, -1).clone()
+        self.made["view"] = self.made["plain"][1:]
+        for made in self.made.values():
+            made.retain_grad()
+        self.made["changed"].mul_(3.0)
+        self.made["with data"].mul_(x)
+        hidden = functional.linear(functional.linear(x, self.made["changed"]), self.made["plain"])
+        return (
+            hidden.sin() * self.made["with data"] + functional.linear(x, self.made["view"])[:, :1]
+        )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_tensors_made_of_parameters_retain_their_gradients(fused):
+    model, x = Retains().double(), torch.randn(BATCH, WIDTH).double()
+    expected = oracle_sqnorms(copy.deepcopy(model), x, square_of)
+    square_of(model, x).mean().backward()
+    retained = {name: made.grad for name, made in model.made.items()}
+    model.made.clear()
+    model.zero_grad()
+    with gs.track(model, batch_size=BATCH, fused=fused) as tracker:
+        tracker.backward(square_of(model, x))
+        inside = {name: made.grad for name, made in model.made.items()}
+        model.made["plain"].grad = None
+    assert_sqnorms(tracker.stats, expected, 1e-12)
+    torch.testing.assert_close(inside, retained)
+    assert model.made.pop("plain").grad is None
+    for name, made in model.made.items():
+        torch.testing.assert_close(made.grad, retained[name])
+
+
 class Generates(nn.Module):
     """A layer whose weight is made from the only example there is."""
 

@@ -82,6 +82,18 @@ class DerivedTensor(torch.Tensor):
         # What is made of it is a leaf, as of any tensor, and belongs to no context.
         return AS_SUBCLASS(self, torch.Tensor).__reduce_ex__(proto)
 
+    # Gradients arrive at the value, which uses read.
+    def retain_grad(self) -> None:
+        self._gradstats.value.retain_grad()  # type: ignore[attr-defined]
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return self._gradstats.value.grad  # type: ignore[attr-defined]
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self._gradstats.value.grad = gradient  # type: ignore[attr-defined]
+
 
 # The last is what graphs are traced with, where any tensor may be tracked.
 TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor, FunctionalTensor})
@@ -221,6 +233,9 @@ def wrap(node: Derived) -> torch.Tensor:
 
 def show(node: Derived, tensor: torch.Tensor) -> None:
     """Have a tensor in the user's code represent a derived node."""
+    before = vars(tensor).get("_gradstats")
+    if before is not None and before.value.retains_grad:
+        node.value.retain_grad()  # it was changed in place
     tensor._gradstats = node  # type: ignore[attr-defined]
     node.shown = ref(tensor)
     node.tracker.visible[node] = None

@@ -99,6 +99,8 @@ def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
     """Let a tensor of the user's code be data from now on."""
     try:
         torch.utils.swap_tensors(target, data)
+        if node.value.retains_grad:
+            target.retain_grad()
     except RuntimeError as error:  # something else holds it, such as a view
         reason = "changes a tensor in place that others show, which has no rule"
         refuse(func, node, reason, "Write it out of place.", error)
