@@ -88,6 +88,37 @@ def test_another_thread_that_compiles(setting, fused):
     assert measured
 
 
+class Reverses(nn.Module):
+    """Rows put in another order between two layers, where no context sees it."""
+
+    def __init__(self, unseen):
+        super().__init__()
+        self.first, self.last, self.unseen = nn.Linear(4, 6), nn.Linear(6, 3), unseen
+
+    def forward(self, x):
+        return self.last(self.unseen(self.first(x).tanh()))
+
+
+def reversed_in_a_thread(rows):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.flip, rows, [0]).result()
+
+
+def reversed_without_modes(rows):
+    with torch._C.DisableTorchFunction():
+        return rows.flip(0)
+
+
+@pytest.mark.parametrize("unseen", [reversed_in_a_thread, reversed_without_modes])
+def test_verify_finds_rows_that_were_moved_out_of_sight(setting, unseen):
+    _, batch = setting
+    report = gs.verify(Reverses(unseen).double(), batch, loss_fn)
+    assert not report.ok
+    wrong = {row.name for row in report.rows if not row.ok}
+    assert wrong == {"first.weight", "first.bias"}
+    assert gs.verify(Reverses(torch.sin).double(), batch, loss_fn).ok
+
+
 def test_contexts_that_end_in_another_order_leave_the_compiler_as_it_was(setting):
     model, batch = setting
     torch.compile(copy.deepcopy(model), backend="eager")
