@@ -209,6 +209,7 @@ class Retains(nn.Module):
         self.made["view"] = self.made["plain"][1:]
         for made in self.made.values():
             made.retain_grad()
+            assert made.retains_grad
         self.made["changed"].mul_(3.0)
         self.made["with data"].mul_(x)
         hidden = functional.linear(functional.linear(x, self.made["changed"]), self.made["plain"])
@@ -234,6 +235,30 @@ def test_tensors_made_of_parameters_retain_their_gradients(fused):
     assert model.made.pop("plain").grad is None
     for name, made in model.made.items():
         torch.testing.assert_close(made.grad, retained[name])
+
+
+class Logs(nn.Module):
+    """A layer with a trained temperature, which is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale, self.log = nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(())), []
+
+    def forward(self, x):
+        temperature = self.scale.exp()
+        self.log.append(f"{temperature:.3f} {temperature:8.1e} {temperature.detach():.3f}")
+        return self.layer(x) * temperature
+
+
+def test_numbers_made_of_parameters_are_formatted_as_numbers():
+    model, x = Logs().double(), torch.randn(BATCH, WIDTH).double()
+    expected = oracle_sqnorms(model, x, square_of)
+    assert_sqnorms(gs.per_example_norms(model, x, square_of), expected, 1e-12)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        tracker.backward(square_of(model, x))
+    assert_sqnorms(tracker.stats, expected, 1e-12)
+    number = float(model.scale.detach().exp())
+    assert set(model.log) == {f"{number:.3f} {number:8.1e} {number:.3f}"}
 
 
 class Generates(nn.Module):

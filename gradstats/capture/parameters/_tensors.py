@@ -82,9 +82,17 @@ class DerivedTensor(torch.Tensor):
         # What is made of it is a leaf, as of any tensor, and belongs to no context.
         return AS_SUBCLASS(self, torch.Tensor).__reduce_ex__(proto)
 
+    def __format__(self, spec):
+        # A number of a subclass is not formatted.
+        return format(AS_SUBCLASS(self, torch.Tensor), spec)
+
     # Gradients arrive at the value, which uses read.
     def retain_grad(self) -> None:
         self._gradstats.value.retain_grad()  # type: ignore[attr-defined]
+
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        return self._gradstats.value.retains_grad  # type: ignore[attr-defined]
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
