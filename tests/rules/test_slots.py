@@ -303,6 +303,33 @@ def test_slots_in_which_examples_meet_are_refused(name, fused):
         tracker.backward(losses(model, x))
 
 
+def penalised(model, x):
+    """Losses with the gradient of the network's output for its input."""
+    x = x.clone().requires_grad_()
+    found = losses(model, x)
+    (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    return found + slope.square().flatten(1).sum(1)
+
+
+def straight_through(m, h, shares, chosen, place):
+    """Trained shares that are zero, whose derivatives read the slots of others."""
+    one_hot = functional.one_hot(chosen, EXPERTS).to(h)
+    through, places = one_hot + shares - shares.detach(), functional.one_hot(place, ALL).to(h)
+    sent, combined = (torch.einsum("te,tc->tec", each, places) for each in (one_hot, through))
+    return torch.einsum("tec,ecd->td", combined, both(m, torch.einsum("tec,td->ecd", sent, h)))
+
+
+def test_derivatives_of_losses_of_slots():
+    model, x = made(SERVED["assigned"])
+    assert_sqnorms(
+        gs.per_example_norms(model, x, penalised), oracle_sqnorms(model, x, penalised), 1e-9
+    )
+    model.experts = straight_through
+    check_model(model, x, losses)
+    with pytest.raises(gs.CoupledExamplesError, match="part of a derivative"):
+        gs.per_example_norms(model, x, penalised)
+
+
 def test_one_example_has_all_slots():
     """Whatever happens among them."""
     torch.manual_seed(0)

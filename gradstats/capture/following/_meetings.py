@@ -33,6 +33,8 @@ class Meetings:
             description; a loss over all examples may depend on them, but not a loss of one.
         roots_of_sums: nodes that compute the square root of such a sum; a loss over all examples
             may be its square, but not the root itself.
+        weighed: nodes in which trained weights, zero there, meet values of other examples: a loss
+            may depend on them, but not on a derivative of them.
         crossed: autograd nodes, one for each operation in which trained values may have been taken
             for those of other examples, or of none; only losses of one example each tell whose the
             results are.
@@ -43,6 +45,7 @@ class Meetings:
         self.coupled: dict[Any, str] = {}
         self.added: dict[Any, str] = {}
         self.roots_of_sums: set[Any] = set()
+        self.weighed: set[Any] = set()
         self.crossed: list[GraphNode | None] = []
 
     def note(self, result: Tensor) -> None:
@@ -89,6 +92,7 @@ class Meetings:
         self.coupled.clear()
         self.added.clear()
         self.roots_of_sums.clear()
+        self.weighed.clear()
         self.crossed.clear()
 
     def how_met(self, node: GraphNode) -> str | None:

@@ -295,6 +295,8 @@ def _of_slots(
     if bool(((numbers.view(sizes) != own.of_elements(weights)) & weights.detach().ne(0)).any()):
         marks.meetings.note(result)
         return None
+    if weights.requires_grad:
+        marks.meetings.weighed.add(result.grad_fn)
     return own.along(places[1 - at][own.axis])
 
 

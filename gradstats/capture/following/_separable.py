@@ -203,7 +203,7 @@ def exponent_of(call: Call) -> float | None:
 
 def joins_examples(marks: Marks, output: Any) -> bool:
     """Whether derivatives of a tensor may depend on values of several examples."""
-    coupled = marks.meetings.coupled
-    if coupled and any(node in coupled for node in nodes_behind(output)):
+    met = {*marks.meetings.coupled, *marks.meetings.weighed}
+    if met and any(node in met for node in nodes_behind(output)):
         return True
     return not marks.is_additive(output)
