@@ -8,12 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
+# What is looked into.
+NESTS = (tuple, list, dict)
+
 
 def flatten(items) -> list[Any]:
     """Return the leaves of nested tuples, lists and dicts, in order."""
     leaves: list[Any] = []
     for item in items.values() if isinstance(items, dict) else items:
-        if isinstance(item, (tuple, list, dict)):
+        if isinstance(item, NESTS):
             leaves.extend(flatten(item))
         else:
             leaves.append(item)
@@ -52,7 +55,7 @@ def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     for item in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(item, Tensor):
             found.append(item)
-        elif isinstance(item, (tuple, list, dict)):
+        elif isinstance(item, NESTS):
             found += [leaf for leaf in flatten(item) if isinstance(leaf, Tensor)]
     return found
 
@@ -68,14 +71,31 @@ def argument_of(
 
 def rebuild(items, change: Callable[[Any], Any]):
     """Return nested tuples, lists and dicts with every leaf replaced by ``change(leaf)``."""
+    if not isinstance(items, NESTS):
+        return change(items)
+    leaves = items.values() if isinstance(items, dict) else items
+    return _like(items, [rebuild(i, change) if isinstance(i, NESTS) else change(i) for i in leaves])
+
+
+def replace(items, others: Mapping[int, Any]):
+    """Return nested tuples, lists and dicts with some leaves replaced, which are told by their ids.
+
+    Takes no call for each leaf.
+    """
+    leaves = items.values() if isinstance(items, dict) else items
+    return _like(
+        items,
+        [replace(i, others) if isinstance(i, NESTS) else others.get(id(i), i) for i in leaves],
+    )
+
+
+def _like(items, changed: list[Any]):
+    """Return a tuple, list or dict like another, of other items."""
     if isinstance(items, dict):
-        return {key: rebuild(item, change) for key, item in items.items()}
-    if isinstance(items, (tuple, list)):
-        changed = [rebuild(item, change) for item in items]
-        if isinstance(items, tuple) and hasattr(items, "_fields"):
-            return type(items)(*changed)
-        return type(items)(changed) if type(items) in (tuple, list) else tuple(changed)
-    return change(items)
+        return dict(zip(items, changed, strict=True))
+    if isinstance(items, tuple) and hasattr(items, "_fields"):
+        return type(items)(*changed)
+    return type(items)(changed) if type(items) in (tuple, list) else tuple(changed)
 
 
 def of_numbers(part: slice) -> slice:

@@ -90,7 +90,8 @@ class Derived(Node):
         self._products: tuple[Any, Any] | None = None
         self._checked = False
         leaves = flatten((args, kwargs))
-        self._versions = _versions_of(leaves)
+        self._constants = [item for item in leaves if isinstance(item, Tensor)]
+        self._versions = _versions_of(self._constants)
         operands = [node for node in leaves if isinstance(node, Node)]
         self.operands = tuple(dict.fromkeys(operands))
         self._parameter_versions = self._versions_of_parameters()
@@ -103,13 +104,14 @@ class Derived(Node):
             for root, count in node.paths.items():
                 self.paths[root] = self.paths.get(root, 0) + count
         self.roots = tuple(self.paths)
-        passed = operands if differentiates else self.parents
-        between = [node for node in passed if isinstance(node, Derived)]
-        own_elements = value.numel() * (ELEMENTS_OF_EXPONENTIAL if function in EXPONENTIALS else 1)
-        self.widest: int = max([own_elements, *(node.widest for node in between)])
-        own = function_class_of(function) is not None
-        self.has_function: bool = own or any(node.has_function for node in between)
-        self.depth: int = 1 + max([0, *(node.depth for node in between)])
+        self.widest = value.numel() * (ELEMENTS_OF_EXPONENTIAL if function in EXPONENTIALS else 1)
+        self.has_function = function_class_of(function) is not None
+        self.depth = 1
+        for node in operands if differentiates else self.parents:
+            if isinstance(node, Derived):
+                self.widest = max(self.widest, node.widest)
+                self.has_function = self.has_function or node.has_function
+                self.depth = max(self.depth, 1 + node.depth)
         self._value = value
         device = value.device.type
         enabled = torch.is_autocast_enabled(device)
@@ -281,7 +283,7 @@ class Derived(Node):
 
     def _is_written(self) -> bool:
         """Whether a constant operand has been written into since."""
-        return self._versions != _versions_of(flatten((self.args, self.kwargs)))
+        return self._versions != _versions_of(self._constants)
 
     def check_constants(self) -> None:
         """Raise if a constant operand has been written into since, as autograd would.
@@ -350,8 +352,7 @@ class OneOfSeveral(torch.autograd.Function):
         return grad, *map(torch.zeros_like, ctx.others)
 
 
-def _versions_of(leaves: Sequence[Any]) -> list[int]:
-    tensors = [item for item in leaves if isinstance(item, Tensor)]
+def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if item.is_inference() else item._version for item in tensors]
 
 
@@ -359,8 +360,8 @@ def reached(value: Tensor, parents: Sequence[Node]) -> list[Node]:
     """Return the operands of an operation on which one of its results depends."""
 
     def edge_of(tensor: Tensor) -> tuple[Any, int]:
-        node, output, *_ = get_gradient_edge(tensor)
-        return node, output
+        node: Any = tensor.grad_fn
+        return (get_gradient_edge(tensor).node if node is None else node), tensor.output_nr
 
     edges = [edge_of(parent.value) for parent in parents]
     ends, met, pending = {*edges}, set(), [edge_of(value)]

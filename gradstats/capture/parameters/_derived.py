@@ -15,7 +15,14 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._marks import CONSTANTS, Marks
 from gradstats.capture.operations._names import function_class_of
-from gradstats.capture.operations._nested import of_numbers, operands_of, rebuild, tensors_in
+from gradstats.capture.operations._nested import (
+    flatten,
+    of_numbers,
+    operands_of,
+    rebuild,
+    replace,
+    tensors_in,
+)
 from gradstats.capture.operations._operations import MOVES_IN_PLACE, is_about_object
 from gradstats.capture.parameters._derivation import QUANTISES, Derived
 from gradstats.capture.parameters._drawn import DRAWS, Draw
@@ -39,14 +46,6 @@ def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
     if is_about_object(func):
         return note_alias(func(*args, **kwargs), args, kwargs)
 
-    def as_node(item):
-        if type(item) is slice:
-            return of_numbers(item)
-        node = node_of(item)
-        if keeps and node is None and isinstance(item, Tensor):
-            return item.detach().clone()
-        return item if node is None else node
-
     def seen(value: Tensor, index: int | None) -> Tensor:
         """Return the tensor that user code gets for a result."""
         if value.layout is not torch.strided or value.is_nested:
@@ -64,13 +63,26 @@ def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     # Scales are often overwritten, some by this operation itself: keep copies, which stay.
     keeps = func in QUANTISES or function_class_of(func) is not None
-    operands = operands_of(args, kwargs)
-    if any([item.requires_grad and node_of(item) is None for item in operands]):
-        tracker.derived_from_leaves = True
-    node_args, node_kwargs = rebuild(args, as_node), rebuild(kwargs, as_node)
+    operands: list[Tensor] = []
+    kept: dict[int, Any] = {}
+    values: dict[int, Tensor] = {}
+    for item in flatten((args, kwargs)):
+        if isinstance(item, Tensor):
+            operands.append(item)
+            node = node_of(item)
+            if node is not None:
+                kept[id(item)], values[id(item)] = node, node.value
+                continue
+            if item.requires_grad:
+                tracker.derived_from_leaves = True
+            if keeps:
+                kept[id(item)] = item.detach().clone()
+        elif type(item) is slice:
+            kept[id(item)] = of_numbers(item)
+    node_args, node_kwargs = replace(args, kept), replace(kwargs, kept)
     draws = func in DRAWS or (isinstance(func, OutOfPlace) and func.function in DRAWS)
     again = Draw(func, operands[0].device) if draws else func
-    result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
+    result = func(*replace(args, values), **replace(kwargs, values))
     if isinstance(result, Tensor):
         if not result.requires_grad:
             return note_alias(result, args, kwargs)

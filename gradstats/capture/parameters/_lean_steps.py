@@ -69,7 +69,7 @@ def lean_step(node: Derived):
     Factors treat complex tensors as real ones with one more axis, for which most steps are wrong.
     """
     if node.function not in SAME_NUMBERS and (
-        node.value.is_complex() or any(parent.value.is_complex() for parent in node.parents)
+        node.value.is_complex() or any([parent.value.is_complex() for parent in node.parents])
     ):
         return None
     step = LEAN_STEPS.get(node.function)
@@ -195,7 +195,7 @@ def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Constant ids looked up in a table, as for position embeddings."""
-    if any(node.kwargs.get(name) for name in ("scale_grad_by_freq", "max_norm")):
+    if node.kwargs.get("scale_grad_by_freq") or node.kwargs.get("max_norm"):
         return None
     if not isinstance(factor, Vector):
         return None

@@ -10,7 +10,6 @@ Everything else is pulled back by automatic differentiation, a few examples at a
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,7 +169,10 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
         if isinstance(factor, Vector) and factor.axis is not None:
             return {}
     parents = dict.fromkeys(node.parents)
-    branches = Counter(root for parent in parents for root in parent.roots)
+    branches: dict[Root, int] = {}
+    for parent in parents:
+        for root in parent.roots:
+            branches[root] = branches.get(root, 0) + 1
     found: dict[Root, list[Factor]] = {
         r: [] for r in roots if branches[r] == 1 or _may_branch(factor, node.paths[r])
     }
@@ -179,7 +181,7 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
         result = step(factor, node, parent) if own else None
         above = {} if result is None else pull_back(result, parent, own)
         for root in own:
-            if root not in above or any(_is_flattened(each) for each in above[root]):
+            if root not in above or any(map(_is_flattened, above[root])):
                 del found[root]
             else:
                 found[root] += above[root]
