@@ -40,7 +40,12 @@ from gradstats.capture.operations._operations import (
     SLICES,
     variants,
 )
-from gradstats.capture.parameters._tensors import TRACKED_TYPES, TrackedParameter, node_of
+from gradstats.capture.parameters._tensors import (
+    TRACKED_TYPES,
+    DerivedTensor,
+    TrackedParameter,
+    node_of,
+)
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -207,10 +212,11 @@ def _form_of(
             operands.append(item)
         elif kind in COMPARABLE:
             key += (kind, item)
-        elif of_use and kind is TrackedParameter:
+        elif of_use and (kind is TrackedParameter or kind is DerivedTensor):
             node = item._gradstats
             if node is None or node.tracker is not tracker:
                 return None
+            # No rule that decides reads how a derived tensor was made, or numbers of either.
             key += (kind, item.shape, item.stride(), item.dtype, item.device)
             operands.append(item)
         elif (kind is tuple or kind is list) and COMPARABLE.issuperset(map(type, item)):

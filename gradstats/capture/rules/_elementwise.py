@@ -50,6 +50,7 @@ from gradstats.capture.rules._per_example import (
     tapped,
 )
 from gradstats.capture.uses._broadcast import BroadcastUse, on_chip
+from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._hooked import ADDED, MULTIPLIED, hooked
 from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
@@ -147,26 +148,45 @@ def _product_or_sum(
     position = 0 if node_of(second) is not None else 1
     x, value = (first, second) if position == 0 else (second, first)
     plan = on_chip(layout, x, value, multiply=multiply)
-    if plan is not None and (settings.exact or changes_type((first, second))):
+    apart = settings.exact or changes_type((first, second))
+    if plan is not None and apart:
         result = func(value_of(first), value_of(second))
         saved = (x.detach(),) if multiply else ()
         return tap([node], result, plan, *saved)
     if plan is not None:
-        return attach(BroadcastUse)(Use([node]), plan, multiply, x, node.value)
+        return decide(tracker, _in_one_pass, x, (value,), layout.examples, plan, multiply)
+    shape, examples = tuple(value.shape), layout.examples
+    if not layout.serves(shape):
+        return None
+    run = func if position == 0 else lambda x, parameter: func(parameter, x)
     # Beside training the data are read once more for the norms. In half precision PyTorch rounds
     # the sums of one example, so that there is nothing to share.
     large = x.numel() > SMALL and x.dtype.itemsize > 2
     again = large and settings.weight_gradients and settings.fused
-    if again or x.dim() < layout.dims or x.is_complex() or value.is_complex():
-        return None
-    shape = tuple(value.shape)
-    if not layout.serves(shape):
-        return None
-    factors = MultipliedFactors(layout, shape) if multiply else BroadcastFactors(layout, shape)
-    place = MULTIPLIED[position] if multiply else ADDED[position]
+    if not (again or x.dim() < layout.dims or x.is_complex() or value.is_complex()):
+        factors = MultipliedFactors(layout, shape) if multiply else BroadcastFactors(layout, shape)
+        place = MULTIPLIED[position] if multiply else ADDED[position]
+        result = hooked(tracker, x, (value,), examples, place, factors, run)
+        if result is not None:
+            return result
+    return None if apart else decide(tracker, _with_view, x, (value,), examples, layout, run)
 
-    run = func if position == 0 else lambda x, parameter: func(parameter, x)
-    return hooked(tracker, x, (value,), layout.examples, place, factors, run)
+
+def _in_one_pass(tracker: Context, x, parameters, examples: Examples, plan, multiply) -> Tensor:
+    """Run a product or sum whose backward the kernels compute in one pass."""
+    (node,) = nodes_of(parameters)
+    result = attach(BroadcastUse)(Use([node]), plan, multiply, x, node.value)
+    tracker.note_followed(result, examples)
+    return result
+
+
+def _with_view(tracker: Context, x, parameters, examples: Examples, layout, run) -> Tensor:
+    """Run a product or sum with what each example sees of the parameter."""
+    (node,) = nodes_of(parameters)
+    result = run(x, example_view(node, layout))
+    if x.dim() == layout.dims:
+        tracker.note_followed(result, examples)
+    return result
 
 
 @dataclass(frozen=True)
