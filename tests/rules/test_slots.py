@@ -1,5 +1,7 @@
 """Experts of a fixed capacity: rows of all examples in a tensor (experts, slots, width)."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -311,20 +313,24 @@ def penalised(model, x):
     return found + slope.square().flatten(1).sum(1)
 
 
-def straight_through(m, h, shares, chosen, place):
+def straight_through(m, h, shares, chosen, place, *, flat=False):
     """Trained shares that are zero, whose derivatives read the slots of others."""
     one_hot = functional.one_hot(chosen, EXPERTS).to(h)
     through, places = one_hot + shares - shares.detach(), functional.one_hot(place, ALL).to(h)
     sent, combined = (torch.einsum("te,tc->tec", each, places) for each in (one_hot, through))
-    return torch.einsum("tec,ecd->td", combined, both(m, torch.einsum("tec,td->ecd", sent, h)))
+    out = both(m, torch.einsum("tec,td->ecd", sent, h))
+    if flat:
+        return combined.flatten(1) @ out.flatten(0, 1)
+    return torch.einsum("tec,ecd->td", combined, out)
 
 
-def test_derivatives_of_losses_of_slots():
+@pytest.mark.parametrize("flat", [False, True])
+def test_derivatives_of_losses_of_slots(flat):
     model, x = made(SERVED["assigned"])
     assert_sqnorms(
         gs.per_example_norms(model, x, penalised), oracle_sqnorms(model, x, penalised), 1e-9
     )
-    model.experts = straight_through
+    model.experts = partial(straight_through, flat=flat)
     check_model(model, x, losses)
     with pytest.raises(gs.CoupledExamplesError, match="part of a derivative"):
         gs.per_example_norms(model, x, penalised)

@@ -174,6 +174,10 @@ def _sums_own_rows(
     apart = weights_keep_apart(weights, own, layout.along(axis))
     if not apart:
         marks.meetings.note(result)
+    elif weights.requires_grad and not isinstance(own, Scores):
+        every = torch.ones(weights.shape, dtype=torch.bool, device=weights.device)
+        if not weights_keep_apart(every, own, layout.along(axis)):
+            marks.meetings.weighed.add(result.grad_fn)
     return apart
 
 
@@ -292,10 +296,11 @@ def _of_slots(
     )
     numbers = owner[first].permute([order.index(axis) for axis in sorted(order)])
     sizes = [weights.shape[axis] if axis in order else 1 for axis in range(weights.dim())]
-    if bool(((numbers.view(sizes) != own.of_elements(weights)) & weights.detach().ne(0)).any()):
+    others = numbers.view(sizes) != own.of_elements(weights)
+    if bool((others & weights.detach().ne(0)).any()):
         marks.meetings.note(result)
         return None
-    if weights.requires_grad:
+    if weights.requires_grad and bool(others.any()):
         marks.meetings.weighed.add(result.grad_fn)
     return own.along(places[1 - at][own.axis])
 
