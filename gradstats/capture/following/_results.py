@@ -101,7 +101,7 @@ def _by_place(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
     """Return an operation in a canonical form, with arguments by position."""
     if kwargs and not RENAMED.isdisjoint(kwargs):
         kwargs = in_pytorchs_names(func, kwargs)
-    if kwargs and (not args or any(isinstance(item, Tensor) for item in kwargs.values())):
+    if kwargs and (not args or any([isinstance(item, Tensor) for item in kwargs.values()])):
         args, kwargs = by_place(func, args, kwargs)
     if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
         func = torch.maximum  # of two operands, whichever it is

@@ -153,9 +153,10 @@ def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, l
         return {node: [factor]}
     assert isinstance(node, Derived)
     found = _pulled_apart(factor, node, roots)
+    if len(found) == len(roots):
+        return found
     together: dict[Root, Contraction | None] = {root: None for root in roots if root not in found}
-    if together:
-        factor = lean(factor)
+    factor = lean(factor)
     return found | {root: [Pulled(factor, node, root, together)] for root in together}
 
 
@@ -186,8 +187,11 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
             else:
                 found[root] += above[root]
     node.forget()
-    sums = {root: _sum(factors) for root, factors in found.items()}
-    return {root: factors for root, factors in sums.items() if factors}
+    sums: dict[Root, list[Factor]] = {}
+    for root, factors in found.items():
+        if added := _sum(factors):
+            sums[root] = added
+    return sums
 
 
 def _is_flattened(factor) -> bool:

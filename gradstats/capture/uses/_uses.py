@@ -174,10 +174,10 @@ class Use:
                 assert not isinstance(factor, Fused)  # of sole uses, which are roots
                 assert isinstance(node, Derived)
                 found = pull_back(factor, node, node.roots)
-                if any(isinstance(own, Pulled) for terms in found.values() for own in terms):
+                if any([isinstance(own, Pulled) for terms in found.values() for own in terms]):
                     found = as_slices(factor, node) or found
             for root, terms in found.items():
-                parts = max(len(terms), sum(root in other.roots for other in self.nodes))
+                parts = max(len(terms), sum([root in other.roots for other in self.nodes]))
                 for own in terms:
                     root.deliver(_held(own, root), parts)
         # All at first: what one contracts may serve the others that are complete as well.
