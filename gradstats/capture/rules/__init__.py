@@ -9,6 +9,7 @@ _convolution    convolutions and transposed convolutions
 _embedding      look-ups by integers
 _normalization  normalisation layers; _affine the factors of their scale and shift
 _elementwise    everything that broadcasts; _per_example what has no short cut
+_assigned       parameters written into data
 _losses         losses of each element or class
 _sampling       grid_sample
 _in_place       data written into what was made of parameters, or into a copy of it
@@ -20,6 +21,7 @@ _single         operations on data of one example without an axis for it
 from typing import Any
 
 from gradstats.capture.rules import (
+    _assigned,
     _attention,
     _bilinear,
     _composed,
@@ -44,6 +46,7 @@ RULES: dict[Any, Any] = {
     **_experts.RULES,
     **_normalization.RULES,
     **_elementwise.RULES,
+    **_assigned.RULES,
     **_losses.RULES,
     **_in_place.RULES,
     **_bilinear.RULES,

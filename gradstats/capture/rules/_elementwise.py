@@ -16,10 +16,9 @@ from torch import Tensor
 
 from gradstats._factors import cast, compute_dtype
 from gradstats.capture.following._examples import MIXED, Examples, Whole
-from gradstats.capture.following._indexing import as_tuple, items_of
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._taken import as_constants, is_drawn, is_given
-from gradstats.capture.operations._nested import operands_of, rebuild, tensors_in
+from gradstats.capture.operations._nested import operands_of, rebuild
 from gradstats.capture.operations._operations import (
     ADDS,
     ADDS_IN_PLACE,
@@ -303,62 +302,6 @@ def stack_along(tracker: Context, func, tensors):
     return join(tracker, torch.cat, tensors, dim)
 
 
-def assign(tracker: Context, func, input, index, value):
-    """x[:, ...] = w and x[mask] = w: a part of the data is overwritten."""
-    node = first_node(*tensors_in((input, index, value)))
-    items = as_tuple(index)
-    if node_of(input) is not None:
-        return write_data(tracker, func, (input, index, value), {})
-    if not tracker.marks.is_data(input):
-        refuse(func, node, "to a tensor that holds nothing of any example has no rule")
-    if len(items) == 1 and isinstance(items[0], Tensor) and items[0].dtype == torch.bool:
-        return _assign_where(tracker, func, node, input, items[0], value)
-    if any(isinstance(item, Tensor) for item in items_of(input, index)):
-        refuse(func, node, "to other than what slices, numbers or a mask select has no rule")
-    axis = locate(tracker, func, node, input).axis
-    # The examples must stay where they are, all of them, along the same axis.
-    if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):
-        refuse(func, node, "to some of the examples has no rule")
-    part = input[index]
-    tracker.marks.place_like(part, input)
-    if value.dim() > part.dim():
-        # PyTorch leaves out axes of size 1 in front, and refuses others.
-        value = run(tracker, Tensor.view, value, value.shape[value.dim() - part.dim() :])
-    return broadcast(tracker, Tensor.copy_, part, value)
-
-
-def _assign_where(tracker: Context, func, node: Node, input, mask, value) -> None:
-    """Put the same slice of a tracked tensor wherever a mask says, as mask tokens are."""
-    rest = input.dim() - mask.dim()
-    one = value.dim() <= rest or (value.dim() == rest + 1 and value.shape[0] == 1)
-    if not one:
-        refuse(func, node, "of a slice for each place that a mask selects has no rule")
-    shown = mask.reshape(*mask.shape, *(1 for _ in range(rest)))
-    tracker.marks.place_like(shown, mask)
-    layout = lined_up(tracker, func, node, (input, shown))
-    func(input, mask, node.value)
-    factors = MaskedFactors(BroadcastFactors(layout, tuple(value.shape)))
-    tap([node], input, factors, shown)
-
-
-@dataclass(frozen=True)
-class MaskedFactors:
-    """The factor of a term that stands where a mask says, from the gradient of the whole."""
-
-    factors: BroadcastFactors
-
-    def __call__(self, grad: Tensor, mask: Tensor) -> list:
-        return self.factors(grad.masked_fill(~mask, 0))
-
-
-def masked_fill_in_place(tracker: Context, func, input, *args, **kwargs):
-    """A tracked tensor, filled where a mask of data is true."""
-    if node_of(input) is None:
-        node = first_node(*args, *kwargs.values())
-        refuse(func, node, "of a trained value has no rule", "Write x = x.masked_fill(mask, w).")
-    return write_data(tracker, func, (input, *args), kwargs)
-
-
 def broadcast_tensors(tracker: Context, func, *tensors):
     """Every operand in the shape of all, and tracked ones as each example sees them."""
     layout = lined_up(tracker, func, first_node(*tensors), list(tensors))
@@ -401,7 +344,5 @@ RULES = {
     **dict.fromkeys((torch.special.xlog1py, torch.complex, torch.polar, torch.rsub), broadcast),
     **{func: join if axis is None else stack_along for func, axis in JOINS.items()},
     torch.broadcast_tensors: broadcast_tensors,
-    Tensor.__setitem__: assign,
-    Tensor.masked_fill_: masked_fill_in_place,
     torch.prelu: prelu,
 }

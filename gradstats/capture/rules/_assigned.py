@@ -1,0 +1,81 @@
+"""Parameters written into data, at what slices, numbers or a mask select."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradstats.capture.following._indexing import as_tuple, items_of
+from gradstats.capture.operations._nested import tensors_in
+from gradstats.capture.parameters._nodes import Node
+from gradstats.capture.parameters._refusals import refuse
+from gradstats.capture.parameters._tensors import first_node, node_of
+from gradstats.capture.rules._common import lined_up, locate, run
+from gradstats.capture.rules._elementwise import BroadcastFactors, broadcast
+from gradstats.capture.rules._in_place import write_data
+from gradstats.capture.uses._uses import tap
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
+
+def assign(tracker: Context, func, input, index, value):
+    """x[:, ...] = w and x[mask] = w: a part of the data is overwritten."""
+    node = first_node(*tensors_in((input, index, value)))
+    items = as_tuple(index)
+    if node_of(input) is not None:
+        return write_data(tracker, func, (input, index, value), {})
+    if not tracker.marks.is_data(input):
+        refuse(func, node, "to a tensor that holds nothing of any example has no rule")
+    if len(items) == 1 and isinstance(items[0], Tensor) and items[0].dtype == torch.bool:
+        return _assign_where(tracker, func, node, input, items[0], value)
+    if any(isinstance(item, Tensor) for item in items_of(input, index)):
+        refuse(func, node, "to other than what slices, numbers or a mask select has no rule")
+    axis = locate(tracker, func, node, input).axis
+    # The examples must stay where they are, all of them, along the same axis.
+    if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):
+        refuse(func, node, "to some of the examples has no rule")
+    part = input[index]
+    tracker.marks.place_like(part, input)
+    if value.dim() > part.dim():
+        # PyTorch leaves out axes of size 1 in front, and refuses others.
+        value = run(tracker, Tensor.view, value, value.shape[value.dim() - part.dim() :])
+    return broadcast(tracker, Tensor.copy_, part, value)
+
+
+def _assign_where(tracker: Context, func, node: Node, input, mask, value) -> None:
+    """Put the same slice of a tracked tensor wherever a mask says, as mask tokens are."""
+    rest = input.dim() - mask.dim()
+    one = value.dim() <= rest or (value.dim() == rest + 1 and value.shape[0] == 1)
+    if not one:
+        refuse(func, node, "of a slice for each place that a mask selects has no rule")
+    shown = mask.reshape(*mask.shape, *(1 for _ in range(rest)))
+    tracker.marks.place_like(shown, mask)
+    layout = lined_up(tracker, func, node, (input, shown))
+    func(input, mask, node.value)
+    factors = MaskedFactors(BroadcastFactors(layout, tuple(value.shape)))
+    tap([node], input, factors, shown)
+
+
+@dataclass(frozen=True)
+class MaskedFactors:
+    """The factor of a term that stands where a mask says, from the gradient of the whole."""
+
+    factors: BroadcastFactors
+
+    def __call__(self, grad: Tensor, mask: Tensor) -> list:
+        return self.factors(grad.masked_fill(~mask, 0))
+
+
+def masked_fill_in_place(tracker: Context, func, input, *args, **kwargs):
+    """A tracked tensor, filled where a mask of data is true."""
+    if node_of(input) is None:
+        node = first_node(*args, *kwargs.values())
+        refuse(func, node, "of a trained value has no rule", "Write x = x.masked_fill(mask, w).")
+    return write_data(tracker, func, (input, *args), kwargs)
+
+
+RULES = {Tensor.__setitem__: assign, Tensor.masked_fill_: masked_fill_in_place}
