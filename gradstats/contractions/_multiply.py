@@ -78,11 +78,11 @@ def pays(work: int, *operands: Tensor, times: int = 1, on_rows: bool = False) ->
         on_rows: whether the left operands are contiguous.
     """
     return (
-        all(map(_is_served, operands))
-        and not is_compiling()
+        not is_compiling()
+        and has_faster_products()
         and work >= (WORTH_CALLING_ON_ROWS if on_rows else WORTH_CALLING)
         and work * times >= WORTH_PREPARING * torch.get_num_threads()
-        and has_faster_products()
+        and all(map(_is_served, operands))
         and torch._C._get_mkldnn_enabled()
     )
 
