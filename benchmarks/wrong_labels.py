@@ -23,7 +23,7 @@ from benchmarks.harness import machine, parser_of, write_csv
 from gradstats.demo._data import NoisyDigits, load_noisy_digits
 from gradstats.demo._experiment import EXAMPLES_PER_BATCH, one_thread
 from gradstats.demo._settings import Settings
-from gradstats.demo._training import digit_network, loss_fn
+from gradstats.demo._training import digit_network, loss_fn, run_epoch
 from gradstats.scoring._metrics import detect
 
 DIGITS, FEW = 1797, 600
@@ -69,11 +69,7 @@ def checkpoints_of(
     """Train on the given labels, at a constant rate, and return the demo's checkpoints."""
     given, kept = torch.from_numpy(data.given), []
     for epoch in range(1, DEMO.epochs + 1):
-        order = torch.from_numpy(random.permutation(len(given)))
-        for chosen in order.split(DEMO.batch_size):
-            optimizer.zero_grad()
-            loss_fn(model, (data.images[chosen], given[chosen])).mean().backward()
-            optimizer.step()
+        run_epoch(model, optimizer, data.images, given, DEMO.batch_size, random)
         if epoch in DEMO.checkpoints:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             kept.append(copy.deepcopy(state))

@@ -63,6 +63,16 @@ def _seed():
 
 
 @pytest.fixture
+def nothing_remembered():
+    """Have nothing remembered of operations in other tests, and leave nothing for these."""
+    from gradstats.capture.following._repeated import NOTED
+
+    NOTED.clear()
+    yield
+    NOTED.clear()
+
+
+@pytest.fixture
 def graphs_run_on_cpus(monkeypatch):
     """Have contexts run compiled graphs here, as they do on a GPU."""
     from gradstats.capture.compiled import _used

@@ -22,12 +22,7 @@ from .test_random_programs import Program, losses
 SIZE, WIDTH = 3, 4
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    NOTED.clear()
-    torch.manual_seed(0)
-    yield
-    NOTED.clear()
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 
 class Followed:

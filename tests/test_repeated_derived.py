@@ -9,19 +9,12 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from gradstats.capture.following._repeated import NOTED
 from gradstats.capture.rules import _elementwise, _products
 
 from .oracle import assert_sqnorms, oracle_on_the_batch, oracle_sqnorms
 from .test_repeated import SIZE, WIDTH, check, squares
 
-
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    NOTED.clear()
-    torch.manual_seed(0)
-    yield
-    NOTED.clear()
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 
 def written(m):

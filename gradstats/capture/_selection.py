@@ -71,7 +71,7 @@ class Anatomy:
         named = self.named()
         trainable = {name: each for name, each in named.items() if each.requires_grad}
         if not trainable:
-            adapted = any(hasattr(module, "peft_config") for _, module in self.modules)
+            adapted = is_adapted(module for _, module in self.modules)
             loaded = " peft loads adapters for inference unless it is told is_trainable=True."
             raise CoverageError(
                 "the model has no parameter that requires grad, so there is no gradient to "
@@ -173,6 +173,11 @@ def data_parallel_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | 
     while "_orig_mod" in model._modules:
         model = model.get_submodule("_orig_mod")
     return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+
+
+def is_adapted(modules: Iterable[nn.Module]) -> bool:
+    """Whether peft put adapters into any of these modules."""
+    return any(hasattr(module, "peft_config") for module in modules)
 
 
 def clean_name(name: str, prefix: str) -> str:

@@ -61,13 +61,25 @@ def train(
     for epoch in tqdm(range(1, settings.epochs + 1), desc="training", unit="epoch"):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate_at(epoch)
-        order = torch.from_numpy(random.permutation(len(images)))
-        for chosen in order.split(settings.batch_size):
-            optimizer.zero_grad()
-            loss_fn(model, (images[chosen], labels[chosen])).mean().backward()
-            optimizer.step()
+        run_epoch(model, optimizer, images, labels, settings.batch_size, random)
         if epoch in settings.checkpoints:
             checkpoints[epoch] = copy.deepcopy(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             )
     return checkpoints
+
+
+def run_epoch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    images: Tensor,
+    labels: Tensor,
+    batch_size: int,
+    random: np.random.Generator,
+) -> None:
+    """Take a step on the mean loss of each batch, with the examples in an order of their own."""
+    order = torch.from_numpy(random.permutation(len(images)))
+    for chosen in order.split(batch_size):
+        optimizer.zero_grad()
+        loss_fn(model, (images[chosen], labels[chosen])).mean().backward()
+        optimizer.step()

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
-from gradstats.capture._selection import clean_name, matching_names, quoted, wrapper_prefix
+from gradstats.capture._selection import (
+    clean_name,
+    is_adapted,
+    matching_names,
+    quoted,
+    wrapper_prefix,
+)
 from gradstats.capture.operations._memory import parts_of, wraps_others
 from gradstats.errors import CheckpointError
 from gradstats.scoring._borrowed import memory_of, model_tensors, move, overrides_modes
@@ -206,7 +212,7 @@ def _unfitting(
     lacks = [f"it lacks {quoted(missing)}"] * bool(missing)
     holds = [f"it holds {quoted(unexpected)}, which the model does not have"] * bool(unexpected)
     remedy = ""
-    adapted = any(hasattr(module, "peft_config") for module in model.modules())
+    adapted = is_adapted(model.modules())
     if unexpected and not adapted and all(name.startswith("base_model.") for name in unexpected):
         remedy = (
             " These are adapters of peft, which the model lacks: pass the model with them, as it "

@@ -51,14 +51,13 @@ class ConvolutionFactors(Layer):
     def of_weight(self, grad: Tensor, x: Tensor) -> Factor:
         examples, shape = self.examples, self.shape
         stride, padding, dilation, transposed, output_padding, groups = self.call
-        if transposed:
-            x, grad = grad, x
-            if any(extra >= step for extra, step in zip(output_padding, stride, strict=True)):
-                # Padding both sides alike would give more positions than the input has: crop the
-                # end.
-                sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
-                x = functional.pad(x, [amount for side in reversed(sides) for amount in side])
-                padding = (0,) * len(padding)
+        grad, x = self._sides(grad, x)
+        steps = zip(output_padding, stride, strict=True)
+        if transposed and any(extra >= step for extra, step in steps):
+            # Padding both sides alike would give more positions than the input has: crop the end.
+            sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
+            x = functional.pad(x, [amount for side in reversed(sides) for amount in side])
+            padding = (0,) * len(padding)
         geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
         if examples.even and (len(stride) < 3 or examples.most == 1):
             return convolved(examples.first(x), examples.first(grad), shape, geometry)
