@@ -205,6 +205,32 @@ def repeated(function, value, times):
     return value
 
 
+def part_changed_by_name(w):
+    whole = w.T.clone()
+    torch.select(input=whole, dim=0, index=1).mul_(2)
+    return whole
+
+
+BY_NAME = {
+    "transpose": lambda w: torch.transpose(input=w, dim0=0, dim1=1),
+    "permute": lambda w: torch.permute(dims=(1, 0), input=w),
+    "movedim": lambda w: torch.movedim(input=w, source=0, destination=1),
+    "t": lambda w: torch.t(input=w.exp()),
+    "product": lambda w: torch.matmul(other=w.T, input=mixed(WIDTH, WIDTH)),
+    "quotient": lambda w: torch.div(other=w.T + 9, input=w.T),
+    "where": lambda w: torch.where(other=w.T, input=2 * w.T, condition=mixed(WIDTH, 2) > 0),
+    "embedding": lambda w: torch.embedding(indices=torch.arange(WIDTH), weight=w.T),
+    "changed": lambda w: torch.relu_(input=w.T.clone()),
+    "a part changed": part_changed_by_name,
+}
+
+
+@pytest.mark.parametrize("make", BY_NAME.values(), ids=BY_NAME)
+def test_operands_by_name(make):
+    x = normal(BATCH, POSITIONS, WIDTH)
+    check_operation(lambda m, x: x @ make(m.w), {"w": (2, WIDTH)}, x)
+
+
 @pytest.mark.parametrize("case", MATRICES.values(), ids=MATRICES)
 def test_matrices(case):
     shape, make = case
@@ -350,6 +376,18 @@ def test_position_embedding_with_padding_and_with_registered_ids():
     for positions in (BATCH, POSITIONS):
         x = normal(BATCH, positions, WIDTH)
         check_operation(lambda m, x: m.layer(x), {"layer": Positions()}, x)
+
+
+@pytest.mark.parametrize("options", [(1,), (-1, True)], ids=["padding", "by frequency"])
+def test_positions_looked_up_by_an_operator(options):
+    """As in exported programs, which give the options by place."""
+
+    def function(m, x):
+        ids = torch.arange(x.shape[1]) // 2 % 4
+        return x + torch.ops.aten.embedding(m.w, ids, *options)
+
+    for positions in (BATCH, 3 * POSITIONS):
+        check_operation(function, {"w": (4, WIDTH)}, normal(BATCH, positions, WIDTH))
 
 
 def test_positions_whose_gradients_are_divided_by_how_often_they_occur():

@@ -248,6 +248,14 @@ def test_rows_that_are_standardised_then_scaled_and_shifted():
         check_operation(function, {"w": (3, 4), "v": (4,)}, normal(3, 5, 4))
 
 
+@pytest.mark.parametrize("shape", [(3, 1), (4,), (3, 4), (1,), ()])
+def test_several_lengths_of_a_weight_normalised_as_a_whole(shape):
+    def function(m, x):
+        return functional.linear(x, torch._weight_norm(m.w, m.length, -1))
+
+    check_operation(function, {"w": (3, 4), "length": shape}, normal(3, 5, 4))
+
+
 def test_rows_of_one_element():
     def function(m, x):
         return functional.linear(x, functional.normalize(m.w, eps=10.0))

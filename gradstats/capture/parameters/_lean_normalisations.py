@@ -53,12 +53,14 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """g v / ‖v‖, for v and for g."""
-    direction = node.args[0]
+    direction, length = node.args[:2]
     if not isinstance(factor, Scaled) or not _pays(factor):
         return None
     node.check_step()
     weight = _numbers(direction)
     norm = torch.norm_except_dim(weight, 2, argument_of(node.args, node.kwargs, 2, "dim", 0))
+    if length.shape != norm.shape:
+        return None  # one norm may have several lengths
     if parent is direction:
         return _tangent(factor, node, weight / norm, other_operand(node, parent).to(norm) / norm)
     dtype = compute_dtype(weight, *tensors_of(factor))

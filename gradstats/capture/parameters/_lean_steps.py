@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from gradstats._factors import (
 )
 from gradstats.capture.following._reductions import REDUCES
 from gradstats.capture.operations._names import function_class_of
+from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import (
     ADDS,
     CASTS,
@@ -195,12 +197,14 @@ def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Constant ids looked up in a table, as for position embeddings."""
-    if node.kwargs.get("scale_grad_by_freq") or node.kwargs.get("max_norm"):
+    # By place where an operator of torch.ops was called.
+    argument = partial(argument_of, node.args, node.kwargs)
+    if argument(3, "max_norm") or argument(5, "scale_grad_by_freq"):
         return None
     if not isinstance(factor, Vector):
         return None
     node.check_constants()
-    return _of_table(factor, node.args[0], parent, node.kwargs.get("padding_idx"))
+    return _of_table(factor, node.args[0], parent, argument(2, "padding_idx"))
 
 
 ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._repeated import NOTED, keep, likeness_of_use
-from gradstats.capture.following._signatures import RENAMED, in_pytorchs_names
+from gradstats.capture.following._signatures import RENAMED, by_place, in_pytorchs_names
 from gradstats.capture.following._taken import as_constants, is_given
 from gradstats.capture.operations._memory import unwrapped
 from gradstats.capture.operations._names import function_name
@@ -175,6 +175,8 @@ def _hidden(nodes: Sequence[Node]) -> HiddenError:
 
 def _without_data(tracker: Context, func, args, kwargs, node: Node):
     """Run an operation on tracked tensors and constants, whose result belongs to no example."""
+    if kwargs and not args:
+        args, kwargs = by_place(func, args, in_pytorchs_names(func, kwargs))
     if func in IN_PLACE or kwargs.get("inplace"):
         return change(tracker, func, args, kwargs, node)
     if changed_by(func, args, kwargs):
