@@ -224,6 +224,45 @@ def test_randomness_is_taken_into_account(batch):
     assert coupled.check("coupling").ok is False
 
 
+class Adapter(nn.Linear):
+    """A low-rank update as it begins: zero, behind dropout."""
+
+    def __init__(self):
+        super().__init__(4, 8)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 8, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.down(functional.dropout(x, 0.5, self.training)))
+
+
+def test_randomness_that_no_loss_shows(batch):
+    """Other random numbers give the same losses and other gradients."""
+    adapted = nn.Sequential(Adapter(), nn.Tanh(), nn.Linear(8, 3)).train()
+    report = gs.verify(adapted, batch, classify)
+    assert report.ok
+    assert all(row.error < 1e-12 for row in report.rows)
+    assert "random" in report.check("coupling").detail
+    coupled = gs.verify(nn.Sequential(Adapter(), nn.Linear(8, 4), Centred()), batch, classify)
+    assert coupled.check("coupling").ok is False
+
+
+def test_padding_is_not_checked_where_gradients_are_random(batch):
+    """An example that is shorter draws other random numbers."""
+    adapted = nn.Sequential(Adapter(), nn.Tanh(), nn.Linear(8, 3)).train()
+    mask = torch.ones(B, 5, dtype=torch.long)
+    mask[1:, 3:] = 0
+    given = {"x": torch.randn(B, 5, 4), "y": batch[1], "attention_mask": mask}
+
+    def losses(model, batch):
+        mask = batch["attention_mask"][..., None]
+        mean = (model(batch["x"]) * mask).sum(1) / mask.sum(1)
+        return functional.cross_entropy(mean, batch["y"], reduction="none")
+
+    assert [each.name for each in gs.verify(adapted, given, losses).checks if not each.ok] == []
+    assert gs.verify(adapted.eval(), given, losses).check("padding").ok
+
+
 def test_randomness_of_other_generators(batch):
     """Python's and numpy's generators are restored between runs like PyTorch's own."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradstats._comparison import same_bits
 from gradstats.statistics._batches import map_tensors
 from gradstats.statistics._division import Division
 from gradstats.statistics._loss import check_losses
@@ -21,6 +22,9 @@ class Elsewhere:
         subject: model, batch and loss.
         division: how the batch divides into examples.
         names: of the parameters whose gradients are compared.
+
+    Attributes:
+        random: whether each forward draws other random numbers, once examples were compared.
     """
 
     def __init__(self, subject: Subject, division: Division, names: list[str]):
@@ -28,20 +32,30 @@ class Elsewhere:
         self._parameters = subject.parameters(names)
         # Up to which relative difference two losses or gradients count as the same.
         self._tolerance = TOLERANCE[subject.dtype]
+        self.random = False
 
-    def compare(self, numbers: Sequence[int], random: bool) -> tuple[list[Example], Check]:
-        """Return some examples as they are in their batch, and whether they depend on it.
-
-        Args:
-            numbers: of the examples.
-            random: whether each forward draws other random numbers.
-        """
-        examples, check = self._compare(numbers, random)
+    def compare(self, numbers: Sequence[int]) -> tuple[list[Example], Check]:
+        """Return the numbered examples as they are in their batch, and whether they depend on it."""
+        self.random = self._is_random()
+        examples, check = self._compare(numbers)
         if check.ok is False:
-            check = self._as_given(numbers, random) or check
+            check = self._as_given(numbers) or check
         return examples, check
 
-    def _as_given(self, numbers: Sequence[int], random: bool) -> Check | None:
+    def _is_random(self) -> bool:
+        """Whether other random numbers give other losses or gradients.
+
+        Dropout before an adapter that is zero changes gradients alone.
+        """
+        subject, found = self._subject, []
+        for same in (True, False):
+            losses = subject.losses(subject.batch, same_numbers=same)
+            found.append((losses.detach(), Example(0, losses.sum(), self._parameters)))
+        (losses, example), (others, other) = found
+        changed = example.difference(other, self._tolerance, "with other random numbers")
+        return changed is not None or not same_bits(losses, others)
+
+    def _as_given(self, numbers: Sequence[int]) -> Check | None:
         """Return what is found with other modules in eval mode; None if the same, or none trains.
 
         A generator in training mode may normalise by the batch what a discriminator is given.
@@ -53,7 +67,7 @@ class Elsewhere:
         try:
             for module in training:
                 module.training = False
-            found = self._compare(numbers, random)[1]
+            found = self._compare(numbers)[1]
         finally:
             for module in training:
                 module.training = True
@@ -64,7 +78,7 @@ class Elsewhere:
         )
         return None if found.ok is False else Check("coupling", found.ok, detail)
 
-    def _compare(self, numbers: Sequence[int], random: bool) -> tuple[list[Example], Check]:
+    def _compare(self, numbers: Sequence[int]) -> tuple[list[Example], Check]:
         examples: list[Example] = []
         checks: list[Check] = []
         for number in numbers:
@@ -73,7 +87,7 @@ class Elsewhere:
             example = Example(number, losses[number], self._parameters)
             examples.append(example)
             if self._division.batch_size > 1:
-                checks.append(self._coupling(example, random))
+                checks.append(self._coupling(example))
             # Only one example's whole gradient is kept: the padding check makes its own again.
             example.release()
         if not checks:
@@ -84,7 +98,12 @@ class Elsewhere:
         return examples, min(checks, key=lambda each: (each.ok is not False, each.ok is not None))
 
     def padding(self) -> list[Check]:
-        """Compare an example with itself without its trailing padding, where there is a mask."""
+        """Compare an example with itself without its trailing padding, where there is a mask.
+
+        A forward that is random draws other numbers for a shorter example.
+        """
+        if self.random:
+            return []
         mask = _attention_mask(self._subject.batch)
         size = self._division.batch_size
         if mask is None or mask.dim() != 2 or len(mask) != size or self._division.batch_dim:
@@ -114,10 +133,10 @@ class Elsewhere:
         detail = problem or f"example {number} without its padding is the same"
         return [Check("padding", not problem, detail)]
 
-    def _coupling(self, example: Example, random: bool) -> Check:
+    def _coupling(self, example: Example) -> Check:
         """Return whether an example is the same without its batch."""
         number, reason = example.number, "the forward is random"
-        if not random:
+        if not self.random:
             try:
                 alone = self._taken([number], 0, number)
             except Exception as error:

@@ -52,9 +52,14 @@ class Subject:
     def __post_init__(self):
         self.state = State(self.model, self.beside)
 
-    def losses(self, batch: Any) -> Any:
-        """Return what the loss function gives for a batch, with the first state again."""
-        self.state.restore()
+    def losses(self, batch: Any, *, same_numbers: bool = True) -> Any:
+        """Return what the loss function gives for a batch, with the first state again.
+
+        Args:
+            batch: for the loss function.
+            same_numbers: whether it draws the same random numbers again, too.
+        """
+        self.state.restore(generators=same_numbers)
         with SettledFormats():
             return self.loss_fn(self.model, batch)
 

@@ -168,17 +168,15 @@ class Verification:
     def run(self) -> VerifyReport:
         """Run every check that can be run, in order."""
         with differentiable(self.subject.model):
-            losses = self._losses()
-            if losses is None:
+            if not self._has_losses():
                 return self._report(computed=False)
-            random = self._is_random(losses)
         found = self._survey()
         stats = self._stats(found)
         elsewhere = Elsewhere(self.subject, self.division, self.selected)
         try:
             with differentiable(self.subject.model):
-                examples, coupling = elsewhere.compare(self.examples, random)
-                padding = [] if random else elsewhere.padding()
+                examples, coupling = elsewhere.compare(self.examples)
+                padding = elsewhere.padding()
         except (torch.OutOfMemoryError, NotImplementedError, RecursionError):
             raise
         except RuntimeError as error:  # as of a graph that the model kept from an earlier forward
@@ -188,7 +186,7 @@ class Verification:
         if found is not None and stats is not None and found.functions.inside:
             self.hidden = self._not_reached(stats, examples)
         self.checks += [self._coverage(stats), self._exactness(stats, examples, coupling), coupling]
-        self.checks += [*padding, *self._runs(stats, random)]
+        self.checks += [*padding, *self._runs(stats, elsewhere.random)]
         return self._report(computed=True)
 
     def _report(self, *, computed: bool) -> VerifyReport:
@@ -212,13 +210,13 @@ class Verification:
             tuple(rows), tuple(self.checks), tuple(self.examples), self.subject.description
         )
 
-    def _losses(self) -> Tensor | None:
-        """Return the losses of the whole batch, checked."""
+    def _has_losses(self) -> bool:
+        """Check the losses of the whole batch."""
         try:
             losses = check_losses(self.subject.losses(self.subject.batch), self.batch_size)
         except Exception as error:
             self.checks.append(Check("loss", False, summary(error)))
-            return None
+            return False
         bad = (~losses.isfinite()).nonzero().flatten().tolist()
         if bad:
             detail = (
@@ -226,16 +224,9 @@ class Verification:
                 "gradients of all. Leave them out of this batch"
             )
             self.checks.append(Check("loss", False, detail))
-            return None
+            return False
         self.checks.append(Check("loss", True, f"{self.batch_size} losses"))
-        return losses
-
-    def _is_random(self, losses: Tensor) -> bool:
-        """Whether another forward, with other random numbers, gives other losses."""
-        subject = self.subject
-        subject.state.restore(generators=False)
-        again = self.loss_fn(subject.model, subject.batch)  # which may take gradients itself
-        return not same_bits(losses.detach(), again.detach())
+        return True
 
     def _survey(self) -> Survey | None:
         """Return what happens to each parameter; None where no context can be opened."""
