@@ -79,6 +79,20 @@ def test_bilinear_of_examples_along_different_axes_is_refused():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 3, 8), (4, 5, 3)], ids=str)
+def test_pairs_of_low_precision_are_not_rounded(sizes, dtype):
+    """Nor do those of large data overflow, where neither gradients nor PyTorch's results do."""
+    torch.manual_seed(0)
+    layer = nn.Bilinear(*sizes).to(dtype)
+    x, y = (300 * torch.randn(BATCH, 20, size).to(dtype) for size in sizes[:2])
+    slope = 1e-4 * torch.randn(sizes[2]).to(dtype)
+    stats = gs.per_example_norms(layer, (x, y), lambda m, b: (m(*b).float() * slope).sum((1, 2)))
+    gradients = torch.einsum("o,btp,btq->bopq", *(side.double() for side in (slope, x, y)))
+    expected = gradients.square().sum((1, 2, 3))
+    torch.testing.assert_close(stats.by_parameter["weight"].double(), expected, rtol=1e-5, atol=0)
+
+
 def test_memory_is_not_that_of_a_gradient():
     """What is written out is a pair of operands, the smaller: never (B, d)."""
     layer = nn.Bilinear(6, 5, 300)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats._factors import cast, compute_dtype
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
@@ -50,6 +51,9 @@ class BilinearFactors:
     def __call__(self, grad: Tensor, first: Tensor, second: Tensor) -> list:
         factors: list = []
         if self.weight:
+            # In half precision products of two operands would be rounded, or overflow.
+            dtype = compute_dtype(grad, first, second)
+            grad, first, second = (cast(side, dtype) for side in (grad, first, second))
             outputs, _, width = self.shape
             if outputs < width and self.examples.segments is None:
                 left, right = _pairs(grad, first), second
