@@ -557,6 +557,23 @@ def test_the_result(model, batch):
     assert not stats.loss.requires_grad
 
 
+def test_a_context_in_a_shell(model, batch):
+    tracker = gs.track(model, batch_size=len(batch[0]))
+    shown = f"track(batch_size={len(batch[0])}, stats="
+    assert repr(tracker) == f"{shown}None)"
+    with tracker:
+        losses = losses_of(model, batch)
+        assert repr(tracker) == f"{shown}None)"
+        tracker.backward(losses)
+    assert repr(tracker) == f"{shown}{tracker.stats!r})"
+    low, high = tracker.stats.norm.min(), tracker.stats.norm.max()
+    parameters = len(list(model.parameters()))
+    assert repr(tracker.stats) == (
+        f"GradientNorms(examples={len(batch[0])}, parameters={parameters}, "
+        f"norm={low:.4g}…{high:.4g})"
+    )
+
+
 def test_a_backward_that_is_told_what_to_compute():
     """Norms are of all parameters, gradients of those that were asked for."""
     torch.manual_seed(0)

@@ -56,6 +56,9 @@ class MonitorStep:
         self._context: Tracker | None = None
         self.measured = False
 
+    def __repr__(self) -> str:
+        return f"MonitorStep(batch_size={self._batch_size}, measured={self.measured})"
+
     def __enter__(self) -> MonitorStep:
         try:
             self.open()

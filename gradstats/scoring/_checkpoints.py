@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Checkpoint:
     """
 
     name: str
-    weights: Mapping[str, Any]
+    weights: Mapping[str, Any] = field(repr=False)
     rates: Rates | None
 
 
@@ -103,7 +103,10 @@ class Checkpoints:
         return len(self._sources)
 
     def __repr__(self) -> str:
-        return f"Checkpoints({', '.join(self.names)})"
+        pairs = [f"{name}: {rate}" for name, rate in zip(self.names, self._rates, strict=True)]
+        if len(pairs) > 5:
+            pairs[2:-2] = [f"{len(pairs) - 4} more"]
+        return f"Checkpoints({', '.join(pairs)})"
 
     def load(self, index: int, model: nn.Module, names: Sequence[str]) -> Checkpoint:
         """Return one checkpoint with the rates of the named parameters of a model.

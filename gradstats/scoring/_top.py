@@ -23,6 +23,7 @@ from gradstats.scoring._rankings import Ranking, Rankings, strongest
 from gradstats.scoring._scores import IDS, NORMALIZATIONS, Partial, check_normalize, protect
 from gradstats.scoring._stream import Tile
 from gradstats.scoring._tiles import DAMAGED
+from gradstats.scoring._work import plural
 
 STATE = "top.npz"
 KINDS = [(normalize, sign) for normalize in NORMALIZATIONS for sign in (1, -1)]
@@ -243,7 +244,8 @@ class TopScores(Rankings):
     def __repr__(self) -> str:
         return (
             f"TopScores({len(self.train_ids)} train × {len(self.query_ids)} query, "
-            f"top_k={self.top_k}, normalize={self.normalize!r})"
+            f"top_k={self.top_k}, normalize={self.normalize!r}, "
+            f"{plural(len(self.checkpoints), 'checkpoint')})"
         )
 
     @property

@@ -281,6 +281,9 @@ class track:
         if scaler is not None:
             self._tracker.listener = self._scale
 
+    def __repr__(self) -> str:
+        return f"track(batch_size={self._batch_size}, stats={self._stats})"
+
     def __enter__(self) -> track:
         if self._opened or self._tracker.closed:
             raise TrackingError(

@@ -799,9 +799,10 @@ def test_the_monitor_in_a_shell(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = gs.Monitor(model, every=2, optimizer=optimizer)
     assert repr(monitor) == "Monitor(every=2, steps=0, measured=0)"
-    for _ in range(3):
+    for number in range(3):
         model.zero_grad()
-        with monitor.step(batch_size=B, ids=range(B)):
+        with monitor.step(batch_size=B, ids=range(B)) as step:
+            assert repr(step) == f"MonitorStep(batch_size={B}, measured={number != 1})"
             losses_of(model, batch_of()).mean().backward()
     assert repr(monitor) == "Monitor(every=2, steps=3, measured=2)"
     assert monitor._pending is not None

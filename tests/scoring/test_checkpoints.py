@@ -60,6 +60,18 @@ def test_files_in_natural_order(tmp_path):
     assert [path.parent.name for path in paths] == ["step-9", "step-10"]
 
 
+def test_checkpoints_in_a_shell(setting):
+    run = gs.Checkpoints(setting.states[:2], lr=[0.1, {"*": 0.2}])
+    assert repr(run) == "Checkpoints(state dict 0: 0.1, state dict 1: {'*': 0.2})"
+    loaded = repr(run.load(0, setting.model, ["0.weight"]))
+    assert loaded == "Checkpoint(name='state dict 0', rates=0.1)"
+    many = gs.Checkpoints(setting.states[:1] * 6, lr="optimizer")
+    assert repr(many) == (
+        "Checkpoints(state dict 0: optimizer, state dict 1: optimizer, 2 more, "
+        "state dict 4: optimizer, state dict 5: optimizer)"
+    )
+
+
 def test_the_working_directory_may_change_before_a_file_is_read(setting, tmp_path, monkeypatch):
     torch.save(setting.states[0], tmp_path / "epoch-1.pt")
     monkeypatch.chdir(tmp_path)

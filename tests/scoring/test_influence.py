@@ -292,6 +292,8 @@ def test_indexing(setting):
     assert repr(scores) == "InfluenceScores(11 train × 6 query, normalize=None, 2 checkpoints)"
     single = run(setting, gs.Checkpoints(setting.states[:1], lr=0.1))
     assert repr(single) == "InfluenceScores(11 train × 6 query, normalize=None, 1 checkpoint)"
+    top = run(setting, top_k=3).cosine
+    assert repr(top) == "TopScores(11 train × 6 query, top_k=3, normalize='cosine', 2 checkpoints)"
 
 
 @pytest.mark.parametrize(("on_disk", "checkpoints"), [(False, 1), (True, 2), (True, 1)])
