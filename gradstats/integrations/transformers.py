@@ -110,7 +110,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         if not (ids is None or isinstance(ids, str)):
             raise TrackingError(f"ids is {ids!r}, expected the name of an input of the model.")
         check_options(every, options)
-        self.every = every
+        self.every = int(every)
         self.monitor: Monitor | None = None
         self.saved: dict[str, Any] | None = None
         self._ids, self._options = ids, options

@@ -174,7 +174,7 @@ class Monitor:
             model, every, loss_reduction, optimizer, scaler, decay, spike, top, clip, workspace,
             process_group, alignment=alignment, gram=gram, fused=fused,
         )  # fmt: skip
-        self.model, self.every = model, every
+        self.model, self.every = model, int(every)
         self.optimizer, self.scaler = optimizer, scaler
         self._options = Options(
             loss_reduction, alignment, gram, layers, fused, parameters, exclude, workspace
@@ -187,7 +187,9 @@ class Monitor:
         check_layers([n for n, each in named if n in selected or not each.requires_grad], layers)
         self.process_group = process_group
         self.steps = 0
-        self._choices = decay, spike, top, clip
+        # Python's own: averages would take the precision of a decay in float32, and the state is to
+        # hold no numbers of NumPy.
+        self._choices = float(decay), float(spike), top, clip
         self._run = Run(*self._choices)
         self._metrics: dict[str, float] = {}
         # The optimizer step at hand, its next micro-batch, and the last one on its way to the host:

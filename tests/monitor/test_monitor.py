@@ -634,6 +634,22 @@ def test_a_resumed_monitor_continues_its_averages(model):
         second.load_state_dict({"version": 99})
 
 
+def test_numbers_of_numpy_are_as_good_as_pythons(model, tmp_path):
+    """Averages stay in float64, and the state is read without unpickling."""
+    batches = [batch_of() for _ in range(4)]
+    options = {"every": 2, "decay": 0.5, "spike": 1.5, "top": 3, "clip": 0.25}
+    converted = {"every": np.int64(2), "top": np.int64(3)}
+    converted |= {name: np.float32(options[name]) for name in ("decay", "spike", "clip")}
+    monitors = [gs.Monitor(model, **given) for given in (options, converted)]
+    for monitor in monitors:
+        take_steps(model, monitor, batches)
+        torch.save(monitor.state_dict(), tmp_path / "state.pt")
+        state = torch.load(tmp_path / "state.pt")
+        history = {name: values.tolist() for name, values in state["history"].items()}
+        np.testing.assert_equal(history, monitors[0].history)
+        assert state["ratios"] == monitors[0].state_dict()["ratios"]
+
+
 def take_steps(model, monitor, batches):
     for batch in batches:
         model.zero_grad()

@@ -614,6 +614,10 @@ def test_compiled_models(tmp_path, request, graphs):
 
 
 def test_options_must_fit_into_the_saved_state():
+    callback = GradStatsCallback(every=torch.tensor(5), rows_per_example=np.int64(2))
+    assert json.loads(json.dumps(callback.state()))["args"] == {
+        "every": 5, "ids": None, "rows_per_example": 2,
+    }  # fmt: skip
     with pytest.raises(gs.TrackingError, match="JSON"):
         GradStatsCallback(parameters={"a set"})
 
