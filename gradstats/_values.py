@@ -1,22 +1,32 @@
-"""What an argument holds: an integer of any library, or a plain array of numbers."""
+"""What an argument holds: a number of any library, or a plain array of numbers."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 
-def integer(value: Any) -> int | None:
-    """Return an integer of any library as an int; None for anything else, including bools."""
+def integer(value: Any, least: int | None = None) -> int | None:
+    """Return an integer of any library as an int, if it is as large as the least one wanted.
+
+    None for anything else, including bools.
+    """
     if isinstance(value, bool):
         return None
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except (TypeError, RuntimeError):  # of tensors that hold no value
         return None
+    return None if least is not None and number < least else number
+
+
+def is_real(value: Any) -> TypeGuard[float]:
+    """Whether an argument is a real number, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def unlike_numbers(tensor: Tensor) -> str | None:

@@ -114,11 +114,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self.monitor: Monitor | None = None
         self.saved: dict[str, Any] | None = None
         self._ids, self._options = ids, options
-        self._rows_per_example = integer(rows_per_example) or 0
-        if self._rows_per_example < 1:
+        rows = integer(rows_per_example, 1)
+        if rows is None:
             raise TrackingError(
                 f"rows_per_example is {rows_per_example!r}, expected a positive number of rows."
             )
+        self._rows_per_example = rows
         self._forwards: Forwards | None = None
         self._handler: CallbackHandler | None = None
         self._before: dict[str, Any] | None = None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradstats._values import integer, unlike_numbers
+from gradstats._values import integer, is_real, unlike_numbers
 from gradstats.errors import TrackingError
 from gradstats.monitor._measured import REDUCTIONS
 from gradstats.monitor._rates import optimizers_of
@@ -42,14 +41,14 @@ def check_monitor(
     groups = process_group is None or isinstance(process_group, dist.ProcessGroup)
     for name, value, is_good, expected in (
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
-        ("every", every, is_count(every) and every > 0, "a positive integer: steps"),
+        ("every", every, integer(every, 1) is not None, "a positive integer: steps"),
         ("loss_reduction", loss_reduction, is_reduction, reductions),
         ("optimizer", optimizer, optimizes, several),
-        ("decay", decay, _is_number(decay) and 0 <= decay < 1, "a number in [0, 1)"),
-        ("spike", spike, _is_number(spike) and spike > 1, "a factor above 1"),
-        ("top", top, is_count(top), "a number of examples"),
+        ("decay", decay, is_real(decay) and 0 <= decay < 1, "a number in [0, 1)"),
+        ("spike", spike, is_real(spike) and spike > 1, "a factor above 1"),
+        ("top", top, integer(top, 0) is not None, "a number of examples"),
         ("process_group", process_group, groups, "a torch.distributed process group"),
-        ("clip", clip, clip is None or (_is_number(clip) and clip > 0), "a positive norm"),
+        ("clip", clip, clip is None or (is_real(clip) and clip > 0), "a positive norm"),
     ):
         if not is_good:
             raise TrackingError(f"{name} is {reprlib.repr(value)}, expected {expected}.")
@@ -64,8 +63,8 @@ def checked_accumulation(accumulation, optimizer: Any) -> tuple[int, int]:
         _check_not_accelerated(optimizer)
         return 0, 1
     is_pair = isinstance(accumulation, (tuple, list)) and len(accumulation) == 2
-    index, count = accumulation if is_pair else (None, None)
-    if not (is_count(index) and is_count(count) and index < count):
+    index, count = (integer(each, 0) for each in (accumulation if is_pair else (None, None)))
+    if index is None or count is None or index >= count:
         raise TrackingError(
             f"accumulation is {accumulation!r}, expected (k, K) with 0 ≤ k < K: micro-batch k of K."
         )
@@ -112,12 +111,3 @@ def checked_ids(ids, batch_size: int) -> Tensor:
     if tuple(ids.shape) != (batch_size,) or inexact:
         raise TrackingError(f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, {expected}.")
     return ids
-
-
-def is_count(value: Any) -> TypeGuard[int]:
-    number = integer(value)
-    return number is not None and number >= 0
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gradstats._values import integer
 from gradstats.errors import TrackingError
-from gradstats.monitor._arguments import is_count
 
 # Ids in the one line of a spike.
 SHOWN = 4
@@ -150,7 +150,7 @@ class RunningSelfInfluence:
         Raises:
             TrackingError: k is not a number of examples, or none of the measured steps could count.
         """
-        if not is_count(k):
+        if integer(k, 0) is None:
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
         if self._lacked and not self._place:
             raise TrackingError(

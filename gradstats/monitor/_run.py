@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradstats._values import integer
 from gradstats.errors import TrackingError
-from gradstats.monitor._arguments import is_count
 from gradstats.monitor._measured import Measured
 from gradstats.monitor._metrics import step_metrics
 from gradstats.monitor._records import ExampleRecord, RunningSelfInfluence, Spike
@@ -94,7 +94,7 @@ class Run:
 
     def examples(self, k: int, by: str = "norm") -> list[ExampleRecord]:
         """Return the k examples that stand out in the last step; see ``Monitor.examples``."""
-        if not is_count(k):
+        if integer(k, 0) is None:
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
         if not isinstance(by, str) or by not in ("norm", "alignment"):
             raise TrackingError(f'by is {by!r}, expected "norm" or "alignment".')

@@ -15,6 +15,7 @@ from gradstats.capture.operations._memory import parts_of
 from gradstats.capture.parameters._attributes import kept_by, tensors_kept
 from gradstats.scoring import _ranks
 from gradstats.scoring._renewal import Renewal, merging
+from gradstats.statistics._state import shortened_tables
 from gradstats.statistics._surroundings import Surroundings, ordinary_modules
 
 
@@ -89,13 +90,9 @@ def _replace_sparse(model: nn.Module) -> None:
 
 
 def _written(model: nn.Module) -> list[Tensor]:
-    """Return what a forward writes to: buffers, and tables whose rows it shortens to max_norm."""
-    tables = [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    ]
-    return [part for each in (*model.buffers(), *tables) for part in parts_of(each)]
+    """Return what a forward writes to: buffers, and tables whose rows it shortens."""
+    written = (*model.buffers(), *shortened_tables(model.modules()))
+    return [part for each in written for part in parts_of(each)]
 
 
 def overrides_modes(model: nn.Module) -> bool:

@@ -174,8 +174,8 @@ def influence(
 
     def checked() -> tuple[Work, WeightsOnly | None, int, int | None]:
         check_normalize(normalize)
-        number = integer(budget)
-        if number is None or number < 1:
+        number = integer(budget, 1)
+        if number is None:
             raise ScoreError(f"budget is {budget!r}, expected a positive number of bytes.")
         k = None if top_k is None else check_k(top_k)
         work = Work.of(

@@ -273,7 +273,7 @@ def mean_overlap(lists: Sequence[np.ndarray]) -> float:
 
 def check_k(k: Any) -> int:
     """Return a number of examples, or raise."""
-    number = integer(k)
-    if number is None or number < 1:
+    number = integer(k, 1)
+    if number is None:
         raise ScoreError(f"k is {k!r}, expected a positive integer, a number of examples.")
     return number

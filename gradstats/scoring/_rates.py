@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import reduce
 from itertools import chain
-from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradstats._values import unlike_numbers
+from gradstats._values import is_real, unlike_numbers
 from gradstats.capture._selection import clean_name, matching_names, wrapper_prefix
 from gradstats.errors import CheckpointError
 
@@ -49,7 +48,7 @@ def check_rate(rate, of: str) -> float:
     held = None if not isinstance(rate, Tensor) else unlike_numbers(rate)
     if held is None and isinstance(rate, (Tensor, np.ndarray)) and rate.ndim == 0:
         rate = rate.item()
-    if not isinstance(rate, Real) or isinstance(rate, bool):
+    if not is_real(rate):
         shown = held or reprlib.repr(rate)
         raise CheckpointError(f"the learning rate of {of} is {shown}, expected a number. {REMEDY}")
     try:

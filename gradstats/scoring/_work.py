@@ -344,9 +344,9 @@ def open_tiles(
 
 
 def amount(nbytes: float) -> str:
-    """Format a number of bytes."""
+    """Format a number of bytes, to three digits."""
     for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 1000:
+        if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"

@@ -119,8 +119,8 @@ def check_workspace(workspace: Any) -> int:
     """Return a number of bytes, the default for None, or raise."""
     if workspace is None:
         return DEFAULT_WORKSPACE
-    number = integer(workspace)
-    if number is None or number < 1:
+    number = integer(workspace, 1)
+    if number is None:
         raise TrackingError(
             f"workspace is {workspace!r}, expected a positive integer, a number of bytes."
         )

@@ -76,8 +76,8 @@ def order_here(rows: Tensor) -> Tensor | None:
 
 def check_batch_size(batch_size: int) -> int:
     """Return the batch size, or raise unless it is a positive integer."""
-    number = integer(batch_size)
-    if number is None or number < 1:
+    number = integer(batch_size, 1)
+    if number is None:
         raise ExampleAxisError(
             f"batch_size is {_shown(batch_size)}, expected a positive integer: the number of "
             "examples in the batch."
@@ -87,8 +87,8 @@ def check_batch_size(batch_size: int) -> int:
 
 def check_batch_dim(batch_dim: int) -> int:
     """Return the example axis, or raise unless it is a non-negative integer."""
-    number = integer(batch_dim)
-    if number is None or number < 0:
+    number = integer(batch_dim, 0)
+    if number is None:
         raise ExampleAxisError(
             f"batch_dim is {_shown(batch_dim)}, expected a non-negative integer: the example axis, "
             "counted from the front."

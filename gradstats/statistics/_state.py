@@ -131,12 +131,20 @@ class Start:
         return True
 
 
+def shortened_tables(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the tables whose rows a forward shortens where it looks them up (``max_norm``)."""
+    return [
+        module.weight
+        for module in modules
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
+
+
 class State:
     """What a forward may change as a side effect: generators, attributes, buffers, look-up tables.
 
-    Of tables those whose rows are shortened where they are looked up (``max_norm``). ``restore``
-    makes the next forward the same as the one after construction. Modules ``beside`` the model,
-    which its loss uses, count as well.
+    ``restore`` makes the next forward the same as the one after construction. Modules ``beside``
+    the model, which its loss uses, count as well.
     """
 
     def __init__(self, model: nn.Module, beside: Iterable[nn.Module] = ()):
@@ -147,11 +155,7 @@ class State:
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer.is_leaf  # not what was computed of parameters
         ]
-        self._tables = [
-            (module.weight, module.weight.detach().clone())
-            for module in modules
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        ]
+        self._tables = [(table, table.detach().clone()) for table in shortened_tables(modules)]
         self._surroundings = [Surroundings(each) for each in (model, *beside)]
         kept = (each for module in modules for each in (module._parameters, module._buffers))
         tensors = (tensor for each in kept for tensor in each.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from gradstats._comparison import same_bits
 from gradstats._compiler import in_python
-from gradstats._values import integer
+from gradstats._values import integer, is_real
 from gradstats.capture._selection import select_parameters
 from gradstats.capture._sharded import is_sharded
 from gradstats.capture._survey import Survey, survey
@@ -95,11 +94,11 @@ def verify(
     check_call(model, loss_fn)
     check_choice("fallback", fallback, (None, "vmap"))
     check_workspace(workspace)
-    wanted = integer(examples)
-    if wanted is None or wanted < 1:
+    wanted = integer(examples, 1)
+    if wanted is None:
         raise TrackingError(f"examples is {examples!r}, expected a positive number of examples.")
     if tolerance is not None:
-        if isinstance(tolerance, bool) or not (isinstance(tolerance, Real) and tolerance > 0):
+        if not (is_real(tolerance) and tolerance > 0):
             raise TrackingError(f"tolerance is {tolerance!r}, expected a positive relative error.")
         tolerance = float(tolerance)
     batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)

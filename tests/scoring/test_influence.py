@@ -17,6 +17,7 @@ from tqdm import tqdm
 import gradstats as gs
 from gradstats.scoring._batches import BatchLayout
 from gradstats.scoring._memory import Halving
+from gradstats.scoring._work import amount
 from gradstats.statistics._division import Division
 from tests.oracle import assert_unchanged, snapshot
 from tests.scoring import processes
@@ -758,6 +759,11 @@ def test_lists_that_hardly_differ_are_warned_about():
             model, [train], [query], loss_fn, checkpoints, normalize="cosine", progress=False,
             **options,
         )  # fmt: skip
+
+
+def test_sizes_are_rounded_to_the_unit_that_they_round_to():
+    sizes = {999: "999 bytes", 999_400: "999 kB", 999_600: "1 MB", 12_345_678: "12.3 MB"}
+    assert [amount(size) for size in sizes] == list(sizes.values())
 
 
 def test_the_estimate_and_the_bar_are_printed(setting, tmp_path, capsys):
