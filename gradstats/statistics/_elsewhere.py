@@ -35,7 +35,7 @@ class Elsewhere:
         self.random = False
 
     def compare(self, numbers: Sequence[int]) -> tuple[list[Example], Check]:
-        """Return the numbered examples as they are in their batch, and whether they depend on it."""
+        """Return numbered examples as they are in their batch, and whether they depend on it."""
         self.random = self._is_random()
         examples, check = self._compare(numbers)
         if check.ok is False:
