@@ -8,5 +8,6 @@ from typing import Any
 class Printed:
     """Shown by IPython and notebooks as ``print`` shows it; a plain shell shows the short repr."""
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
+    # Not _repr_pretty_: to one that is inherited, IPython prefers the __repr__ of the class itself.
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": str(self)}

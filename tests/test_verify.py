@@ -8,7 +8,6 @@ import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -63,9 +62,8 @@ def test_the_report_in_a_shell(batch):
 
 
 def test_the_report_in_a_notebook(batch):
-    report, shown = gs.verify(network(), batch, classify), []
-    report._repr_pretty_(SimpleNamespace(text=shown.append), False)
-    assert shown == [str(report)]
+    report = gs.verify(network(), batch, classify)
+    assert report._repr_mimebundle_(include=None, exclude=None) == {"text/plain": str(report)}
 
 
 def test_the_table():

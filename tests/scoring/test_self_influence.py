@@ -439,9 +439,8 @@ def test_ids_that_are_known_to_be_bad():
 def test_results_in_a_notebook(setting):
     ranking = Ranking(np.arange(2), np.array(["a", "b"]), np.array([0.5, 0.25]))
     for result in (run(setting), run(setting).report([1, 2, 5]), ranking):
-        shown: list[str] = []
-        result._repr_pretty_(SimpleNamespace(text=shown.append), False)
-        assert shown == [str(result)] and len(shown[0].splitlines()) > 2
+        shown = result._repr_mimebundle_(include=None, exclude=None)
+        assert shown == {"text/plain": str(result)} and len(str(result).splitlines()) > 2
 
 
 def test_results_in_a_shell(setting):
