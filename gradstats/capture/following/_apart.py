@@ -55,7 +55,7 @@ def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bo
         rows, columns: where the examples of the product's rows, and of those that are summed, lie
             in ``weights``.
     """
-    others = _others(rows, columns, weights.device)
+    others = of_others(rows, columns, weights.device)
     values = weights.detach()
     if values.layout is torch.strided:
         pairs = values.movedim((rows.axis, columns.axis), (-2, -1))
@@ -94,7 +94,7 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
         if of_mask is None or scores([*pairs, of_mask], mask) is None:
             return False
     allowed = _allowed(call, mask.detach())
-    others = [_others(query, each, mask.device) for each in keys]
+    others = [of_others(query, each, mask.device) for each in keys]
     return not any(bool((allowed & each).any()) for each in others)
 
 
@@ -134,7 +134,7 @@ def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
     assert rows.segments is not None
     place = torch.arange(rows.rows, device=rows.segments.owner.device)
     of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
-    others = _others(rows, rows, place.device)
+    others = of_others(rows, rows, place.device)
     meets = torch.zeros((), dtype=torch.bool, device=place.device)
     # Most masks are the same for all rows and heads.
     numbers = [place.new_zeros(()) for _ in range(4)]
@@ -170,7 +170,7 @@ def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
     if len(sides) != 2:
         return None
     rows, columns = (sides[axis] for axis in sorted(sides))
-    return _paired(rows, columns, fixed=not bool(_others(rows, columns, result.device).any()))
+    return _paired(rows, columns, fixed=not bool(of_others(rows, columns, result.device).any()))
 
 
 def _paired(rows: Examples, columns: Examples, fixed: bool) -> Scores | None:
@@ -204,13 +204,13 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
             return None
         return replace(after, fixed=are_fixed(marks, call, after))
     trained = [item for item in call.data if item.requires_grad]
-    of_scores = [item for item in trained if isinstance(marks.owned(item), Scores)]
+    of_scores = [(item, own) for item in trained if isinstance(own := marks.owned(item), Scores)]
     if not of_scores:
         return after
     if func in CONCATENATES:
         return _joined(marks, call)
-    item, own = of_scores[0], marks.owned(of_scores[0])
-    if not isinstance(own, Scores) or len(trained) > 1 or item is not call.argument(0, "input"):
+    item, own = of_scores[0]
+    if len(trained) > 1 or item is not call.argument(0, "input"):
         return None
     if func in MOVES or func in RESHAPES or func in REINDEXES:
         return _followed(call, item, own)
@@ -375,7 +375,7 @@ def sums_own(func, item: Tensor, own: Scores) -> bool:
     return False
 
 
-def _others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:
+def of_others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:
     """Return which pairs of rows belong to different examples, (rows, columns)."""
     of_columns = columns.owner(device)
     return (rows.owner(device).unsqueeze(1) != of_columns) & (of_columns < columns.batch)

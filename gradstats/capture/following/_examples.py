@@ -243,13 +243,27 @@ def spread(owner: Tensor, batch: int) -> Examples | Whole | None:
         owner: in the tensor's shape.
         batch: number of examples B.
     """
-    if (batch > 1 or not owner.dim()) and bool((owner == owner.flatten()[0]).all()):
+    axes = axes_of(owner)
+    if len(axes) > 1:
+        return None
+    if not axes and (batch > 1 or not owner.dim()):
         return Whole(int(owner.flatten()[0]))
-    for axis in range(owner.dim()):
-        rows = owner.movedim(axis, 0).reshape(owner.shape[axis], -1)
-        if bool((rows == rows[:, :1]).all()):
-            return Examples(batch, axis).owned_by(rows[:, 0].long(), axis)
-    return None
+    axis = axes[0] if axes else 0
+    return Examples(batch, axis).owned_by(rows_along(owner, axis).long(), axis)
+
+
+def axes_of(owner: Tensor) -> list[int]:
+    """Return along which axes the examples of elements differ."""
+    return [
+        axis
+        for axis in range(owner.dim())
+        if owner.shape[axis] > 1 and not bool((owner == owner.narrow(axis, 0, 1)).all())
+    ]
+
+
+def rows_along(owner: Tensor, axis: int) -> Tensor:
+    """Return the example of the first element of each row along an axis."""
+    return owner.movedim(axis, -1)[(0,) * (owner.dim() - 1)]
 
 
 def same_rows(first: Examples, second: Examples) -> bool:
@@ -261,7 +275,7 @@ def same_rows(first: Examples, second: Examples) -> bool:
     return first.rows == second.rows and torch.equal(first.owner(device), second.owner(device))
 
 
-def sole_of(owned: Examples | Whole | Mixed | None) -> Examples | Whole | Mixed | None:
+def sole_of(owned: Layout) -> Layout:
     """Return a layout, as a ``Whole`` if all rows belong to one example."""
     if isinstance(owned, Examples) and owned.segments is not None:
         sole = owned.segments.sole

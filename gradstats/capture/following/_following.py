@@ -13,7 +13,6 @@ from gradstats.capture.following._examples import (
     Layout,
     Mixed,
     Scores,
-    Whole,
 )
 from gradstats.capture.following._families import FAMILIES
 from gradstats.capture.following._joins import joined_layout
@@ -64,7 +63,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
         return
     if isinstance(after, Examples) and not after.fits(result):
         after = None  # for instance where an index takes only some of the rows
-    apart = isinstance(after, (Examples, Whole)) and not meetings.is_coupled(result)
+    apart = isinstance(after, APART) and not meetings.is_coupled(result)
     if not (apart and result.numel()) and (one := sole_example(marks, data)) is not None:
         # All that is computed from one example's values alone belongs to that example.
         meetings.coupled.pop(result.grad_fn, None)
@@ -115,14 +114,14 @@ def _note_sum(marks: Marks, call: Call, after: Layout | Unchanged) -> None:
     meetings, result, behind = marks.meetings, call.result, call.data[0].grad_fn
     sums = is_sum(marks, call)
     if sums:
-        marks.values.mark_sum(result)
+        marks.values.note(result, sum=True)
     elif sums is False and after is MIXED:
         if not meetings.is_coupled(result):
             meetings.couple(result, NO_SUM)
         if is_root(marks, call):
             meetings.roots_of_sums.add(result.grad_fn)
     elif behind in meetings.roots_of_sums and is_square(call):
-        marks.values.mark_sum(result)
+        marks.values.note(result, sum=True)
         meetings.added[behind] = meetings.coupled.pop(behind, NO_SUM)
 
 
@@ -213,16 +212,15 @@ def _runs_over_examples(marks: Marks, call: Call) -> bool:
         return False
     if func is ATTENTION and attention_keeps_apart(marks, call):
         return False  # the model itself packed them
-    for item in operands:
-        if marks.is_of_data(item):
-            layout = marks.layout_of(item)
-            if isinstance(layout, Scores) and marks.packed:
-                continue  # their values tell whether examples meet
-            # Axes refer to the shape that the operands are broadcast to.
-            widest = max((item, *operands), key=Tensor.dim) if func in OF_TWO else item
-            axis = 0 if layout is None else layout.axis + widest.dim() - item.dim()
-            if layout is not None and runs_over(func, (widest, *args[1:]), kwargs, axis):
-                return True
+    for item in filter(marks.is_of_data, operands):
+        layout = marks.layout_of(item)
+        if layout is None or isinstance(layout, Scores):  # whose values tell whether examples meet
+            continue
+        # Axes refer to the shape that the operands are broadcast to.
+        widest = max((item, *operands), key=Tensor.dim) if func in OF_TWO else item
+        axis = layout.axis + widest.dim() - item.dim()
+        if runs_over(func, (widest, *args[1:]), kwargs, axis):
+            return True
     return False
 
 
@@ -231,6 +229,6 @@ def spans_examples(marks: Marks, data: list[Tensor], result: Tensor) -> bool:
     trained = [marks.owned(tensor) for tensor in data if tensor.requires_grad]
     if not any(owned is MIXED for owned in trained) or not result.requires_grad:
         return False
-    if any(isinstance(owned, (Examples, Whole)) for owned in trained):
+    if any(isinstance(owned, APART) for owned in trained):
         marks.meetings.couple(result, BROUGHT_BACK)
     return True

@@ -54,10 +54,9 @@ def _is_no_number(item) -> bool:
 
 def dims_at(source: Tensor, items: list) -> int:
     """Return how many axes source[items] has."""
-    chosen = [item for item in items if isinstance(item, Tensor) and item.dim() > 0]
-    sizes = torch.broadcast_shapes(*map(_selected_shape, chosen)) if chosen else ()
+    _, found = found_at(items)
     left = sum(item is None or isinstance(item, slice) for item in items)
-    return left + len(sizes) + source.dim() - sum(map(_axes_taken, items))
+    return left + found + source.dim() - sum(map(_axes_taken, items))
 
 
 def axes_until(items: list) -> int:

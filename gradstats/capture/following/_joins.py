@@ -11,7 +11,6 @@ from gradstats.capture.following._crossed import note_crossed
 from gradstats.capture.following._examples import (
     Examples,
     Layout,
-    Mixed,
     Whole,
     same_rows,
     sole_of,
@@ -21,9 +20,6 @@ from gradstats.capture.following._operands import is_of_another
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import JOINS, PAD_SEQUENCE
-
-# The layout of each of several tensors; None for one without examples.
-Owners = list[Examples | Whole | Mixed | None]
 
 
 def joined_layout(marks: Marks, call: Call) -> Layout:
@@ -63,14 +59,15 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
     return _side_by_side(marks, tensors, owners, dim, stacked=stacked)
 
 
-def _owners(marks: Marks, tensors: Sequence[Tensor]) -> Owners:
+def _owners(marks: Marks, tensors: Sequence[Tensor]) -> list[Layout]:
+    """Return the layout of each of several tensors; None for one without examples."""
     return [marks.owned(tensor) if marks.is_of_data(tensor) else None for tensor in tensors]
 
 
 def _in_line(
     marks: Marks,
     tensors: Sequence[Tensor],
-    owners: Owners,
+    owners: list[Layout],
     dim: int,
     result: Tensor,
     *,
@@ -125,7 +122,7 @@ def _joined(layouts: Sequence[Examples], dim: int, device: torch.device) -> Exam
 
 
 def _side_by_side(
-    marks: Marks, tensors: Sequence[Tensor], owners: Owners, dim: int, *, stacked: bool
+    marks: Marks, tensors: Sequence[Tensor], owners: list[Layout], dim: int, *, stacked: bool
 ) -> Layout:
     """Return the layout of tensors joined along ``dim``, some of which belong to one example."""
     examples: list[int] = []

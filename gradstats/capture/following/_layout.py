@@ -1,4 +1,4 @@
-"""Where the examples lie in a tensor of data after each of the user's operations on it.
+"""Where the examples lie after an operation on one tensor of data.
 
 By contract, data have their examples along the caller's ``batch_dim``. If code transposes or folds
 that axis, shape alone would mislead: with as many positions as examples, a transposed batch looks

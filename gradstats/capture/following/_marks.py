@@ -17,7 +17,6 @@ from gradstats.capture.following._examples import (
     APART,
     Examples,
     Layout,
-    Mixed,
     Scores,
     Whole,
     same_rows,
@@ -121,7 +120,7 @@ class Marks:
         self.constants.clear()
         self.written.clear()
         self.rearranged.clear()
-        self.meetings.clear()
+        self.meetings = Meetings(self.batch_size)
         self.enclosed = ()
 
     def is_data(self, tensor: Tensor) -> bool:
@@ -250,11 +249,10 @@ class Marks:
 
     def lost_at(self, tensor: Tensor) -> str | None:
         """Return the operation at which the examples of a tensor of data were lost, if known."""
-        known = self.mark_of(tensor)
-        if known is None or isinstance(known[0], (Examples, Whole, Mixed)):
+        if self.mark_of(tensor) != (None,):
             return None
         mark: Any = getattr(tensor, LAYOUT, None)
-        if mark is None or mark[:2] != (self.serial, *known):
+        if mark is None or mark[:2] != (self.serial, None):
             return "a write into another tensor that shows its memory"
         return mark[2]
 
@@ -300,7 +298,7 @@ class Marks:
         elif self.is_marked(source) or self.layout_of(source) != self.by_contract(tensor):
             self.place(tensor, self.owned(source))
             if self.values.is_sum(source):
-                self.values.mark_sum(tensor)
+                self.values.note(tensor, sum=True)
             owner = self.values.owner_of(source)
             if owner is not None:
                 self.values.note(tensor, owner=owner)

@@ -87,14 +87,6 @@ class Meetings:
         """Whether several examples are known to meet in the operation that made a tensor."""
         return result.grad_fn in self.coupled
 
-    def clear(self) -> None:
-        """Forget them."""
-        self.coupled.clear()
-        self.added.clear()
-        self.roots_of_sums.clear()
-        self.weighed.clear()
-        self.crossed.clear()
-
     def how_met(self, node: GraphNode) -> str | None:
         """Return how an autograd node combines several examples; None if it is not known to."""
         return self.coupled.get(node, self.added.get(node))

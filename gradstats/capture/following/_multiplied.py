@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._apart import (
+    of_others,
     scores,
     scores_keep_apart,
     weights_keep_apart,
@@ -20,9 +21,11 @@ from gradstats.capture.following._crossed import note_crossed
 from gradstats.capture.following._examples import (
     MIXED,
     Examples,
+    Layout,
     Mixed,
     Scores,
     Whole,
+    axes_of,
     same_layout,
     same_rows,
 )
@@ -30,7 +33,6 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._numbered import NOBODY
 from gradstats.capture.following._slots import placed, slots_of
 from gradstats.capture.following._taken import without_given
-from gradstats.capture.following._values import axes_of
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._einsum import Equation
 from gradstats.capture.operations._operations import TRANSPOSED_CONVOLUTIONS
@@ -38,7 +40,7 @@ from gradstats.capture.operations._operations import TRANSPOSED_CONVOLUTIONS
 
 def by_equation(
     marks: Marks, operands: Sequence[Tensor], equation: Equation, result: Tensor
-) -> Examples | Whole | Mixed | None:
+) -> Layout:
     """Return the layout of a contraction that an equation describes."""
     inputs, out = equation
     summed = dict.fromkeys(index for index in chain(*inputs) if index not in out)
@@ -54,7 +56,7 @@ def contraction(
     places: Sequence[Sequence[int]],
     result: Tensor,
     lies: Callable[[int, Examples], Examples | None] | None = None,
-) -> Examples | Whole | Mixed | None:
+) -> Layout:
     """Return the layout of a contraction.
 
     Args:
@@ -79,12 +81,15 @@ def contraction(
     for at, tensor in enumerate(operands):
         if not any(tensor is item for item in data):
             continue
-        own = marks.layout_of(tensor)
-        if isinstance(own, Scores):
-            rows, columns = (lies(at, side) for side in own.sides)
+        layout = marks.layout_of(tensor)
+        if isinstance(layout, Scores):
+            rows, columns = (lies(at, side) for side in layout.sides)
             if rows and columns and len(marks.data_among(operands)) == 1:
                 return scores([rows, columns], result)
-        layout = _layout(marks, tensor, result)
+            if not scores_keep_apart(tensor, layout):
+                marks.meetings.note(result)
+                return None
+            layout = without_columns(layout)
         after = None if layout is None else lies(at, layout)
         if after is not None:
             kept.append((tensor, after))
@@ -146,15 +151,6 @@ def convolved_places(call: Call, operands: Sequence[Tensor]) -> list[list[int]]:
     return [data, kernels, [1]][: len(operands)]
 
 
-def _layout(marks: Marks, tensor: Tensor, result: Tensor) -> Examples | None:
-    """Return the layout of an operand; note where scores of different examples meet there."""
-    layout = marks.layout_of(tensor)
-    if not isinstance(layout, Scores) or scores_keep_apart(tensor, layout):
-        return layout and without_columns(layout)
-    marks.meetings.note(result)
-    return None
-
-
 def _sums_own_rows(
     marks: Marks, weights: Tensor, axis: int | None, layout: Examples, result: Tensor
 ) -> bool:
@@ -175,8 +171,7 @@ def _sums_own_rows(
     if not apart:
         marks.meetings.note(result)
     elif weights.requires_grad and not isinstance(own, Scores):
-        every = torch.ones(weights.shape, dtype=torch.bool, device=weights.device)
-        if not weights_keep_apart(every, own, layout.along(axis)):
+        if bool(of_others(own, layout, weights.device).any()):
             marks.meetings.weighed.add(result.grad_fn)
     return apart
 
@@ -276,17 +271,14 @@ def _of_slots(
     owner, weights = found[at], operands[1 - at]
     assert owner is not None
     own = marks.layout_of(weights) if marks.is_of_data(weights) else None
-    if own is None or isinstance(own, Scores) or places[1 - at][own.axis] < 0:
+    if own is None or isinstance(own, Scores):
         return None
-    if own.rows != weights.shape[own.axis] or own.axis in (
-        axis for axis, index in enumerate(places[1 - at]) if index in places[at]
-    ):
+    of_slots, of_weights = places[at], places[1 - at]
+    kept, axes = of_weights[own.axis], axes_of(owner)
+    if kept < 0 or kept in of_slots or not {of_slots[axis] for axis in axes} <= {*of_weights}:
         return None
     # The examples of the slots, in the order of the weights' axes.
-    axes = axes_of(owner)
-    if not {places[at][axis] for axis in axes} <= {*places[1 - at]}:
-        return None
-    order = [places[1 - at].index(places[at][axis]) for axis in axes]
+    order = [of_weights.index(of_slots[axis]) for axis in axes]
     if any(
         weights.shape[axis] != owner.shape[mine] for axis, mine in zip(order, axes, strict=True)
     ):
@@ -302,7 +294,7 @@ def _of_slots(
         return None
     if weights.requires_grad and bool(others.any()):
         marks.meetings.weighed.add(result.grad_fn)
-    return own.along(places[1 - at][own.axis])
+    return own.along(kept)
 
 
 def _product(

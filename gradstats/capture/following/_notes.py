@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradstats.capture.following._examples import Examples, Mixed, Whole
+from gradstats.capture.following._examples import Examples, Layout
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._taken import is_given
 from gradstats.capture.following._values import VALUES
@@ -22,7 +22,7 @@ class Note(NamedTuple):
     """
 
     constant: bool
-    place: Examples | Whole | Mixed | None
+    place: Layout
     held: dict[str, Any]
 
 

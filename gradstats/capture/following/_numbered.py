@@ -102,7 +102,7 @@ def lies_behind(
     numbers = before.expand(base.shape).clone(memory_format=torch.contiguous_format)
     offset = view.storage_offset() - base.storage_offset()
     seen = numbers.as_strided(view.shape, view.stride(), offset)
-    seen.copy_(_numbers_of(view, owned, 0))
+    seen.copy_(numbers_of(view, owned, 0))
     if _some_replaced(marks, base, before, numbers):
         return Found(None)
     rest = _alike_behind(before, base.dim(), [(view, owned)])
@@ -133,10 +133,10 @@ def _numbers_before(marks: Marks, target: Tensor, writes: int, *, blank: bool) -
     known = marks.owned(target)
     if isinstance(known, Scores) or not isinstance(known, (Examples, Whole)):
         return None
-    return _numbers_of(target, known, target.dim())
+    return numbers_of(target, known, target.dim())
 
 
-def _numbers_of(tensor: Tensor, layout: Examples | Whole, rest: int) -> Tensor:
+def numbers_of(tensor: Tensor, layout: Examples | Whole, rest: int) -> Tensor:
     """Return the example of each element, of up to ``rest`` axes behind one for all."""
     if isinstance(layout, Whole):
         whose = torch.full((), layout.example, dtype=torch.int32, device=tensor.device)
@@ -159,7 +159,7 @@ def _numbers_after(
     numbers = numbers.expand(sizes).clone(memory_format=torch.contiguous_format)
     place, met = write.at(rest) if write.at else ..., numbers.new_zeros((), dtype=torch.bool)
     for value, layout in owned:
-        new = write.part_of(_numbers_of(value, layout, rest), rest)
+        new = write.part_of(numbers_of(value, layout, rest), rest)
         if write.how != REPLACES:
             before = numbers[place]
             met |= ((before != NOBODY) & (before != new)).any()
@@ -251,10 +251,9 @@ def _likely(marks: Marks, target: Tensor, owned: Examples | Whole) -> Iterator[E
     """
     yield from _of_its_size(marks, target, owned)
     contract = marks.contract
-    if contract.batch:
-        # Packed examples may get one row each, as pooled graphs do.
-        yield from _several(target, Examples(contract.batch, 0), 1 if marks.packed else 2)
-    if marks.packed and contract.rows:
+    # Packed examples may get one row each, as pooled graphs do.
+    yield from _several(target, Examples(contract.batch, 0), 1 if marks.packed else 2)
+    if marks.packed:
         # Or several for each of their rows, as the nodes of graphs have for their neighbours.
         yield from _several(target, contract, 2)
 

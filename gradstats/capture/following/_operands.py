@@ -199,12 +199,9 @@ def _deciding(marks: Marks, data: list[Tensor]) -> tuple[Tensor, Examples | None
     layouts = [(tensor, marks.layout_of(tensor)) for tensor in data]
     known = [(tensor, layout) for tensor, layout in layouts if layout is not None]
     trained = [(tensor, layout) for tensor, layout in known if tensor.requires_grad]
-    deciding = trained or known
-    # If in doubt, the first operand about which something was noted.
-    first = next((item for item in layouts if marks.is_marked(item[0])), layouts[0])
-    if not deciding or any(first[0] is tensor for tensor, _ in deciding):
-        return first
-    return deciding[0]
+    deciding = trained or known or layouts
+    # If in doubt, the first one about which something was noted.
+    return next((each for each in deciding if marks.is_marked(each[0])), deciding[0])
 
 
 def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | None:

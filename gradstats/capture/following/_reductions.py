@@ -100,6 +100,14 @@ ROW_LOSSES: dict[Any, int | tuple[int, ...]] = {
 
 ATTENTION = functional.scaled_dot_product_attention
 
+# Operations that broadcast two operands against each other first, and run over their last axis
+# unless they are told another.
+OF_TWO_ROWS = (
+    functional.pairwise_distance, torch.linalg.vecdot, torch.linalg.cross, torch.trapezoid,
+    torch.trapz, torch.cumulative_trapezoid,
+)  # fmt: skip
+OF_TWO = frozenset([*OF_TWO_ROWS, functional.cosine_similarity, *variants("cross")])
+
 QUANTILES = frozenset(variants("quantile", "nanquantile"))
 
 # All operations that may run over the example axis, with the position of the axes among their
@@ -121,13 +129,7 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **dict.fromkeys(variants("diff", "kthvalue"), (2, -1)),
     torch.linalg.matrix_norm: (2, (-2, -1)),
     torch.gradient: (KEYWORD, None),
-    **dict.fromkeys(
-        [
-            functional.pairwise_distance, torch.linalg.vecdot, torch.linalg.cross, torch.trapezoid,
-            torch.trapz, torch.cumulative_trapezoid, *variants("stft"),
-        ],
-        (KEYWORD, -1),
-    ),
+    **dict.fromkeys([*OF_TWO_ROWS, *variants("stft")], (KEYWORD, -1)),
     **dict.fromkeys([*variants("istft"), *OVER_MATRICES], (KEYWORD, (-2, -1))),
     **{
         getattr(torch.fft, f"{kind}{axes}"): (2, default)
@@ -137,15 +139,6 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
     **{function: (position, None) for function, position in REDUCES.items()},
     **{function: (KEYWORD, axis) for function, axis in ROW_LOSSES.items()},
 }  # fmt: skip
-
-# Those that broadcast two operands against each other first.
-OF_TWO = frozenset(
-    [
-        functional.cosine_similarity, functional.pairwise_distance, torch.linalg.vecdot,
-        torch.linalg.cross, torch.trapezoid, torch.trapz, torch.cumulative_trapezoid,
-        *variants("cross"),
-    ]
-)  # fmt: skip
 
 
 def runs_over(func, args, kwargs, axis: int) -> bool:

@@ -166,7 +166,6 @@ def _follow_data(
 def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) -> None:
     """Follow a write of data into a tensor, which stops being constant."""
     target = args[0]
-    over_axes, moves = func in OVER_AXES, func in MOVES_IN_PLACE or func is Tensor.resize_
     before = marks.is_data(target)
     after = target if func in IN_PLACE else result
     write = WRITES[func](*args, **kwargs)
@@ -178,9 +177,9 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
         return
     if after is target:
         marks.mark_data(target)
-    if over_axes:
+    if func in OVER_AXES:
         follow_layout(marks, Call(func, args, kwargs, [target], target))
-    elif moves:
+    elif func in MOVES_IN_PLACE or func is Tensor.resize_:
         follow_move(marks, func, args, kwargs)
     elif func in CHANGES_IN_PLACE:
         follow_change(marks, Call(CHANGES_IN_PLACE[func], args, kwargs, data, target))

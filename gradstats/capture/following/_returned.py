@@ -148,7 +148,7 @@ def _note_returned(
         marks.place(tensor, MIXED)
         # A loss is trusted to be passed through, as wrappers of models do.
         if not tensor.dim() and all(map(marks.is_additive, trained)):
-            marks.values.mark_sum(tensor)
+            marks.values.note(tensor, sum=True)
         return
     if tensor.requires_grad and not same and _has_others(marks, trained):
         note_lost(marks, tensor, trained, function_name(function))
@@ -165,7 +165,7 @@ def _note_returned(
         fits = same and not (isinstance(first, Examples) and not first.fits(tensor))
         marks.place(tensor, first if fits else None, function_name(function))
         if not fits and all(map(marks.is_additive, trained)):
-            marks.values.mark_sum(tensor)
+            marks.values.note(tensor, sum=True)
 
 
 def follow_unchanged(marks: Marks, operands: Sequence[Tensor], returned: Any) -> None:
@@ -223,8 +223,8 @@ def follow_gradients(
                 owned = owned.along(owned.axis + 1)  # gradients along several vectors
             shared = owned is None and not marks.is_marked(source) and result.requires_grad
             marks.place(result, MIXED if shared else owned)
-            if shared and not joint:
-                marks.values.mark_sum(result)  # by what belongs to no example, over all of them
+            if shared and not joint:  # by what belongs to no example, over all of them
+                marks.values.note(result, sum=True)
             if joint and result.grad_fn is not None:
                 marks.meetings.couple(
                     result,

@@ -175,8 +175,7 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     if all(apart) and func in LINEAR_IN_EACH and marks.owned(result) is MIXED:
         return not marks.meetings.is_coupled(result)
     # Values of one example with others of the same, not with those of another.
-    known = [each for each in placed if isinstance(each, APART)]
-    together = all(apart) and all(same_layout(known[0], each) for each in known)
+    together = all(apart) and all(same_layout(placed[0], each) for each in placed)
     aligned = together and len({tensor.dim() for tensor in trained}) == 1
     return aligned and func in JOINS_EXAMPLES
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from gradstats._compiler import is_compiling
-from gradstats.capture.following._examples import Examples, Whole, spread
+from gradstats.capture.following._examples import Examples, Whole, axes_of, rows_along, spread
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._numbered import NOBODY
+from gradstats.capture.following._numbered import NOBODY, numbers_of
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, runs_over
 from gradstats.capture.following._reindexed import PICKS, first_behind, owner_of_picked
-from gradstats.capture.following._values import axes_of
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._operations import BROADCASTS, JOINS
 from gradstats.capture.operations._rowwise import POINTWISE
@@ -52,20 +51,17 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
         item: the tensor.
         owner: the example of each of its elements, 1 standing for whole axes.
     """
-    owner = owner.expand(item.shape)
-    for axis, size in enumerate(owner.shape):
-        rows = owner.movedim(axis, 0).reshape(size, -1)
-        if not bool((rows == rows[:, :1]).all()):
-            continue
-        own = rows[:, 0]
-        written = own != NOBODY
-        places = torch.arange(size, device=own.device)
-        first = int(written.int().argmax()) if size else 0
-        before = places.where(written, first).cummax(0).values
-        filled = own[before].clamp(min=0).view(-1, *[1] * (owner.dim() - axis - 1))
-        marks.supposed = marks.supposed or not bool(written.all())
-        return spread(filled.expand(owner.shape), marks.batch_size)
-    return None
+    axes = axes_of(owner)
+    if len(axes) > 1 or not item.dim():
+        return None
+    axis = axes[0] if axes else 0
+    own = rows_along(owner.expand(item.shape), axis)
+    written = own != NOBODY
+    places = torch.arange(len(own), device=own.device)
+    before = places.where(written, int(written.int().argmax())).cummax(0).values
+    filled = own[before].clamp(min=0).view(-1, *[1] * (owner.dim() - axis - 1))
+    marks.supposed = marks.supposed or not bool(written.all())
+    return spread(filled.expand(item.shape), marks.batch_size)
 
 
 def slots_of(marks: Marks, item: Tensor) -> Tensor | None:
@@ -124,12 +120,8 @@ def follow_slots(marks: Marks, call: Call) -> None:
 def _numbers_of(marks: Marks, item: Tensor) -> Tensor | None:
     """Return the example of each element of a tensor, 1 standing for whole axes."""
     owned = marks.owned(item)
-    if isinstance(owned, Whole):
-        return torch.full([1] * item.dim(), owned.example, dtype=torch.int32, device=item.device)
-    if type(owned) is Examples:
-        numbers = owned.of_elements(item)
-        lead: tuple = (slice(1),) * owned.axis
-        return first_behind(numbers, item.dim() - owned.axis - 1)[lead]
+    if isinstance(owned, Whole) or type(owned) is Examples:
+        return numbers_of(item, owned, item.dim())
     return marks.values.owner_of(item) if owned is None else None
 
 

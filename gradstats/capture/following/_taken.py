@@ -53,8 +53,8 @@ def take_call(
 
 def took_doubtful(marks: Marks, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
     """Whether the forward of a call may have taken tensors for data that are none."""
-    known = marks.taken is None and not marks.took_entries
-    return not known or bool(of_layers(model, loss_fn, batch))
+    took = marks.taken is not None or marks.took_entries
+    return took or bool(of_layers(model, loss_fn, batch))
 
 
 def takes_for_data(marks: Marks, function: Callable[..., Any], tensor: Tensor) -> bool:

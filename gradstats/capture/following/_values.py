@@ -7,6 +7,8 @@ from weakref import ref
 
 from torch import Tensor
 
+from gradstats.capture.following._examples import axes_of
+
 # The attribute of marks on tensors: the context's serial number, the tensor's version, properties.
 VALUES = "_gradstats_values"
 NOTHING: dict[str, Any] = {}
@@ -21,23 +23,14 @@ def unmark(marked: list[ref[Tensor]], attribute: str, serial: int) -> None:
     marked.clear()
 
 
-def axes_of(owner: Tensor) -> list[int]:
-    """Return along which axes the examples of elements differ."""
-    return [
-        axis
-        for axis in range(owner.dim())
-        if owner.shape[axis] > 1 and not bool((owner == owner.narrow(axis, 0, 1)).all())
-    ]
-
-
 class Values:
     """Properties of the values of data tensors, noted on these.
 
         blank     it has the shape of data, but holds no example's values yet
         sum       it is a sum of terms that depend on one example each
         given     it is of given values, or of such alone, and counts as data because of its size
-        of_one    it was lost whose it is where one example's values met others
         drawn     the same of drawn values, perhaps with given ones
+        of_one    it was lost whose it is where one example's values met others
         owner     the example of each element, if these lie along no axis, or nothing of any was
                   written to some, which are `_numbered.NOBODY`'s
 
@@ -52,10 +45,6 @@ class Values:
     def was_blank(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor held no example's values."""
         return "blank" in self.held_by(tensor, writes)
-
-    def mark_sum(self, tensor: Tensor) -> None:
-        """Note that a marked tensor is a sum of terms that depend on one example each."""
-        self.note(tensor, sum=True)
 
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor of several examples was such a sum."""

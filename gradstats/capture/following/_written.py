@@ -71,7 +71,7 @@ def follow_write(marks: Marks, change: Change) -> None:
     if brings_back:
         marks.meetings.couple(after, BROUGHT_BACK)
     if sums and marks.is_marked(after) and not isinstance(marks.owned(after), Examples):
-        marks.values.mark_sum(after)
+        marks.values.note(after, sum=True)
 
 
 def _are_fixed_after(write: Write, after: Tensor, own: Scores) -> bool:

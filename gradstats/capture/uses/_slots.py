@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradstats.capture.following._examples import axes_of
 from gradstats.capture.following._slots import slots_of, supposed
-from gradstats.capture.following._values import axes_of
 from gradstats.capture.operations._einsum import matrix_product, parse_equation
 from gradstats.capture.operations._nested import operands_of, rebuild
 from gradstats.capture.operations._operations import (
