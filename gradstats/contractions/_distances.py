@@ -9,6 +9,7 @@ from gradstats._compiler import is_compiling
 from gradstats._factors import Distances
 from gradstats.contractions import _dense
 from gradstats.contractions._result import Contraction, WellConditioned
+from gradstats.contractions._rounding import row_norms
 
 # Number of pairs of rows subtracted at once.
 CHUNK = 1024
@@ -35,8 +36,7 @@ def sqnorm(factor: Distances, workspace: int) -> Contraction:
     for some, others in zip(example.split(CHUNK), place.split(CHUNK), strict=True):
         apart = torch.linalg.vector_norm(points[others] - rows[some], dim=1)
         lengths[some, others] = weights[some, others] * apart
-    norms = torch.linalg.vector_norm(lengths, dim=1)
-    return WellConditioned((norms,), norms.dtype)
+    return WellConditioned((row_norms(lengths, lengths.dtype),), lengths.dtype)
 
 
 def direction(factor: Distances, direction: Tensor, workspace: int) -> Tensor:

@@ -11,10 +11,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._factors import cast
 from gradstats.contractions._multiply import by_onednn
-
-# Elements whose squares are summed at once: shorter rows take up to 1.7 times as long (a core with
-# AVX-512), and longer ones lose digits.
-ROW_ELEMENTS = 2048
+from gradstats.contractions._rounding import ROW_ELEMENTS, row_norms
 
 
 def form_each(
@@ -41,7 +38,7 @@ def form_each(
     for a, b, norm in zip(left, right, norms.unbind(), strict=True):
         a, b = cast(a, dtype), cast(b, dtype)
         formed = torch.mm(a, b, out=place) if reuse else by_onednn(a, b)
-        torch.linalg.vector_norm(formed.view(parts), dim=1, out=norm)
+        row_norms(formed.view(parts), dtype, out=norm)
         if with_sum and total is None:
             total = formed
             continue
@@ -92,7 +89,7 @@ def form_chunks(
             tile = torch.bmm(part, b, out=out)
             own = tile.shape[1]
             sizes = count, groups, *_parts(own, q)
-            lengths.append(torch.linalg.vector_norm(tile.view(sizes), dim=-1))
+            lengths.append(row_norms(tile.view(sizes), dtype))
             if with_sum:
                 sums.append(tile.view(count, groups, own, q).sum(0))
         del a, b, part  # which may be copies

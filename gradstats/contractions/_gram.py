@@ -8,7 +8,12 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Outer, cast, compute_dtype
 from gradstats.contractions._result import Contraction
-from gradstats.contractions._rounding import SMALLEST, UNIT_ROUNDOFF, product_roundoff
+from gradstats.contractions._rounding import (
+    SMALLEST,
+    UNIT_ROUNDOFF,
+    product_roundoff,
+    relative_bound,
+)
 
 # Bounds of rounding errors count the product of two rows' squared norms as at least LEAST_PRODUCT,
 # and each squared norm as at least LEAST_SQUARE. One rounding of these covers what underflow loses
@@ -18,6 +23,10 @@ LEAST_SQUARE = {dtype: 2.0**18 * least for dtype, least in LEAST_PRODUCT.items()
 # A squared norm of zero may be that of a row whose squares underflow. Multiplied by one of at most
 # this it may count as zero: the product with 2^12 such squares would underflow too.
 MOST_BESIDE_ZERO = {dtype: 2.0**-12 / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
+
+# Elements of a row whose square, by a product of matrices, loses one more rounding (of 2^14 to 2^19
+# random elements, one core with AVX-512).
+LONG_ROW = 512
 
 
 def gram(factor: Outer, workspace: int) -> Contraction:
@@ -47,8 +56,11 @@ def gram(factor: Outer, workspace: int) -> Contraction:
         whole = _gram_rows(left, right) if halvings is None else _gram_halves(left, right, halvings)
         parts.append(whole)
     total, size = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|.
+    # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|. Squares of rows add up errors of one sign, and more
+    # the longer rows are.
+    of_squares = relative_bound(dtype) + (p + q) / LONG_ROW * UNIT_ROUNDOFF[dtype]
     bound = size.double().square_().mul_(product_roundoff(factor.left, factor.right))
+    bound.add_(total, alpha=of_squares)
     if groups > 1:
         total, bound = total.view(-1, groups).sum(1), bound.view(-1, groups).sum(1)
     return Contraction(total, bound)

@@ -34,7 +34,13 @@ from gradstats.contractions._result import (
     recompute_suspects,
     well_conditioned,
 )
-from gradstats.contractions._rounding import SMALLEST, product_roundoff, relative_bound
+from gradstats.contractions._rounding import (
+    ROW_ELEMENTS,
+    SMALLEST,
+    product_roundoff,
+    relative_bound,
+    row_norms,
+)
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.contractions._tiles import chunks, zeros
 
@@ -117,7 +123,7 @@ def rank_one(factor: Outer, *, on_chip: bool = False) -> Contraction:
         return one_position(factor.left[:, 0, 0], factor.right[:, 0, 0])
     dtype = compute_dtype(factor.left, factor.right)
     sides = (factor.left, factor.right)
-    left, right = (torch.linalg.vector_norm(side, dim=-1, dtype=dtype).double() for side in sides)
+    left, right = (row_norms(side, dtype).double() for side in sides)
     value = (left * right).square().sum((1, 2))
     # What one norm loses of its square counts as often as the other's square says.
     others = (left.square() + right.square()).sum((1, 2))
@@ -128,6 +134,8 @@ def rank_one(factor: Outer, *, on_chip: bool = False) -> Contraction:
 def one_position(left: Tensor, right: Tensor) -> WellConditioned:
     """Return ‖left_i‖²‖right_i‖² of rows (B, p) and (B, q), by PyTorch."""
     dtype = compute_dtype(left, right)
+    if max(left.shape[1], right.shape[1]) > ROW_ELEMENTS:
+        return WellConditioned((row_norms(left, dtype), row_norms(right, dtype)), dtype)
     norm = torch.linalg.vector_norm
     norms = norm(left, dim=1, dtype=dtype), norm(right, dim=1, dtype=dtype)
     return WellConditioned(norms, dtype)

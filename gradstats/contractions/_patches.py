@@ -17,13 +17,8 @@ from torch import Tensor
 from gradstats import _convolution_cost, _cost
 from gradstats._factors import Patches, compute_dtype, weight_gradient
 from gradstats.contractions import _outer, _triton, _triton_layers
-from gradstats.contractions._result import (
-    Contraction,
-    concatenated,
-    sum_of_squares,
-    well_conditioned,
-)
-from gradstats.contractions._rounding import product_roundoff
+from gradstats.contractions._result import Contraction, concatenated, well_conditioned
+from gradstats.contractions._rounding import product_roundoff, row_norms
 from gradstats.contractions._tiles import chunks, zeros
 
 
@@ -157,11 +152,11 @@ def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
     total, norms = None, []
     for start in range(0, factor.batch, chunk):
         gradients = factor.select(slice(start, start + chunk)).as_groups()
-        norms.append(torch.linalg.vector_norm(gradients.flatten(2), dim=2, dtype=dtype))
+        norms.append(row_norms(gradients.flatten(2), dtype))
         if with_sum:
             total = _plus(total, gradients)
         del gradients  # before the next are formed
-    return well_conditioned(sum_of_squares(torch.cat(norms)), dtype), total
+    return well_conditioned(torch.cat(norms).double().square_().sum(1), dtype), total
 
 
 def _plus(total: Tensor | None, gradients: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import Factor
-from gradstats.contractions._rounding import SMALLEST, relative_bound
+from gradstats.contractions._rounding import SMALLEST, relative_bound, row_norms
 
 
 @dataclass
@@ -313,13 +313,8 @@ def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     The last axis is reduced in the accumulation dtype and everything before it in float64: a single
     float32 reduction over a million elements would be off by 1e-5.
     """
-    return sum_of_squares(torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype))
-
-
-def sum_of_squares(norms: Tensor) -> Tensor:
-    """Return Σ norms[i]² in float64, over any number of axes after the first."""
-    squares = norms.double().square()
-    return squares.flatten(1).sum(1) if norms.dim() > 1 else squares
+    squares = row_norms(tensor, dtype).double().square()
+    return squares.flatten(1).sum(1) if squares.dim() > 1 else squares
 
 
 def recompute_suspects(result: Contraction, again: Callable[[Tensor], Contraction]) -> Contraction:

@@ -1,4 +1,4 @@
-"""How much one operation on floating-point numbers rounds, and what underflow loses."""
+"""How much operations on floating-point numbers round, and what underflow loses."""
 
 from __future__ import annotations
 
@@ -24,9 +24,31 @@ TF32_ROUNDOFF = 2.0**-11
 SPLIT_ROUNDOFF = 2.0**-24 + 2.0**-22
 
 
+# Elements whose squares are summed at once: shorter rows take up to 1.7 times as long (a core with
+# AVX-512), and longer ones lose digits.
+ROW_ELEMENTS = 2048
+
+
+def row_norms(rows: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return the norms of rows (…, width) in the accumulation dtype, (…): of long ones in pieces.
+
+    Of rows up to ``ROW_ELEMENTS`` PyTorch's own function returns the same, with one call less.
+    """
+    while rows.shape[-1] > ROW_ELEMENTS:
+        whole = rows.shape[-1] // ROW_ELEMENTS * ROW_ELEMENTS
+        pieces = rows[..., :whole].unflatten(-1, (-1, ROW_ELEMENTS)), rows[..., None, whole:]
+        norms = [torch.linalg.vector_norm(piece, dim=-1, dtype=dtype) for piece in pieces]
+        rows = torch.cat(norms, -1)
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype, out=out)
+
+
 def relative_bound(dtype: torch.dtype) -> float:
-    """Return a bound on the relative error of a sum of squares accumulated in a dtype."""
-    return 4 * UNIT_ROUNDOFF[dtype]
+    """Return a bound on the relative error of a sum of squares accumulated in a dtype.
+
+    Of 2048 squares in a row up to 8 roundings remain, of 4096 up to 12, and of each of two norms
+    that are multiplied up to 7 (random rows of any size, one core with AVX-512).
+    """
+    return 16 * UNIT_ROUNDOFF[dtype]
 
 
 def product_roundoff(*operands: Tensor) -> float:

@@ -15,6 +15,7 @@ from gradstats.contractions._result import (
     squared_norms,
     well_conditioned,
 )
+from gradstats.contractions._rounding import row_norms
 from gradstats.contractions._tiles import chunks, zeros
 
 # Rows per example up to which comparing all pairs is faster than sorting.
@@ -97,10 +98,10 @@ def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
     dtype = compute_dtype(grad)
     _, positions, width = grad.shape
     if positions == 1:
-        return WellConditioned((torch.linalg.vector_norm(grad, dim=(1, 2), dtype=dtype),), dtype)
+        return WellConditioned((row_norms(grad.squeeze(1), dtype),), dtype)
     chunk = max(1, SCRATCH // (positions * (positions + 2 * width) * dtype.itemsize))
     if chunk >= len(ids):
-        return well_conditioned(_sums_of_equals(ids, grad, dtype), dtype)
+        return WellConditioned((), dtype, _sums_of_equals(ids, grad, dtype))
     pieces = zip(ids.split(chunk), grad.split(chunk), strict=True)
     return well_conditioned(torch.cat([_sums_of_equals(*each, dtype) for each in pieces]), dtype)
 
@@ -108,7 +109,7 @@ def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
 def _sums_of_equals(ids: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Return Σ_t ‖s_t‖² / n_t of ids (n, T) and gradients (n, T, width), (n,) float64."""
     equal = (ids.unsqueeze(1) == ids.unsqueeze(2)).to(dtype)
-    norms = torch.linalg.vector_norm(torch.bmm(equal, cast(grad, dtype)), dim=2).double()
+    norms = row_norms(torch.bmm(equal, cast(grad, dtype)), dtype).double()
     return norms.square_().div_(equal.sum(2)).sum(1)
 
 

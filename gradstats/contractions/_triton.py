@@ -16,12 +16,15 @@ from torch import Tensor
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import Outer, Patches, Ragged
 from gradstats.contractions._result import Contraction, well_conditioned
-from gradstats.contractions._rounding import product_roundoff, relative_bound
+from gradstats.contractions._rounding import UNIT_ROUNDOFF, product_roundoff
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.errors import BackendError
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
+
+# The relative error of adding up the terms of a tile on the chip; tiles are added up in float64.
+ADDING = 4 * UNIT_ROUNDOFF[torch.float32]
 
 # Determined once, here: the compiler warns of cached functions.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -111,8 +114,7 @@ def rounding(left: Tensor, right: Tensor, cut_off: float) -> tuple[float, float,
         left, right: the operands.
         cut_off: how much of two rows' inner products truncation may lose, relative to these.
     """
-    adding = relative_bound(torch.float32)
-    return adding, product_roundoff(left, right), cut_off, GUARD_TOLERANCE
+    return ADDING, product_roundoff(left, right), cut_off, GUARD_TOLERANCE
 
 
 def direct(factor: Outer | Ragged) -> Contraction:
