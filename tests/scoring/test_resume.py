@@ -120,6 +120,12 @@ def test_files_that_cannot_grow_are_reported_and_nothing_is_lost(tmp_path):
     assert_same("matrix", call("matrix", out), call("matrix", None))
 
 
+def test_what_stands_in_the_locks_place_is_named(tmp_path):
+    (tmp_path / "scores" / ".manifest.json.lock").mkdir(parents=True)
+    with pytest.raises(gs.StoreError, match=r"json\.lock cannot be written: Is a directory"):
+        call("matrix", tmp_path / "scores")
+
+
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
     def full(descriptor, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -245,6 +251,7 @@ DAMAGED, ANOTHER = r"manifest.json is damaged", r"another version of gradstats \
         ("", DAMAGED), ("{", DAMAGED), ("[]", DAMAGED),
         ('{"format": 2, "checkpoints": 3}', DAMAGED),
         ('{"format": 2, "checkpoints": {"checkpoint-1": {"nam": "a"}}}', DAMAGED),
+        ('{"format": 2, "checkpoints": {"checkpoint-1": {"name": 1}}}', DAMAGED),
         ('{"format": 1, "checkpoints": {}}', ANOTHER),
     ],
 )  # fmt: skip

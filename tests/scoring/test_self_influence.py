@@ -232,6 +232,14 @@ def in_pairs(model, batch):
     return functional.cross_entropy(logits, labels, reduction="none").view(-1, 2).mean(1)
 
 
+def beside_rows_of_another(model, batch):
+    """What is logged of rows that are not those of the batch, one each."""
+    outputs = model(batch[0])
+    rows = [0, *range(len(outputs) - 1)]
+    functional.cross_entropy(outputs.detach()[rows], batch[1])
+    return outputs.square().sum(1)
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
@@ -242,6 +250,7 @@ def in_pairs(model, batch):
         (several_labels, r"logits of shape \(3, 3\) and labels of shape \(3, 3\)"),
         (smoothed, r"labels of shape \(3, 3\)"),
         (in_pairs, r"of 3 examples sees logits of shape \(6, 3\)"),
+        (beside_rows_of_another, r"which example the logits are of .* \[0, 0, 1\]"),
     ],
 )
 def test_where_the_loss_shows_no_classification(setting, loss, reason):
