@@ -73,7 +73,7 @@ class Passes:
             for number in range(self._count):
                 self._recognition.check_same(*self._move_to(number), entries[str(number)])
                 if part.start == first and number == 0:
-                    size = self._query.examples * k * 64
+                    size = self._query.examples * min(k, self._train.examples) * 64
                     self._announce(self._tiles_of(slice(first, None)), size, "for the lists")
                 self._stream.fill(pending, chunk.write, bar)
             return chunk.lists(k)

@@ -774,6 +774,8 @@ def test_the_estimate_and_the_bar_are_printed(setting, tmp_path, capsys):
     assert "about " in printed and "100%" in printed
     run(setting, progress=True, out=tmp_path / "scores")
     assert "the first checkpoint is there already" in capsys.readouterr().err
+    run(setting, progress=True, top_k=100)
+    assert "4.22 kB for the lists" in capsys.readouterr().err
     run(setting, progress=False)
     assert capsys.readouterr().err == ""
 
