@@ -770,6 +770,22 @@ def test_gradients_that_only_the_models_own_precision_spoils():
     assert "inf of a squared norm" in report.check("precision").detail
 
 
+@pytest.mark.parametrize("low", [0, 1])
+def test_the_precision_is_the_lowest_of_the_model(batch, low):
+    """Wherever it is: what rounding there changes is for information."""
+    model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 3))
+    model[low].bfloat16()
+
+    def losses(model, batch):
+        hidden = batch[0]
+        for layer in model:
+            hidden = layer(hidden.to(layer.weight.dtype)).tanh()
+        return functional.cross_entropy(hidden, batch[1], reduction="none")
+
+    check = gs.verify(model, batch, losses).check("precision")
+    assert check.ok is None and check.detail.startswith("bfloat16 against float64")
+
+
 @pytest.mark.usefixtures("graphs_run_on_cpus")
 def test_compiled(batch):
     model = network()

@@ -109,11 +109,16 @@ def choose_subject(
             reason = f"a float64 copy failed with {summary(error)}"
         finally:
             state.restore()
-    dtypes = [p.dtype for p in model.parameters() if p.dtype in TOLERANCE]
-    dtype = max(dtypes, key=TOLERANCE.__getitem__, default=torch.float32)
+    dtype = lowest_precision(model)
     name = str(dtype).removeprefix("torch.")
     description = f"{name} on the model itself, because {reason}"
     return Subject(model, batch, loss_fn, dtype, description, beside)
+
+
+def lowest_precision(model: nn.Module) -> torch.dtype:
+    """Return the coarsest floating-point dtype among a model's parameters."""
+    dtypes = {parameter.dtype.to_real() for parameter in model.parameters()}
+    return max(dtypes & TOLERANCE.keys(), key=TOLERANCE.__getitem__, default=torch.float32)
 
 
 COUPLED = (

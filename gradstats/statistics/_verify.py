@@ -29,7 +29,7 @@ from gradstats.statistics._division import Division
 from gradstats.statistics._elsewhere import Elsewhere
 from gradstats.statistics._loss import check_losses, examples_in, packed_segments
 from gradstats.statistics._norms import per_example_norms
-from gradstats.statistics._reference import TOLERANCE, Example, choose_subject
+from gradstats.statistics._reference import TOLERANCE, Example, choose_subject, lowest_precision
 from gradstats.statistics._result import GradientNorms
 from gradstats.statistics._state import State
 from gradstats.statistics._verify_report import Check, ParameterRow, VerifyReport, summary
@@ -368,9 +368,9 @@ class Verification:
         """How far the norms in the model's own precision are from those in float64."""
         both = zip(found.sqnorm.tolist(), reference.sqnorm.tolist(), strict=True)
         gap = max(_relative_error(got, expected, 0.0) for got, expected in both)
-        own = next(iter(self.model.parameters())).dtype
+        own = lowest_precision(self.model)
         detail = f"{str(own).removeprefix('torch.')} against float64: {gap:.1e} of a squared norm"
-        limit = 30 * TOLERANCE.get(own, 1e-1)
+        limit = 30 * TOLERANCE[own]
         # Low precision changes the gradient itself, at every layer: that is for information.
         ok = None if own in (torch.float16, torch.bfloat16) else not gap > limit
         if ok is False:
