@@ -109,8 +109,8 @@ class Monitor:
             examples; each is (R/N) Σ ℓ_i over its own examples (a mean over the tokens of the whole
             step: ℓ_i is N / #tokens times the sum of its token losses).
         optimizer: the optimizer, or a list of those that step together, such as Muon and AdamW;
-            their learning rates weight ``self_influence``. If a learning rate is None, as in
-            Adafactor, the step does not count there, and ``cabs`` is NaN.
+            their learning rates, each parameter's own, weight ``self_influence``. If one is None,
+            as in Adafactor, the step does not count there. ``cabs`` is NaN then, or if they differ.
         scaler: the torch.amp.GradScaler; its scale is divided out of the squares of the scaled
             gradients: norm · scale must stay below 1.8e19 in float32, or the norm is infinite and
             counts as not finite.

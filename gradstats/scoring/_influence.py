@@ -177,7 +177,7 @@ def influence(
         number = integer(budget, 1)
         if number is None:
             raise ScoreError(f"budget is {budget!r}, expected a positive number of bytes.")
-        k = None if top_k is None else check_k(top_k)
+        k = None if top_k is None else check_k(top_k, "top_k")
         work = Work.of(
             model, loss_fn, checkpoints, out=out, resume=resume, nonfinite=nonfinite,
             progress=progress, batch_dim=batch_dim, cu_seqlens=cu_seqlens, parameters=parameters,

@@ -271,9 +271,9 @@ def mean_overlap(lists: Sequence[np.ndarray]) -> float:
     return float(np.mean(shares))
 
 
-def check_k(k: Any) -> int:
-    """Return a number of examples, or raise."""
+def check_k(k: Any, name: str = "k") -> int:
+    """Return a number of examples, or raise an error that names the argument."""
     number = integer(k, 1)
     if number is None:
-        raise ScoreError(f"k is {k!r}, expected a positive integer, a number of examples.")
+        raise ScoreError(f"{name} is {k!r}, expected a positive integer, a number of examples.")
     return number

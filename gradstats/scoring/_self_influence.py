@@ -104,7 +104,7 @@ def self_influence(
         those that are lists with an entry for each example.
 
     Source:
-        TracIn: Pruthi et al., arXiv 2002.08484. EL2N: Paul et al., arXiv 2107.07075.
+        TracIn: Pruthi et al., arXiv 2002.08484. EL2N, GraNd: Paul et al., arXiv 2107.07075.
     """
     work = _ranks.together(
         Work.of, model, loss_fn, checkpoints, out=out, resume=resume, nonfinite=nonfinite,

@@ -57,7 +57,7 @@ class SelfInfluence(Printed):
         ids: (N,) of the examples.
         checkpoints: their names, in order.
         self_influence: (N,) Σ_c η_c ‖∇ℓ_i(w_c)‖², in units of loss.
-        grad_norm: (N,) mean of ‖∇ℓ_i(w_c)‖ over the checkpoints.
+        grad_norm: (N,) mean of ‖∇ℓ_i(w_c)‖ over the checkpoints; early in training, GraNd.
         loss: (N,) mean over the checkpoints.
         margin: (N,) mean over the checkpoints of p_y - max_{k≠y} p_k; NaN if no classification
             was seen in the loss.
@@ -303,7 +303,8 @@ class SelfInfluence(Printed):
             if unknown.any():
                 raise ScoreError(
                     f"known_bad lists {given[unknown][:4].tolist()}, which are not ids of the "
-                    f"table ({self.ids[:4].tolist()} …). Pass ids, or one bool for each example."
+                    f"table ({self.ids[:4].tolist()} …). Pass ids, without ids= positions in the "
+                    "loader's data set (of a Subset, its own), or one bool for each example."
                 )
             mask = np.isin(self.ids, given)
         if mask.all() or not mask.any():

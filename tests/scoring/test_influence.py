@@ -348,7 +348,7 @@ def test_a_query_that_is_none_is_refused(setting, query):
     ("options", "message"),
     [
         ({"normalize": "l2"}, "normalize is 'l2', expected None or \"cosine\""),
-        ({"top_k": 0}, "k is 0"),
+        ({"top_k": 0}, "^top_k is 0, expected a positive integer"),
         ({"budget": -1}, "budget is -1"),
         ({"budget": 1.5}, "budget is 1.5"),
     ],
