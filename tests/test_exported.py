@@ -9,6 +9,7 @@ import gradstats as gs
 
 from .losses import losses_of
 from .oracle import assert_sqnorms, oracle_sqnorms
+from .rules.operation import check_operation, normal
 
 B, T, WIDTH, CLASSES = 5, 6, 8, 3
 ATEN = torch.ops.aten
@@ -19,7 +20,8 @@ class Language(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(20, WIDTH), nn.Embedding(T, WIDTH)
+        self.tokens = nn.Embedding(20, WIDTH)
+        self.places = nn.Embedding(T, WIDTH, padding_idx=1)
         self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
         self.norm = nn.LayerNorm(WIDTH)
 
@@ -117,6 +119,19 @@ def test_exported_losses(reduction):
     with gs.track(program, batch_size=B, loss_reduction=reduction) as tracker:
         loss(program, batch).backward()
     assert_sqnorms(tracker.stats, expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        lambda w, x: ATEN.mse_loss(x, w.expand_as(x), 0),
+        lambda w, x: ATEN.cross_entropy_loss(w.expand_as(x), x.argmax(1), None, 0),
+        lambda w, x: ATEN.nll_loss(w.log_softmax(0).expand_as(x), x.argmax(1), None, 0),
+    ],
+    ids=["mse", "cross entropy", "nll"],
+)
+def test_losses_of_parameters_by_operators(losses):
+    check_operation(lambda m, x: losses(m.w, x), {"w": (WIDTH,)}, normal(B, WIDTH))
 
 
 ORDER = torch.tensor([1, 0, 3, 4, 2])

@@ -51,7 +51,7 @@ def as_function(func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     """Convert a call of an operator to one of a known function; unchanged if there is none."""
     name = _name(func)
     if name in OTHERWISE and not kwargs:
-        return (*OTHERWISE[name](*args), {})
+        return OTHERWISE[name](*args)
     if name == "einsum":
         return torch.einsum, args, {}  # which finds by itself in which order to contract
     return _function(name) or func, args, kwargs
@@ -74,48 +74,50 @@ def _function(name: str) -> Any:
 
 def _embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
     padding = padding_idx if padding_idx >= 0 else None
-    return functional.embedding, (indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
+    named = {"padding_idx": padding, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+    return functional.embedding, (indices, weight), named
 
 
 def _norm(function):
     """Batch or instance normalisation, by statistics of the input or by those that are given."""
 
     def convert(x, weight, bias, mean, variance, of_input, momentum, eps, cudnn):
-        return function, (x, mean, variance, weight, bias, of_input, momentum, eps)
+        return function, (x, mean, variance, weight, bias, of_input, momentum, eps), {}
 
     return convert
 
 
 def _slice(x, dim=0, start=None, end=None, step=1):
     before = (slice(None),) * (dim % x.dim())
-    return Tensor.__getitem__, (x, (*before, slice(start, end, step)))
+    return Tensor.__getitem__, (x, (*before, slice(start, end, step))), {}
 
 
 def _index(x, indices):
     places = (slice(None) if index is None else index for index in indices)
-    return Tensor.__getitem__, (x, tuple(places))
+    return Tensor.__getitem__, (x, tuple(places)), {}
 
 
 REDUCTIONS = "none", "mean", "sum"
 
 
 def _cross_entropy(x, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0):
-    how = REDUCTIONS[reduction]
-    args = (x, target, weight, None, ignore_index, None, how, label_smoothing)
-    return functional.cross_entropy, args
+    _, operands, named = _nll_loss(x, target, weight, reduction, ignore_index)
+    return functional.cross_entropy, operands, {**named, "label_smoothing": label_smoothing}
 
 
 def _nll_loss(x, target, weight=None, reduction=1, ignore_index=-100):
     how = REDUCTIONS[reduction]
-    return functional.nll_loss, (x, target, weight, None, ignore_index, None, how)
+    named = {"weight": weight, "ignore_index": ignore_index, "reduction": how}
+    return functional.nll_loss, (x, target), named
 
 
 def _mse_loss(x, target, reduction=1):
-    return functional.mse_loss, (x, target, None, None, REDUCTIONS[reduction])
+    return functional.mse_loss, (x, target), {"reduction": REDUCTIONS[reduction]}
 
 
-# Operators whose function takes other arguments, with what converts them.
-OTHERWISE: dict[str, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
+# Operators whose function takes other arguments, with what converts them: the options of PyTorch's
+# Python functions by name, as these show them to modes.
+OTHERWISE: dict[str, Callable[..., tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
     "cross_entropy_loss": _cross_entropy,
     "nll_loss": _nll_loss,
     "nll_loss_nd": _nll_loss,
@@ -125,6 +127,6 @@ OTHERWISE: dict[str, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
     "instance_norm": _norm(functional.instance_norm),
     "slice": _slice,
     "index": _index,
-    "mT": lambda x: (torch.transpose, (x, -2, -1)),
-    "to": lambda x, *form: (Tensor.to, (x, *form)),
+    "mT": lambda x: (torch.transpose, (x, -2, -1), {}),
+    "to": lambda x, *form: (Tensor.to, (x, *form), {}),
 }
