@@ -303,7 +303,18 @@ def part_used(m, x):
     return x * doubled + functional.pad(first * part, (1, 0))
 
 
+def parts_of_parts(m, x):
+    tensor = m.w * 2
+    for place in range(WIDTH):
+        tensor[place][place:].mul_(m.w[0, place])
+    tensor.T[1:][0][1:] = m.w[1, 1:]
+    part = tensor[1:]
+    part[0].unsqueeze(0).t()[:1] += m.w[:1, :1]
+    return x * tensor.prod(0) + part[0]
+
+
 CHANGES = {
+    "parts of parts": parts_of_parts,
     "scaled": lambda m, x: x * m.w[0].clone().mul_(3),
     "overwritten": lambda m, x: x * overwritten(m.w[0].clone(), 0),
     "by another": lambda m, x: x * (m.w[0] + 1).mul_(m.w[1]),
@@ -576,6 +587,20 @@ def part_detached_before(m, x):
     return x * tensor * seen
 
 
+def part_of_a_part_detached_before(m, x):
+    tensor = m.w * 2
+    seen = tensor[1:].detach()
+    tensor[1:].view(-1)[1:].mul_(3)
+    return x * tensor + seen.sum()
+
+
+def part_of_a_part_with_another(m, x):
+    tensor = m.w * 2
+    part = tensor[:1]
+    tensor[1:].view(-1)[1:].mul_(3)
+    return x * tensor * part
+
+
 def made_of_another_with_a_view(m, x):
     other = m.w * 2
     tensor = other * 3
@@ -589,7 +614,8 @@ def made_of_another_with_a_view(m, x):
     [
         with_a_view, with_its_base, detached_before, shown_without_gradients,
         moved_then_changed_while_shown, part_changed_after_a_move, made_of_what_is_shown,
-        part_detached_before, written_from_another_part, made_of_another_with_a_view,
+        part_detached_before, written_from_another_part, part_of_a_part_detached_before,
+        part_of_a_part_with_another, made_of_another_with_a_view,
     ],
 )  # fmt: skip
 def test_what_another_tensor_shows_is_not_changed_in_place(function):

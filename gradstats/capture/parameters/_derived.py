@@ -175,9 +175,10 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
             return _returned(func, target)
     if isinstance(own, Derived) and own.index is None:
         base, others, named = own.args[0], own.args[1:], own.kwargs
-        whole = base.shown() if isinstance(base, Derived) else None
-        if whole is not None and same_storage(own.value, base.value):
+        if isinstance(base, Derived) and same_storage(own.value, base.value):
             # The target is a view: change the tensor it is a view of, and take the view again.
+            whole = base.shown()
+            whole = wrap(base) if whole is None else whole
             @wraps(func)
             def change_part(first, *operands, **options):
                 func(own.function(first, *others, **named), *operands, **options)
