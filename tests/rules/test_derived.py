@@ -344,6 +344,27 @@ def test_axes_in_another_order_form_no_gradients(turn, monkeypatch):
     gs.per_example_norms(model, (normal(BATCH, 4),), uneven_loss)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "make"),
+    [
+        ({"w": (24,)}, lambda m: m.w.tanh().view(4, 6)),
+        ({"w": (2, 12)}, lambda m: (m.w.exp() * mixed(2, 12)).reshape(4, 6)),
+        ({"w": (2, 12)}, lambda m: functional.normalize(m.w.view(6, 4)).T),
+        ({"w": (4, 2), "v": (6, 2)}, lambda m: functional.linear(m.w, m.v)),
+        ({"w": (6, 3), "v": (4, 3)}, lambda m: functional.linear(m.v.tanh(), m.w, mixed(1, 6)[0])),
+        ({"w": (4, 6), "v": (4, 6)}, lambda m: m.w * (2 + torch.dist(m.w, m.v))),
+        ({"w": (6, 4)}, lambda m: m.w.exp().moveaxis(0, 1)),
+        ({"w": (24,)}, lambda m: m.w.exp().unflatten(0, (4, 6))),
+    ],
+)
+def test_other_matrices_form_no_gradients(shapes, make, monkeypatch):
+    x = normal(BATCH, 4)
+    check_operation(lambda m, x: x @ make(m), shapes, x)
+    monkeypatch.setattr(_lineage, "sqnorms_together", None)
+    model = Operation(lambda m, x: x @ make(m), shapes, False)
+    gs.per_example_norms(model, (x,), uneven_loss)
+
+
 def test_positions_picked_by_truth_values():
     def function(m, x):
         return x * m.w[torch.ones(POSITIONS).bool()]

@@ -261,7 +261,7 @@ class Derived(Node):
         """Return this tensor computed again from its operands, and their values."""
         with torch.enable_grad():
             known = {parent: parent.value.detach().requires_grad_() for parent in self.parents}
-            again = self.replay({**known})
+            again = self.replay(known)
         self.check_same(again)
         self._check_operands()
         self._checked = True

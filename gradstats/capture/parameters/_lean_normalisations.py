@@ -7,7 +7,7 @@ if the mean was subtracted, without its mean.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ class Flattened:
         shape: that of the tensor.
     """
 
-    inner: Outer | Patches | Tangent
+    inner: Patches | Tangent
     shape: tuple[int, ...]
 
 
@@ -53,16 +53,17 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """g v / ‖v‖, for v and for g."""
-    direction, length = node.args[:2]
+    direction = node.args[0]
     if not isinstance(factor, Scaled) or not _pays(factor):
         return None
     node.check_step()
     weight = _numbers(direction)
     norm = torch.norm_except_dim(weight, 2, argument_of(node.args, node.kwargs, 2, "dim", 0))
-    if length.shape != norm.shape:
-        return None  # one norm may have several lengths
     if parent is direction:
-        return _tangent(factor, node, weight / norm, other_operand(node, parent).to(norm) / norm)
+        length = other_operand(node, parent)
+        if length.shape != norm.shape:
+            return None  # several lengths share a norm, or a length several norms
+        return _tangent(factor, node, weight / norm, length.to(norm) / norm)
     dtype = compute_dtype(weight, *tensors_of(factor))
     return node.once(factor, lambda: times(factor, (weight / norm).to(dtype), parent.shape))
 
@@ -71,11 +72,15 @@ def standardised(
     factor: Factor | Flattened, node: Derived, parent: Node
 ) -> Factor | Flattened | None:
     """(w - mean) / deviation of each row, multiplied and shifted by a number for each."""
+    operands = STANDARDISES[node.function](node)
     inner = factor.inner if isinstance(factor, Flattened) else factor
-    if not isinstance(inner, Patches) and not (isinstance(inner, Outer) and inner.spans_rows):
+    if operands is None or not isinstance(inner, (Outer, Patches)) or not _pays(inner):
         return None
-    operands = STANDARDISES[node.function](node) if _pays(inner) else None
-    if operands is None or operands.rows != inner.shape[0]:
+    if isinstance(inner, Outer):
+        inner = replace(inner, shape=(operands.rows, inner.right.shape[3]))
+        if not inner.spans_rows:
+            return None
+    elif inner.shape[0] != operands.rows:
         return None
     node.check_step()
     dtype = compute_dtype(node.value, *tensors_of(inner))
@@ -87,7 +92,7 @@ def standardised(
     variance = length.square() / weight.shape[1]
     deviation = (variance + operands.eps).sqrt()
     unit = centred.div_(torch.where(length > 0, length, 1))
-    along = node.once(inner, lambda: row_products(inner, unit))
+    along = node.once(factor, lambda: row_products(inner, unit))
     if parent is operands.scale:
         values = along * (length / deviation).mT
         return Vector(values.reshape(inner.batch, *parent.shape), tuple(parent.shape))
@@ -103,7 +108,8 @@ def standardised(
     for vector, size, share in parts:
         size = (size * multiple.mT).reshape(inner.batch, *sizes)
         found = Tangent(found, vector.reshape(inner.shape), size, share.reshape(sizes))
-    return Flattened(found, factor.shape) if isinstance(factor, Flattened) else found
+    shape = tuple(parent.shape)
+    return found if found.shape == shape else Flattened(found, shape)
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from gradstats._factors import (
     tensors_of,
 )
 from gradstats.capture.operations._nested import argument_of
-from gradstats.capture.operations._operations import SUBTRACTS
+from gradstats.capture.operations._operations import SUBTRACTS, variants
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._replay import FunctionStep
@@ -36,7 +36,7 @@ from gradstats.contractions import lean, row_products
 
 Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
 
-DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
+DIVISIONS = frozenset([*variants("div", "divide", "true_divide"), Tensor.__truediv__])
 
 # Differences whose first operand is subtracted, rather than the second.
 REVERSED = frozenset({Tensor.__rsub__, torch.rsub})
@@ -46,8 +46,8 @@ def summed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """v + w and v - w: a sum has the gradient of each of its terms."""
     if not only_adds(node):
         return None
-    first = argument_of(node.args, node.kwargs, 0, "input")
-    negative = node.function in SUBTRACTS and (first is parent) == (node.function in REVERSED)
+    is_first, is_reversed = node.args[0] is parent, node.function in REVERSED
+    negative = node.function in SUBTRACTS and is_first == is_reversed
     if negative or node.shape != parent.shape:
         return _multiple(lean(factor), -1 if negative else 1, node, parent)
     return factor
@@ -59,11 +59,8 @@ def negated(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def only_adds(node: Derived) -> bool:
-    """Whether a sum's operands can be identified, and neither is multiplied.
-
-    ``alpha`` may also be given as a third argument, and operands by NumPy's names.
-    """
-    return len(node.args) <= 2 and node.kwargs.keys() <= {"input", "other"}
+    """Whether a sum was given no ``alpha``, which may be a third argument as well."""
+    return len(node.args) <= 2 and node.kwargs.keys() <= {"other"}
 
 
 def other_operand(node: Derived, parent: Node) -> Any:
@@ -123,65 +120,59 @@ def passed_through(factor: Factor, node: Derived, parent: Node) -> Factor | None
 
 
 def linear(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """X Wᵀ + b for rows X: the factor of W is that of a linear layer with data X."""
+    """X Wᵀ + b."""
     x, weight, bias = (
         argument_of(node.args, node.kwargs, place, name)
         for place, name in enumerate(("input", "weight", "bias"))
     )
-    if not isinstance(factor, Vector):
-        return None
     if parent is bias:
         return _multiple(factor, 1, node, parent)  # it may have been broadcast
-    return _multiplied_rows(factor, node, parent, x, weight, transposed=True)
+    return _multiplied(factor, node, parent, x, weight, transposed=True)
 
 
 def multiplied(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """X @ Y of matrices: one side of an outer product is multiplied."""
+    """X @ Y."""
     if node.kwargs or len(node.args) != 2:
         return None
-    first, second = node.args
-    if isinstance(factor, Vector):
-        return _multiplied_rows(factor, node, parent, first, second, transposed=False)
-    if not isinstance(factor, (Outer, Ragged)):
-        return None
-    if len(first.shape) != 2 or len(second.shape) != 2 or not factor.spans_rows:
-        return None
-    matrix = other_operand(node, parent)
-    if matrix.layout != torch.strided or parent.shape.numel() > node.shape.numel():
-        return None  # the new side would be wider than the one it replaces
-    node.check_step()
-    left, right = _in_full(factor, node.value)
-    # Autocast may have rounded it first.
-    matrix = matrix.to(node.value.dtype).to(left.dtype)
-    shape = tuple(parent.shape)
-    if first is parent:
-        return replace(factor, right=right @ matrix.mT, shape=shape)
-    return replace(factor, left=left @ matrix, shape=shape)
+    return _multiplied(factor, node, parent, *node.args, transposed=False)
 
 
-def _multiplied_rows(
-    factor: Vector, node: Derived, parent: Node, first: Any, second: Any, *, transposed: bool
+def _multiplied(
+    factor: Factor, node: Derived, parent: Node, first: Any, second: Any, *, transposed: bool
 ) -> Factor | None:
     """X Y or X Yᵀ, of rows or a vector X and a matrix or a vector Y."""
-    other = numbers_of(second if parent is first else first)
-    if len(second.shape) > 2 or other.layout != torch.strided:
+    shape, other = tuple(parent.shape), numbers_of(second if parent is first else first)
+    axes = (len(shape), other.dim()) if parent is first else (other.dim(), len(shape))
+    if axes[1] > 2 or other.layout != torch.strided:
+        return None
+    # Autocast may have rounded it first.
+    other, is_vector = other.to(node.value.dtype), axes[1] == 1
+    if transposed and parent is first and not is_vector:
+        other = other.mT
+    if isinstance(factor, (Outer, Ragged)):
+        if axes != (2, 2) or not factor.spans_rows or math.prod(shape) > math.prod(factor.shape):
+            return None  # the new side would be wider than the one it replaces
+        node.check_step()
+        left, right = _in_full(factor, node.value)
+        other = other.to(left.dtype)
+        if parent is first:
+            return replace(factor, left=left, right=right @ other.mT, shape=shape)
+        left = left @ other
+        left, right = (right, left) if transposed else (left, right)
+        return replace(factor, left=left, right=right, shape=shape)
+    if not isinstance(factor, Vector):
         return None
     node.check_step()
-    batch, shape, is_vector = factor.batch, tuple(parent.shape), len(second.shape) == 1
-    dtype = compute_dtype(node.value, factor.values)
-    # Autocast may have rounded it first.
-    other = other.to(node.value.dtype).to(dtype)
-    grad = cast(factor.values, dtype).reshape(batch, -1, 1 if is_vector else node.shape[-1])
+    batch, dtype = factor.batch, compute_dtype(node.value, factor.values)
+    other = other.to(dtype)
+    grad = cast(factor.values, dtype).reshape(batch, -1, 1 if is_vector else factor.shape[-1])
     if parent is first and is_vector and len(shape) == 2:
         return Outer(grad.mT.unsqueeze(1), other.expand(batch, 1, 1, -1), shape)
-    if parent is first and not (transposed or is_vector):
-        other = other.mT
-    else:
-        other = other.reshape(-1, other.shape[-1])
+    other = other.mT if parent is first and not is_vector else other.reshape(-1, other.shape[-1])
     if parent is second and not is_vector:
         rows, grad = other.expand(batch, 1, -1, -1), grad.unsqueeze(1)
         return Outer(grad, rows, shape) if transposed else Outer(rows, grad, shape)
-    if batch * parent.shape.numel() * dtype.itemsize > node.tracker.settings.workspace:
+    if batch * math.prod(shape) * dtype.itemsize > node.tracker.settings.workspace:
         return None
     values = (grad.mT if parent is second else grad) @ other
     return Vector(values.reshape(batch, *shape), shape)

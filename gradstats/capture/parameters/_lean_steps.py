@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,12 +30,13 @@ from gradstats._factors import (
 )
 from gradstats.capture.following._reductions import REDUCES
 from gradstats.capture.operations._names import function_class_of
-from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import (
     ADDS,
     CASTS,
     EXPANDS,
-    TRANSPOSING_GETTERS,
+    MOVES,
+    MULTIPLIES,
+    RESHAPES,
     function_variants,
     variants,
 )
@@ -81,8 +81,8 @@ def lean_step(node: Derived):
         step = selected
     if len(set(node.parents)) < len(node.parents) and step is not selected:
         # An operand that is given twice counts as one for elementwise functions alone.
-        step = elementwise if node.function in ELEMENTWISE else None
-    return step if len(node.parents) == 1 or step in OF_SEVERAL else None
+        return elementwise if node.function in ELEMENTWISE else None
+    return step
 
 
 def index_items(node: Derived):
@@ -119,24 +119,19 @@ def _same_numbers(factor: Factor, node: Derived, parent: Node) -> Factor:
 
 
 def _reshaped(factor: Factor | Flattened, node: Derived, parent: Node):
-    """Reshapes, for factors that hold gradients element by element, or row by row."""
-    if node.value.shape == parent.shape:
+    """Reshapes, for factors whose numbers do not depend on the shape."""
+    shape = tuple(parent.shape)
+    if node.value.shape == shape:
         return factor
     if isinstance(factor, Flattened):
-        same = factor.inner.shape == tuple(parent.shape)
-        return factor.inner if same else Flattened(factor.inner, tuple(parent.shape))
+        return factor.inner if factor.inner.shape == shape else Flattened(factor.inner, shape)
     if isinstance(factor, Vector) and factor.axis is None:
-        shape = tuple(parent.shape)
         return Vector(factor.values.reshape(factor.batch, *shape), shape)
-    if isinstance(factor, Elementwise):
-        return replace(factor, shape=tuple(parent.shape))
-    inner = factor.inner if isinstance(factor, Masked) else factor
-    if isinstance(inner, Outer) and inner.spans_rows and parent.shape[:1] == inner.shape[:1]:
-        inner = replace(inner, shape=tuple(parent.shape))
-        if isinstance(factor, Masked):
-            return Masked(inner, factor.mask.reshape(parent.shape))
-        return inner
-    return Flattened(factor, tuple(parent.shape)) if isinstance(factor, (Outer, Patches)) else None
+    if isinstance(factor, (Elementwise, Outer)):
+        return replace(factor, shape=shape)
+    if isinstance(factor, Masked) and isinstance(factor.inner, Outer):
+        return Masked(replace(factor.inner, shape=shape), factor.mask.reshape(shape))
+    return Flattened(factor, shape) if isinstance(factor, Patches) else None
 
 
 def _indexed(factor: Factor, node: Derived, parent: Node) -> Factor | None:
@@ -197,14 +192,12 @@ def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Constant ids looked up in a table, as for position embeddings."""
-    # By place where an operator of torch.ops was called.
-    argument = partial(argument_of, node.args, node.kwargs)
-    if argument(3, "max_norm") or argument(5, "scale_grad_by_freq"):
+    if node.kwargs.get("scale_grad_by_freq") or node.kwargs.get("max_norm"):
         return None
     if not isinstance(factor, Vector):
         return None
     node.check_constants()
-    return _of_table(factor, node.args[0], parent, argument(2, "padding_idx"))
+    return _of_table(factor, node.args[0], parent, node.kwargs.get("padding_idx"))
 
 
 ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
@@ -217,13 +210,11 @@ LEAN_STEPS = {
     **dict.fromkeys(REDUCES.keys() | MEASURES, reduced),
     **dict.fromkeys(SELECTS, selected),
     # Some of the following are elementwise too; their own steps are leaner.
-    # T and mT: the other getters conjugate as well.
-    **dict.fromkeys(variants("t", "transpose", "permute", "swapaxes", "movedim"), _permuted),
-    **dict.fromkeys(TRANSPOSING_GETTERS[:2], _permuted),
+    **dict.fromkeys(MOVES - {torch.einsum}, _permuted),
     **dict.fromkeys(CASTS | SAME_NUMBERS, _same_numbers),
     **dict.fromkeys(ADDS, summed),
     **dict.fromkeys(function_variants("neg", "negative"), negated),
-    **dict.fromkeys([*function_variants("mul"), *DIVISIONS], scaled),
+    **dict.fromkeys(MULTIPLIES | DIVISIONS, scaled),
     **dict.fromkeys(variants("mm", "matmul", "mv", "dot", "vdot"), multiplied),
     Tensor.__matmul__: multiplied,
     torch.nn.functional.linear: linear,
@@ -232,23 +223,11 @@ LEAN_STEPS = {
     torch._weight_norm: weight_normalised,
     torch.nn.functional.batch_norm: standardised,
     torch.nn.functional.layer_norm: standardised,
-    **dict.fromkeys(
-        variants("view", "view_as", "reshape", "reshape_as", "unsqueeze", "squeeze", "flatten"),
-        _reshaped,
-    ),
+    **dict.fromkeys(RESHAPES, _reshaped),
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(EXPANDS, _expanded),
     torch.nn.functional.embedding: _embedded,
 }
-
-# Steps of operations that pass a gradient to each of several operands. In others, such as
-# ``w.type_as(v)``, an operand may have none.
-OF_SEVERAL = frozenset(
-    {
-        elementwise, selected, summed, scaled, linear, kronecker, multiplied, passed_through,
-        weight_normalised, standardised,
-    }
-)  # fmt: skip
 
 # Steps that only rearrange the elements of the gradient.
 ISOMETRIC_STEPS = frozenset({_permuted, _reshaped, _same_numbers})

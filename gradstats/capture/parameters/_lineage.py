@@ -23,7 +23,7 @@ from gradstats._factors import Changed, Factor, Outer, Path, Undivided, Vector, 
 from gradstats.capture.following._indexing import is_sequence
 from gradstats.capture.operations._memory import extent
 from gradstats.capture.operations._nested import rebuild
-from gradstats.capture.operations._operations import CASTS, SLICES, variants
+from gradstats.capture.operations._operations import CASTS, SLICES
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._lean_normalisations import Flattened
 from gradstats.capture.parameters._lean_products import only_adds, summed
@@ -328,6 +328,6 @@ def is_isometric(node: Derived) -> bool:
     return node.function is Tensor.__getitem__ and basic
 
 
-ISOMETRIC = frozenset(
-    {function for function, step in LEAN_STEPS.items() if step in ISOMETRIC_STEPS}
-).union(SLICES, variants("unflatten"))
+ISOMETRIC = SLICES.union(
+    [function for function, step in LEAN_STEPS.items() if step in ISOMETRIC_STEPS]
+)
