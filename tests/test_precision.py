@@ -10,7 +10,16 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats import _cost, contractions
-from gradstats._factors import Distances, Outer, Path, Ragged, Rows, Vector, map_tensors
+from gradstats._factors import (
+    Distances,
+    Outer,
+    Path,
+    Ragged,
+    Rows,
+    Tangent,
+    Vector,
+    map_tensors,
+)
 from gradstats.contractions import _outer
 from gradstats.contractions._result import Contraction, WellConditioned, sum_of_parts
 from tests.oracle import perturbed
@@ -477,6 +486,29 @@ def test_few_long_looked_up_rows_lose_no_more_than_the_bound_says():
         table.scatter_add_(1, ids[..., None].expand(grad.shape), grad.double())
         result, exact = contractions.sqnorm_of_few(ids, grad), table.square().sum((1, 2))
         assert ((result.value - exact).abs() <= result.bound).all()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("left", [1.0, 0.3, 1e-3])
+def test_the_bound_of_what_a_projection_leaves(left, share):
+    """The less it is of the whole, the larger; where that is too much, it is computed again."""
+    torch.manual_seed(0)
+    unit = functional.normalize(torch.randn(5, 300))
+    rows = (0.5 + torch.rand(200, 1, 1, 1)) * unit[0] + left * torch.randn(200, 1, 1, 300) / 300**0.5
+    inner = Outer(torch.eye(5)[:1].expand(200, 1, 1, 5), rows, (5, 300))
+    along = (inner.dense() * unit).sum(2, keepdim=True)
+    factor = Tangent(inner, unit, along, torch.full((5, 1), share))
+    exact = wide(inner).dense()
+    exact = exact - (exact * unit.double()).sum(2, keepdim=True) * share * unit.double()
+    expected = exact.square().sum((1, 2))
+    found, whole = contractions.sqnorm([factor], WORKSPACE), contractions.sqnorm([inner], WORKSPACE)
+    removed = along.double().square().sum((1, 2)) * share * (2 - share)
+    bound = whole.bound + 2.0**-20 * (whole.value + removed)
+    again = bound > _cost.GUARD_TOLERANCE * (whole.value - removed)
+    assert again.any() == (left == 1e-3 and share == 1)
+    torch.testing.assert_close(found.bound[~again], bound[~again], rtol=1e-5, atol=0)
+    assert ((found.value - expected).abs() <= found.bound)[~again].all()
+    torch.testing.assert_close(found.value[again], expected[again], rtol=1e-3, atol=0)
 
 
 def test_zero_gradients_are_exact():
