@@ -261,6 +261,15 @@ def test_ids_that_the_batch_does_not_hold(ids, message):
     assert_unchanged(module, state)
 
 
+def test_ids_that_a_mapping_does_not_hold():
+    class Mapped(module_of(lightning)):
+        def on_after_batch_transfer(self, batch, index):
+            return {"x": batch[0], "y": batch[1]}
+
+    with pytest.raises(gs.TrackingError, match=r"a dict of \['x', 'y'\] and has no 'line'"):
+        fit(callback_module.GradStatsCallback(every=1, ids="line"), module=Mapped())
+
+
 @pytest.mark.parametrize("ids", [True, 1.5, ("line",)])
 def test_ids_of_no_kind(ids):
     with pytest.raises(gs.TrackingError, match=r"ids is .*expected a key"):

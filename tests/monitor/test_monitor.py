@@ -1335,6 +1335,19 @@ def test_a_step_that_the_loop_skips(model, count):
     assert monitor.metrics()["grad_norm"] == first["grad_norm"]
 
 
+def test_a_warning_that_is_an_error_leaves_nothing_behind(model):
+    monitor, state = gs.Monitor(model, every=1), snapshot(model)
+    with (
+        pytest.raises(gs.GradStatsWarning, match="no backward"),
+        monitor.step(batch_size=B) as step,
+    ):
+        losses_of(model, batch_of())
+    assert_unchanged(model, state)
+    assert monitor.steps == 0 and not step.measured
+    take_steps(model, monitor, [batch_of()])
+    assert monitor.history["step"] == [0]
+
+
 def test_a_step_whose_losses_do_not_use_what_is_measured(model):
     """One of several heads, trained in turn."""
     heads = nn.ModuleList([model, copy.deepcopy(model)])

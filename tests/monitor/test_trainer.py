@@ -25,6 +25,7 @@ from tests.oracle import assert_unchanged, snapshot
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from gradstats.integrations._forwards import bounds_in  # noqa: E402
 from gradstats.integrations._trainer import from_json, to_json  # noqa: E402
 from gradstats.integrations.transformers import GradStatsCallback  # noqa: E402
 from tests.monitor.text import (  # noqa: E402
@@ -145,6 +146,28 @@ def test_lines_packed_into_one_row(tmp_path, named):
     metrics = logged(trainer, "gns/tr_sigma")[1]
     assert_close(metrics, metrics_of(rows), NAMES, RTOL)
     assert metrics["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)), rel=RTOL)
+
+
+def test_bounds_of_packed_lines_by_their_positions():
+    row = torch.tensor([[0, 1, 2, 0, 1, 0]])
+    assert bounds_in({"position_ids": row}).tolist() == [0, 3, 5, 6]
+    given = torch.tensor([0, 4, 6])
+    assert bounds_in({"position_ids": row, "cu_seq_lens_q": given}) is given
+    # Padding may begin anew too, a line may begin elsewhere, and be alone.
+    assert bounds_in({"position_ids": row, "attention_mask": row}) is None
+    for positions in (row[:, 1:], row[:, :3], row[0], None):
+        assert bounds_in({"position_ids": positions}) is None
+
+
+def test_lines_packed_into_one_row_are_no_pairs(tmp_path):
+    model, callback = language_model(), GradStatsCallback(every=1, rows_per_example=2)
+    state = snapshot(model)
+    with pytest.raises(gs.TrackingError, match=r"packed 3 examples .* one of the two"):
+        trainer_for(
+            model, [callback], tmp_path, Whole(5),
+            collator=transformers.DataCollatorWithFlattening(),
+        )  # fmt: skip
+    assert_unchanged(model, state)
 
 
 def test_one_padded_line_is_one_example(tmp_path):
