@@ -228,7 +228,8 @@ def test_known_bad_examples(model, batch, run):
     assert str(table.report(mask)) == wanted
     assert str(table.report(torch.tensor([0.0, 3.0], requires_grad=True))) == wanted
     others = [UNLIKE_NUMBERS[kind] for kind in ("nested", "quantised", "meta", "sparse")]
-    for known_bad in (*others, [[1], [1, 2]], [None, "a"], (None, None)):
+    lists = np.array([[1], [2, 3]], dtype=object)
+    for known_bad in (*others, [[1], [1, 2]], lists, [None, "a"], (None, None)):
         with pytest.raises(
             gs.ScoreError, match=r"known_bad is .*, expected ids, or one bool for e"
         ):

@@ -272,6 +272,7 @@ class SelfInfluence(Printed):
         try:
             given = np.asarray(list(held) if isinstance(held, Set) else held)
             values, counts = np.unique(given, return_counts=True)
+            listed = set(values.tolist())
         except (TypeError, ValueError, RuntimeError) as error:
             raise ScoreError(
                 f"known_bad is {reprlib.repr(known_bad)} ({error}), {expected}"
@@ -299,14 +300,16 @@ class SelfInfluence(Printed):
                     f"known_bad lists {values[counts > 1][:4].tolist()} more than once, expected "
                     "each id once. For a mask of zeros and ones pass known_bad.astype(bool)."
                 )
-            unknown = ~np.isin(given, self.ids)
-            if unknown.any():
+            # Python's numbers: NumPy compares signed and unsigned ones as float64.
+            own = self.ids.tolist()
+            unknown = listed.difference(own)
+            if unknown:
                 raise ScoreError(
-                    f"known_bad lists {given[unknown][:4].tolist()}, which are not ids of the "
-                    f"table ({self.ids[:4].tolist()} …). Pass ids, without ids= positions in the "
+                    f"known_bad lists {[i for i in given.tolist() if i in unknown][:4]}, which are "
+                    f"not ids of the table ({own[:4]} …). Pass ids, without ids= positions in the "
                     "loader's data set (of a Subset, its own), or one bool for each example."
                 )
-            mask = np.isin(self.ids, given)
+            mask = np.array([each in listed for each in own])
         if mask.all() or not mask.any():
             raise ScoreError(
                 f"known_bad marks {int(mask.sum())} of {len(self)} examples, expected at least one "

@@ -126,7 +126,7 @@ class Work:
     def unordered_losses(
         self, model: nn.Module, batch: Any, watch: AbstractContextManager | None = None
     ) -> Tensor:
-        """Return what the loss function gives, run inside ``watch``, with the model's caches new."""
+        """Return what the loss function gives, run inside ``watch``, the model's caches new."""
         self.renewal.renew(model)
         with watch or nullcontext():
             return self.loss_fn(model, batch)

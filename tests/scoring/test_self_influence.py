@@ -372,6 +372,22 @@ def test_a_mask_that_tells_nothing_apart(setting, bad, message):
         run(setting).report(bad)
 
 
+@pytest.mark.parametrize("first", [3, 2**63 + 7])
+def test_ids_of_64_bits_are_told_from_their_neighbours(first):
+    """Such as hashes: signed and unsigned ones compared by NumPy are rounded to 53 bits."""
+    random = np.random.default_rng(0)
+    ids = 2**61 + random.choice(2**59, size=300, replace=False).astype(np.uint64)
+    ids = np.stack([ids, ids + 1], 1).ravel()
+    ids[0] = first
+    bad = np.arange(2, 200, 2)
+    values = random.random((1, len(ids), len(FIELDS)))
+    table = gs.SelfInfluence(ids if first > 3 else ids.astype(np.int64), ("a",), values, None)
+    expected = str(table.report(np.isin(np.arange(len(ids)), bad)))
+    listed = ids[bad].tolist()
+    for given in (listed, set(listed), torch.tensor(listed), ids[bad], ids[bad].astype(np.int64)):
+        assert str(table.report(given)) == expected
+
+
 def trained(steps, width):
     """A linear classifier of some inputs after some steps, the label of example 3 wrong."""
     torch.manual_seed(0)
