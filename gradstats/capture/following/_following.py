@@ -109,7 +109,7 @@ def _has_no_axis(marks: Marks, call: Call) -> bool:
     return True
 
 
-def _note_sum(marks: Marks, call: Call, after: Layout | Unchanged) -> None:
+def _note_sum(marks: Marks, call: Call, after: Layout) -> None:
     """Note whether a result that belongs to several examples is a sum of terms of one each."""
     meetings, result, behind = marks.meetings, call.result, call.data[0].grad_fn
     sums = is_sum(marks, call)

@@ -65,8 +65,6 @@ def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | N
         # may be kept with size 1.
         kept = result.shape[layout.axis] == source.shape[layout.axis]
         return layout if kept and result.dim() == source.dim() else None
-    if result.dim() <= layout.axis:
-        return None
     lead = layout.axis + 1
     return layout if result.shape[:lead] == source.shape[:lead] else None
 

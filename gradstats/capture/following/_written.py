@@ -231,12 +231,9 @@ def _shows_unknown(marks: Marks, tensor: Tensor) -> bool:
 
     Such data have no example axis by contract, as inputs may have none, and pass on no gradient.
     """
-    base = tensor._base
-    if base is None:
-        base = tensor
-    elif node_of(base) is not None:
-        return False
-    return marks.is_data(base) and not marks.is_marked(base) and marks.layout_of(base) is None
+    base = tensor if tensor._base is None else tensor._base
+    unmarked = marks.is_of_data(base) and not marks.is_marked(base)
+    return unmarked and marks.layout_of(base) is None
 
 
 def _place_base(
