@@ -857,3 +857,15 @@ def test_packed_rows_of_several_axes():
         {name: torch.cat([each[name] for each in expected]) for name in expected[0]},
         1e-10,
     )
+
+
+def test_the_first_row_of_an_input_that_is_expanded_beside_all_rows():
+    lengths, model = [2, 3], nn.Linear(4, 4).double()
+    rows, bounds = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 2, 5])
+
+    def losses(model, rows):
+        hidden = model(rows[:1].expand(len(rows), -1) * rows)  # the first may stand for all
+        return torch.stack([part.sum() for part in hidden.sin().split(lengths)])
+
+    expected = oracle_on_the_batch(model, rows, losses)
+    assert_sqnorms(gs.per_example_norms(model, rows, losses, cu_seqlens=bounds), expected, 1e-10)

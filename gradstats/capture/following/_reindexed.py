@@ -163,6 +163,13 @@ def _repeated_in_place(call: Call, source, layout) -> Examples | Whole | None:
     return _rows_repeated(call, source, layout)
 
 
+def _expanded(call: Call, source, layout) -> Examples | None:
+    """New axes stand in front; a single row that is expanded itself stays one example's."""
+    result = call.result
+    after = layout.axis + result.dim() - source.dim()
+    return layout.along(after) if result.shape[after] == source.shape[layout.axis] else None
+
+
 def _with_axes(call: Call, source, layout) -> Examples | Whole | None:
     """A reshape to a least number of axes, if one tensor was given."""
     return reshaped(source, layout, call.result) if len(call.args) == 1 else None
@@ -315,7 +322,8 @@ PICKS: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys(variants("narrow", "unbind"), _sliced(1)),
     **dict.fromkeys(variants("select"), _chosen),
-    **dict.fromkeys(EXPANDS.union(variants("repeat", "tile")), _repeated),
+    **dict.fromkeys(EXPANDS, _expanded),
+    **dict.fromkeys(variants("repeat", "tile"), _repeated),
     **dict.fromkeys(variants("diag"), _diagonal),
     # Any other, rarely used, is repeated on the examples' numbers.
     **dict.fromkeys(
