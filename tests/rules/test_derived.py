@@ -1143,6 +1143,25 @@ SEVERAL_RESULTS = {
 }
 
 
+@pytest.mark.parametrize(
+    "of_sign",
+    [lambda sign: sign, lambda sign: sign.softmax(0), lambda sign: sign.sort()[0].repeat(2)[3:]],
+    ids=["one", "in a chain", "pulled back"],
+)
+def test_signs_of_determinants_which_have_no_gradient(of_sign):
+    def function(m, x):
+        sign, logarithm = torch.linalg.slogdet(m.w)
+        return x * of_sign(sign)[:WIDTH] * m.v + logarithm.exp()[:WIDTH]
+
+    check_operation(function, {"w": (2 * WIDTH, 3, 3), "v": (WIDTH,)}, normal(BATCH, WIDTH))
+    model = Operation(function, {"w": (2 * WIDTH, 3, 3), "v": (WIDTH,)}, False)
+    direction = {name: torch.randn_like(each) for name, each in model.named_parameters()}
+    batch = (normal(BATCH, WIDTH),)
+    gradients = oracle_gradients(model, batch, uneven_loss)
+    expected = sum(gradients[name].flatten(1) @ direction[name].flatten() for name in direction)
+    torch.testing.assert_close(gs.alignment(model, batch, uneven_loss, direction), expected)
+
+
 @pytest.mark.parametrize("operation", SEVERAL_RESULTS.values(), ids=SEVERAL_RESULTS)
 def test_operations_of_several_results_that_depend_on_one_operand_each(operation):
     def both(m, x):

@@ -254,8 +254,10 @@ class Derived(Node):
     def slope(self, operand: Node) -> Tensor:
         """Return the derivative of each element with respect to an operand's, if elementwise."""
         again, known = self.step()
-        (slope,) = torch.autograd.grad(again, known[operand], torch.ones_like(again))
-        return slope
+        value, ones = known[operand], torch.ones_like(again)
+        (slope,) = torch.autograd.grad(again, value, ones, allow_unused=True)
+        # There may be none, as of the sign of a determinant.
+        return torch.zeros_like(value) if slope is None else slope
 
     def step(self) -> tuple[Tensor, dict[Any, Tensor]]:
         """Return this tensor computed again from its operands, and their values."""

@@ -179,6 +179,7 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
             # The target is a view: change the tensor it is a view of, and take the view again.
             whole = base.shown()
             whole = wrap(base) if whole is None else whole
+
             @wraps(func)
             def change_part(first, *operands, **options):
                 func(own.function(first, *others, **named), *operands, **options)

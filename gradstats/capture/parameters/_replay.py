@@ -55,14 +55,11 @@ class Replay:
         try:
             # Anomaly detection cannot look for NaN in a batch of gradients.
             with torch.autograd.set_detect_anomaly(False):
-                found = torch.autograd.grad(
-                    self.value, self.leaves, cotangents, retain_graph=True, is_grads_batched=True
-                )
+                return self._pull(cotangents, cotangents.shape[:1])
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # not every backward supports batches: a sparse product's does not
             return self._pull_in_turn(cotangents)
-        return [_dense(pulled) for pulled in found]
 
     def _pull_in_turn(self, cotangents: Tensor) -> list[Tensor]:
         columns = zip(*map(self.pull, cotangents), strict=True)
@@ -70,9 +67,25 @@ class Replay:
 
     def pull(self, cotangent: Tensor) -> list[Tensor]:
         """Return the roots' gradients, given one gradient of the derived tensor."""
-        cotangent = cotangent.to(self.value)
-        found = torch.autograd.grad(self.value, self.leaves, cotangent, retain_graph=True)
-        return [_dense(pulled) for pulled in found]
+        return self._pull(cotangent.to(self.value), ())
+
+    def _pull(self, cotangents: Tensor, batch: Sequence[int]) -> list[Tensor]:
+        """Return the roots' gradients, dense and in the accumulation dtype.
+
+        Args:
+            cotangents: (*batch, *) of the derived tensor.
+            batch: (B,) or ().
+        """
+        kept = {"retain_graph": True, "allow_unused": True}
+        batched = bool(batch)
+        found = torch.autograd.grad(
+            self.value, self.leaves, cotangents, is_grads_batched=batched, **kept
+        )
+        # A result may have no gradient, as the sign of a determinant, or a sparse one.
+        return [
+            _dense(leaf.new_zeros(*batch, *leaf.shape) if pulled is None else pulled)
+            for leaf, pulled in zip(self.leaves, found, strict=True)
+        ]
 
     def push(self, direction: Tensor) -> Tensor | None:
         """Return how the derived tensor changes when its only root changes by ``direction``.
@@ -88,9 +101,9 @@ class Replay:
         with torch.enable_grad():
             cotangent = torch.zeros_like(self.value, requires_grad=True)
             (pulled,) = torch.autograd.grad(
-                self.value, self.leaves, cotangent, retain_graph=True, create_graph=True
+                self.value, self.leaves, cotangent, create_graph=True, allow_unused=True
             )
-            if not pulled.requires_grad:
+            if pulled is None or not pulled.requires_grad:
                 return None
             try:
                 (pushed,) = torch.autograd.grad(
