@@ -43,13 +43,13 @@ class Operator:
         schema: its arguments and results as torch writes them.
         module: of this package, with the launcher of the operator's name.
         leading: how many arguments the launcher takes by position: the operands.
-        outputs: what makes the output, without data, of given arguments; one for each of several.
+        outputs: what makes the output or outputs, without data, of given arguments.
     """
 
     schema: str
     module: str
     leading: int
-    outputs: Callable[[Arguments], Tensor] | tuple[Callable[[Arguments], Tensor], ...]
+    outputs: Callable[[Arguments], Tensor | tuple[Tensor, ...]]
 
 
 class Arguments(dict):
@@ -109,44 +109,25 @@ def _convolution_gradient(arguments: Arguments) -> Tensor:
     return x.new_empty(shape, dtype=arguments["gradient_dtype"] or x.dtype)
 
 
-def _input_gradient(arguments: Arguments) -> Tensor:
+def _of_backward(arguments: Arguments) -> tuple[Tensor, ...]:
     like = arguments["g"] if arguments["x"] is None else arguments["x"]
     wanted = arguments.get("input_gradient", True)
-    return torch.empty_like(like) if wanted else like.new_empty((0,))
-
-
-def _of_backward(arguments: Arguments, wanted: bool, size: int, dtype: torch.dtype) -> Tensor:
-    like = arguments["g"] if arguments["x"] is None else arguments["x"]
-    return like.new_empty((size if wanted else 0,), dtype=dtype)
-
-
-def _sum_of_backward(arguments: Arguments, wanted: bool) -> Tensor:
-    like = arguments["g"] if arguments["x"] is None else arguments["x"]
+    gradient = torch.empty_like(like) if wanted else like.new_empty((0,))
+    kinds = arguments["x"] is not None, arguments.get("shift", True)  # scale, shift
     dtype = arguments["gradient_dtype"] or result_dtype(like)
-    return _of_backward(arguments, arguments["sums"] and wanted, arguments["g"].shape[-1], dtype)
+    features = like.shape[-1] if arguments["sums"] else 0
+    sums = (like.new_empty((features if kind else 0,), dtype=dtype) for kind in kinds)
+    batch = arguments.batch()
+    squares = (like.new_empty((batch if kind else 0,), dtype=torch.float64) for kind in kinds)
+    return gradient, *sums, *squares
 
 
-def _scale_sum(arguments: Arguments) -> Tensor:
-    return _sum_of_backward(arguments, arguments["x"] is not None)
+def _several(*outputs: Callable[[Arguments], Tensor]) -> Callable[[Arguments], tuple[Tensor, ...]]:
+    return lambda arguments: tuple(output(arguments) for output in outputs)
 
 
-def _shift_sum(arguments: Arguments) -> Tensor:
-    return _sum_of_backward(arguments, arguments.get("shift", True))
-
-
-def _scale_squares(arguments: Arguments) -> Tensor:
-    wanted = arguments["x"] is not None
-    return _of_backward(arguments, wanted, arguments.batch(), torch.float64)
-
-
-def _shift_squares(arguments: Arguments) -> Tensor:
-    wanted = arguments.get("shift", True)
-    return _of_backward(arguments, wanted, arguments.batch(), torch.float64)
-
-
-_TWO_NORMS = (_per_example, _per_example)
-_TWO_SUMS = (_per_channel, _per_channel)
-_BACKWARD = (_input_gradient, _scale_sum, _shift_sum, _scale_squares, _shift_squares)
+_two_norms = _several(_per_example, _per_example)
+_two_sums = _several(_per_channel, _per_channel)
 
 OPERATORS = {
     "rank_one_sqnorm": Operator("(Tensor a, Tensor g) -> Tensor", "rank_one", 2, _per_example),
@@ -156,34 +137,23 @@ OPERATORS = {
         f"(Tensor a, Tensor g, SymInt groups, {ROUNDING}, {SEGMENTS}) -> (Tensor, Tensor)",
         "gram",
         7,
-        (_of_groups, _of_groups),
+        _several(_of_groups, _of_groups),
     ),
     "direct_sqnorm": Operator(
-        f"(Tensor a, Tensor g, {SEGMENTS}) -> Tensor",
-        "direct",
-        2,
-        _per_example,
+        f"(Tensor a, Tensor g, {SEGMENTS}) -> Tensor", "direct", 2, _per_example
     ),
     "direct_inner": Operator(f"({TWO_FACTORS}) -> Tensor", "direct", 4, _per_example),
-    "diagonal_gram": Operator(
-        f"({TWO_FACTORS}) -> (Tensor, Tensor)",
-        "diagonal",
-        4,
-        _TWO_NORMS,
-    ),
+    "diagonal_gram": Operator(f"({TWO_FACTORS}) -> (Tensor, Tensor)", "diagonal", 4, _two_norms),
     "weight_gradient_sqnorm": Operator(
         f"(Tensor a, Tensor g, {SEGMENTS}, ScalarType? gradient_dtype=None,"
         " bool? descriptors=None) -> (Tensor, Tensor)",
         "weight_gradient",
         2,
-        (_linear_gradient, _per_example),
+        _several(_linear_gradient, _per_example),
     ),
     "pairwise_gram": Operator(f"({TWO_FACTORS}) -> Tensor", "pairwise", 4, _per_pair),
     "pairwise_direct": Operator(
-        f"({TWO_FACTORS}, {WORKSPACE}) -> Tensor",
-        "pairwise_direct",
-        4,
-        _per_pair,
+        f"({TWO_FACTORS}, {WORKSPACE}) -> Tensor", "pairwise_direct", 4, _per_pair
     ),
     "direction_inner": Operator(
         f"(Tensor a, Tensor g, Tensor direction, {SEGMENTS}) -> Tensor",
@@ -196,7 +166,7 @@ OPERATORS = {
         " -> (Tensor, Tensor)",
         "scale_gradients",
         2,
-        _TWO_SUMS,
+        _two_sums,
     ),
     "scale_backward": Operator(
         "(Tensor g, Tensor? x, Tensor? weight=None, Tensor? mean=None, Tensor? rstd=None,"
@@ -205,7 +175,7 @@ OPERATORS = {
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         "scale_backward",
         2,
-        _BACKWARD,
+        _of_backward,
     ),
     "scale_direction": Operator(
         f"(Tensor g, Tensor? x, Tensor direction, {SEGMENTS}) -> Tensor",
@@ -217,25 +187,25 @@ OPERATORS = {
         "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
         "group_norm",
         4,
-        _TWO_NORMS,
+        _two_norms,
     ),
     "group_norm_sum": Operator(
         "(Tensor x, Tensor g, SymInt groups, float eps) -> (Tensor, Tensor)",
         "group_norm",
         4,
-        _TWO_SUMS,
+        _two_sums,
     ),
     "layer_norm_sqnorm": Operator(
         f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)",
         "layer_norm",
         3,
-        _TWO_NORMS,
+        _two_norms,
     ),
     "layer_norm_sum": Operator(
         f"(Tensor x, Tensor g, float eps, bool rms=False, {SEGMENTS}) -> (Tensor, Tensor)",
         "layer_norm",
         3,
-        _TWO_SUMS,
+        _two_sums,
     ),
     "layer_norm_backward": Operator(
         "(Tensor x, Tensor g, Tensor? weight, float eps, bool rms=False, bool sums=True,"
@@ -243,7 +213,7 @@ OPERATORS = {
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         "layer_norm",
         4,
-        _BACKWARD,
+        _of_backward,
     ),
     "group_norm_backward": Operator(
         "(Tensor x, Tensor g, Tensor? weight, SymInt groups, float eps, bool sums=True,"
@@ -251,21 +221,13 @@ OPERATORS = {
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         "group_norm",
         5,
-        _BACKWARD,
+        _of_backward,
     ),
     "rows_sqnorm": Operator(
-        f"(Tensor ids, Tensor g, {SEGMENTS}) -> Tensor",
-        "rows",
-        2,
-        _per_example,
+        f"(Tensor ids, Tensor g, {SEGMENTS}) -> Tensor", "rows", 2, _per_example
     ),
     "rows_inner": Operator(f"({TWO_ROWS}) -> Tensor", "rows_inner", 4, _per_example),
-    "pairwise_rows": Operator(
-        f"({TWO_ROWS}) -> Tensor",
-        "rows_pairs",
-        4,
-        _per_pair,
-    ),
+    "pairwise_rows": Operator(f"({TWO_ROWS}) -> Tensor", "rows_pairs", 4, _per_pair),
     "rows_direction": Operator(
         f"(Tensor ids, Tensor g, Tensor direction, {SEGMENTS}) -> Tensor",
         "rows_direction",
@@ -279,22 +241,19 @@ OPERATORS = {
         _per_example,
     ),
     "convolution_sqnorm": Operator(
-        f"(Tensor x, Tensor g, {GEOMETRY}) -> Tensor",
-        "convolution",
-        7,
-        _per_example,
+        f"(Tensor x, Tensor g, {GEOMETRY}) -> Tensor", "convolution", 7, _per_example
     ),
     "convolution_gram_sqnorm": Operator(
         f"(Tensor x, Tensor g, {GEOMETRY}, {ROUNDING}) -> (Tensor, Tensor)",
         "convolution_gram",
         11,
-        _TWO_NORMS,
+        _two_norms,
     ),
     "convolution_weight_gradient_sqnorm": Operator(
         f"(Tensor x, Tensor g, {GEOMETRY}, ScalarType? gradient_dtype=None) -> (Tensor, Tensor)",
         "convolution_weight_gradient",
         7,
-        (_convolution_gradient, _per_example),
+        _several(_convolution_gradient, _per_example),
     ),
     "convolution_inner": Operator(
         f"({TWO_IMAGES}, {GEOMETRY}) -> Tensor", "convolution", 9, _per_example
@@ -303,7 +262,7 @@ OPERATORS = {
         f"({TWO_IMAGES}, {GEOMETRY}, {WORKSPACE}) -> Tensor", "convolution_pairs", 9, _per_pair
     ),
     "convolution_inner_gram": Operator(
-        f"({TWO_IMAGES}, {GEOMETRY}) -> (Tensor, Tensor)", "convolution_pair_gram", 9, _TWO_NORMS
+        f"({TWO_IMAGES}, {GEOMETRY}) -> (Tensor, Tensor)", "convolution_pair_gram", 9, _two_norms
     ),
     "pairwise_convolution_gram": Operator(
         f"({TWO_IMAGES}, {GEOMETRY}) -> Tensor", "convolution_pair_gram", 9, _per_pair
@@ -347,15 +306,7 @@ def _defaults(name: str) -> dict[str, Any]:
 
 def _fake(name: str) -> Callable:
     """What the operator returns of tensors without data."""
-    outputs = OPERATORS[name].outputs
-
-    def fake(*args, **kwargs):
-        arguments = Arguments(name, args, kwargs)
-        if isinstance(outputs, tuple):
-            return tuple(output(arguments) for output in outputs)
-        return outputs(arguments)
-
-    return fake
+    return lambda *args, **kwargs: OPERATORS[name].outputs(Arguments(name, args, kwargs))
 
 
 if TYPE_CHECKING:

@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from gradstats import _cost
-from gradstats._factors import (
-    Factor,
-    Outer,
-    Patches,
-    cast,
-    compute_dtype,
-)
-from gradstats.contractions import (
-    _patches,
-    _tiles,
-)
+from gradstats._factors import Factor, Outer, Patches, cast, compute_dtype
+from gradstats.contractions import _patches, _tiles
 from gradstats.contractions._multiply import multiply
 from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._table import MODULES

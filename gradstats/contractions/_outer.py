@@ -114,12 +114,9 @@ def _forms_alone(factor: Outer) -> bool:
 def rank_one(factor: Outer, *, on_chip: bool = False) -> Contraction:
     """Return Σ_k ‖left_k‖²‖right_k‖² for factors with at most one position."""
     _, groups, positions, _ = factor.left.shape
-    if positions == 0:
-        zero = factor.left.new_zeros(factor.batch, dtype=torch.float64)
-        return Contraction(zero, zero.clone())
-    if on_chip:
+    if on_chip and positions:
         return _triton.rank_one(factor)
-    if groups == 1:
+    if groups == positions == 1:
         return one_position(factor.left[:, 0, 0], factor.right[:, 0, 0])
     dtype = compute_dtype(factor.left, factor.right)
     sides = (factor.left, factor.right)

@@ -41,11 +41,8 @@ def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
 
 def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor:
     """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
-    return (
-        operators()
-        .pairwise_convolution(*first.sides, *second.sides, *layer_of(first), workspace=workspace)
-        .double()
-    )
+    both = *first.sides, *second.sides, *layer_of(first)
+    return operators().pairwise_convolution(*both, workspace=workspace).double()
 
 
 def convolution_diagonal(first: Patches, second: Patches, workspace: int) -> Tensor:
@@ -60,11 +57,8 @@ def convolution_diagonal(first: Patches, second: Patches, workspace: int) -> Ten
 
 def convolution_gram_pairs(first: Patches, second: Patches) -> Tensor:
     """Return Σ_{t,s} (patch_t·patch'_s)(grad_t·grad'_s) for all pairs, (B, B') float64."""
-    return (
-        operators()
-        .pairwise_convolution_gram(*first.sides, *second.sides, *layer_of(first))
-        .double()
-    )
+    both = *first.sides, *second.sides, *layer_of(first)
+    return operators().pairwise_convolution_gram(*both).double()
 
 
 def convolution_gram_diagonal(first: Patches, second: Patches) -> Tensor:

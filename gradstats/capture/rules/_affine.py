@@ -70,15 +70,15 @@ class AffineFactors(Preparable):
     Attributes:
         examples: where the examples lie.
         normalise: how x̂ comes from what was saved.
-        channel_axis: the parameters' axis in the input (channel layers); None where the parameters
-            span the last axes.
+        channels: whether the parameters are those of channels, the second axis of the input;
+            otherwise they span the last axes.
         scale, shift: which of the two are tracked.
         shape: shape of both.
     """
 
     examples: Examples
     normalise: Normalise
-    channel_axis: int | None
+    channels: bool
     scale: bool
     shift: bool
     shape: tuple[int, ...]
@@ -137,14 +137,14 @@ class AffineFactors(Preparable):
         return [norms for wanted, norms in both if wanted]
 
     def likeness(self) -> Hashable:
-        return self.normalise, self.channel_axis, self.scale, self.shift, self.shape
+        return self.normalise, self.channels, self.scale, self.shift, self.shape
 
     def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
         """Whether the kernels take the rows of examples as they lie."""
         if not _triton.runs(grad, x):
             return False
         segments = self.examples.segments
-        if self.channel_axis is not None:
+        if self.channels:
             return self.examples.plain
         return segments is None or segments.order is None
 
@@ -160,15 +160,15 @@ class AffineFactors(Preparable):
 
     def _positions(self, *operands: Tensor) -> list[Tensor]:
         """Return the operands as (B, T, features), channels that come first as a view."""
-        if self.channel_axis is None:
-            features = math.prod(self.shape)
-            return [
-                operand
-                if operand.dim() == 3 and operand.shape[2] == features
-                else operand.reshape(operand.shape[0], -1, features)
-                for operand in operands
-            ]
-        return [operand.reshape(*operand.shape[:2], -1).mT for operand in operands]
+        if self.channels:
+            return [operand.reshape(*operand.shape[:2], -1).mT for operand in operands]
+        features = math.prod(self.shape)
+        return [
+            operand
+            if operand.dim() == 3 and operand.shape[2] == features
+            else operand.reshape(operand.shape[0], -1, features)
+            for operand in operands
+        ]
 
     def one_pass(self, settings: Settings, x: Tensor) -> bool:
         """Whether the kernels compute the layer's backward: gradients and norms in one pass."""
@@ -221,7 +221,7 @@ class AffineFactors(Preparable):
         """Return the gradient of the rows that the kernels took as that of the input."""
         examples = self.examples
         leading = examples.first(x) if examples.segments is None else examples.lead(x)
-        if self.channel_axis is not None:
+        if self.channels:
             gradient = gradient.mT
         if gradient.shape != leading.shape:
             gradient = gradient.reshape(leading.shape)
@@ -243,12 +243,12 @@ class AffineFactors(Preparable):
 
     def _sum(self, product: Tensor, bounds: Sequence[int] | None) -> Tensor:
         """Return the sum over all but the parameters' axes, for each example: (n, *shape)."""
-        if self.channel_axis is None:
-            if product.dim() == 1 + len(self.shape) and self.examples.plain:
-                return product
-            rows = product.unsqueeze(1).flatten(1, -1 - len(self.shape))
-        else:
+        if self.channels:
             rows = product.unsqueeze(-1).flatten(2).mT
+        elif product.dim() == 1 + len(self.shape) and self.examples.plain:
+            return product
+        else:
+            rows = product.unsqueeze(1).flatten(1, -1 - len(self.shape))
         if self.examples.segments is None:
             # One sum over rows and positions.
             if self.examples.fold != 1:
@@ -283,16 +283,12 @@ class AffineFactors(Preparable):
             statistics: as they were saved.
         """
         normalised = self.normalise(self.examples.lead(x).to(grad.dtype), *statistics)
-        ones = (1,) * (normalised.dim() - 2)
+        shape = (-1, *(1,) * (normalised.dim() - 2)) if self.channels else self.shape
         if self.scale:
-            node = nodes[0]
-            if self.channel_axis is not None:
-                node = derived(node, Tensor.view, (-1, *ones))
+            node = derived(nodes[0], Tensor.view, shape) if self.channels else nodes[0]
             layout = ExampleLayout(normalised.dim(), self.examples.along(0))
             normalised = normalised * example_view(node, layout)
         elif weight is not None:
-            normalised = normalised * (
-                weight if self.channel_axis is None else weight.view(-1, *ones)
-            )
+            normalised = normalised * weight.view(shape)
         gradients = torch.autograd.grad(normalised, x, self.examples.lead(grad), create_graph=True)
         return gradients[0]

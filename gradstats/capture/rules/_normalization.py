@@ -62,10 +62,9 @@ def _attach(
         )
     node, axis = first_node(weight, bias), None if trailing else 0
     examples = locate(tracker, func, node, input, axis=axis, folds=True, trailing=trailing)
-    channel_axis = None if trailing else 1
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
     shape = tuple((weight if scale else bias).shape)
-    factors = AffineFactors(examples, normalise, channel_axis, scale, shift, shape)
+    factors = AffineFactors(examples, normalise, not trailing, scale, shift, shape)
     own = tracker.marks.is_trained(weight) or tracker.marks.is_trained(bias)
     if own and scale and not tracker.settings.exact:
         # Derivatives of the network reach what is added outside.
@@ -73,7 +72,7 @@ def _attach(
             tracker, func, run, normalise, input, weight, None, *statistics,
             trailing=trailing, noted=False,
         )  # fmt: skip
-        axes = () if channel_axis is None else (1,) * (input.dim() - 2)
+        axes = () if trailing else (1,) * (input.dim() - 2)
         return result + bias.view(*bias.shape, *axes)
     # By statistics that require a gradient PyTorch itself runs the layer, and refuses.
     given = not any([each is not None and each.requires_grad for each in statistics])
