@@ -494,7 +494,9 @@ def test_the_bound_of_what_a_projection_leaves(left, share):
     """The less it is of the whole, the larger; where that is too much, it is computed again."""
     torch.manual_seed(0)
     unit = functional.normalize(torch.randn(5, 300))
-    rows = (0.5 + torch.rand(200, 1, 1, 1)) * unit[0] + left * torch.randn(200, 1, 1, 300) / 300**0.5
+    rows = (0.5 + torch.rand(200, 1, 1, 1)) * unit[0] + left * torch.randn(
+        200, 1, 1, 300
+    ) / 300**0.5
     inner = Outer(torch.eye(5)[:1].expand(200, 1, 1, 5), rows, (5, 300))
     along = (inner.dense() * unit).sum(2, keepdim=True)
     factor = Tangent(inner, unit, along, torch.full((5, 1), share))
