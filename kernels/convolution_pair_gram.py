@@ -118,18 +118,12 @@ def convolution_pair_gram_kernel(
     g_products = cross_tile(
         g1_ptr + group * outputs * stride_g1c,
         example1 * stride_g1b + tl.cast(position1, tl.int64) * stride_g1t,
-        position1 < positions1,
-        stride_g1c,
+        position1 < positions1, stride_g1c,
         g2_ptr + group * outputs * stride_g2c,
         example2 * stride_g2b + tl.cast(position2, tl.int64) * stride_g2t,
-        position2 < positions2,
-        stride_g2c,
-        outputs,
-        PRECISION,
-        ROWS,
-        COLUMNS,
-        INNER,
-    )
+        position2 < positions2, stride_g2c,
+        outputs, PRECISION, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
     terms = products * g_products
     if ALL_PAIRS:
         blocks = terms.reshape(EXAMPLES1, POSITIONS1, EXAMPLES2, POSITIONS2)

@@ -14,15 +14,10 @@ from gradstats.kernels.gram import gram_tile
 
 @triton.jit(
     do_not_specialize=[
-        "batch",
-        "positions1",
-        "positions2",
-        "total_rows1",
-        "total_rows2",
-        "row_tiles",
+        "batch", "positions1", "positions2", "total_rows1", "total_rows2", "row_tiles",
         "column_tiles",
     ]
-)
+)  # fmt: skip
 def diagonal_gram_kernel(
     a1_ptr,  # (B, T1, d_in) or packed (N1, d_in)
     g1_ptr,  # (B, T1, d_out) or packed (N1, d_out)
@@ -74,35 +69,15 @@ def diagonal_gram_kernel(
         a_products = gram_tile(
             example_base(a1_ptr, example, stride_a1b, row1, stride_a1t),
             example_base(a2_ptr, example, stride_a2b, row2, stride_a2t),
-            rows,
-            columns,
-            stride_a1t,
-            stride_a1d,
-            stride_a2t,
-            stride_a2d,
-            length1,
-            length2,
-            d_in,
-            PRECISION,
-            BLOCK,
-            INNER,
-        )
+            rows, columns, stride_a1t, stride_a1d, stride_a2t, stride_a2d, length1, length2, d_in,
+            PRECISION, BLOCK, INNER,
+        )  # fmt: skip
         g_products = gram_tile(
             example_base(g1_ptr, example, stride_g1b, row1, stride_g1t),
             example_base(g2_ptr, example, stride_g2b, row2, stride_g2t),
-            rows,
-            columns,
-            stride_g1t,
-            stride_g1d,
-            stride_g2t,
-            stride_g2d,
-            length1,
-            length2,
-            d_out,
-            PRECISION,
-            BLOCK,
-            INNER,
-        )
+            rows, columns, stride_g1t, stride_g1d, stride_g2t, stride_g2d, length1, length2, d_out,
+            PRECISION, BLOCK, INNER,
+        )  # fmt: skip
         terms = a_products * g_products
         total += tl.sum(terms)
         magnitude += tl.sum(tl.abs(terms))

@@ -102,20 +102,9 @@ def direct_kernel(
     first = gradient_tile(
         example_base(a1_ptr, example, stride_a1b, first_row, stride_a1t),
         example_base(g1_ptr, example, stride_g1b, first_row, stride_g1t),
-        rows,
-        columns,
-        stride_a1t,
-        stride_a1d,
-        stride_g1t,
-        stride_g1d,
-        length,
-        d_in,
-        d_out,
-        PRECISION,
-        ROWS,
-        COLUMNS,
-        INNER,
-    )
+        rows, columns, stride_a1t, stride_a1d, stride_g1t, stride_g1d, length, d_in, d_out,
+        PRECISION, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
     second = first
     if PAIRED:
         first_row, length, poison2 = segment(
@@ -125,20 +114,9 @@ def direct_kernel(
         second = gradient_tile(
             example_base(a2_ptr, example, stride_a2b, first_row, stride_a2t),
             example_base(g2_ptr, example, stride_g2b, first_row, stride_g2t),
-            rows,
-            columns,
-            stride_a2t,
-            stride_a2d,
-            stride_g2t,
-            stride_g2d,
-            length,
-            d_in,
-            d_out,
-            PRECISION,
-            ROWS,
-            COLUMNS,
-            INNER,
-        )
+            rows, columns, stride_a2t, stride_a2d, stride_g2t, stride_g2d, length, d_in, d_out,
+            PRECISION, ROWS, COLUMNS, INNER,
+        )  # fmt: skip
     tl.store(partial_ptr + index, tl.sum(first * second) + poison)
 
 

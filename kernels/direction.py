@@ -56,14 +56,9 @@ def direction_kernel(
     for feature in range(0, d_out, INNER):
         g = load_rows(g_ptr, g_rows, inside, feature + inner, stride_gd, d_out)
         direction = load_tile(
-            direction_ptr,
-            feature + inner,
-            stride_direction_out,
-            d_out,
-            columns,
-            stride_direction_in,
-            d_in,
-        )
+            direction_ptr, feature + inner, stride_direction_out, d_out, columns,
+            stride_direction_in, d_in,
+        )  # fmt: skip
         projected = dot(g.to(direction.dtype), direction, projected, PRECISION)
     a = load_rows(a_ptr, a_rows, inside, columns, stride_ad, d_in)
     dots = tl.sum(projected * a.to(tl.float32), axis=1)

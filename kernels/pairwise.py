@@ -95,16 +95,10 @@ def store_pairs(
 
 @triton.jit(
     do_not_specialize=[
-        "batch1",
-        "batch2",
-        "positions1",
-        "positions2",
-        "total_rows1",
-        "total_rows2",
-        "column_tiles",
-        "splits",
+        "batch1", "batch2", "positions1", "positions2", "total_rows1", "total_rows2",
+        "column_tiles", "splits",
     ]
-)
+)  # fmt: skip
 def pairwise_kernel(
     a1_ptr,  # (B1, T1, d_in) or packed (N1, d_in)
     g1_ptr,  # (B1, T1, d_out) or packed (N1, d_out)
@@ -174,35 +168,15 @@ def pairwise_kernel(
             inside2 = block2 + place2 < length2
             position2 = row2 + block2 + place2
             a_products = cross_tile(
-                a1_ptr,
-                example1 * stride_a1b + position1 * stride_a1t,
-                inside1,
-                stride_a1d,
-                a2_ptr,
-                example2 * stride_a2b + position2 * stride_a2t,
-                inside2,
-                stride_a2d,
-                d_in,
-                PRECISION,
-                ROWS,
-                COLUMNS,
-                INNER,
-            )
+                a1_ptr, example1 * stride_a1b + position1 * stride_a1t, inside1, stride_a1d,
+                a2_ptr, example2 * stride_a2b + position2 * stride_a2t, inside2, stride_a2d,
+                d_in, PRECISION, ROWS, COLUMNS, INNER,
+            )  # fmt: skip
             g_products = cross_tile(
-                g1_ptr,
-                example1 * stride_g1b + position1 * stride_g1t,
-                inside1,
-                stride_g1d,
-                g2_ptr,
-                example2 * stride_g2b + position2 * stride_g2t,
-                inside2,
-                stride_g2d,
-                d_out,
-                PRECISION,
-                ROWS,
-                COLUMNS,
-                INNER,
-            )
+                g1_ptr, example1 * stride_g1b + position1 * stride_g1t, inside1, stride_g1d,
+                g2_ptr, example2 * stride_g2b + position2 * stride_g2t, inside2, stride_g2d,
+                d_out, PRECISION, ROWS, COLUMNS, INNER,
+            )  # fmt: skip
             terms = a_products * g_products
             blocks = terms.reshape(EXAMPLES1, POSITIONS1, EXAMPLES2, POSITIONS2)
             total += tl.sum(tl.sum(blocks, axis=3), axis=1)

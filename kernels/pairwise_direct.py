@@ -46,20 +46,9 @@ def example_tiles_kernel(
     gradient = gradient_tile(
         example_base(a_ptr, example, stride_ab, first_row, stride_at),
         example_base(g_ptr, example, stride_gb, first_row, stride_gt),
-        rows,
-        columns,
-        stride_at,
-        stride_ad,
-        stride_gt,
-        stride_gd,
-        length,
-        d_in,
-        d_out,
-        PRECISION,
-        ROWS,
-        COLUMNS,
-        INNER,
-    )
+        rows, columns, stride_at, stride_ad, stride_gt, stride_gd, length, d_in, d_out, PRECISION,
+        ROWS, COLUMNS, INNER,
+    )  # fmt: skip
     output = gradient_ptr + tl.cast(example, tl.int64) * d_out * d_in
     offsets = tl.cast(rows, tl.int64)[:, None] * d_in + tl.cast(columns, tl.int64)[None, :]
     mask = (rows < d_out)[:, None] & (columns < d_in)[None, :]

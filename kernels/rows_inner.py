@@ -113,21 +113,11 @@ def rows_inner_kernel(
     )
     first2, length2, _ = segment(cu_seqlens2_ptr, example, positions2, total_rows2, RAGGED)
     sums = sum_of_equal(
-        ids2_ptr,
-        example * stride_i2b + first2 * stride_i2t,
-        stride_i2t,
-        g2_ptr,
-        example * stride_g2b + first2 * stride_g2t,
-        stride_g2t,
-        stride_g2d,
+        ids2_ptr, example * stride_i2b + first2 * stride_i2t, stride_i2t,
+        g2_ptr, example * stride_g2b + first2 * stride_g2t, stride_g2t, stride_g2d,
         tl.where(takes_part, length2, 0),
-        own,
-        columns,
-        features,
-        COLUMNS,
-        INNER,
-        COMPARED,
-    )
+        own, columns, features, COLUMNS, INNER, COMPARED,
+    )  # fmt: skip
     place = g1_base + tl.cast(position, tl.int64) * stride_g1t
     mine = tl.load(
         g1_ptr + place + tl.cast(columns, tl.int64) * stride_g1d,

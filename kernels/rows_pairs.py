@@ -87,18 +87,10 @@ def add_products(
 
 @triton.jit(
     do_not_specialize=[
-        "batch1",
-        "batch2",
-        "positions1",
-        "positions2",
-        "total_rows1",
-        "total_rows2",
-        "top1",
-        "top2",
-        "tiles2",
-        "splits",
+        "batch1", "batch2", "positions1", "positions2", "total_rows1", "total_rows2", "top1",
+        "top2", "tiles2", "splits",
     ]
-)
+)  # fmt: skip
 def pairwise_rows_kernel(
     keys1_ptr,  # int64 (N1,): keys of runs in ascending order, as `_runs` has them
     sums1_ptr,  # fp32 (N1, width)
@@ -150,21 +142,14 @@ def pairwise_rows_kernel(
         while lane < BLOCK:
             chosen = lanes == lane
             total = add_products(
-                total,
-                keys1_ptr,
-                sums1_ptr,
+                total, keys1_ptr, sums1_ptr,
                 tl.sum(tl.where(chosen, runs1, 0)),
                 tl.sum(tl.where(chosen, group1, 0)),
-                total_rows1,
-                keys2_ptr,
-                sums2_ptr,
+                total_rows1, keys2_ptr, sums2_ptr,
                 tl.sum(tl.where(chosen, runs2, 0)),
                 tl.sum(tl.where(chosen, group2, 0)),
-                total_rows2,
-                width,
-                ROWS,
-                COLUMNS,
-            )
+                total_rows2, width, ROWS, COLUMNS,
+            )  # fmt: skip
             lane = tl.min(tl.where(meets & (lanes > lane), lanes, BLOCK))
 
     first1 = tl.cast(tile1, tl.int32) * EXAMPLES

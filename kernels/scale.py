@@ -31,14 +31,9 @@ def channel_values(pointer, places, inside, SPREAD: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "batch",
-        "positions",
-        "total_rows",
-        "tiles",
-        "examples_per_program",
-        "splits",
+        "batch", "positions", "total_rows", "tiles", "examples_per_program", "splits",
     ]
-)
+)  # fmt: skip
 def scale_kernel(
     x_ptr,  # (B, T, C) or packed (N, C), read if SCALE
     g_ptr,  # (B, T, C) or packed (N, C)

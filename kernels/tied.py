@@ -20,14 +20,9 @@ LARGEST_TILE = 64  # a larger one leaves no registers for the addresses of what 
 
 @triton.jit(
     do_not_specialize=[
-        "positions1",
-        "positions2",
-        "total_rows1",
-        "total_rows2",
-        "row_tiles",
-        "column_tiles",
+        "positions1", "positions2", "total_rows1", "total_rows2", "row_tiles", "column_tiles",
     ]
-)
+)  # fmt: skip
 def tied_kernel(
     a_ptr,  # (B, T1, d) or packed (N1, d): inputs of the output projection
     g_ptr,  # (B, T1, V) or packed (N1, V): its output gradients
@@ -79,19 +74,9 @@ def tied_kernel(
         products = gram_tile(
             example_base(a_ptr, example, stride_ab, row1, stride_at),
             example_base(rows_ptr, example, stride_rb, row2, stride_rt),
-            rows,
-            columns,
-            stride_at,
-            stride_ad,
-            stride_rt,
-            stride_rd,
-            length1,
-            length2,
-            features,
-            PRECISION,
-            BLOCK,
-            INNER,
-        )
+            rows, columns, stride_at, stride_ad, stride_rt, stride_rd, length1, length2, features,
+            PRECISION, BLOCK, INNER,
+        )  # fmt: skip
         places = (
             tl.cast(rows, tl.int64)[:, None] * stride_gt
             + tl.cast(ids, tl.int64)[None, :] * stride_gd
