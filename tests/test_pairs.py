@@ -395,7 +395,7 @@ def test_doubtful_pairs_are_replaced(mine, theirs):
 
 
 @pytest.mark.parametrize("positions", [1, 3])
-@pytest.mark.parametrize("size", [1e-17, 1e17])
+@pytest.mark.parametrize("size", [1e-20, 1e-17, 1e17, 1e19])
 def test_products_that_leave_the_range_of_float32(size, positions):
     first = outer(3, 1, positions, 8, 6)
     first = Outer((first.left * size).float(), first.right.float(), first.shape)
