@@ -126,6 +126,31 @@ def test_axes_of_rows_of_another_library(model, batch):
     torch.testing.assert_close(got.sqnorm.double(), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("axis", [np.int64(1), torch.tensor(1), torch.tensor([1])])
+def test_example_axes_of_another_library(model, run, tmp_path, axis):
+    """Also where results on disk say which it was."""
+    batch = torch.randn(2, B, 4), torch.randint(3, (B,))
+    summed = batch[0].sum(0), batch[1]
+
+    def losses(model, batch):
+        return losses_of(model, (batch[0].sum(0), batch[1]))
+
+    expected = sum(oracle_sqnorms(model, summed, losses_of).values())
+    got = gs.per_example_norms(model, batch, losses, batch_dim=axis)
+    torch.testing.assert_close(got.sqnorm.double(), expected, rtol=1e-4, atol=0)
+    assert gs.verify(model, batch, losses, batch_dim=axis).ok
+    options = {"batch_dim": axis, "progress": False, "out": tmp_path / "table"}
+    table = gs.self_influence(model, [batch], losses, run, **options)
+    np.testing.assert_allclose(table.sqnorm[0], expected, rtol=1e-4)
+    gram = gs.per_example_norms(model, summed, losses_of, gram=True).gram
+    products = gs.inner_products(model, batch, model, (*batch,), losses, batch_dim=axis)
+    torch.testing.assert_close(products, gram)
+    options |= {"out": tmp_path / "lists", "top_k": np.int64(B)}
+    ranking = gs.influence(model, [batch], [batch], losses, run, **options).proponents(np.int64(2))
+    found = 0.1 * gram.numpy()[ranking.positions, 2]
+    np.testing.assert_allclose(ranking.scores, found, rtol=1e-4, atol=1e-6)
+
+
 def test_directions(model, batch):
     named = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     for kind in ("nested", "quantised", "meta"):

@@ -15,7 +15,7 @@ from gradstats.errors import LoaderError
 from gradstats.statistics._arguments import Options
 from gradstats.statistics._batches import can_be_looked_into, map_tensors
 from gradstats.statistics._division import Division
-from gradstats.statistics._loss import check_batch_dim, checked_bounds, infer_batch_size
+from gradstats.statistics._loss import checked_bounds, infer_batch_size
 
 # Where a batch holds something: a key, a position, or a function of the batch; None for nowhere.
 Source = str | int | Callable[[Any], Any] | None
@@ -55,7 +55,6 @@ class BatchLayout:
     cu_seqlens: Source = None
 
     def __post_init__(self):
-        check_batch_dim(self.batch_dim)
         source = self.cu_seqlens
         if not (source is None or isinstance(source, (str, int)) or callable(source)):
             raise LoaderError(

@@ -46,7 +46,7 @@ from gradstats.statistics._arguments import (
     check_flags,
 )
 from gradstats.statistics._batches import on_a_copy
-from gradstats.statistics._loss import check_losses, order_here
+from gradstats.statistics._loss import check_batch_dim, check_losses, order_here
 from gradstats.statistics._state import random_numbers_kept
 
 
@@ -111,7 +111,7 @@ class Work:
         selected = select_parameters(model, parameters, exclude)
         options: Options = {"parameters": parameters, "exclude": exclude, "workspace": workspace}
         device = next(iter(selected.values())).device
-        layout = BatchLayout(batch_dim, cu_seqlens)
+        layout = BatchLayout(check_batch_dim(batch_dim), cu_seqlens)
         folder = None if out is None else path_of(out, "out")
         return cls(
             model, loss_fn, checkpoints, tuple(selected), layout, options, device, nonfinite,

@@ -17,7 +17,7 @@ from gradstats.statistics._arguments import LossFunction, Options, check_workspa
 from gradstats.statistics._batches import Given
 from gradstats.statistics._differentiable import apart_from_training
 from gradstats.statistics._division import Division
-from gradstats.statistics._loss import check_losses, examples_in
+from gradstats.statistics._loss import check_batch_dim, check_losses, examples_in
 from gradstats.statistics._state import Start
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(
     Returns:
         The closed context and the (B,) losses.
     """
-    batch_dim = options.get("batch_dim", 0)
+    batch_dim = check_batch_dim(options.get("batch_dim", 0))
     batch_size, segments = examples_in(batch, batch_dim, options.get("cu_seqlens"), model)
     return run_examples(
         model, batch, loss_fn, consumer, check_workspace(options.get("workspace")),

@@ -24,7 +24,7 @@ from gradstats.statistics._arguments import (
 from gradstats.statistics._backward import run
 from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._kept import check_same_parameters, keep, products
-from gradstats.statistics._loss import examples_in
+from gradstats.statistics._loss import check_batch_dim, examples_in
 from gradstats.statistics._result import check_finite, result_dtype
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def inner_products(
     check_choice("pairs", pairs, ("all", "diagonal"))
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
     check_flags(per_parameter=per_parameter)
+    batch_dim = check_batch_dim(batch_dim)
     options: Options = {
         "batch_dim": batch_dim,
         "parameters": parameters,

@@ -140,7 +140,6 @@ def examples_in(
     batch, batch_dim: int, cu_seqlens: Tensor | None, model: nn.Module
 ) -> tuple[int, Segments | None]:
     """Return the number of examples of a batch and, of packed ones, whose each row is."""
-    batch_dim = check_batch_dim(batch_dim)
     if cu_seqlens is None:
         return infer_batch_size(batch, batch_dim), None
     tensors = plain_tensors_in(batch)

@@ -117,6 +117,7 @@ def per_example_norms(
     check_choice("nonfinite", nonfinite, ("raise", "keep"))
     check_choice("fallback", fallback, (None, "vmap"))
     check_flags(alignment=alignment, gram=gram)
+    batch_dim = check_batch_dim(batch_dim)
     batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
     options: dict[str, Any] = {
         "batch_size": batch_size,

@@ -27,7 +27,7 @@ from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._differentiable import differentiable
 from gradstats.statistics._division import Division
 from gradstats.statistics._elsewhere import Elsewhere
-from gradstats.statistics._loss import check_losses, examples_in, packed_segments
+from gradstats.statistics._loss import check_batch_dim, check_losses, examples_in, packed_segments
 from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._reference import TOLERANCE, Example, choose_subject, lowest_precision
 from gradstats.statistics._result import GradientNorms
@@ -101,6 +101,7 @@ def verify(
         if not (is_real(tolerance) and tolerance > 0):
             raise TrackingError(f"tolerance is {tolerance!r}, expected a positive relative error.")
         tolerance = float(tolerance)
+    batch_dim = check_batch_dim(batch_dim)
     batch_size, segments = examples_in(batch, batch_dim, cu_seqlens, model)
     bounds = None if segments is None else segments.offsets
     division = Division(batch_size, batch_dim, bounds)
