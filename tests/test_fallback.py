@@ -503,6 +503,47 @@ def test_a_failure_alone_leaves_what_the_forward_of_the_batch_left():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_losses_of_another_shape_alone_are_those_of_one_example(batch):
+    """The shape is right for the batch: it is not there that something has to change."""
+
+    def squeezed(model, batch):
+        return classify(model, batch).squeeze()
+
+    message = (
+        r"not example 0 alone, .*: LossShapeError: the loss is a scalar, expected shape \(1,\)"
+    )
+    with pytest.raises(gs.ExampleAxisError, match=message):
+        gs.per_example_norms(Awkward(False).double(), batch, squeezed, fallback="vmap")
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_parameters_of_a_class_of_their_own(sparse):
+    class Own(nn.Parameter):
+        pass
+
+    model = nn.Sequential(
+        nn.Embedding(7, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 3)
+    ).double()
+    model[0].weight = Own(model[0].weight.detach())
+    batch = torch.randint(7, (B, 3)), torch.randint(3, (B,))
+    with pytest.raises(gs.UnsupportedOperationError, match="is a Own, expected a plain"):
+        gs.per_example_norms(model, batch, classify)
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
+
+
+def test_one_forward_where_all_has_a_rule(batch):
+    model, calls = nn.Linear(4, 3).double(), []
+
+    def counted(model, batch):
+        calls.append(len(batch[0]))
+        return classify(model, batch)
+
+    stats = gs.per_example_norms(model, batch, counted, fallback="vmap")
+    assert calls == [B]
+    assert torch.equal(stats.sqnorm, gs.per_example_norms(model, batch, classify).sqnorm)
+
+
 def test_a_gradient_that_is_not_finite(batch):
     batch[0][1] = float("inf")
     model = Awkward(hidden=False).double()

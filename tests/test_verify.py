@@ -395,6 +395,17 @@ def test_padding():
         assert "same direction" not in detail and "batch normalisation" not in detail
         assert re.search(r"gradients that differ by \d\.\de-0[1-6] of the larger", detail)
 
+    def of_one_length(model, batch):
+        assert batch["input_ids"].shape[1] == 7
+        return losses(model, batch)
+
+    check = gs.verify(model, batch, of_one_length).check("padding")
+    assert check.ok is None and "5 without its padding failed with AssertionError" in check.detail
+    check = gs.verify(model, {**batch, "attention_mask": torch.ones_like(mask)}, losses)
+    assert check.check("padding").detail == "no example has trailing padding"
+    with pytest.raises(KeyError, match=r"no check 'order', only .*'padding'"):
+        report.check("order")
+
 
 @pytest.mark.parametrize(
     ("loss_fn", "message"),

@@ -26,7 +26,6 @@ from gradstats.capture.operations._nested import tensors_in
 from gradstats.errors import (
     CoupledExamplesError,
     ExampleAxisError,
-    GradStatsError,
     UnsupportedOperationError,
 )
 from gradstats.statistics._arguments import LossFunction, excluding
@@ -277,8 +276,6 @@ class Fallback:
             return check_losses(self._loss_fn(self._model, example), 1)
         except Exception as error:
             obstacle = self._division.obstacle(self._batch)
-            if obstacle is None and isinstance(error, GradStatsError):
-                raise
             if obstacle is None:
                 raise ExampleAxisError(
                     f"the loss function takes the batch, but not example {number} alone, so "
