@@ -220,7 +220,7 @@ class Pending:
         for batch in batches:
             if batch.ids is not None and max(batch.ids.max(), -batch.ids.min()) >= MAX_ID:
                 raise TrackingError(
-                    f"ids must lie between -2⁵³ and 2⁵³, got {batch.ids.astype(int).tolist()}."
+                    f"ids must lie between -2⁵³ and 2⁵³, got {[*map(int, batch.ids)]}."
                 )
 
     def _where(self, which: np.ndarray) -> list[str]:

@@ -866,6 +866,7 @@ def test_ids_are_looked_at_before_the_model_is_touched(model):
         torch.arange(3),
         torch.rand(B),
         torch.full((B,), 2**60),
+        np.full(B, 2**63, dtype=np.uint64),
         torch.ones(B, dtype=torch.bool),
         [f"image-{number}" for number in range(B)],
         [2**70] * B,
@@ -882,6 +883,14 @@ def test_bad_ids(model, ids):
         monitor.metrics()
     model.zero_grad()
     assert_unchanged(model, state)
+
+
+def test_ids_that_are_too_large_are_named(model):
+    monitor = gs.Monitor(model, every=1)
+    with monitor.step(batch_size=B, ids=np.array([*range(B - 1), 2**63], dtype=np.uint64)):
+        losses_of(model, batch_of()).mean().backward()
+    with pytest.raises(gs.TrackingError, match=r"-2⁵³ and 2⁵³, got \[0, .*, 9223372036854775808\]"):
+        monitor.metrics()
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENT)
