@@ -432,6 +432,34 @@ def test_equal_losses_do_not_hide_that_examples_depend_on_their_batch(batch, bef
     assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), 1e-9)
 
 
+def in_another_order(model, batch):
+    """Losses that stand in another order than the batch."""
+    return classify(model, batch)[[3, 0, 4, 1, 2] if len(batch[0]) == B else [0]]
+
+
+@pytest.mark.parametrize("size", [1, 1e-7])
+@pytest.mark.parametrize("workspace", [None, 1])
+def test_losses_in_another_order_than_the_batch(batch, workspace, size):
+    """Also where all are alike, as those of a new head, so that their values do not tell."""
+    model, losses = Awkward(hidden=False).double(), in_another_order
+    with torch.no_grad():
+        model.head.weight.mul_(size)
+        model.head.bias.mul_(size)
+    stats = gs.per_example_norms(model, batch, losses, fallback="vmap", workspace=workspace)
+    torch.testing.assert_close(stats.loss, losses(model, batch).detach())
+    for name, expected in oracle_sqnorms(model, batch, losses).items():
+        torch.testing.assert_close(stats.by_parameter[name], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("workspace", [None, 1])
+def test_an_order_of_losses_that_is_not_known_is_refused(batch, workspace):
+    """All losses are equal, and so are the sums of their gradients in any order."""
+    model = ZeroHead(nn.Identity()).double()
+    options = {"fallback": "vmap", "workspace": workspace}
+    with pytest.raises(gs.CoupledExamplesError, match=r"gradients of 'head' .*another order"):
+        gs.per_example_norms(model, batch, in_another_order, **options)
+
+
 def test_state_is_that_of_one_forward(batch):
     """Buffers that a forward changes, and the random generator, move on by one step."""
 

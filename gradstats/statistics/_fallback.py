@@ -66,13 +66,18 @@ class Gradients:
 
     Attributes:
         losses: (B,).
-        total: name → the gradients' sum over the examples.
+        total: name → the gradients' sum over the examples, each multiplied by a number of its own.
         sqnorms: name → (B,) squared norms, float64; empty for examples that were not taken apart.
     """
 
     losses: Tensor
     total: dict[str, Tensor]
     sqnorms: dict[str, Tensor]
+
+    def in_order(self, order: Tensor) -> Gradients:
+        """Return the same with these examples in turn."""
+        rows = {name: row[order.to(row.device)] for name, row in self.sqnorms.items()}
+        return Gradients(self.losses[order.to(self.losses.device)], self.total, rows)
 
 
 class Fallback:
@@ -97,12 +102,22 @@ class Fallback:
         # torch.autograd.grad does not look; None if the losses' graph is to tell.
         self._unserved: dict[str, nn.Parameter] = {}
         self._hidden: bool | None = False
+        # The example of each loss; None in the batch's order, or where that is not known.
+        self._order: Tensor | None = None
+        # Numbers, exact in all dtypes, by which gradients are multiplied before they are added up:
+        # their mere sum is the same in any order of the losses, which equal losses do not show.
+        size, draw = (options["batch_size"],), torch.Generator().manual_seed(0)
+        drawn = torch.randint(-24, 25, size, generator=draw, device="cpu")
+        self._multipliers = (2 * drawn + 1) / 16
 
-    def norms(self, lean: Callable[..., GradientNorms], nonfinite: str) -> GradientNorms:
+    def norms(
+        self, lean: Callable[..., tuple[GradientNorms, Tensor | None]], nonfinite: str
+    ) -> GradientNorms:
         """Return the norms.
 
         Args:
-            lean: computes the norms under the given options, or raises naming parameters.
+            lean: computes the norms under the given options, with the example of each loss where
+                these are in another order than the batch; or raises naming parameters.
             nonfinite: as for per_example_norms.
         """
         stats = self._lean_part(lean)
@@ -118,6 +133,7 @@ class Fallback:
         finally:
             self._before.restore()  # attributes too, which may be of the graph of any forward
             after.restore(attributes=False)
+        alone = alone if self._order is None else alone.in_order(self._order)
         check_same(alone, together)
         values = alone.sqnorms
         bound: Tensor | float = 0.0
@@ -133,7 +149,9 @@ class Fallback:
             together.losses, nonfinite, wide,
         )  # fmt: skip
 
-    def _lean_part(self, lean: Callable[..., GradientNorms]) -> GradientNorms | None:
+    def _lean_part(
+        self, lean: Callable[..., tuple[GradientNorms, Tensor | None]]
+    ) -> GradientNorms | None:
         """Return the norms over all parameters that have a rule, and note those that have none.
 
         None where the losses use no parameter that has a rule.
@@ -145,7 +163,7 @@ class Fallback:
             native = differentiable(self._model) if self._unserved else nullcontext()
             try:
                 with native:
-                    stats = lean(**{**self._options, "exclude": exclude})
+                    stats, self._order = lean(**{**self._options, "exclude": exclude})
             except NothingUsedError:
                 if not self._unserved:
                     raise
@@ -176,14 +194,16 @@ class Fallback:
         return set(found.refused)
 
     def _together(self) -> Gradients:
-        """Return the losses of the whole batch, and the gradients of their sum."""
+        """Return the losses of the whole batch, and the sum of their gradients."""
         with torch.enable_grad(), SettledFormats():
             losses = self._loss_fn(self._model, self._batch)
             losses = check_losses(losses, self._division.batch_size)
             hidden = self._hidden
             if hidden is None:
                 hidden = any(isinstance(node, BackwardCFunction) for node in nodes_behind(losses))
-            return Gradients(losses.detach(), self._gradients(losses, hidden=hidden), {})
+            by = self._multipliers if self._order is None else self._multipliers[self._order.cpu()]
+            total = self._gradients(losses * by.to(losses), hidden=hidden)
+            return Gradients(losses.detach(), total, {})
 
     def _one_by_one(self) -> Gradients:
         """Return the losses, and the gradients' squared norms and sum, of each example alone."""
@@ -244,7 +264,8 @@ class Fallback:
                 losses.append(loss)
                 found = list(gradients.values())
                 rows.append([torch.func.vmap(sqnorm_of)(gradient) for gradient in found])
-                sums = [gradient.sum(0) for gradient in found]
+                by = self._multipliers[start:stop]
+                sums = [torch.tensordot(by.to(gradient), gradient, 1) for gradient in found]
                 totals = [a.add_(b) for a, b in zip(totals, sums, strict=True)] if totals else sums
                 del gradients, found
         sqnorms = (torch.cat(column) for column in zip(*rows, strict=True))
@@ -265,7 +286,11 @@ class Fallback:
                 gradients = self._gradients(loss)
             losses.append(loss.detach().reshape(()))
             rows.append([sqnorm_of(gradient).to(loss.device) for gradient in gradients.values()])
-            total = {name: total[name] + g for name, g in gradients.items()} if total else gradients
+            by = float(self._multipliers[number])
+            total = {
+                name: torch.add(total[name], gradient, alpha=by) if total else by * gradient
+                for name, gradient in gradients.items()
+            }
         columns = map(torch.stack, zip(*rows, strict=True))
         sqnorms = dict(zip(self._unserved, columns, strict=True))
         return Gradients(torch.stack(losses), total, sqnorms)
@@ -342,8 +367,8 @@ def check_same(alone: Gradients, together: Gradients) -> None:
 _NOT_ALONE = (
     'gradients cannot be computed one example at a time (fallback="vmap"). Is the forward random '
     "(dropout: call model.eval()), do examples depend on each other, is the loss divided by "
-    "something of the whole batch, or does the batch hold a tensor or list whose length equals "
-    "the number of examples by accident?"
+    "something of the whole batch, are the losses in another order than the batch, or does the "
+    "batch hold a tensor or list whose length equals the number of examples by accident?"
 )
 
 

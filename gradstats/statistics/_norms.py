@@ -131,13 +131,14 @@ def per_example_norms(
     if compiled or fallback is not None:
         loss_fn = on_a_copy(loss_fn)  # it may be called again
 
-    def once(**options: Any) -> GradientNorms:
+    def once(**options: Any) -> tuple[GradientNorms, Tensor | None]:
         tracker, losses = run_examples(
             model, batch, loss_fn, within_batch(alignment, gram), scratch, **options
         )
-        return statistics_of(tracker, losses, 1.0, nonfinite, divisor=batch_size)
+        stats = statistics_of(tracker, losses, 1.0, nonfinite, divisor=batch_size)
+        return stats, tracker.reports.order
 
-    def lean(**options: Any) -> GradientNorms:
+    def lean(**options: Any) -> tuple[GradientNorms, Tensor | None]:
         before = State(model) if compiled else None
         try:
             return once(**options)
@@ -148,7 +149,7 @@ def per_example_norms(
             return once(**options)
 
     if fallback is None:
-        return lean(**options)
+        return lean(**options)[0]
     for name, wanted in (("alignment", alignment), ("gram", gram)):
         if wanted:
             raise UnsupportedOperationError(
