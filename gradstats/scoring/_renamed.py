@@ -35,12 +35,15 @@ def _with_adapters(model: Any, weights: dict[str, Any], peft: Any) -> dict[str, 
 
     The rest is the model's own: peft applies adapters to whatever model they are given.
     """
-    state = model.state_dict()
+    state, adapter = model.state_dict(), model.active_adapters[0]
     saved = peft.get_peft_model_state_dict(
-        model, state, adapter_name=model.active_adapters[0], save_embedding_layers=False
+        model, state, adapter_name=adapter, save_embedding_layers=False
     )
     names = {id(value): name for name, value in state.items()}
     own = {name: names.get(id(value), "") for name, value in saved.items()}
+    # Of a prompt peft saves the values: a copy of a table, where no network makes them.
+    if "prompt_embeddings" in own:
+        own["prompt_embeddings"] = f"prompt_encoder.{adapter}.embedding.weight"
     # Embeddings that adapters were put on are saved with these, under their own names.
     others = {name: value for name, value in weights.items() if name not in saved}
     held = {own[name]: value for name, value in weights.items() if name in saved}

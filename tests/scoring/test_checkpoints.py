@@ -25,6 +25,7 @@ import gradstats as gs
 from gradstats.scoring._checkpoint_files import find_files
 from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
 from tests.scoring.setting import gradients_at, loss_fn, make_setting
+from tests.test_models import gpt2
 
 
 @pytest.fixture
@@ -829,6 +830,34 @@ def test_adapters_that_peft_saved(setting, tmp_path):
         parameter.requires_grad_(False)
     with pytest.raises(gs.CoverageError, match=r"no parameter that requires grad.*is_trainable"):
         measured(gs.Checkpoints(files, lr=0.1))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, which peft calls
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_prompts_that_peft_saved(tmp_path, kind):
+    """Under a name of their own, without that of their table in the model."""
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(gpt2(), config).double().eval()
+    files = []
+    for number in range(2):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter)
+        model.save_pretrained(tmp_path / str(number), save_embedding_layers=False)
+        files.append(tmp_path / str(number) / "adapter_model.safetensors")
+
+    def losses(model, batch):
+        logits = model(input_ids=batch).logits[:, -batch.shape[1] : -1]
+        return functional.cross_entropy(logits.mT, batch[:, 1:], reduction="none").mean(1)
+
+    tokens = torch.randint(50, (4, 6))
+    checkpoints = gs.Checkpoints(files, lr=[0.5, 0.1])
+    table = gs.self_influence(model, [tokens], losses, checkpoints, progress=False)
+    for file, measured in zip(files, table.sqnorm, strict=True):
+        peft.set_peft_model_state_dict(model, load_file(file))
+        total = sum(oracle_sqnorms(model, tokens, losses).values())
+        np.testing.assert_allclose(measured, total, rtol=1e-7)
 
 
 def test_adapters_for_a_model_without_them(setting, tmp_path):
