@@ -284,7 +284,8 @@ class Monitor:
     def history(self) -> dict[str, list[float]]:
         """Metric → its values at all measured steps, whose numbers are under "step".
 
-        NaN where a metric was not measured, because options or layers were different.
+        NaN where a metric was not measured, because options or layers were different. Empty before
+        the first measured step.
         """
         self._settle()
         return {name: list(values) for name, values in self._run.history.items()}
