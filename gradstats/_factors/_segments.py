@@ -24,7 +24,7 @@ class Segments:
     def __init__(self, owner: Tensor, batch: int):
         self.owner, self.batch = owner, batch
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return len(self.owner)
 

@@ -163,10 +163,9 @@ class Marks:
         """Return the layout of data by contract, if their shape fits it; else None."""
         if self.contract.fits(tensor):
             return self.contract
-        axis, rows = self.batch_dim, self.contract.rows
-        if self.packed and tensor.dim() > axis + 1:
-            if tensor.shape[axis] == 1 and tensor.shape[axis + 1] == rows:
-                return self._behind_one
+        axis = self.batch_dim
+        if self.packed and tensor.shape[axis : axis + 2] == (1, self.contract.rows):
+            return self._behind_one
         return None
 
     def mark_constant(self, tensor: Tensor) -> None:
