@@ -29,7 +29,7 @@ class Flattened:
     """The factor of a reshaped weight, on the way back from the reshaped tensor to the weight.
 
     Attributes:
-        inner: the factor, of the weight's own shape.
+        inner: the factor, whose numbers are of one shape alone: as a rule the weight's own.
         shape: that of the tensor.
     """
 
