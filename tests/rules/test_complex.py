@@ -317,3 +317,13 @@ def test_parts_of_what_was_computed_of_a_complex_parameter():
         return torch.view_as_real((x + 0j) @ first.mT * ((x + 0j) @ second.mT)).flatten(-2)
 
     check_operation(function, {"w": torch.randn(4, 3, dtype=torch.complex128)}, normal(3, 5, 3))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_numbers_in_half_precision():
+    """PyTorch cannot tell whether two tensors of them are equal."""
+
+    def function(m, x):
+        return x * torch.view_as_real(m.w.chalf()).double().sum(-1)
+
+    check_operation(function, {"w": (4,)}, normal(3, 5, 4), rtol=4e-3)
