@@ -412,6 +412,18 @@ def test_products_that_leave_the_range_of_float32(size, positions):
         assert bool(((diagonal - expected.diagonal()).abs() <= 1e-6 * scale.diagonal()).all())
 
 
+def test_long_products_are_added_up_in_parts():
+    """In one float32 sum all terms would be rounded to what the sum of millions of them rounds."""
+    torch.manual_seed(0)
+    first, second = (Vector(torch.rand(count, 3_000_000), (3_000_000,)) for count in (3, 2))
+    sizes = sizes_of([first], [second])
+    expected = gradient_rows([first]) @ gradient_rows([second]).T
+    pairs = contractions.inner_pairs([first], [second], WORKSPACE, sizes)
+    formed = _tiles.dense_pairs([first], [second], WORKSPACE)
+    for found in (pairs, formed):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("small, large", [(1e-30, 1e-10), (1e10, 1e30)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_products_of_which_one_side_leaves_the_range_of_float32(small, large, turned):
