@@ -488,6 +488,22 @@ def test_few_long_looked_up_rows_lose_no_more_than_the_bound_says():
         assert ((result.value - exact).abs() <= result.bound).all()
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_small_distances_between_large_points(offset):
+    """By products their squares lose all digits, and so do differences of what was rounded."""
+    torch.manual_seed(0)
+    points = offset + 10 * torch.randn(40, 16)
+    apart = torch.logspace(-3, 1, 30)[:, None] * torch.randn(30, 16)
+    rows = points[:30] + apart
+    distances, grad = torch.cdist(rows, points), torch.eye(40)[:30]
+    factor = Distances(*(side.unsqueeze(1) for side in (grad, distances, rows)), points)
+    unit = (points.double()[:30] - rows.double()) / distances.diagonal().double()[:, None]
+    expected = unit.square().sum(1).where(distances.diagonal() > 0, 0)
+    assert (expected - 1).abs().max() > 1e-3  # as PyTorch's distances are not exact
+    result = contractions.sqnorm([factor], WORKSPACE)
+    torch.testing.assert_close(result.value, expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.4])
 @pytest.mark.parametrize("left", [1.0, 0.3, 1e-3])
 def test_the_bound_of_what_a_projection_leaves(left, share):

@@ -44,17 +44,18 @@ class Distances:
         return replace(self, grad=grad, distances=distances, points=self.points[start:stop])
 
     def apart(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients by distance (B, T, K), points and rows, in the accumulation dtype.
-
-        Points and rows are relative to the mean of the points, which reduces rounding.
-        """
+        """Return gradients by distance (B, T, K), points and rows, in the accumulation dtype."""
         dtype = compute_dtype(self.grad, self.rows, self.points)
         zero = self.distances == 0
         distances = cast(self.distances, dtype).masked_fill(zero, 1)
-        points = cast(self.points, dtype)
-        middle = points.mean(0)
         weights = cast(self.grad, dtype).masked_fill(zero, 0) / distances
-        return weights, points - middle, cast(self.rows, dtype) - middle
+        return weights, cast(self.points, dtype), cast(self.rows, dtype)
+
+    def centred(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same relative to the mean of the points, which reduces rounding of products."""
+        weights, points, rows = self.apart()
+        middle = points.mean(0)
+        return weights, points - middle, rows - middle
 
     def together(self) -> Distances:
         """Return the sum over the examples, as the factor of a single example."""
@@ -63,5 +64,5 @@ class Distances:
         return Distances(grad, distances, rows, self.points)
 
     def dense(self) -> Tensor:
-        weights, points, rows = self.apart()
+        weights, points, rows = self.centred()
         return weights.sum(1).unsqueeze(2) * points - weights.mT @ rows

@@ -41,7 +41,7 @@ def sqnorm(factor: Distances, workspace: int) -> Contraction:
 
 def direction(factor: Distances, direction: Tensor, workspace: int) -> Tensor:
     """Return ⟨G_i, V⟩: V's rows times the points, minus V's rows times the data, weighted."""
-    weights, points, rows = factor.apart()
+    weights, points, rows = factor.centred()
     direction = direction.to(weights)
     of_points = weights.sum(1) @ (points * direction).sum(1)
     of_rows = (weights * (rows @ direction.mT)).sum((1, 2))
