@@ -52,7 +52,7 @@ class Distances:
         return weights, cast(self.points, dtype), cast(self.rows, dtype)
 
     def centred(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same relative to the mean of the points, which reduces rounding of products."""
+        """Return the same relative to the mean of the points: products round less."""
         weights, points, rows = self.apart()
         middle = points.mean(0)
         return weights, points - middle, rows - middle
