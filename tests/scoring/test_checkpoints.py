@@ -1079,8 +1079,26 @@ def test_weights_under_other_names_are_not_made_up(tmp_path, monkeypatch, ignore
             run = gs.Checkpoints([some], lr=0.5)
             gs.self_influence(model, [data], loss_fn, run, progress=False)
     more = saved | {"classifier.scale": torch.ones(3)}
-    with pytest.raises(gs.CheckpointError, match="does not fit the model"):
-        gs.self_influence(model, [data], loss_fn, gs.Checkpoints([more], lr=0.5), progress=False)
+    wide = saved | {"classifier.weight": torch.ones(3, 9)}
+    for misfit in (more, wide):
+        run = gs.Checkpoints([misfit], lr=0.5)
+        with pytest.raises(gs.CheckpointError, match="does not fit the model: it lacks"):
+            gs.self_influence(model, [data], loss_fn, run, progress=False)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_transformers_shows_stays_as_the_user_has_it(tmp_path, shown):
+    model, other, data, loss_fn = a_renamed_model("vit")
+    logging = pytest.importorskip("transformers").utils.logging
+    other.save_pretrained(tmp_path)
+    before = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    try:
+        run = gs.Checkpoints(f"{tmp_path}/*.safetensors", lr=0.5)
+        gs.self_influence(model, [data], loss_fn, run, progress=False)
+        assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == (shown, before[1])
+    finally:
+        (logging.enable_progress_bar if before[0] else logging.disable_progress_bar)()
 
 
 @pytest.mark.parametrize("change", ["head", "class"])
