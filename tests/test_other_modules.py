@@ -156,6 +156,13 @@ def test_in_a_context_both_are_one_model(kind, size):
     critic, model = CRITICS[kind]().eval(), generator()
     z = torch.randn(size, 4, dtype=torch.float64)
     expected = gradients(model, z, of_a_closure(critic))
+    if size > 1 and kind != "buffer":
+        refused, hint = (
+            (gs.ExampleAxisError, gs.CoupledExamplesError),
+            r"ModuleList\(\[model, other",
+        )
+        with pytest.raises(refused, match=hint), gs.track(model, batch_size=size) as tracker:
+            tracker.backward(deceive(critic, model, z))
     both = nn.ModuleList([model, critic])
     with gs.track(both, batch_size=size, parameters="0.*") as tracker:
         tracker.backward(deceive(critic, model, z))

@@ -13,7 +13,9 @@ from gradstats._factors import Segments
 IF_A_CONSTANT = (
     "If a constant from outside the batch met it there, with as many rows as there are examples, "
     "it was taken for data: keep it in the model (register_buffer), or compute it inside the call "
-    "where it is made of parameters."
+    "where it is made of parameters. In a context what another module keeps is from outside too, "
+    "such as the buffers of a discriminator's spectral norms, whatever their size: open it on "
+    'torch.nn.ModuleList([model, other]) with parameters="0.*".'
 )
 
 IF_KNOWN = (
