@@ -13,6 +13,7 @@ from gradstats.capture.following._examples import (
     Layout,
     Mixed,
     Scores,
+    Whole,
 )
 from gradstats.capture.following._families import FAMILIES
 from gradstats.capture.following._joins import joined_layout

@@ -25,7 +25,7 @@ from gradstats.capture.following._reindexed import (
     owner_in_reshaped,
     owner_of_picked,
 )
-from gradstats.capture.following._slots import placed
+from gradstats.capture.following._slots import picked_from, placed
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
@@ -96,7 +96,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     owner = marks.values.owner_of(source) if layout is None and func in REARRANGES else None
     if owner is not None and not constant:
         found = owner_of_picked(call, source, owner.expand(source.shape), source.dim() - 1)
-        return placed(marks, result, found)
+        return picked_from(marks, result, found)
     if layout is None and not (noted or marks.is_lost(source)):
         return UNCHANGED
     after: Examples | Whole | None

@@ -1,23 +1,25 @@
-"""Rows along two axes, as the slots of experts have them, told by numbers.
+"""Rows along two axes, as the slots of experts have them, or filled up, told by numbers.
 
 Experts of a fixed capacity take their rows from a tensor (experts, slots, width), into which the
 rows of all examples were written. Their examples lie along no axis, but it is known whose each
-element is, ``NOBODY``'s where nothing was written: see ``Values``.
+element is, ``NOBODY``'s where nothing was written: see ``Values``. So are constant rows nobody's
+that are joined to rows of examples, or with which these are padded.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats._compiler import is_compiling
-from gradstats.capture.following._examples import Examples, Whole, axes_of, rows_along, spread
+from gradstats.capture.following._examples import Examples, Whole, axes_of, spread
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._numbered import NOBODY, numbers_of
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, runs_over
 from gradstats.capture.following._reindexed import PICKS, first_behind, owner_of_picked
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._operations import BROADCASTS, JOINS
+from gradstats.capture.operations._operations import BROADCASTS, JOINS, PADS
 from gradstats.capture.operations._rowwise import POINTWISE
 
 # Operations whose results have an element for each of their operands', broadcast.
@@ -41,6 +43,19 @@ def placed(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Who
     return found
 
 
+def picked_from(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Whole | None:
+    """Return the same of what was picked from such a tensor, and may be filled up from it.
+
+    Where rows of each example stand side by side, with rows that are nobody's among them, as in
+    padded sequences and lists of neighbours, these are supposed to be that example's.
+    """
+    if owner is not None and len(axes_of(owner)) > 1 and bool((owner == NOBODY).any()):
+        found = supposed(marks, result, owner)
+        if found is not None:
+            return found
+    return placed(marks, result, owner)
+
+
 def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | None:
     """Return where the examples lie in a tensor with rows along one axis; None if along no axis.
 
@@ -51,17 +66,24 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
         item: the tensor.
         owner: the example of each of its elements, 1 standing for whole axes.
     """
-    axes = axes_of(owner)
-    if len(axes) > 1 or not item.dim():
+    owner = owner.expand(item.shape)
+    if not owner.numel():
         return None
-    axis = axes[0] if axes else 0
-    own = rows_along(owner.expand(item.shape), axis)
-    written = own != NOBODY
-    places = torch.arange(len(own), device=own.device)
-    before = places.where(written, int(written.int().argmax())).cummax(0).values
-    filled = own[before].clamp(min=0).view(-1, *[1] * (owner.dim() - axis - 1))
-    marks.supposed = marks.supposed or not bool(written.all())
-    return spread(filled.expand(item.shape), marks.batch_size)
+    every = [owner.movedim(axis, 0).reshape(size, -1) for axis, size in enumerate(owner.shape)]
+    # First an axis whose rows are each one example's or nobody's as a whole.
+    for whole in (True, False):
+        for axis, rows in enumerate(every):
+            own = rows.amax(1)
+            fits = (rows == own[:, None]) | ((rows == NOBODY) & (not whole))
+            if not bool(fits.all()):
+                continue
+            written = own != NOBODY
+            places = torch.arange(len(own), device=own.device)
+            before = places.where(written, int(written.int().argmax())).cummax(0).values
+            filled = own[before].clamp(min=0).view(-1, *[1] * (owner.dim() - axis - 1))
+            marks.supposed = marks.supposed or bool((rows == NOBODY).any())
+            return spread(filled.expand(owner.shape), marks.batch_size)
+    return None
 
 
 def slots_of(marks: Marks, item: Tensor) -> Tensor | None:
@@ -79,11 +101,13 @@ def follow_slots(marks: Marks, call: Call) -> None:
         return
     if marks.values.owner_of(result) is not None:
         return
-    joins = func in JOINS
+    joins, pads = func in JOINS, func in PADS
+    if (joins and _adds_nobodys(marks, call)) or pads:
+        marks.values.slots = True
     picks = func in PICKS and trained[0] is call.args[0] and trained[0].dim() > 0
     if joins and not marks.values.slots:
         return
-    if not (joins or picks) and all(slots_of(marks, item) is None for item in trained):
+    if not (joins or picks or pads) and all(slots_of(marks, item) is None for item in trained):
         return
     known = [_numbers_of(marks, item) for item in trained]
     numbers = [each for each in known if each is not None]
@@ -91,11 +115,16 @@ def follow_slots(marks: Marks, call: Call) -> None:
     if len(numbers) < len(known):
         return
     if joins:
+        own = dict(zip(map(id, trained), numbers, strict=True))
         tensors = call.argument(0, "tensors")
-        if len(trained) == len(tensors):
-            every = zip(numbers, tensors, strict=True)
-            parts = [each.expand(tensor.shape) for each, tensor in every]
+        if not any(id(tensor) not in own and marks.is_of_data(tensor) for tensor in tensors):
+            nobodys = torch.full((), NOBODY, dtype=torch.int32, device=result.device)
+            parts = [own.get(id(tensor), nobodys).expand(tensor.shape) for tensor in tensors]
             owner = func(parts, *call.args[1:], **call.kwargs)
+            axes = axes_of(owner)
+            owner = first_behind(owner, owner.dim() - axes[-1] - 1).clone() if axes else owner
+    elif pads:
+        owner = _padded(call, numbers[0])
     elif picks:
         source = trained[0]
         owner = owner_of_picked(call, source, numbers[0].expand(source.shape), source.dim() - 1)
@@ -115,6 +144,22 @@ def follow_slots(marks: Marks, call: Call) -> None:
             owner = _leading(numbers[0], lead, result.dim())
     if owner is not None:
         marks.values.note(result, owner=owner)
+
+
+def _adds_nobodys(marks: Marks, call: Call) -> bool:
+    """Whether constants are joined to rows of examples: their rows are nobody's."""
+    return not all(marks.is_of_data(tensor) for tensor in call.argument(0, "tensors"))
+
+
+def _padded(call: Call, numbers: Tensor) -> Tensor | None:
+    """Return the example of each element after padding with a constant."""
+    if call.argument(2, "mode", "constant") in ("reflect", "replicate", "circular"):
+        return None
+    widths = list(call.argument(1, "pad"))
+    for place, axis in zip(range(0, len(widths), 2), reversed(range(numbers.dim())), strict=False):
+        if numbers.shape[axis] == 1:
+            widths[place : place + 2] = 0, 0  # it stands for the whole axis
+    return functional.pad(numbers, widths, value=NOBODY)
 
 
 def _numbers_of(marks: Marks, item: Tensor) -> Tensor | None:

@@ -1,0 +1,184 @@
+"""Rows that are nobody's: rows of examples are padded, or joined to constants, and picked."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import gradstats as gs
+from tests.oracle import check_model, check_products
+
+EXAMPLES, TOKENS, WIDTH = 3, 5, 4
+ALL = EXAMPLES * TOKENS
+LENGTHS = [4, 5, 6]
+BOUNDS = torch.tensor([0, 4, 9, 15])
+
+
+class Layers(nn.Module):
+    """Layers before, among and behind rows that are filled up.
+
+    Attributes:
+        filled: called with the module and the rows of all examples (n, width), which are 15 of
+            three examples; returns what is added to them.
+    """
+
+    def __init__(self, filled):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.filled = filled
+
+    def forward(self, x):
+        hidden = self.first(x).reshape(-1, WIDTH)
+        return self.last(hidden + self.filled(self, hidden)).view(*x.shape[:-1], 2)
+
+
+def losses(model, x):
+    return model(x).sin().square().flatten(1).sum(1)
+
+
+def packed_losses(model, x):
+    return torch.stack([own.sin().square().sum() for own in model(x).split(LENGTHS)])
+
+
+def joined(h, rows=1):
+    return torch.cat([h, h.new_zeros(rows, WIDTH)])
+
+
+def padded(h, rows=1):
+    return functional.pad(h, (0, 0, 0, rows))
+
+
+def in_front(h, rows=1):
+    """Nobody's rows come first, and are moved behind all."""
+    return functional.pad(h, (0, 0, rows, 0)).roll(-rows, 0)
+
+
+def in_blocks(m, h, wider):
+    """A layer over blocks of four rows, of which some have rows of two examples."""
+    return m.inner(wider(h, 1).unflatten(0, (-1, 4))).flatten(0, 1)[: len(h)]
+
+
+def cropped(m, h, wider):
+    return m.norm(m.inner(wider(h, 3))).tanh()[: len(h)]
+
+
+def neighbours(h, own=lambda row: row // TOKENS):
+    """The places of up to three rows of the same example, filled up with the row behind all."""
+    near = [[row - 1, row + 1] for row in range(len(h))]
+    inside = [[j if own(j) == own(i) else ALL for j in each] for i, each in enumerate(near)]
+    return torch.tensor([[*each, ALL] for each in inside])
+
+
+def of_neighbours(m, h, wider):
+    for _ in range(2):
+        h = h + m.inner(wider(h)[neighbours(h)]).relu().sum(1)
+    return h
+
+
+def of_other_neighbours(m, h, wider):
+    """Two picks of one form that fill up at other places."""
+    first, second = neighbours(h), neighbours(h).flip(1).roll(1, 1)
+    h = h + wider(h)[first].sum(1)
+    return m.inner(wider(h)[second.flatten()].view(ALL, 3, WIDTH)).relu().sum(1)
+
+
+def places(lengths):
+    """The rows of each example, one longer than the longest, filled up with the row behind all."""
+    rows = torch.arange(sum(lengths)).split(lengths)
+    padding = [torch.full((1 + max(lengths) - len(own),), ALL) for own in rows]
+    return torch.stack([torch.cat(each) for each in zip(rows, padding, strict=True)])
+
+
+def attended(lengths):
+    def filled(m, h, wider):
+        at = places(lengths)
+        rows = wider(h)[at]
+        out = m.attention(rows, rows, rows, key_padding_mask=at == ALL, need_weights=False)[0]
+        return out[at != ALL]
+
+    return filled
+
+
+SERVED = {
+    "blocks": in_blocks,
+    "cropped": cropped,
+    "neighbours": of_neighbours,
+    "other neighbours": of_other_neighbours,
+    "sequences": attended([TOKENS] * EXAMPLES),
+}
+WIDER = {"joined": joined, "padded": padded, "in front": in_front}
+
+
+def made(filled, wider):
+    torch.manual_seed(0)
+    model = Layers(lambda m, h: filled(m, h, wider)).double()
+    return model, torch.randn(EXAMPLES, TOKENS, WIDTH).double()
+
+
+@pytest.mark.parametrize("wider", WIDER.values(), ids=WIDER)
+@pytest.mark.parametrize("name", SERVED)
+def test_rows_of_examples_filled_up(name, wider):
+    model, x = made(SERVED[name], wider)
+    check_model(model, x, losses)
+    check_products(model, x, losses)
+
+
+@pytest.mark.parametrize("wider", WIDER.values(), ids=WIDER)
+@pytest.mark.parametrize("filled", [in_blocks, cropped, attended(LENGTHS)])
+def test_packed_rows_filled_up(filled, wider):
+    model, x = made(filled, wider)
+    check_model(model, x.flatten(0, 1), packed_losses, cu_seqlens=BOUNDS)
+
+
+def test_examples_filled_up():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+
+    def each(model, x):
+        h = functional.pad(model[0](x), (0, 0, 0, 2))
+        return model[1](h.relu()).sin()[:EXAMPLES].sum(1)
+
+    check_model(model, torch.randn(EXAMPLES, WIDTH).double(), each)
+
+
+def filled_after_a_layer(m, h, wider):
+    """All examples read one row, to which a layer's shift was added."""
+    return m.inner(wider(h))[neighbours(h)].sum(1)
+
+
+def of_all(m, h, wider):
+    at = neighbours(h)
+    at[0, 2] = TOKENS  # another example's row
+    return m.inner(wider(h)[at]).sum(1)
+
+
+def mean_of_blocks(m, h, wider):
+    blocks = m.inner(wider(h, 1).unflatten(0, (-1, 4)))
+    return (blocks + blocks.mean(1, keepdim=True)).flatten(0, 1)[: len(h)]
+
+
+@pytest.mark.parametrize("filled", [filled_after_a_layer, of_all, mean_of_blocks])
+@pytest.mark.parametrize("wider", WIDER.values(), ids=WIDER)
+def test_examples_that_meet_are_refused(filled, wider):
+    model, x = made(filled, wider)
+    with pytest.raises(gs.GradStatsError):
+        gs.per_example_norms(model, x, losses)
+
+
+def test_rows_filled_up_with_copies_are_refused():
+    def repeated(h, rows=1):
+        return functional.pad(h.T[None], (0, rows), mode="replicate")[0].T
+
+    model, x = made(of_neighbours, repeated)
+    with pytest.raises(gs.GradStatsError):
+        gs.per_example_norms(model, x, losses)
+
+
+def test_a_loss_over_all_examples_is_refused():
+    """It does not tell whose the rows are that fill up the others."""
+    model, x = made(of_neighbours, joined)
+    with pytest.raises(gs.ExampleAxisError, match="does not tell"):
+        with gs.track(model, batch_size=EXAMPLES):
+            losses(model, x).mean().backward()
