@@ -143,6 +143,21 @@ def test_examples_filled_up():
     check_model(model, torch.randn(EXAMPLES, WIDTH).double(), each)
 
 
+@pytest.mark.parametrize("front", [False, True])
+def test_losses_filled_up(front):
+    """As many losses as rows, though one row of each packed sequence predicts nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH).double()
+    whose = torch.repeat_interleave(torch.arange(EXAMPLES), torch.tensor(LENGTHS))
+
+    def each(model, x):
+        own = (model(x)[:-1] - x[1:]).sin().square().sum(1) * (whose[1:] == whose[:-1])
+        rows = torch.cat([own.new_zeros(1), own]) if front else functional.pad(own, (0, 1))
+        return own.new_zeros(EXAMPLES).index_add(0, whose, rows.roll(-1, 0) if front else rows)
+
+    check_model(model, torch.randn(ALL, WIDTH).double(), each, cu_seqlens=BOUNDS)
+
+
 def filled_after_a_layer(m, h, wider):
     """All examples read one row, to which a layer's shift was added."""
     return m.inner(wider(h))[neighbours(h)].sum(1)

@@ -86,6 +86,18 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
     return None
 
 
+def settled(marks: Marks, item: Tensor) -> Examples | Whole | None:
+    """Return where the examples lie in a tensor whose elements alone are known to be theirs.
+
+    It is noted on the tensor, if they lie along an axis.
+    """
+    owner = slots_of(marks, item)
+    layout = None if owner is None else supposed(marks, item, owner)
+    if layout is not None:
+        marks.place(item, layout)
+    return layout
+
+
 def slots_of(marks: Marks, item: Tensor) -> Tensor | None:
     """Return the example of each element of a trained tensor, if they lie along no axis."""
     if not (marks.values.slots and item.requires_grad) or marks.layout_of(item) is not None:

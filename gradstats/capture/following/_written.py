@@ -26,6 +26,7 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import BROUGHT_BACK
 from gradstats.capture.following._numbered import Found, Owned, lies_after, lies_behind
 from gradstats.capture.following._operands import holds_one_alone, sole_example
+from gradstats.capture.following._slots import settled
 from gradstats.capture.following._writes import CHANGES, REPLACES, Write
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
@@ -158,7 +159,7 @@ def _owned_of(marks: Marks, change: Change, values: list[Tensor]) -> Owned | Non
     """
     owned: list[tuple[Tensor, Examples | Whole]] = []
     for value in values:
-        layout = marks.owned(value)
+        layout = marks.owned(value) or settled(marks, value)
         if isinstance(layout, Scores):
             layout = None  # which count for other examples is not followed
         if isinstance(layout, (Examples, Whole)):

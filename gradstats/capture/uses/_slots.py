@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats.capture.following._examples import axes_of
-from gradstats.capture.following._slots import slots_of, supposed
+from gradstats.capture.following._slots import settled, slots_of
 from gradstats.capture.operations._einsum import matrix_product, parse_equation
 from gradstats.capture.operations._nested import operands_of, rebuild
 from gradstats.capture.operations._operations import (
@@ -45,12 +45,7 @@ def run_on_slots(
     found = None
     for item in operands:
         owner = slots_of(marks, item) if node_of(item) is None else None
-        if owner is None:
-            continue
-        layout = supposed(marks, item, owner)
-        if layout is not None:
-            marks.place(item, layout)
-        elif found is None:
+        if owner is not None and settled(marks, item) is None and found is None:
             found = item, axes_of(owner)
     if found is None or kwargs.get("out") is not None:
         return None
