@@ -211,6 +211,18 @@ def test_a_loss_divided_by_something_of_the_whole_batch(batch, what):
     assert all(row.ok and row.error < 1e-12 for row in report.rows)
 
 
+def test_losses_that_are_not_finite_alone(batch):
+    """Of deviations over the batch one example has none: the difference has no size to report."""
+
+    def losses(model, batch):
+        values = classify(model, batch)
+        apart = values - values.detach().mean()
+        return apart / (apart.detach().square().sum() / (len(values) - 1)).sqrt()
+
+    detail = gs.verify(network(), batch, losses).check("coupling").detail
+    assert "but nan and nan alone: the examples depend on each other (" in detail
+
+
 def test_randomness_is_taken_into_account(batch):
     model = network(nn.Dropout(0.5)).train()
     report = gs.verify(model, batch, classify)

@@ -184,8 +184,10 @@ class Example:
                 "divided by something of the whole batch? The norms are those of the losses as "
                 "they stand; divide by what belongs to each example alone to compare examples"
             )
-        apart = gap / largest if largest else 0.0
-        return f"{found}, gradients that differ by {apart:.1e} of the larger: {reason}"
+        if isfinite(gap):
+            apart = gap / largest if largest else 0.0
+            found += f", gradients that differ by {apart:.1e} of the larger"
+        return f"{found}: {reason}"
 
 
 def too_large(model: nn.Module) -> str | None:
