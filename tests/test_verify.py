@@ -273,6 +273,35 @@ def test_padding_is_not_checked_where_gradients_are_random(batch):
     assert gs.verify(adapted.eval(), given, losses).check("padding").ok
 
 
+@pytest.mark.parametrize("lengths", [(3, 4, 5), (4, 4, 4)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_randomness_of_examples_of_different_sizes(lengths, packed):
+    """Among copies of itself an example has another place, and draws other random numbers."""
+    rows, labels = torch.randn(12, 4), torch.randint(3, (3,))
+    bounds = torch.tensor([0, *lengths]).cumsum(0) if packed else None
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    given = (rows, labels, positions) if packed else (list(rows.split(lengths)), labels)
+
+    def losses(model, batch):
+        if packed:
+            starts = (batch[2] == 0).nonzero()[:, 0].tolist()
+            parts = model(batch[0]).tensor_split(starts[1:])
+        else:
+            parts = model(torch.cat(batch[0])).split(list(map(len, batch[0])))
+        means = torch.stack([part.mean(0) for part in parts])
+        return functional.cross_entropy(means, batch[1], reduction="none")
+
+    model = network(nn.Dropout(0.5)).train()
+    report = gs.verify(model, given, losses, cu_seqlens=bounds)
+    check = report.check("coupling")
+    assert report.ok and all(row.error < 1e-12 for row in report.rows)
+    if len(set(lengths)) == 1:
+        assert check.ok and "copies of itself" in check.detail
+    else:
+        assert check.ok is None and "model.eval()" in check.detail
+    assert gs.verify(model.eval(), given, losses, cu_seqlens=bounds).check("coupling").ok
+
+
 def test_randomness_of_other_generators(batch):
     """Python's and numpy's generators are restored between runs like PyTorch's own."""
 

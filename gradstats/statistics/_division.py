@@ -160,6 +160,14 @@ class Division:
                 )
         return None
 
+    def has_sizes(self, batch: Any) -> bool:
+        """Whether examples of a batch, packed or in lists, have different sizes."""
+        if self.bounds is not None and len(set(self._lengths)) > 1:
+            return True
+        lists = self._parts(batch)[1]
+        shapes = ([[each.shape for each in tensors_in(entry)] for entry in held] for held in lists)
+        return any(entry != held[0] for held in shapes for entry in held)
+
     def doubt(self, batch: Any) -> str | None:
         """Return what ``take`` may wrongly leave undivided; None if there is nothing.
 

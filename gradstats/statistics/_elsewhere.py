@@ -148,6 +148,11 @@ class Elsewhere:
                 how = "each checked loss and gradient alone is that in the batch"
                 return Check("coupling", problem is None, problem or how)
         obstacle = self._division.obstacle(self._subject.batch)
+        if self.random and self._division.has_sizes(self._subject.batch):
+            obstacle = (
+                "the examples have different sizes, so that each would draw other random numbers "
+                "in another batch; call model.eval()"
+            )
         if obstacle is not None:
             return Check("coupling", None, f"not checked: {obstacle} ({reason})")
         # The random numbers of an example's place in the batch stay the same, so its neighbours
