@@ -541,6 +541,7 @@ def test_directions_that_do_not_fit():
         ({k: v for k, v in good.items() if k != "2.bias"}, r"missing \['2.bias'\]"),
         ({**good, "3.bias": torch.zeros(3)}, r"not tracked \['3.bias'\]"),
         ({**good, "2.bias": torch.zeros(2)}, r"'2.bias' has shape \(2,\).*\(3,\)"),
+        (dict.fromkeys(good), r"None for every parameter, .* before zero_grad\(\) clears them"),
     ):
         with pytest.raises(gs.CoverageError, match=message):
             gs.alignment(model, batch, classification, direction)

@@ -95,7 +95,8 @@ def alignment(
         loss².
 
     Raises:
-        CoverageError: the direction's names or shapes are not those of the tracked parameters.
+        CoverageError: the direction's names or shapes are not those of the tracked parameters, or
+            it is None for all of them.
         NonFiniteGradientError: an inner product is NaN or infinite.
         ExampleAxisError: for example, losses of which it is not known whose they are.
         TrackingError: an argument of the wrong type or value, or losses that use none of the
@@ -177,6 +178,11 @@ def check_direction(
             "leave parameters out of both with exclude=."
         )
     given = {name: value for name, value in named.items() if value is not None}
+    if not given:
+        raise CoverageError(
+            "the direction is None for every parameter, expected a tensor for one at least. Of "
+            "gradients, run their backward first, and take them before zero_grad() clears them."
+        )
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise TrackingError(
