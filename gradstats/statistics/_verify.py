@@ -65,7 +65,8 @@ def verify(
       batch normalisation in training mode, contrastive losses, or losses divided by a quantity of
       the whole batch. What other modules that the loss uses make in training mode is taken as
       given, if it is the same with these in eval mode. If the forward is random (dropout), the
-      example is instead compared with itself among other examples under the same random numbers;
+      example is instead compared with itself among its own copies, under the same random numbers,
+      where all examples have one size;
     - *padding*: where the batch is a mapping with an ``attention_mask``, an example without its
       trailing padding has the same loss and gradient;
     - *determinism*: two runs on the model itself give the same bits;
