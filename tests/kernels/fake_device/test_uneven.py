@@ -7,6 +7,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import gradstats as gs
+from gradstats import contractions
+from gradstats._factors import Rows
 from tests.oracle import (
     assert_products,
     assert_sqnorms,
@@ -199,3 +201,21 @@ def test_norm_layers_of_folded_rows(norm):
     stats = gs.per_example_norms(model, batch, losses_of, gram=True, alignment=True)
     assert_products(stats.gram, rows, rows, 1e-4)
     assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_tables_of_which_one_is_looked_up_evenly(turned):
+    def table(counts, longest=None):
+        example = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).cuda()
+        ids = torch.randint(5, example.shape).cuda()
+        return Rows(ids, torch.randn(len(ids), 3).cuda(), example, len(counts), (5, 3), longest)
+
+    torch.manual_seed(0)
+    tables = [table([2, 2, 2], 2), table([0, 4, 1])]
+    first, second = tables[::-1] if turned else tables
+    rows, columns = (each.dense().double().flatten(1) for each in (first, second))
+    sizes = rows.norm(dim=1), columns.norm(dim=1)
+    pairs = contractions.inner_pairs([first], [second], 2**20, sizes)
+    torch.testing.assert_close(pairs, rows @ columns.T, rtol=1e-5, atol=1e-5)
+    diagonal = contractions.inner_diagonal([first], [second], 2**20, sizes)
+    torch.testing.assert_close(diagonal, (rows * columns).sum(1), rtol=1e-5, atol=1e-5)
