@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the program's name; those of the process by default.
 
     Returns:
-        int: the exit code; 0 after success, 2 for a command that cannot run as asked.
+        int: the exit code; 0 after success, 2 for a command that cannot run as asked, 130 after an
+        interrupt.
     """
     parser = build_parser()
     parsed = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import gradstats as gs
 from gradstats.__main__ import main
 from gradstats.demo import DemoError, Settings, run_demo
+from gradstats.demo._command import WRITERS
 from gradstats.demo._data import flip_labels, load_noisy_digits
 from gradstats.demo._experiment import Ranked
 from gradstats.demo._report import chance, table, verdict
@@ -314,6 +315,27 @@ def test_out_that_is_a_file_is_refused(tmp_path, no_training, capsys):
     captured = capsys.readouterr()
     assert f"error: --out {path} is a file: name a folder" in captured.err
     assert path.read_text() == "mine"
+
+
+def test_an_interrupt_is_no_failure(tmp_path, monkeypatch, capsys):
+    def interrupt(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradstats.demo._command.run_experiment", interrupt)
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "\npython -m gradstats: interrupted\n"
+
+
+def test_a_disk_that_fills_up_is_named(tmp_path, monkeypatch):
+    def full(path, outcome):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gradstats.demo._command.run_experiment", lambda settings: None)
+    monkeypatch.setattr("gradstats.demo._command.report", lambda outcome: "")
+    monkeypatch.setitem(WRITERS, "curves.png", full)
+    monkeypatch.setitem(WRITERS, "suspicious-digits.png", lambda path, outcome: None)
+    with pytest.raises(DemoError, match=r"cannot write .*curves\.png: No space left on device"):
+        run_demo(SHORT, tmp_path)
 
 
 @pytest.mark.parametrize("tail", ["results/below", "n" * 300])
