@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradstats.capture.following._examples import (
-    IF_A_CONSTANT,
-    IF_KNOWN,
-    MIXED,
-    Examples,
-    Whole,
-)
+from gradstats.capture.following._examples import IF_A_CONSTANT, MIXED, Examples, Whole
 from gradstats.capture.following._marks import Marks
 from gradstats.errors import CoupledExamplesError, ExampleAxisError
 
@@ -84,12 +78,13 @@ def check_sum(marks: Marks, loss: Tensor, *, crossed: bool) -> None:
         raise ExampleAxisError(
             "values with one row for each example were combined with inputs that have their "
             "examples along another axis, as where a row for each example is broadcast along as "
-            "many positions, or one example's values with inputs that have as many rows as there "
-            "are examples. Whose the result is cannot be told from a loss over all examples. "
+            "many positions. Whose the result is cannot be told from a loss over all examples. "
             "Expected the examples along one axis of both, as in x * h[:, None], and along axis "
-            f"{marks.batch_dim} of what comes from outside, masks and labels too; or one loss for "
-            "each example, as tracker.backward(losses) takes. What belongs to no example, such as "
-            f"positions, keep in the model (register_buffer). {IF_A_CONSTANT} {IF_KNOWN}"
+            f"{marks.batch_dim} of what comes from outside, masks and labels too (or say with "
+            "gs.assign_rows where they lie); or one loss for each example, as "
+            "tracker.backward(losses) takes. What belongs to no example, such as positions, keep "
+            "in the model (register_buffer). "
+            f"{IF_A_CONSTANT}"
         )
     if marks.supposed and not marks.knows_losses:
         raise ExampleAxisError(
