@@ -8,13 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import (
-    assert_sqnorms,
-    flat,
-    oracle_gradients,
-    oracle_on_the_batch,
-    oracle_sqnorms,
-)
+from tests.oracle import assert_sqnorms, flat, oracle_gradients, oracle_sqnorms
 
 
 def model() -> nn.ModuleDict:
@@ -208,94 +202,3 @@ def test_a_context_is_told_whose_the_entries_are(lengths):
             losses = assigned(net, batch)
             losses.mean().backward() if own else tracker.backward(losses)
         assert_sqnorms(tracker.stats, expected, 1e-9)
-
-
-def overlap(boxes, others):
-    """The areas that boxes share, of all pairs."""
-    low = torch.max(boxes[:, None, :2], others[:, :2])
-    high = torch.min(boxes[:, None, 2:], others[:, 2:])
-    return (high - low).clamp(min=0).prod(2)
-
-
-# What is made of one image's rows (n, 4), which are trained, and its targets.
-BESIDE_TARGETS = {
-    "difference": lambda rows, boxes, labels: (rows - boxes).abs(),
-    "distance": lambda rows, boxes, labels: functional.smooth_l1_loss(rows, boxes),
-    "chosen boxes": lambda rows, boxes, labels: rows[:1] * boxes[labels.argsort()],
-    "pairs": lambda rows, boxes, labels: torch.cdist(rows, boxes),
-    "overlap": lambda rows, boxes, labels: overlap(rows.exp(), boxes.exp() + 1),
-    "product": lambda rows, boxes, labels: rows @ boxes.T,
-    "where": lambda rows, boxes, labels: torch.where(boxes > 0, rows, boxes),
-    "mask": lambda rows, boxes, labels: rows[labels > 1],
-    "classes": lambda rows, boxes, labels: functional.cross_entropy(rows, labels % 4),
-    "region": lambda rows, boxes, labels: functional.grid_sample(
-        rows[None, None].expand(len(boxes), -1, -1, -1),
-        boxes.tanh().view(-1, 1, 2, 2),
-        align_corners=True,
-    ),
-}
-
-
-@pytest.mark.parametrize("make", BESIDE_TARGETS.values(), ids=BESIDE_TARGETS.keys())
-def test_an_image_with_as_many_targets_as_there_are_images(make):
-    """Inside a context nothing says that they are one image's, but they receive no gradient."""
-    net, (images, targets) = model(), given([3, 3, 3], listed=False)
-
-    def losses(m, images):
-        rows = m["box"](m["image"](images).tanh().flatten(2)[..., :3].transpose(1, 2))
-        made = [
-            make(each, target["boxes"], target["labels"]).sin().sum() + each.square().sum()
-            for each, target in zip(rows, targets, strict=True)
-        ]
-        return torch.stack(made)
-
-    expected, gradients = oracle_sqnorms(net, images, losses), oracle_gradients(net, images, losses)
-    with gs.track(net, batch_size=3) as tracker:
-        tracker.backward(losses(net, images))
-    assert_sqnorms(tracker.stats, expected, 1e-9)
-    for name, parameter in net.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, gradients[name].mean(0))
-    for reduced in (torch.sum, torch.mean):
-        try:
-            with gs.track(net, batch_size=3, loss_reduction=reduced.__name__) as tracker:
-                reduced(losses(net, images)).backward()
-        except gs.ExampleAxisError:
-            continue
-        assert_sqnorms(tracker.stats, expected, 1e-9)
-
-
-@pytest.mark.parametrize(
-    "meet",
-    [
-        lambda h, y: (h[0] - y).square().sum(1),
-        lambda h, y: (h[0] - y).square().sum(1) + h.sum(1),
-        lambda h, y: h[0] @ y.T,
-        lambda h, y: torch.stack([(each - y).square().sum(1) for each in h]).sum(0),
-        lambda h, y: torch.cdist(h[:1], y)[0],
-        lambda h, y: (functional.cosine_similarity(h[1:2], y) + 1) * y.square().sum(1),
-    ],
-)
-def test_one_image_beside_the_targets_of_all_is_no_example_of_its_own(meet):
-    net, x, y = nn.Linear(4, 5).double(), torch.randn(3, 4).double(), torch.randn(3, 5).double()
-    with pytest.raises(gs.GradStatsError), gs.track(net, batch_size=3) as tracker:
-        tracker.backward(meet(net(x), y))
-    with pytest.raises(gs.GradStatsError):
-        gs.per_example_norms(net, (x, y), lambda m, batch: meet(m(batch[0]), batch[1]))
-
-
-@pytest.mark.parametrize(
-    "choose",
-    [lambda table: table[:, 0], lambda table: table.sum(1), lambda table: table.diagonal().roll(1)],
-)
-def test_each_image_beside_the_targets_of_all(choose):
-    """They are taken as given, and its loss may stand in another's place."""
-    net, x, y = nn.Linear(4, 5).double(), torch.randn(3, 4).double(), torch.randn(3, 5).double()
-
-    def losses(m, batch):
-        return choose(torch.stack([(each - batch[1]).square().sum(1) for each in m(batch[0])]))
-
-    expected = oracle_on_the_batch(net, (x, y), losses)
-    with gs.track(net, batch_size=3) as tracker:
-        tracker.backward(losses(net, (x, y)))
-    assert_sqnorms(tracker.stats, expected, 1e-9)

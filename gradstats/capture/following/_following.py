@@ -13,7 +13,6 @@ from gradstats.capture.following._examples import (
     Layout,
     Mixed,
     Scores,
-    Whole,
 )
 from gradstats.capture.following._families import FAMILIES
 from gradstats.capture.following._joins import joined_layout
@@ -65,7 +64,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
     if isinstance(after, Examples) and not after.fits(result):
         after = None  # for instance where an index takes only some of the rows
     apart = isinstance(after, APART) and not meetings.is_coupled(result)
-    if not (apart and result.numel()) and (one := _sole_example(marks, data, result)) is not None:
+    if not (apart and result.numel()) and (one := sole_example(marks, data)) is not None:
         # All that is computed from one example's values alone belongs to that example.
         meetings.coupled.pop(result.grad_fn, None)
         after = one
@@ -83,20 +82,6 @@ def follow_layout(marks: Marks, call: Call) -> None:
         _note_sum(marks, call, after)
     if result.requires_grad and (meetings.coupled or meetings.added):
         _note_added(marks, data, result)
-
-
-def _sole_example(marks: Marks, data: list[Tensor], result: Tensor) -> Whole | None:
-    """Return the one example to which a result belongs; None if there is none.
-
-    Beside one's trained values, inputs that seem to be of others, as an image's target boxes do if
-    there are as many as examples, receive no gradient; but only losses of one example each tell
-    that it is not theirs.
-    """
-    one = sole_example(marks, data)
-    trained = [item for item in data if item.requires_grad]
-    if one is None and trained and (one := sole_example(marks, trained)) is not None:
-        marks.meetings.cross(result)
-    return one
 
 
 def _are_of_nobody(marks: Marks, data: list[Tensor]) -> bool:
