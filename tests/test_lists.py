@@ -202,3 +202,30 @@ def test_a_context_is_told_whose_the_entries_are(lengths):
             losses = assigned(net, batch)
             losses.mean().backward() if own else tracker.backward(losses)
         assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rows, boxes, labels: (rows - boxes).abs().sum(),
+        lambda rows, boxes, labels: functional.smooth_l1_loss(rows, boxes),
+        lambda rows, boxes, labels: rows[labels > 1].sum(),
+        lambda rows, boxes, labels: functional.cross_entropy(rows, labels % 4),
+    ],
+    ids=["differences", "distances", "chosen", "classes"],
+)
+def test_a_loss_over_all_images_with_as_many_targets_as_there_are_images(make):
+    """Inside a context nothing says whose the targets are; what they are compared with does."""
+    net, (images, targets) = model(), given([3, 3, 3], listed=False)
+
+    def losses(m, images):
+        rows = m["image"](images).tanh().flatten(2)[..., :3].transpose(1, 2)
+        made = [
+            make(each, target["boxes"], target["labels"])
+            for each, target in zip(rows, targets, strict=True)
+        ]
+        return torch.stack(made)
+
+    with gs.track(net, batch_size=3) as tracker:
+        losses(net, images).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(net, images, losses), 1e-9)
