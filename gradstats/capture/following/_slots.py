@@ -66,13 +66,12 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
         item: the tensor.
         owner: the example of each of its elements, 1 standing for whole axes.
     """
-    owner = owner.expand(item.shape)
     if not owner.numel():
         return None
-    every = [owner.movedim(axis, 0).reshape(size, -1) for axis, size in enumerate(owner.shape)]
     # First an axis whose rows are each one example's or nobody's as a whole.
     for whole in (True, False):
-        for axis, rows in enumerate(every):
+        for axis, size in enumerate(owner.shape):
+            rows = owner.movedim(axis, 0).reshape(size, -1)
             own = rows.amax(1)
             fits = (rows == own[:, None]) | ((rows == NOBODY) & (not whole))
             if not bool(fits.all()):
@@ -82,7 +81,7 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
             before = places.where(written, int(written.int().argmax())).cummax(0).values
             filled = own[before].clamp(min=0).view(-1, *[1] * (owner.dim() - axis - 1))
             marks.supposed = marks.supposed or bool((rows == NOBODY).any())
-            return spread(filled.expand(owner.shape), marks.batch_size)
+            return spread(filled.expand(item.shape), marks.batch_size)
     return None
 
 
