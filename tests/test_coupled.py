@@ -671,6 +671,16 @@ def test_rows_that_are_expanded_along_examples(cross):
     assert_apart(model, loss, of)
 
 
+@pytest.mark.parametrize(
+    "cross", [lambda x, e: x + e, lambda x, e: torch.cat([x, e.expand_as(x)], -1)]
+)
+def test_a_row_for_each_example_along_inputs_that_lost_their_axis(cross):
+    """As where positions come with the batch, and are added to its inputs first."""
+    model, (x, _) = nn.Linear(WIDTH, WIDTH).double(), data_at_coincidence()
+    positions = torch.randn(BATCH, WIDTH).double()
+    assert_crossed(model, lambda: cross(x + positions, model(positions)).sin().mean())
+
+
 @pytest.mark.parametrize("crossed,right", MULTIPLIED.values(), ids=MULTIPLIED)
 @pytest.mark.parametrize("backwards", [False, True])
 def test_products_with_a_row_for_each_example(crossed, right, backwards):

@@ -59,9 +59,13 @@ def _crosses(marks: Marks, own: Examples, item: Tensor, axes: Sequence[int]) -> 
     Beside inputs of all examples, along an axis of these alone, trained values keep the batch's.
     """
     owned = marks.owned(item)
+    extends = {axis for axis, size in zip(axes, item.shape, strict=True) if size > 1}
+    if owned is None and marks.is_marked(item):
+        # As where inputs were added that have their examples along different axes. With another
+        # batch_dim, inputs without such an axis are marked so too, whatever theirs is.
+        return 0 < own.axis in extends and not (marks.batch_dim or marks.packed)
     if not isinstance(owned, (Examples, Whole)):
         return False
-    extends = {axis for axis, size in zip(axes, item.shape, strict=True) if size > 1}
     if isinstance(owned, Whole):
         # The first example's may stand for all, as a grid does that they share.
         return owned.example > 0 and own.axis in extends
