@@ -681,6 +681,15 @@ def test_a_row_for_each_example_along_inputs_that_lost_their_axis(cross):
     assert_crossed(model, lambda: cross(x + positions, model(positions)).sin().mean())
 
 
+def test_rows_beside_inputs_that_lost_their_axis():
+    """Whose the sum is, is not known; what it is multiplied by does not tell either."""
+    model, (x, _) = nn.Linear(WIDTH, WIDTH).double(), data_at_coincidence()
+    rows = torch.randn(BATCH, WIDTH).double()
+    with pytest.raises(gs.ExampleAxisError, match="which example each row"):
+        with gs.track(model, batch_size=BATCH):
+            model((x + rows) * rows).sin().mean().backward()
+
+
 @pytest.mark.parametrize("crossed,right", MULTIPLIED.values(), ids=MULTIPLIED)
 @pytest.mark.parametrize("backwards", [False, True])
 def test_products_with_a_row_for_each_example(crossed, right, backwards):

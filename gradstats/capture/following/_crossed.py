@@ -60,10 +60,8 @@ def _crosses(marks: Marks, own: Examples, item: Tensor, axes: Sequence[int]) -> 
     """
     owned = marks.owned(item)
     extends = {axis for axis, size in zip(axes, item.shape, strict=True) if size > 1}
-    if owned is None and marks.is_marked(item):
-        # As where inputs were added that have their examples along different axes. With another
-        # batch_dim, inputs without such an axis are marked so too, whatever theirs is.
-        return 0 < own.axis in extends and not (marks.batch_dim or marks.packed)
+    if is_lost_beside(marks, own, item):
+        return own.axis in extends
     if not isinstance(owned, (Examples, Whole)):
         return False
     if isinstance(owned, Whole):
@@ -73,6 +71,17 @@ def _crosses(marks: Marks, own: Examples, item: Tensor, axes: Sequence[int]) -> 
         return own.axis in extends or (own.axis != marks.batch_dim == axis)
     # Rows of the same position follow each other, beside all rows of each example.
     return own.segments is not None and owned.segments is None and owned.fold > 1
+
+
+def is_lost_beside(marks: Marks, own: Examples, item: Tensor) -> bool:
+    """Whether an input lost its axis, which need not be that of others then, if not the first one.
+
+    As where inputs were added that have their examples along different axes. With another
+    ``batch_dim``, inputs without such an axis are marked so too, whatever theirs is.
+    """
+    if own.axis == 0 or marks.batch_dim or marks.packed:
+        return False
+    return marks.is_marked(item) and marks.owned(item) is None
 
 
 def note_picked(

@@ -8,7 +8,12 @@ from torch import Tensor
 from torch.nn.functional import bilinear
 
 from gradstats.capture.following._apart import scores, without_columns
-from gradstats.capture.following._crossed import note_crossed, note_picked, places_in_rows
+from gradstats.capture.following._crossed import (
+    is_lost_beside,
+    note_crossed,
+    note_picked,
+    places_in_rows,
+)
 from gradstats.capture.following._examples import (
     Examples,
     Layout,
@@ -232,6 +237,8 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
         # Pairs without a gradient count as values of their rows.
         return pairs if trained else without_columns(pairs)
     first = deciding[0]
+    if not trained and any(is_lost_beside(marks, first, item) for item in data):
+        return None
     if all(same_layout(first, layout) for layout in deciding[1:]):
         note_crossed(marks, data, places_in_rows(None, [*data, result])[:-1], result)
         return first
