@@ -690,6 +690,32 @@ def test_rows_beside_inputs_that_lost_their_axis():
             model((x + rows) * rows).sin().mean().backward()
 
 
+# Products of inputs (B, T, d), T = B, and a matrix of as many positions.
+BY_POSITIONS = {
+    "matmul": lambda x, matrix: matrix @ x,
+    "from the right": lambda x, matrix: (x.mT @ matrix.mT).mT,
+    "bmm": lambda x, matrix: torch.bmm(matrix.expand(BATCH, -1, -1), x),
+    "einsum": lambda x, matrix: torch.einsum("ts,bsd->btd", matrix, x),
+    "positions first": lambda x, matrix: torch.einsum("ts,bsd->tbd", matrix, x).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("multiply", BY_POSITIONS.values(), ids=BY_POSITIONS)
+@pytest.mark.parametrize("own", [False, True])
+def test_inputs_by_a_matrix_of_as_many_positions_as_there_are_examples(multiply, own):
+    """An adjacency matrix that is no buffer of the model looks like an input with B rows."""
+    model, (x, _) = nn.Linear(WIDTH, WIDTH).double(), data_at_coincidence()
+    matrix = torch.randn(BATCH, BATCH).double()
+
+    def losses(m, batch):
+        return m(multiply(*batch)).sin().mean((1, 2))
+
+    with pytest.raises(gs.ExampleAxisError, match="which example each row"):
+        with gs.track(model, batch_size=BATCH) as tracker:
+            found = losses(model, (x, matrix))
+            tracker.backward(found) if own else found.mean().backward()
+
+
 @pytest.mark.parametrize("crossed,right", MULTIPLIED.values(), ids=MULTIPLIED)
 @pytest.mark.parametrize("backwards", [False, True])
 def test_products_with_a_row_for_each_example(crossed, right, backwards):
@@ -1005,11 +1031,19 @@ LOST = {
     "pooled in windows": lambda h: functional.avg_pool1d(h.mT[None], 2).square(),
     "grown": lambda h: functional.interpolate(h.mT[None], scale_factor=2).square(),
     "covariance": lambda h: torch.cov(h.T).square().sum(),
-    "beside zeros": lambda h: torch.cat([torch.zeros(1, WIDTH).double(), h]).logsumexp(0),
     "an outer product": lambda h: torch.kron(torch.ones(1, 2).double(), h).square(),
     "segments": lambda h: torch.segment_reduce(h, "sum", lengths=torch.tensor([1, 2])).exp(),
     "products of segments": lambda h: torch.segment_reduce(h, "prod", lengths=torch.tensor([1, 2])),
 }
+
+
+def test_a_scalar_of_examples_beside_zeros():
+    model = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises(gs.CoupledExamplesError, match="LogsumexpBackward0 combines trained values"):
+        with gs.track(model, batch_size=BATCH):
+            h = torch.cat([torch.zeros(1, WIDTH).double(), model(batch())])
+            h.logsumexp(0).sum().backward()
+    assert model.weight.grad is None
 
 
 @pytest.mark.parametrize("scalar", LOST.values(), ids=LOST)

@@ -316,12 +316,14 @@ def _product(
     found = trained or [layout for _, layout in kept]
     if not found:
         return marks.by_contract(result)
-    axes = {layout.axis for layout in trained}
+    axes = {layout.axis for layout in found} if marks.batch_size > 1 else ()
     if marks.packed and len({layout.axis for _, layout in kept}) > 1:
         if not result.requires_grad:
             return kept[0][1]
         return scores([layout for _, layout in kept], result)
-    if marks.batch_size > 1 and len(axes) > 1:
+    if not trained and len(axes) > 1:
+        return None  # by a matrix of as many positions as there are examples, for instance
+    if len(axes) > 1:
         _couple_all(marks, result)
     elif any(not same_layout(trained[0], other) for other in trained[1:]):
         marks.meetings.note(result)
