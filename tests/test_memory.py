@@ -673,9 +673,10 @@ def test_a_closed_context_lets_go_of_the_graph():
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
     with gs.track(model, batch_size=5, loss_reduction="sum") as tracker:
         root = model(x).norm()
-        meetings = tracker._tracker.marks.meetings
-        assert root.grad_fn in meetings.roots_of_sums
+        marks = tracker._tracker.marks
+        assert root.grad_fn in marks.meetings.roots_of_sums
         root.square().backward()
+    meetings = marks.meetings
     assert not (meetings.roots_of_sums or meetings.coupled or meetings.added)
 
 
