@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import check_model, check_products
+from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
 
 EXAMPLES, TOKENS, WIDTH = 3, 5, 4
 ALL = EXAMPLES * TOKENS
@@ -197,3 +197,51 @@ def test_a_loss_over_all_examples_is_refused():
     with pytest.raises(gs.ExampleAxisError, match="does not tell"):
         with gs.track(model, batch_size=EXAMPLES):
             losses(model, x).mean().backward()
+
+
+def pick(m, rows):
+    m.logged = joined(rows)[places([TOKENS] * EXAMPLES)].mean().item()
+
+
+def add_up(m, rows):
+    whose = torch.arange(1 + ALL) // TOKENS
+    m.logged = rows.new_zeros(4, WIDTH).index_add(0, whose, padded(rows)).mean().item()
+
+
+def use(m, rows):
+    m.logged = m.norm(in_blocks(m, rows, joined)).std().item()
+
+
+@pytest.mark.parametrize("logged", [pick, add_up, use])
+def test_rows_that_are_filled_up_to_be_logged(logged):
+    """A loss over all examples does not depend on them."""
+    model, x = made(lambda m, h, _: logged(m, h) or h.sin(), None)
+    check_mean(model, x, losses)
+
+
+def by_places(own):
+    return padded(own)[places([TOKENS] * EXAMPLES)].sum((1, 2))
+
+
+def in_columns(own):
+    return joined(own)[places([TOKENS] * EXAMPLES).T].sum((0, 2))
+
+
+def added_up(own):
+    whose = torch.arange(1 + ALL) // TOKENS
+    return own.new_zeros(4, WIDTH).index_add(0, whose, padded(own)).sum(1)[:EXAMPLES]
+
+
+@pytest.mark.parametrize("total", [by_places, in_columns, added_up])
+def test_a_loss_over_all_examples_of_losses_that_are_filled_up(total):
+    """Behind the last layer it does not matter whose nobody's rows are."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH).double()
+    x = torch.randn(EXAMPLES, TOKENS, WIDTH).double()
+    check_mean(model, x, lambda model, x: total(model(x).sin().square().flatten(0, 1)))
+
+
+def check_mean(model, x, losses):
+    with gs.track(model, batch_size=EXAMPLES) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, x, losses), rtol=1e-9)

@@ -92,7 +92,7 @@ def _in_line(
         known = [layout for layout in placed if layout is not None]
         if len(known) < len(tensors) or not trained:
             return None
-        marks.supposed = True
+        marks.meetings.suppose(result)
     return _joined(known, dim, result.device)
 
 

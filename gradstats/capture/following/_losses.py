@@ -49,7 +49,7 @@ def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
             f"model, expected one loss for each of {marks.batch_size} examples. Sum the losses "
             "of each example."
         )
-    if marks.supposed:
+    if marks.meetings.supposes_behind(losses):
         raise ExampleAxisError(
             f"the losses belong to the examples {owner.tolist()}, as followed through the model, "
             f"but {NOBODYS}. Expected losses in the order of the batch: put them back by indexing; "
@@ -58,12 +58,13 @@ def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
     return owner
 
 
-def check_sum(marks: Marks, loss: Tensor, *, crossed: bool) -> None:
+def check_sum(marks: Marks, loss: Tensor, *, crossed: bool, supposed: bool) -> None:
     """Raise unless a loss is known to be a sum over the examples.
 
     Args:
         loss: over all examples.
         crossed: whether it may depend on values that were taken for those of other examples.
+        supposed: whether parameters may be used on rows that are nobody's on its way.
     """
     if not marks.is_additive(loss):
         raise ExampleAxisError(
@@ -86,7 +87,7 @@ def check_sum(marks: Marks, loss: Tensor, *, crossed: bool) -> None:
             "in the model (register_buffer). "
             f"{IF_A_CONSTANT}"
         )
-    if marks.supposed and not marks.knows_losses:
+    if supposed and not marks.knows_losses:
         raise ExampleAxisError(
             f"{NOBODYS}, and a loss over all examples does not tell. Expected one loss for each "
             "example, as tracker.backward(losses) takes; or say whose rows these are with "

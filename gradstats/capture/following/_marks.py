@@ -67,8 +67,6 @@ class Marks:
         marked: the data tensors that carry a mark.
         noted_nodes: the numbers in the autograd graph of those whose examples do not lie as the
             contract says, where an operation may not be seen.
-        supposed: whether rows of constants, or that nothing was written to, were supposed to belong
-            to examples.
         knows_losses: whether there are losses of one example each, which would contradict what is
             wrong.
         enclosed: tensors in the closures and globals of the loss function and the model's code.
@@ -90,7 +88,7 @@ class Marks:
         self.written, self.rearranged = WrittenMemory(), RearrangedMemory()
         self.marked: list[ref[Tensor]] = []
         self.noted_nodes: set[int] = set()
-        self.supposed = self.knows_losses = False
+        self.knows_losses = False
         self.enclosed: Container[Tensor] = ()
 
     def expected_along(self, axis: int) -> str:

@@ -38,6 +38,9 @@ class Meetings:
         crossed: autograd nodes, one for each operation in which trained values may have been taken
             for those of other examples, or of none; only losses of one example each tell whose the
             results are.
+        supposed: autograd nodes, one for each tensor of whose rows some, which are nobody's, were
+            supposed to belong to examples: rows of constants, or that nothing was written to. It
+            matters where parameters are used on them.
     """
 
     def __init__(self, batch_size: int):
@@ -47,6 +50,7 @@ class Meetings:
         self.roots_of_sums: set[Any] = set()
         self.weighed: set[Any] = set()
         self.crossed: list[GraphNode | None] = []
+        self.supposed: list[GraphNode | None] = []
 
     def note(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
@@ -75,13 +79,25 @@ class Meetings:
 
     def cross(self, result: Tensor) -> None:
         """Note that values may have been taken for others' in the operation that made a tensor."""
-        # Writing through a view gives it a new node at each use; what was written is its base's.
-        whole = result._base if result._is_view() else result  # type: ignore[union-attr]
-        self.crossed.append(whole.grad_fn)  # type: ignore[union-attr]
+        self.crossed.append(_lasting_node(result))
 
     def is_crossed(self, nodes: Container[GraphNode | None]) -> bool:
         """Whether there are such operations among the nodes of losses' graphs, or may be."""
-        return any(node is None or node in nodes for node in self.crossed)
+        return _some_in(nodes, self.crossed)
+
+    def suppose(self, tensor: Tensor) -> None:
+        """Note that rows of a tensor that are nobody's were supposed to belong to examples."""
+        self.supposed.append(_lasting_node(tensor))
+
+    def is_supposed(self, nodes: Container[GraphNode | None]) -> bool:
+        """Whether there are such tensors among those that nodes made, or may be."""
+        return _some_in(nodes, self.supposed)
+
+    def supposes_behind(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed from such ones, or may have been."""
+        return bool(self.supposed) and (
+            tensor.grad_fn is None or self.is_supposed({*nodes_behind(tensor)})
+        )
 
     def is_coupled(self, result: Tensor) -> bool:
         """Whether several examples are known to meet in the operation that made a tensor."""
@@ -114,3 +130,15 @@ class Meetings:
             "each example with its own values alone, as (x * y).sum(-1) does. "
             f"{IF_A_CONSTANT} {IF_KNOWN}"
         )
+
+
+def _lasting_node(tensor: Tensor) -> GraphNode | None:
+    """Return an autograd node behind all that a tensor is used for."""
+    # Writing through a view gives it a new node at each use; what was written is its base's.
+    whole = tensor._base if tensor._is_view() else tensor  # type: ignore[union-attr]
+    return whole.grad_fn  # type: ignore[union-attr]
+
+
+def _some_in(nodes: Container[GraphNode | None], noted: Iterable[GraphNode | None]) -> bool:
+    """Whether some of the noted nodes are among others; None may be any."""
+    return any(node is None or node in nodes for node in noted)

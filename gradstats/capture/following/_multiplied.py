@@ -214,7 +214,8 @@ def _of_weighted_sums(
             whole = [each for each in whole if bool((nobodys | (each == owner)).all())]
             if not whole or not torch.equal(whole[0], whole[-1]):
                 return None
-            owner, marks.supposed = whole[0], True
+            owner = whole[0]
+            marks.meetings.suppose(result)
         return layout.owned_by(owner, kept_at[sums[0]])
     sizes = [1] * result.dim()
     for axis in sums:

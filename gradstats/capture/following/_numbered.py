@@ -36,11 +36,13 @@ class Found(NamedTuple):
         layout: None if that is not known.
         numbers: the example of each element, if further writes may tell more.
         meets: whether values of several examples met.
+        supposed: whether rows that nothing was written to were supposed to belong to examples.
     """
 
     layout: Examples | Whole | None
     numbers: Tensor | None = None
     meets: bool = False
+    supposed: bool = False
 
 
 def lies_after(
@@ -209,16 +211,16 @@ def _settled(
         found = None  # places where nothing was written may be one example's or another's
     if found is None and alone and isinstance(owned, Whole):
         return Found(owned, numbers)
+    supposed = False
     if marks.packed and not marks.has_example_axis(target):
         # Rows that nothing was written to, as nodes that pooling left without neighbours, are taken
         # for those of the same examples as in other tensors of as many rows.
         others = [own.along(axis) for axis in rows for own in marks.known_of(target.shape[axis])]
         others = [own for own in others if _fits(rows, own)]
         alike = all(same_layout(others[0], other) for other in others)
-        if others and not (alike and same_layout(found, others[0])):
-            marks.supposed = True
+        supposed = bool(others) and not (alike and same_layout(found, others[0]))
         found = others[0] if others and alike else found
-    return Found(found, numbers)
+    return Found(found, numbers, supposed=supposed)
 
 
 def _rows(target: Tensor, numbers: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -218,6 +218,8 @@ def follow_gradients(
         if node_of(source) is None:
             if marks.meetings.crossed:
                 marks.meetings.cross(result)  # the graph of a derivative lacks what it is of
+            if marks.meetings.supposed:
+                marks.meetings.supposed.append(None)
             owned = marks.owned(source)
             if kwargs.get("is_grads_batched") and isinstance(owned, Examples):
                 owned = owned.along(owned.axis + 1)  # gradients along several vectors

@@ -80,7 +80,8 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
             places = torch.arange(len(own), device=own.device)
             before = places.where(written, int(written.int().argmax())).cummax(0).values
             filled = own[before].clamp(min=0).view(-1, *[1] * (owner.dim() - axis - 1))
-            marks.supposed = marks.supposed or bool((rows == NOBODY).any())
+            if bool((rows == NOBODY).any()):
+                marks.meetings.suppose(item)
             return spread(filled.expand(item.shape), marks.batch_size)
     return None
 

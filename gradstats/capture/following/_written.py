@@ -139,8 +139,7 @@ def _place_written(marks: Marks, change: Change) -> None:
         marks.values.note(after, of_one=True)
     if marks.packed and found.meets and any(value.requires_grad for value, _ in owned):
         marks.meetings.note(after)
-    if found.numbers is not None:
-        marks.values.note(after, owner=found.numbers)
+    _note_found(marks, after, found)
 
 
 def _written_by(marks: Marks, change: Change) -> list[Tensor]:
@@ -257,8 +256,15 @@ def _place_base(
         marks.note_rearranged(view)
     if base is not None:
         marks.place(base, found.layout)
-        if found.numbers is not None:
-            marks.values.note(base, owner=found.numbers)
+        _note_found(marks, base, found)
+
+
+def _note_found(marks: Marks, tensor: Tensor, found: Found) -> None:
+    """Note what else was found of a tensor than where the examples lie."""
+    if found.numbers is not None:
+        marks.values.note(tensor, owner=found.numbers)
+    if found.supposed:
+        marks.meetings.suppose(tensor)
 
 
 def follow_change(marks: Marks, call: Call) -> None:
