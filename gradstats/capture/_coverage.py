@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -140,10 +141,10 @@ def _walk(
             others.append(leaf)  # not tracked, or not by this context
     tracker.check_known(others)
     crossed = meetings.is_crossed(seen)
-    supposed = bool(meetings.supposed) and (
-        # Uses inside compiled graphs, and in the backwards of Functions, are no nodes of this one.
-        bool(reports or tracker.functions.inside) or meetings.is_supposed(_behind(reporting))
-    )
+    # Uses in compiled graphs, and in the backwards of Functions, are no nodes of this graph.
+    elsewhere = bool(reports or tracker.functions.inside)
+    last = math.inf if elsewhere else max([use._sequence_nr() for use in reporting], default=0)
+    supposed = meetings.is_supposed(seen, last)
     for loss in losses:
         check_sum(marks, loss, crossed=crossed, supposed=supposed)
     _expect(tracker, uses, reports)
@@ -151,17 +152,6 @@ def _walk(
         for root in tracker.roots:
             root.postponed |= root.registered > root.counted
     return reporting
-
-
-def _behind(nodes: Iterable[GraphNode]) -> set[GraphNode | None]:
-    """Return the nodes of the autograd graph behind others."""
-    stack: list[GraphNode] = [*nodes]
-    found: set[GraphNode | None] = set()
-    while stack:
-        new = {child for child, _ in stack.pop().next_functions} - found
-        found |= new
-        stack += filter(None, new)
-    return found
 
 
 def _expect(tracker: Context, uses: Sequence[Use], reports: Sequence[GraphReport]) -> None:

@@ -191,12 +191,21 @@ def test_rows_filled_up_with_copies_are_refused():
         gs.per_example_norms(model, x, losses)
 
 
-def test_a_loss_over_all_examples_is_refused():
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda m, rows: m.inner(rows),
+        lambda m, rows: torch.cat([rows, m.norm.bias.expand_as(rows)], -1),
+    ],
+    ids=["layer", "joined to parameters"],
+)
+def test_a_loss_over_all_examples_is_refused(last):
     """It does not tell whose the rows are that fill up the others."""
-    model, x = made(of_neighbours, joined)
+    model, x = made(None, joined)
     with pytest.raises(gs.ExampleAxisError, match="does not tell"):
         with gs.track(model, batch_size=EXAMPLES):
-            losses(model, x).mean().backward()
+            h = model.first(x).flatten(0, 1)
+            last(model, joined(h)[neighbours(h)]).sin().mean().backward()
 
 
 def pick(m, rows):

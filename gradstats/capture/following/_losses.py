@@ -64,7 +64,7 @@ def check_sum(marks: Marks, loss: Tensor, *, crossed: bool, supposed: bool) -> N
     Args:
         loss: over all examples.
         crossed: whether it may depend on values that were taken for those of other examples.
-        supposed: whether parameters may be used on rows that are nobody's on its way.
+        supposed: whether parameters may have been used on rows that are nobody's on the way.
     """
     if not marks.is_additive(loss):
         raise ExampleAxisError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -39,8 +40,8 @@ class Meetings:
             for those of other examples, or of none; only losses of one example each tell whose the
             results are.
         supposed: autograd nodes, one for each tensor of whose rows some, which are nobody's, were
-            supposed to belong to examples: rows of constants, or that nothing was written to. It
-            matters where parameters are used on them.
+            supposed to belong to examples: rows of constants, or that nothing was written to. That
+            matters to what uses parameters afterwards.
     """
 
     def __init__(self, batch_size: int):
@@ -83,15 +84,23 @@ class Meetings:
 
     def is_crossed(self, nodes: Container[GraphNode | None]) -> bool:
         """Whether there are such operations among the nodes of losses' graphs, or may be."""
-        return _some_in(nodes, self.crossed)
+        return any(node is None or node in nodes for node in self.crossed)
 
     def suppose(self, tensor: Tensor) -> None:
         """Note that rows of a tensor that are nobody's were supposed to belong to examples."""
         self.supposed.append(_lasting_node(tensor))
 
-    def is_supposed(self, nodes: Container[GraphNode | None]) -> bool:
-        """Whether there are such tensors among those that nodes made, or may be."""
-        return _some_in(nodes, self.supposed)
+    def is_supposed(self, nodes: Container[GraphNode | None], before: float = math.inf) -> bool:
+        """Whether there are such tensors among those that nodes made, or may be.
+
+        Args:
+            nodes: of losses' graphs.
+            before: the number of a node in the graph; only tensors that were made earlier count.
+        """
+        return any(
+            node is None or (node in nodes and node._sequence_nr() < before)  # type: ignore[attr-defined]
+            for node in self.supposed
+        )
 
     def supposes_behind(self, tensor: Tensor) -> bool:
         """Whether a tensor was computed from such ones, or may have been."""
@@ -137,8 +146,3 @@ def _lasting_node(tensor: Tensor) -> GraphNode | None:
     # Writing through a view gives it a new node at each use; what was written is its base's.
     whole = tensor._base if tensor._is_view() else tensor  # type: ignore[union-attr]
     return whole.grad_fn  # type: ignore[union-attr]
-
-
-def _some_in(nodes: Container[GraphNode | None], noted: Iterable[GraphNode | None]) -> bool:
-    """Whether some of the noted nodes are among others; None may be any."""
-    return any(node is None or node in nodes for node in noted)

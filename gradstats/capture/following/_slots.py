@@ -100,9 +100,10 @@ def settled(marks: Marks, item: Tensor) -> Examples | Whole | None:
 
 def slots_of(marks: Marks, item: Tensor) -> Tensor | None:
     """Return the example of each element of a trained tensor, if they lie along no axis."""
-    if not (marks.values.slots and item.requires_grad) or marks.layout_of(item) is not None:
+    if not (marks.values.slots and item.requires_grad):
         return None
-    return marks.values.owner_of(item)
+    owner = marks.values.owner_of(item)
+    return None if owner is None or marks.layout_of(item) is not None else owner
 
 
 def follow_slots(marks: Marks, call: Call) -> None:
