@@ -132,6 +132,34 @@ def test_packed_rows_filled_up(filled, wider):
     check_model(model, x.flatten(0, 1), packed_losses, cu_seqlens=BOUNDS)
 
 
+@pytest.mark.parametrize("wider", WIDER.values(), ids=WIDER)
+@pytest.mark.parametrize("lengths", [[0, 7, 8], [7, 0, 8], [7, 8, 0], [7, 0, 0, 8]], ids=str)
+def test_an_example_without_rows(lengths, wider):
+    """All rows in its place are nobody's."""
+    model, x = made(None, wider)
+    bounds = functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+    def each(model, x):
+        rows = wider(model.first(x))[places(lengths)]
+        return model.last(model.inner(rows).tanh().sum(1)).sin().sum(1)
+
+    check_model(model, x.flatten(0, 1), each, cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("wider", WIDER.values(), ids=WIDER)
+@pytest.mark.parametrize("alone", range(EXAMPLES))
+def test_an_example_without_neighbours(alone, wider):
+    model, x = made(None, wider)
+
+    def each(model, x):
+        h = model.first(x)
+        near = torch.arange(ALL).view(EXAMPLES, TOKENS).clone()
+        near[alone] = ALL
+        return losses(lambda x: model.inner(wider(h.flatten(0, 1))[near]) + h, x)
+
+    check_model(model, x, each)
+
+
 def test_examples_filled_up():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()

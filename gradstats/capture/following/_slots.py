@@ -59,8 +59,8 @@ def picked_from(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples 
 def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | None:
     """Return where the examples lie in a tensor with rows along one axis; None if along no axis.
 
-    Rows that are nobody's are supposed to belong to a neighbour's example. Where another example's
-    loss reads them, the two are found to meet.
+    Rows that are nobody's are supposed to belong to the example whose place it is, or else to a
+    neighbour's. Where another example's loss reads them, the two are found to meet.
 
     Args:
         item: the tensor.
@@ -76,14 +76,27 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
             fits = (rows == own[:, None]) | ((rows == NOBODY) & (not whole))
             if not bool(fits.all()):
                 continue
-            written = own != NOBODY
-            places = torch.arange(len(own), device=own.device)
-            before = places.where(written, int(written.int().argmax())).cummax(0).values
-            filled = own[before].clamp(min=0).view(-1, *[1] * (owner.dim() - axis - 1))
+            filled = _filled(marks, own).view(-1, *[1] * (owner.dim() - axis - 1))
             if bool((rows == NOBODY).any()):
                 marks.meetings.suppose(item)
             return spread(filled.expand(item.shape), marks.batch_size)
     return None
+
+
+def _filled(marks: Marks, own: Tensor) -> Tensor:
+    """Return the example of each row, nobody's among them, given those of the others."""
+    written = own != NOBODY
+    places = torch.arange(len(own), device=own.device)
+    before = places.where(written, int(written.int().argmax())).cummax(0).values
+    filled = own[before].clamp(min=0)
+    if not axes_of(filled):
+        return filled  # all are one example's
+    for each in (Examples(marks.batch_size, 0), marks.contract):
+        count, rest = divmod(len(own), each.rows)
+        likely = each.owner(own.device).int().repeat_interleave(count)
+        if not rest and torch.equal(own, likely.where(written, own)):
+            return likely  # as where an example has no rows, or a row no neighbours
+    return filled
 
 
 def settled(marks: Marks, item: Tensor) -> Examples | Whole | None:
