@@ -236,6 +236,32 @@ def test_a_loss_over_all_examples_is_refused(last):
             last(model, joined(h)[neighbours(h)]).sin().mean().backward()
 
 
+def put(row):
+    rows = row.new_zeros(ALL, WIDTH)
+    rows[0] = row[0]
+    return rows
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        put,
+        lambda row: row.new_zeros(ALL, WIDTH).index_add(0, torch.tensor([0]), row),
+        lambda row: joined(row, ALL - 1),
+        lambda row: padded(row, ALL - 1),
+    ],
+    ids=["written", "added", "joined", "padded"],
+)
+def test_a_row_that_is_filled_up_to_those_of_all_packed_examples(fill):
+    """The others may be those of the others."""
+    model, x = made(None, None)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    with gs.track(model, batch_size=EXAMPLES, cu_seqlens=bounds):
+        with pytest.raises(gs.ExampleAxisError, match="does not tell"):
+            rows = fill(model.first(x.flatten(0, 1))[0][None])
+            model.last(rows).sin().mean().backward()
+
+
 def pick(m, rows):
     m.logged = joined(rows)[places([TOKENS] * EXAMPLES)].mean().item()
 

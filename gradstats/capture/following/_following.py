@@ -36,12 +36,16 @@ from gradstats.capture.operations._operations import (
     JOINS,
     MOVES,
     PAD_SEQUENCE,
+    PADS,
     PRODUCTS,
     RESHAPES,
 )
 
 # Operations whose new axes are in front, if the others are as they were.
 IN_FRONT = BROADCASTS | RESHAPES | (MOVES - {torch.einsum})
+
+# Operations whose results may have rows of constants beside those of their operands.
+JOINS_OR_PADS = PADS.union(JOINS)
 
 
 def follow_layout(marks: Marks, call: Call) -> None:
@@ -68,6 +72,8 @@ def follow_layout(marks: Marks, call: Call) -> None:
         # All that is computed from one example's values alone belongs to that example.
         meetings.coupled.pop(result.grad_fn, None)
         after = one
+        if marks.packed and func in JOINS_OR_PADS and marks.has_example_axis(result):
+            marks.meetings.suppose(result)  # rows that fill it up may be those of the others
     if after is None and not result.numel():
         # Rows of no example, as an expert gets that no token was sent to.
         nobody = torch.empty(0, dtype=torch.long, device=result.device)

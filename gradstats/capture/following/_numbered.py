@@ -210,7 +210,9 @@ def _settled(
     if marks.packed and not all(same_layout(found, other) for other in fitting):
         found = None  # places where nothing was written may be one example's or another's
     if found is None and alone and isinstance(owned, Whole):
-        return Found(owned, numbers)
+        # With as many rows as all examples have, nobody's may be those of the others.
+        of_others = marks.packed and marks.has_example_axis(target) and int(numbers.amin()) != one
+        return Found(owned, numbers, supposed=of_others)
     supposed = False
     if marks.packed and not marks.has_example_axis(target):
         # Rows that nothing was written to, as nodes that pooling left without neighbours, are taken
