@@ -459,23 +459,6 @@ def test_operations_that_run_as_they_are_in_low_precision_are_left_to_the_fallba
         )
 
 
-def transformed(function):
-    return lambda model, points: function(model, points).square().flatten(1).sum(1)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        transformed(lambda m, x: torch.func.jvp(m, (x,), (torch.ones_like(x),))[1]),
-        transformed(lambda m, x: torch.func.vmap(torch.func.grad(lambda one: m(one).sum()))(x)),
-        transformed(lambda m, x: torch.func.vmap(torch.func.hessian(lambda one: m(one).sum()))(x)),
-    ],
-)
-def test_function_transforms_are_refused(loss):
-    with pytest.raises(gs.UnsupportedOperationError, match=r"torch\.func.*exclude=\['0\.weight'"):
-        gs.per_example_norms(NETWORKS["mlp"](), torch.randn(5, 2), loss)
-
-
 def of_outputs(combine):
     """Return a loss on the derivative of what ``combine`` makes of a batch's outputs."""
 

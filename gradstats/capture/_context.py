@@ -55,6 +55,8 @@ class Context:
         maps_examples: whether the running torch.vmap maps everything it was given over examples;
             None if none runs.
         maps_data: whether its function has met data that it was not given.
+        transformed: whether a function runs that a transform of torch.func differentiates.
+        along_tangents: whether that is torch.func.jvp.
         fetching: how many DataLoaders are fetching inside it, one inside another.
         weighs_alike: whether a loss over all examples is the mean or the sum of theirs.
         rules: of operations of parameters and data.
@@ -70,6 +72,8 @@ class Context:
     decided: Decided | None = None
     maps_examples: bool | None = None
     maps_data = False
+    transformed = False
+    along_tangents = False
     fetching = 0
     closed = False
     derived = False

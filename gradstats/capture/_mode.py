@@ -43,13 +43,10 @@ from gradstats.capture.operations._operations import OPAQUE, QUESTIONS
 from gradstats.capture.operations._operators import OPERATORS, as_function
 from gradstats.capture.parameters._branches import COND, take_branch
 from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._differentiated import check_hook
 from gradstats.capture.parameters._functions import apply_function
 from gradstats.capture.parameters._nodes import Root
-from gradstats.capture.parameters._refusals import (
-    BACKWARD_OF_ONES_OWN,
-    check_nested,
-    refuse_on_derived,
-)
+from gradstats.capture.parameters._refusals import check_nested, refuse_on_derived
 from gradstats.capture.parameters._tensors import (
     TRACED,
     TRACKED_TYPES,
@@ -229,9 +226,7 @@ CHECKS: dict[Any, Callable[..., None]] = {
     Tensor.requires_grad_: FollowingMode._note_training,
     Tensor.requires_grad.__set__: FollowingMode._note_training,  # type: ignore[attr-defined]
     Tensor.data.__set__: FollowingMode._note_numbers,  # type: ignore[attr-defined]
-    Tensor.register_hook: lambda mode, tensor, hook: refuse_on_derived(
-        Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN
-    ),
+    Tensor.register_hook: lambda mode, tensor, hook: check_hook(mode.tracker, tensor),
     Tensor.detach_: lambda mode, tensor: refuse_on_derived(
         Tensor.detach_, tensor, "Write x = x.detach()."
     ),

@@ -16,6 +16,7 @@ from gradstats.capture.compiled._skipped import replace_frame_conversion
 from gradstats.capture.operations._opened import show_weight_of_l1_loss
 from gradstats.capture.parameters._branches import replace_cond
 from gradstats.capture.parameters._checkpoints import replace_checkpoint
+from gradstats.capture.parameters._differentiated import replace_derivatives
 from gradstats.capture.parameters._functions import replace_apply
 from gradstats.capture.parameters._scripts import replace_script_calls
 from gradstats.capture.parameters._tensors import (
@@ -37,6 +38,8 @@ def replace_in_pytorch() -> None:
     replace_fetches()
     # Inside functions that torch.vmap returned: there tensors lack axes.
     replace_vmap()
+    # Inside grad, vjp and jvp of torch.func: there tensors are wrapped.
+    replace_derivatives()
     # torch.cond: it compiles its branches.
     replace_cond()
     # __call__ of TorchScript's functions and methods: what they compute is not shown.

@@ -194,8 +194,9 @@ def test_examples_mapped_inside_a_function_that_is_mapped_over_them_are_refused(
 
 HIDDEN = {
     "functionalize": lambda h: torch.func.functionalize(torch.sin)(h),
-    "gradient": lambda h: torch.func.grad(lambda v: v.square().sum())(h),
-    "slope": lambda h: torch.func.jvp(torch.sin, (h,), (torch.ones_like(h),))[1],
+    "gradient, the same random numbers": lambda h: torch.vmap(
+        torch.func.grad(lambda v: (v * h[0, 0]).sum()), randomness="same"
+    )(h),
 }
 
 
@@ -254,6 +255,46 @@ def test_rows_mapped_beside_those_of_other_examples_are_refused():
 
     error = (gs.ExampleAxisError, gs.CoupledExamplesError)
     check_refused(paired, LAYER, normal(BATCH, 2, WIDTH), error=error, match="example")
+
+
+SERVED = {
+    "gradient": lambda h: torch.func.grad(lambda v: v.pow(3).sum())(h),
+    "slope": lambda h: torch.func.jvp(torch.sin, (h,), (torch.ones_like(h),))[1],
+    "gradients of each position": lambda h: torch.vmap(
+        torch.func.grad(lambda v: v.pow(3).sum()), 1, 1
+    )(h),
+    "gradients of each example": lambda h: torch.vmap(torch.func.grad(lambda v: v.pow(3).sum()))(h),
+}
+
+
+@pytest.mark.parametrize("function", SERVED.values(), ids=SERVED)
+def test_other_transforms_of_trained_data(function):
+    check_operation(
+        lambda m, x: function(m.layer(x).transpose(0, 1)).transpose(0, 1),
+        LAYER,
+        normal(BATCH, BATCH, WIDTH),
+        fusing=(True,),
+    )
+
+
+@pytest.mark.parametrize("width", [BATCH, WIDTH])
+def test_jacobians_of_data_by_vmap(width):
+    """Nothing of them is mapped, but they belong to the examples; they were taken for constants."""
+
+    def jacobian(x):
+        x = x.clone().requires_grad_()
+        sums = alone(x).sum(0)
+        each = lambda v: torch.autograd.grad(sums, x, v, retain_graph=True)[0]  # noqa: E731
+        return torch.vmap(each)(torch.eye(width).double()).sum(0)
+
+    parameters = {"layer": nn.Linear(width, 2)}
+    check_operation(
+        lambda m, x: m.layer(jacobian(x)),
+        parameters,
+        normal(BATCH, width),
+        gradient_of_data=False,
+        fusing=(True,),
+    )
 
 
 def test_transforms_with_detached_weights_are_served():

@@ -15,11 +15,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradstats.capture.following._results import follow_results
 from gradstats.capture.operations._engine import run_backward
+from gradstats.capture.operations._memory import unwrapped
 from gradstats.capture.operations._modes import ContextMode
 from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._nodes import Root, unique_roots
 from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of
-from gradstats.capture.parameters._transforms import transform_level
+from gradstats.capture.parameters._transforms import hidden, transform_level
 from gradstats.errors import CoupledExamplesError, UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ def gradients(
     """Run ``torch.autograd.grad`` inside the context, also for tracked inputs."""
     tracker = mode.tracker
     outputs, inputs = (_checked(items) for items in (outputs, inputs))
+    if transform_level() is not None and any(
+        unwrapped(item) is item and tracker.marks.is_data(item) for item in (*outputs, *inputs)
+    ):
+        raise hidden("torch.autograd.grad of what the surrounding torch.vmap does not map")
     vectors = () if grad_outputs is None else _as_tuple(grad_outputs)
     if _is_of_no_example(tracker, outputs, inputs, vectors, create_graph):
         options = {

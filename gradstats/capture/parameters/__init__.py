@@ -18,7 +18,8 @@ _attributes  tensors that modules keep in plain attributes
 _refusals    the errors for unsupported operations, with remedies
 _derived     operations on parameters and constants alone, in place or not
 _functions   custom autograd Functions of parameters alone, made visible as operations
-_transforms  torch.vmap, made visible; other transforms of torch.func
+_transforms  torch.vmap, made visible; what transforms of torch.func hide
+_differentiated  torch.func.grad, vjp and jvp, by plain autograd
 _branches    torch.cond, run as the branch that it takes
 _scripts     functions of TorchScript, made visible as operations
 _checkpoints activation checkpoints

@@ -31,6 +31,7 @@ from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of, tensors_in
 from gradstats.capture.parameters._checkpoints import run_checkpoint
 from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._differentiated import differs
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
@@ -99,6 +100,8 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if mode is None:
         return inner(*args, **kwargs)
     tracker = mode.tracker
+    if tracker.along_tangents and not cls.__module__.startswith("gradstats."):
+        raise differs(f"the autograd Function {cls.__name__}")
     operands = operands_of(args, kwargs)
     nodes = nodes_of(operands)
     tracked = nodes and torch.is_grad_enabled() and not nodes[0].tracker.closed

@@ -4,7 +4,8 @@ PyTorch does not show function modes what enters and leaves a transform, and ins
 axes that they have outside. From the first context on, every call of ``torch.vmap`` passes through
 here. If it maps over nothing but the examples, it runs as usual. Otherwise its function is called
 on one slice after the other, as vmap is defined, so that each operation is seen with its true
-shapes. What other transforms compute from parameters is refused.
+shapes. What runs inside other transforms and uses parameters is refused (but see
+``_differentiated``).
 """
 
 from __future__ import annotations

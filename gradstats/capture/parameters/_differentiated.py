@@ -1,0 +1,293 @@
+"""``grad``, ``vjp`` and ``jvp`` of torch.func, by plain autograd, so that operations are seen.
+
+From the first context on, all calls of these pass through here, also those by ``jacrev``,
+``jacfwd`` and ``hessian``. Inside a context, and outside of ``torch.vmap``, PyTorch's functions run
+with helpers that enter no transform, and differentiate by aliases of the arguments.
+
+    grad, vjp    torch.autograd.grad of the outputs, by the aliases
+    jvp          vjp is linear in its cotangents: its own vjp, by these, is the derivative along
+                 tangents
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache, wraps
+from inspect import unwrap
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._functorch import eager_transforms as functorch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from gradstats.capture.operations._graph import ACCUMULATE_GRAD, nodes_behind
+from gradstats.capture.operations._modes import innermost_mode
+from gradstats.capture.operations._names import function_name
+from gradstats.capture.operations._nested import operands_of, tensors_in
+from gradstats.capture.operations._operations import variants
+from gradstats.capture.parameters._refusals import BACKWARD_OF_ONES_OWN, refuse_on_derived
+from gradstats.capture.parameters._tensors import node_of
+from gradstats.capture.parameters._transforms import transform_level
+from gradstats.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from gradstats.capture._context import Context
+
+GRAD_AND_VALUE = functorch.grad_and_value_impl
+VJP = functorch._vjp_with_argnums
+JVP = functorch._jvp_with_argnums
+
+# There derivatives stop forward as they do backward.
+STOPS = frozenset({*variants("detach"), Tensor.data.__get__})  # type: ignore[attr-defined]
+
+# PyTorch 2.13 differentiates tangents through these wrongly: it takes what they save for constant.
+WRONG_TWICE = frozenset(
+    {
+        *variants("layer_norm", "native_layer_norm", "instance_norm", "det", "logdet", "slogdet"),
+        torch.nn.functional.layer_norm,
+        torch.nn.functional.instance_norm,
+        torch.linalg.det,
+        torch.linalg.slogdet,
+        torch.linalg.solve,
+        torch.linalg.solve_ex,
+        torch.linalg.tensorsolve,
+    }
+)
+
+
+@cache
+def replace_derivatives() -> None:
+    """From now on, have grad, vjp and jvp of torch.func run by plain autograd inside contexts."""
+    functorch.grad_and_value_impl = _inside(GRAD_AND_VALUE, grad_and_value)
+    functorch._vjp_with_argnums = _inside(VJP, vjp)
+    functorch._jvp_with_argnums = _inside(JVP, jvp)
+
+
+def _inside(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """Return PyTorch's own function, run in another way inside contexts."""
+
+    @wraps(own)
+    def run(*args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():
+            return own(*args, **kwargs)
+        mode = innermost_mode()
+        if mode is None or transform_level() is not None:
+            return own(*args, **kwargs)
+        # Between graphs the compiler would trace every call; there is nothing to trace here.
+        traced = get_eval_frame_callback() is not None
+        return (torch.compiler.disable(instead) if traced else instead)(
+            mode.tracker, *args, **kwargs
+        )
+
+    return run
+
+
+class Level:
+    """Stands for the level of a transform.
+
+    Attributes:
+        differentiable: whether results may be differentiated outside.
+        aliases: of the arguments by which the transform differentiates.
+        leaves: ids of those that have no gradient outside, which results must not have either.
+    """
+
+    def __init__(self, tracker: Context) -> None:
+        self.tracker = tracker
+        self.differentiable = torch.is_grad_enabled()
+        if tracker.along_tangents and not self.differentiable:
+            raise differs("a transform of torch.func under torch.no_grad")
+        self.aliases: list[Tensor] = []
+        self.leaves: set[int] = set()
+
+    def aliased(self, args: tuple[Any, ...], argnums: int | tuple[int, ...] | None):
+        """Return arguments with differentiable aliases of the chosen ones, of all by default."""
+        if argnums is None:
+            return pytree.tree_map(self._alias, args)
+        chosen = pytree.tree_map(self._alias, functorch._slice_argnums(args, argnums))
+        places = functorch._validate_and_wrap_argnums(argnums, len(args))
+        return functorch._replace_args(args, chosen, places)
+
+    def _alias(self, item: Any) -> Tensor:
+        if not isinstance(item, Tensor):
+            raise ValueError(f"Thing passed to transform API must be Tensor, got {type(item)}")
+        with torch.enable_grad():
+            trained = item.requires_grad
+            alias = item.view_as(item) if trained else item.detach().requires_grad_()
+        self.aliases.append(alias)
+        if not trained:
+            self.leaves.add(id(alias))
+        return alias
+
+    def outside(self, results: Any) -> Any:
+        """Return results as they are outside of the transform."""
+        return pytree.tree_map_only(Tensor, self._outside, results)
+
+    def _outside(self, result: Tensor) -> Tensor:
+        kept = not result.requires_grad or (self.differentiable and self._has_other_leaves(result))
+        return result if kept else result.detach()
+
+    def _has_other_leaves(self, result: Tensor) -> bool:
+        if result.grad_fn is None:
+            return id(result) not in self.leaves
+        leaves: Any = (node for node in nodes_behind(result) if type(node) is ACCUMULATE_GRAD)
+        return any(id(leaf.variable) not in self.leaves for leaf in leaves)
+
+    def run(self, transform: Callable[..., Any], function: Callable[..., Any], *args, **kwargs):
+        """Run one of PyTorch's transforms, given aliases of the arguments."""
+
+        def unchanging(*args, **kwargs):
+            before = [alias._version for alias in self.aliases]
+            transformed, self.tracker.transformed = self.tracker.transformed, True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.tracker.transformed = transformed
+            if before != [alias._version for alias in self.aliases]:
+                raise UnsupportedOperationError(
+                    "a function under a torch.func transform (grad, vjp, jvp, jacrev …) changed "
+                    "an argument in place. Expected one that leaves arguments as they are: write "
+                    "it out of place, or clone them."
+                )
+            return result
+
+        own: Any = unwrap(transform)  # without the check that there are no hooks on saved tensors
+        helpers = {
+            "grad_increment_nesting": lambda: nullcontext(self),
+            "_wrap_all_tensors": lambda tensors, level: tensors,
+            "_create_differentiable": lambda tensors, level: tensors,
+            "_autograd_grad": self.gradients,
+            "_undo_create_differentiable": lambda tensors, level: self.outside(tensors),
+        }
+        copy = FunctionType(own.__code__, {**own.__globals__, **helpers}, own.__name__)
+        copy.__kwdefaults__ = own.__kwdefaults__
+        return copy(unchanging, *args, **kwargs)
+
+    def gradients(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        grad_outputs: Sequence[Tensor | None] | None = None,
+        retain_graph: bool = True,
+        create_graph: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of outputs; zeros by what they do not depend on.
+
+        The graph is kept in any case: it is also that of the values outside.
+        """
+        vectors = [None] * len(outputs) if grad_outputs is None else grad_outputs
+        pairs = [pair for pair in zip(outputs, vectors, strict=True) if pair[0].requires_grad]
+        if not pairs:
+            return tuple(map(torch.zeros_like, inputs))
+        found, start = zip(*pairs, strict=True)
+        options = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
+        return self.outside(torch.autograd.grad(found, inputs, start, **options))
+
+
+def grad_and_value(tracker: Context, function, argnums, has_aux, args, kwargs) -> Any:
+    """Run ``grad_and_value`` of torch.func, and ``grad`` with it."""
+    level = Level(tracker)
+    args = level.aliased(args, argnums)
+    return level.run(GRAD_AND_VALUE, function, argnums, has_aux, args, kwargs)
+
+
+def vjp(tracker: Context, function, *primals, argnums=None, has_aux=False) -> Any:
+    """Run ``vjp`` of torch.func, and ``jacrev`` with it."""
+    level = Level(tracker)
+    primals = level.aliased(primals, argnums)
+    return level.run(VJP, function, *primals, argnums=argnums, has_aux=has_aux)
+
+
+def jvp(
+    tracker: Context, function, primals, tangents, argnums=None, *, strict=False, has_aux=False
+) -> Any:
+    """Run ``jvp`` of torch.func, and ``jacfwd`` with it."""
+    chosen = primals if argnums is None else functorch._slice_argnums(primals, argnums)
+    along, structure = pytree.tree_flatten(tangents)
+    alike = isinstance(primals, tuple) and pytree.tree_structure(chosen) == structure
+    if strict or not alike:
+        return JVP(function, primals, tangents, argnums, strict=strict, has_aux=has_aux)
+    level = Level(tracker)
+    primals = level.aliased(primals, argnums)
+    with torch.enable_grad():
+        watch = AlongTangents(tracker, function)
+        outputs, pull, *rest = vjp(tracker, watch.run, *primals, argnums=argnums, has_aux=has_aux)
+        values, structure = pytree.tree_flatten(outputs)
+        cotangents = [torch.ones_like(each, requires_grad=True) for each in values]
+        level.leaves.update(map(id, cotangents))
+        pulled = pytree.tree_leaves(pull(pytree.tree_unflatten(cotangents, structure)))
+        found = [watch.checked(each) for each in level.gradients(pulled, cotangents, along)]
+        slopes = pytree.tree_unflatten(found, structure)
+        return tuple(map(level.outside, (outputs, slopes, *rest)))
+
+
+class AlongTangents(TorchFunctionMode):
+    """Runs a function under jvp; refuses what tangents and gradients do not pass alike."""
+
+    def __init__(self, tracker: Context, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.tracker, self.function = tracker, function
+        self.wrong_twice: Any = None
+
+    def run(self, *args, **kwargs) -> Any:
+        before, self.tracker.along_tangents = self.tracker.along_tangents, True
+        try:
+            with self:
+                return self.function(*args, **kwargs)
+        finally:
+            self.tracker.along_tangents = before
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in WRONG_TWICE:
+            self.wrong_twice = func
+        result = func(*args, **kwargs)
+        without = not torch.is_grad_enabled() or func is torch.autograd.grad
+        if without and func not in STOPS:
+            differ = any(i.is_floating_point() and not i.requires_grad for i in tensors_in(result))
+            given = [item for item in operands_of(args, kwargs) if node_of(item) is None]
+            if differ and any(item.requires_grad for item in given):
+                raise differs(f"{function_name(func)} without a graph (torch.no_grad)")
+        return result
+
+    def checked(self, tangent: Tensor) -> Tensor:
+        """Return a tangent that raises if the losses' gradient would be wrong in PyTorch."""
+        if self.wrong_twice is not None and tangent.requires_grad:
+            if node_of(tangent) is not None:
+                self._refuse_derivatives()
+            with torch._C.DisableTorchFunction():
+                tangent.register_hook(self._refuse_derivatives)
+        return tangent
+
+    def _refuse_derivatives(self, *_) -> NoReturn:
+        raise UnsupportedOperationError(
+            "the losses' gradient passes through tangents of torch.func.jvp (also jacfwd, hessian) "
+            f"through {function_name(self.wrong_twice)}, which PyTorch computes wrongly. Expected "
+            "tangents that are detached, or the operation written out: for a layer norm "
+            "centred = x - x.mean(-1, keepdim=True) and what follows."
+        )
+
+
+def check_hook(tracker: Context, tensor: Tensor) -> None:
+    """Refuse a hook that autograd would run in the losses' backward too."""
+    if tracker.transformed:
+        raise UnsupportedOperationError(
+            "a hook on a tensor inside a function under a torch.func transform (grad, vjp, jvp, "
+            "jacrev …) changes its derivatives; those of the losses pass there too, where "
+            "transforms run no hook. Expected a function without hooks."
+        )
+    refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)
+
+
+def differs(what: str) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        f"{what} inside a function under torch.func.jvp (or jacfwd, hessian): tangents pass there "
+        "and gradients do not, by which the context computes it. Expected a function without: "
+        "write x.detach() for what has no derivative, write derivatives with "
+        "torch.autograd.grad(..., create_graph=True), or have per_example_norms compute one "
+        'example at a time with fallback="vmap".'
+    )
