@@ -17,6 +17,7 @@ from torch.func import (
 )
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import weight_norm
 
 import gradstats as gs
 
@@ -162,6 +163,17 @@ def test_transforms_of_the_network(losses):
     check_products(model, data(), lambda m, x: losses(m, x) + squares(m(x)))
 
 
+@pytest.mark.parametrize("losses", [
+    lambda m, x: squares(vmap(grad(lambda one: m(one[None]).sum()))(x)),
+    lambda m, x: squares(vmap(lambda one: jvp(m, (one[None],), (one[None].cos(),))[1])(x)),
+    lambda m, x: squares(vmap(lambda one: vjp(m, one[None])[1](m(one[None]).exp())[0])(x)),
+])  # fmt: skip
+def test_weights_that_are_computed_inside(losses):
+    """What vmap's first attempt made of parameters alone is not used in its second."""
+    model = weight_norm(nn.Linear(2, 3)).double()
+    check(model, data(), lambda m, x: losses(lambda v: m(v).sin(), x))
+
+
 @pytest.mark.parametrize(
     "losses", [LOSSES["grad"], lambda m, x: squares(sum(jvp(m, (x,), (x.sin(),))))]
 )
@@ -278,6 +290,11 @@ def inside_without_gradients(m):
 ALONG = {
     "an operation": stopped,
     "a transform": inside_without_gradients,
+    "an inverse": lambda m: (
+        lambda v: torch.cholesky_inverse(
+            m(v)[:, :2, None].cos().matmul(m(v)[:, None, :2].sin()).tril() + 2 * torch.eye(2)
+        )
+    ),
     "a Function": lambda m: lambda v: Straight.apply(m(v)),
 }
 
@@ -338,6 +355,7 @@ NORMALISED = {
     "instance norm": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 5)), nn.InstanceNorm1d(1), nn.Flatten()
     ),
+    "batch norm": lambda: nn.BatchNorm1d(5).eval(),
 }
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch import eager_transforms as functorch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -45,17 +46,20 @@ JVP = functorch._jvp_with_argnums
 # There derivatives stop forward as they do backward.
 STOPS = frozenset({*variants("detach"), Tensor.data.__get__})  # type: ignore[attr-defined]
 
-# PyTorch 2.13 differentiates tangents through these wrongly: it takes what they save for constant.
+# PyTorch's derivatives forward and backward of these, or of their own backward, differ (2.13).
+UNLIKE = frozenset(
+    variants("cholesky_inverse", "cholesky_solve", "scatter_reduce", "scatter_reduce_")
+)
+
+# It differentiates tangents through these wrongly: it takes what they save for constant.
 WRONG_TWICE = frozenset(
     {
-        *variants("layer_norm", "native_layer_norm", "instance_norm", "det", "logdet", "slogdet"),
-        torch.nn.functional.layer_norm,
-        torch.nn.functional.instance_norm,
-        torch.linalg.det,
-        torch.linalg.slogdet,
-        torch.linalg.solve,
-        torch.linalg.solve_ex,
+        *variants("layer_norm", "native_layer_norm", "instance_norm", "batch_norm"),
+        *variants("native_batch_norm", "det", "logdet", "slogdet", "orgqr", "ormqr"),
+        *(getattr(functional, f"{name}_norm") for name in ("layer", "instance", "batch")),
+        *(getattr(torch.linalg, name) for name in ("det", "slogdet", "solve", "solve_ex")),
         torch.linalg.tensorsolve,
+        torch.linalg.householder_product,
     }
 )
 
@@ -243,6 +247,8 @@ class AlongTangents(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in UNLIKE:
+            raise differs(function_name(func))
         if func in WRONG_TWICE:
             self.wrong_twice = func
         result = func(*args, **kwargs)
@@ -284,10 +290,11 @@ def check_hook(tracker: Context, tensor: Tensor) -> None:
 
 
 def differs(what: str) -> UnsupportedOperationError:
+    """Return the error about what has another derivative forward than backward."""
     return UnsupportedOperationError(
         f"{what} inside a function under torch.func.jvp (or jacfwd, hessian): tangents pass there "
-        "and gradients do not, by which the context computes it. Expected a function without: "
-        "write x.detach() for what has no derivative, write derivatives with "
+        "otherwise than gradients, by which the context computes them. Expected a function "
+        "without: write x.detach() for what has no derivative, write derivatives with "
         "torch.autograd.grad(..., create_graph=True), or have per_example_norms compute one "
         'example at a time with fallback="vmap".'
     )

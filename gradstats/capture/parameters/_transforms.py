@@ -42,6 +42,14 @@ AT_ONCE = apis.vmap_impl
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
+def wraps_results() -> bool:
+    """Whether a transform other than torch.vmap runs, in which even results of parameters alone
+    are its own, and of no use after it.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() != torch._C._functorch.TransformType.Vmap for each in stack)
+
+
 class HiddenError(UnsupportedOperationError):
     """A parameter, or what was computed from one, is used with data inside a transform."""
 

@@ -37,7 +37,7 @@ from gradstats.capture.parameters._derived import change, derive, note_alias
 from gradstats.capture.parameters._nodes import Node, unique_roots
 from gradstats.capture.parameters._refusals import check_nested, refuse, refuse_change
 from gradstats.capture.parameters._tensors import node_of
-from gradstats.capture.parameters._transforms import HiddenError, transform_level
+from gradstats.capture.parameters._transforms import HiddenError, transform_level, wraps_results
 from gradstats.capture.uses._grafted import Grafted, Registered
 from gradstats.capture.uses._slots import run_on_slots
 from gradstats.errors import TrackingError
@@ -87,7 +87,7 @@ def run_on_tracked(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[s
                 return func(*args, **kwargs)
             return derive(tracker, func, args, kwargs)
         if level is not None:
-            if data or any(unwrapped(item) is not item for item in operands):
+            if data or any(unwrapped(item) is not item for item in operands) or wraps_results():
                 raise _hidden(nodes)
         if not data:
             return _without_data(tracker, func, args, kwargs, nodes[0])
