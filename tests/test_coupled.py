@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import gradstats as gs
 
-from .oracle import assert_sqnorms, check_model, oracle_sqnorms
+from .oracle import assert_sqnorms, check_model, oracle_on_the_batch, oracle_sqnorms
 
 BATCH, WIDTH = 3, 4
 
@@ -224,7 +224,7 @@ SCRAMBLES = {
     "group_norm": lambda h: functional.group_norm(h[None], 1)[0],
     "pairs": lambda h: (h[:, None] * h).sum(1),
     "divided": lambda h: h / torch.linalg.norm(h, dim=0),
-    "padding": lambda h: functional.pad(h[1:], (0, 0, 1, 0)),
+    "padding": lambda h: functional.pad(h[:-1], (0, 0, 1, 0)),
     "sparse.mm": lambda h: torch.sparse.mm(torch.ones(BATCH, BATCH).double().to_sparse(), h),
     "linalg.matmul": lambda h: torch.linalg.matmul(torch.ones(BATCH, BATCH).double(), h),
     "__rmatmul__": lambda h: h.__rmatmul__(torch.ones(BATCH, BATCH).double()),
@@ -268,6 +268,17 @@ def test_rows_that_are_moved_or_mixed_unseen(scramble):
     model = nn.ModuleList([first, second])
     with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
         gs.per_example_norms(model, batch(), lambda m, x: m[1](scramble(m[0](x))).square().sum(1))
+
+
+def test_a_row_of_zeros_in_the_place_of_an_example():
+    """Its loss has a gradient too, as those of the others have that stay in their places."""
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()])
+
+    def losses(m, x):
+        return m[1](functional.pad(m[0](x)[1:], (0, 0, 1, 0))).square().sum(1)
+
+    stats = gs.per_example_norms(model, batch(), losses)
+    assert_sqnorms(stats, oracle_on_the_batch(model, batch(), losses), 1e-9)
 
 
 # Operations on the hidden values h (B, B) and one number y (B,) of each example, which stands where
