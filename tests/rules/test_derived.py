@@ -231,6 +231,24 @@ def test_operands_by_name(make):
     check_operation(lambda m, x: x @ make(m.w), {"w": (2, WIDTH)}, x)
 
 
+SAME_TWICE = {
+    "type": lambda w: w.contiguous().type_as(w),
+    "type and device": lambda w: w.double().to(w),
+    "copy": lambda w: w.double().to(w, copy=True),
+    "view": lambda w: w.contiguous().view_as(w),
+    "reshape": lambda w: (lambda made: made.double().reshape_as(made))(w.exp()),
+    "expansion": lambda w: w.contiguous().expand_as(w),
+}
+
+
+@pytest.mark.parametrize("make", SAME_TWICE.values(), ids=SAME_TWICE)
+def test_an_operand_beside_itself_that_gives_its_type_or_shape_alone(make):
+    """Calls that return their operand make a tensor that autograd does not tell from it."""
+    x = normal(BATCH, POSITIONS, WIDTH)
+    check_operation(lambda m, x: x @ make(m.w), {"w": (WIDTH, 2)}, x)
+    check_operation(lambda m, x: x * make(m.w), {"w": (WIDTH,)}, x)
+
+
 @pytest.mark.parametrize("case", MATRICES.values(), ids=MATRICES)
 def test_matrices(case):
     shape, make = case

@@ -82,7 +82,9 @@ def lean_step(node: Derived):
     if len(set(node.parents)) < len(node.parents) and step is not selected:
         # An operand that is given twice counts as one for elementwise functions alone.
         return elementwise if node.function in ELEMENTWISE else None
-    return step
+    # Operands that give a type or a shape count as parents where autograd does not tell them from
+    # the one that is rearranged, as in ``w.float().view_as(w)``.
+    return None if len(node.parents) > 1 and step in ISOMETRIC_STEPS else step
 
 
 def index_items(node: Derived):
