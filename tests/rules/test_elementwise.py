@@ -362,6 +362,15 @@ def test_writing_into_what_holds_nothing_of_any_example_is_refused():
     )
 
 
+def test_prelu_of_infinite_and_other_special_inputs():
+    x = torch.tensor([[torch.inf, -2, 3], [0, torch.inf, -1], [-0.0, 0, 1]]).double()
+    for count in (1, 3):
+        check_operation(
+            lambda m, x: functional.prelu(x, m.w).atan(), {"w": torch.rand(count)}, x,
+            gradient_of_data=False,
+        )  # fmt: skip
+
+
 def test_prelu_of_a_derived_input_is_refused():
     check_refused(
         lambda m, x: functional.prelu(m.w * 2, x[0, :1]), {"w": (BATCH, 4)}, normal(BATCH, 4),

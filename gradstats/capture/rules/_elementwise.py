@@ -329,7 +329,10 @@ def prelu(tracker: Context, func, input, weight):
     input = cast_for_autocast(tracker, input)
     if scale.dtype != input.dtype:
         scale = derive(tracker, Tensor.to, (scale, input.dtype), {})
-    return torch.where(input > 0, input, broadcast(tracker, torch.mul, input, scale))
+    positive = input > 0
+    # Not the input itself: what is infinite would be multiplied by a gradient of zero.
+    negative = input.masked_fill(positive, 0)
+    return torch.where(positive, input, broadcast(tracker, torch.mul, negative, scale))
 
 
 # Operations that the kernels differentiate where they broadcast.
