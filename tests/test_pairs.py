@@ -424,6 +424,29 @@ def test_long_products_are_added_up_in_parts():
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("groups, positions", [(1, 1), (1, 2), (2, 2)])
+def test_products_of_long_rows_are_added_up_in_parts(groups, positions, turned):
+    torch.manual_seed(0)
+    width = 3_000_000
+
+    def factor():
+        sides = torch.rand(2, groups, positions, 2), torch.rand(2, groups, positions, width)
+        left, right = sides[::-1] if turned else sides
+        return Outer(left, right, (groups * left.shape[3], right.shape[3]))
+
+    first, second = factor(), factor()
+    terms = [
+        torch.einsum("iktd,jksd->ijkts", one.double(), other.double())
+        for one, other in ((first.left, second.left), (first.right, second.right))
+    ]
+    expected = (terms[0] * terms[1]).sum((2, 3, 4))
+    pairs = _outer_pairs.gram_pairs(first, second, WORKSPACE)
+    torch.testing.assert_close(pairs, expected, rtol=2e-6, atol=0)
+    diagonal = _outer_pairs.gram_diagonal(first, second, WORKSPACE)
+    torch.testing.assert_close(diagonal, expected.diagonal(), rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("small, large", [(1e-30, 1e-10), (1e10, 1e30)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_products_of_which_one_side_leaves_the_range_of_float32(small, large, turned):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -179,15 +179,24 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
             size = (groups, here.stop - here.start, -1, there.stop - there.start, longest)
             for span in _tiles.chunks(positions, step):
                 left1 = _rows_of(first.left[here, :, span], dtype)
-                products = multiply_groups(left1, left2.mT)
+                products = _in_parts(multiply_groups, left1, left2.mT)
                 # A single product of positions is the result itself: do not round it again.
                 products = products.double() if positions * longest == 1 else products
                 right1 = _rows_of(first.right[here, :, span], dtype)
-                products.mul_(multiply_groups(right1, right2.mT))
+                products.mul_(_in_parts(multiply_groups, right1, right2.mT))
                 result[here, there] += products.view(size).sum((0, 2, 4))
             if same and here != there:
                 result[there, here] = result[here, there].mT
     return result
+
+
+def _in_parts(product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, others: Tensor) -> Tensor:
+    """Return rows @ others, (…, n, width) and (…, width, m): a longer sum would lose digits."""
+    width = rows.shape[-1]
+    if width <= _tiles.TILE_ELEMENTS:
+        return product(rows, others)
+    spans = _tiles.chunks(width, _tiles.TILE_ELEMENTS)
+    return reduce(torch.add, (product(rows[..., span], others[..., span, :]) for span in spans))
 
 
 def _rows_of(operand: Tensor, dtype: torch.dtype) -> Tensor:
@@ -206,9 +215,9 @@ def gram_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
     for here in _tiles.chunks(first.batch, _cost.examples_per_chunk(size, first.batch, workspace)):
         left2, right2 = second.left[here].to(dtype).mT, second.right[here].to(dtype).mT
         for span in _tiles.chunks(positions, step):
-            products = first.left[here, :, span].to(dtype) @ left2
+            products = _in_parts(torch.matmul, first.left[here, :, span].to(dtype), left2)
             products = products.double() if step * longest == 1 else products
-            products.mul_(first.right[here, :, span].to(dtype) @ right2)
+            products.mul_(_in_parts(torch.matmul, first.right[here, :, span].to(dtype), right2))
             result[here] += products.sum((1, 2, 3))
     return result
 
