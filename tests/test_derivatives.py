@@ -528,6 +528,49 @@ def test_derivatives_that_depend_on_other_examples_are_refused(combine):
         gs.per_example_norms(model, torch.randn(4, 2).double(), of_outputs(combine))
 
 
+def along_trained(combine, **options):
+    """Return a loss on the derivative along a vector that is trained as well."""
+
+    def loss_fn(model, points):
+        points = points.detach().requires_grad_()
+        outputs = model(points)
+        vectors = [None, model(points).sin()]
+        if options:
+            vectors = [torch.stack([points[:, 0]] * 2), torch.stack([vectors[1]] * 2)]
+        found = torch.autograd.grad(
+            [outputs[:, 0] if options else outputs.sum(), combine(outputs)], points, vectors,
+            create_graph=True, **options,
+        )[0]  # fmt: skip
+        return (found.sum(0) if options else found).square().sum(1)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("options", [{}, {"is_grads_batched": True}])
+@pytest.mark.parametrize("combine", [torch.exp, lambda u: u.flip(0).exp().flip(0)])
+def test_derivatives_along_vectors_that_are_trained(combine, options):
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    points = torch.randn(4, 2).double()
+    check_model(model, points, along_trained(combine, **options), fusing=(True,))
+
+
+WEIGHS_OTHERS = {
+    "rolled": lambda u: u.roll(1, 0),
+    "in another order": lambda u: u[torch.tensor([1, 0, 2, 3])],
+    "centred": lambda u: u - u.mean(0),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"is_grads_batched": True}])
+@pytest.mark.parametrize("combine", WEIGHS_OTHERS.values(), ids=WEIGHS_OTHERS)
+def test_derivatives_along_trained_vectors_of_other_examples_are_refused(combine, options):
+    """Their gradients were counted for the example whose value was weighed."""
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    points = torch.randn(4, 2).double()
+    with pytest.raises(gs.CoupledExamplesError, match="several examples met"):
+        gs.per_example_norms(model, points, along_trained(combine, **options))
+
+
 def test_derivatives_by_what_is_not_used():
     def losses(model, x):
         x, unused = x.clone().requires_grad_(), x.clone().requires_grad_()

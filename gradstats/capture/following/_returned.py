@@ -211,7 +211,12 @@ def follow_gradients(
     inputs = argument_of(args, kwargs, 1, "inputs", ())
     sources = [inputs] if isinstance(inputs, Tensor) else inputs
     outputs = flatten((args[0],))
-    joint = any(joins_examples(marks, output) for output in outputs)
+    batched = bool(kwargs.get("is_grads_batched"))
+    vectors = flatten((kwargs.get("grad_outputs"),))
+    joint = any(joins_examples(marks, output) for output in outputs) or any(
+        _weighs_others(marks, output, vector, batched)
+        for output, vector in zip(outputs, vectors, strict=False)
+    )
     for source, result in zip(sources, results, strict=True):
         if not isinstance(result, Tensor):
             continue
@@ -221,7 +226,7 @@ def follow_gradients(
             if marks.meetings.supposed:
                 marks.meetings.supposed.append(None)
             owned = marks.owned(source)
-            if kwargs.get("is_grads_batched") and isinstance(owned, Examples):
+            if batched and isinstance(owned, Examples):
                 owned = owned.along(owned.axis + 1)  # gradients along several vectors
             shared = owned is None and not marks.is_marked(source) and result.requires_grad
             marks.place(result, MIXED if shared else owned)
@@ -235,3 +240,17 @@ def follow_gradients(
                 )
         else:
             marks.mark_constant(result)  # a parameter's gradient, summed over the examples
+
+
+def _weighs_others(marks: Marks, output: Tensor, vector: Any, batched: bool) -> bool:
+    """Whether a vector that a derivative is taken along weighs values of other examples.
+
+    Their product is what is differentiated, and both have gradients to pass on.
+    """
+    if not marks.is_trained(vector):
+        return False
+    weights, owned = marks.owned(vector), marks.owned(output)
+    if batched and isinstance(owned, Examples):
+        owned = owned.along(owned.axis + 1)
+    apart = isinstance(weights, APART) and isinstance(owned, APART)
+    return not (apart and same_layout(weights, owned))
