@@ -83,7 +83,8 @@ class Convolution(nn.Module):
     ):
         super().__init__()
         torch.manual_seed(0)
-        self.make, self.options = make, {"groups": groups, "stride": stride, "padding": 1}
+        padding = size // 2
+        self.make, self.options = make, {"groups": groups, "stride": stride, "padding": padding}
         self.weight = nn.Parameter(torch.randn(rows, 4 // groups, size, size))
         self.length = nn.Parameter(1 + torch.rand(rows, 1, 1, 1))
         self.shift = nn.Parameter(torch.randn(rows))
@@ -271,10 +272,11 @@ def test_normalised_scales(dim):
     check_operation(function, {"w": (3, 4)}, normal(5, 3, 4))
 
 
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("make", [by_batch_norm, by_layer_norm])
-def test_no_gradient_of_a_standardised_convolution_is_formed(make, monkeypatch):
+def test_no_gradient_of_a_standardised_convolution_is_formed(make, size, monkeypatch):
     monkeypatch.setattr(_lineage, "sqnorms_together", None)  # what would form and pull it back
-    model, batch = Convolution(make), (torch.randn(5, 4, 6, 7), torch.ones(5))
+    model, batch = Convolution(make, size=size), (torch.randn(5, 4, 6, 7), torch.ones(5))
     assert_sqnorms(
         gs.per_example_norms(model, batch, loss), oracle_sqnorms(model, batch, loss), 1e-5
     )

@@ -37,6 +37,19 @@ class Flattened:
     shape: tuple[int, ...]
 
 
+def in_shape(factor: Outer | Patches | Tangent, shape: tuple[int, ...]) -> Any:
+    """Return what a ``Flattened`` holds in another shape, if that has the same rows."""
+    if factor.shape[:1] != shape[:1]:
+        return factor
+    if isinstance(factor, Outer):
+        return replace(factor, shape=shape)
+    if not isinstance(factor, Tangent) or (inner := in_shape(factor.inner, shape)).shape != shape:
+        return factor
+    sizes = (-1, *(1,) * (len(shape) - 1))
+    along = factor.along.reshape(factor.batch, *sizes)
+    return Tangent(inner, factor.unit.reshape(shape), along, factor.share.reshape(sizes))
+
+
 def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """w / ‖w‖."""
     argument = partial(argument_of, node.args, node.kwargs)

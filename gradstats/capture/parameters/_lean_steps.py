@@ -44,6 +44,7 @@ from gradstats.capture.operations._rowwise import POINTWISE, POINTWISE_OF_SEVERA
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._lean_normalisations import (
     Flattened,
+    in_shape,
     normalised,
     standardised,
     weight_normalised,
@@ -126,7 +127,8 @@ def _reshaped(factor: Factor | Flattened, node: Derived, parent: Node):
     if node.value.shape == shape:
         return factor
     if isinstance(factor, Flattened):
-        return factor.inner if factor.inner.shape == shape else Flattened(factor.inner, shape)
+        inner = in_shape(factor.inner, shape)
+        return inner if inner.shape == shape else Flattened(inner, shape)
     if isinstance(factor, Vector) and factor.axis is None:
         return Vector(factor.values.reshape(factor.batch, *shape), shape)
     if isinstance(factor, (Elementwise, Outer)):
