@@ -16,6 +16,7 @@ from tests.oracle import (
     flat,
     oracle_gradients,
     oracle_sqnorms,
+    sqnorms_of,
 )
 
 B = 5
@@ -219,3 +220,32 @@ def test_tables_of_which_one_is_looked_up_evenly(turned):
     torch.testing.assert_close(pairs, rows @ columns.T, rtol=1e-5, atol=1e-5)
     diagonal = contractions.inner_diagonal([first], [second], 2**20, sizes)
     torch.testing.assert_close(diagonal, (rows * columns).sum(1), rtol=1e-5, atol=1e-5)
+
+
+MADE = {
+    "low rank": ([(16, 4), (24, 4)], lambda m: functional.linear(m.first, m.second)),
+    "flat": ([(384,), (1,)], lambda m: m.first.tanh().view(16, 24)),
+    "other rows": ([(2, 192), (1,)], lambda m: (m.first.exp() * 2).reshape(16, 24)),
+    "normalised": ([(2, 192), (1,)], lambda m: functional.normalize(m.first.view(24, 16)).T),
+}
+
+
+@pytest.mark.parametrize("shapes, make", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("positions", [1, 3, 40])
+def test_matrices_made_of_parameters_of_other_shapes(shapes, make, positions):
+    def losses_of(model, x):
+        return (x @ make(model)).square().flatten(1).sum(1) + model.second.sum() * x[:, 0, 0]
+
+    torch.manual_seed(0)
+    model, x = nn.Module(), torch.randn(3, positions, 16).cuda()
+    model.first, model.second = (nn.Parameter(torch.randn(shape).cuda()) for shape in shapes)
+    gradients = oracle_gradients(model, x, losses_of)
+    rows = torch.cat([each.flatten(1) for each in gradients.values()], 1)
+    stats = gs.per_example_norms(model, x, losses_of, gram=True, alignment=True)
+    assert_sqnorms(stats, sqnorms_of(gradients), 1e-4)
+    assert_products(stats.gram, rows, rows, 1e-4)
+    assert_products(stats.alignment[:, None], rows, rows.mean(0, keepdim=True), 1e-4)
+    direction = {name: torch.randn_like(each) for name, each in model.named_parameters()}
+    flat = torch.cat([direction[name].flatten() for name in gradients]).double()
+    along = gs.alignment(model, x, losses_of, direction)
+    assert_products(along[:, None], rows, flat[None], 1e-4)
