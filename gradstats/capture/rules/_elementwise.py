@@ -332,6 +332,7 @@ def prelu(tracker: Context, func, input, weight):
     positive = input > 0
     # Not the input itself: what is infinite would be multiplied by a gradient of zero.
     negative = input.masked_fill(positive, 0)
+    tracker.marks.place_like(negative, input)
     return torch.where(positive, input, broadcast(tracker, torch.mul, negative, scale))
 
 
