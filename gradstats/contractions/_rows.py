@@ -101,7 +101,7 @@ def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
         return WellConditioned((row_norms(grad.squeeze(1), dtype),), dtype)
     chunk = max(1, SCRATCH // (positions * (positions + 2 * width) * dtype.itemsize))
     if chunk >= len(ids):
-        return WellConditioned((), dtype, _sums_of_equals(ids, grad, dtype))
+        return well_conditioned(_sums_of_equals(ids, grad, dtype), dtype)
     pieces = zip(ids.split(chunk), grad.split(chunk), strict=True)
     return well_conditioned(torch.cat([_sums_of_equals(*each, dtype) for each in pieces]), dtype)
 

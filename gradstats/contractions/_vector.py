@@ -15,7 +15,7 @@ from gradstats.contractions._result import (
     squared_norms,
     well_conditioned,
 )
-from gradstats.contractions._rounding import ROW_ELEMENTS, row_norms
+from gradstats.contractions._rounding import ROW_ELEMENTS
 from gradstats.contractions._tiles import chunks, zeros
 
 
@@ -31,8 +31,6 @@ def sqnorm_of(values: Tensor) -> Contraction:
         values = values.unsqueeze(1)
     if values.dim() == 2 and values.shape[1] <= ROW_ELEMENTS:
         return WellConditioned((torch.linalg.vector_norm(values, dim=1, dtype=dtype),), dtype)
-    if values.dim() == 2:
-        return WellConditioned((row_norms(values, dtype),), dtype)
     return well_conditioned(squared_norms(values, dtype), dtype)
 
 

@@ -34,15 +34,15 @@ from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import (
     BROADCASTS,
     JOINS,
-    MOVES,
     PAD_SEQUENCE,
     PADS,
     PRODUCTS,
     RESHAPES,
+    TRANSPOSES,
 )
 
 # Operations whose new axes are in front, if the others are as they were.
-IN_FRONT = BROADCASTS | RESHAPES | (MOVES - {torch.einsum})
+IN_FRONT = BROADCASTS | RESHAPES | TRANSPOSES
 
 # Operations whose results may have rows of constants beside those of their operands.
 JOINS_OR_PADS = PADS.union(JOINS)

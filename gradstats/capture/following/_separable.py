@@ -27,7 +27,6 @@ from gradstats.capture.operations._operations import (
     CONVOLUTIONS,
     ELEMENT_LOSSES,
     JOINS,
-    MOVES,
     MULTIPLIES,
     OUTER_PRODUCTS,
     PAD_SEQUENCE,
@@ -35,6 +34,7 @@ from gradstats.capture.operations._operations import (
     PRODUCTS,
     RESHAPES,
     TENSOR_PRODUCTS,
+    TRANSPOSES,
     VIEW_GETTERS,
     function_variants,
     is_trusted,
@@ -74,7 +74,7 @@ POWERS = frozenset([*variants("pow"), Tensor.__pow__])
 
 # Sums, and operations that take or move elements: sums remain sums.
 KEEPS_SUMS = (
-    (MOVES - {torch.einsum})
+    TRANSPOSES
     | RESHAPES
     | JOINS.keys()
     | PADS

@@ -56,15 +56,17 @@ PADS = frozenset({torch.nn.functional.pad, torch._C._nn.pad, torch.constant_pad_
 TRANSPOSING_GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 VIEW_GETTERS = (*TRANSPOSING_GETTERS, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
 
-MOVES = frozenset(
+TRANSPOSES = frozenset(
     [
-        torch.einsum,
         *variants(
             "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint"
         ),
         *TRANSPOSING_GETTERS,
     ]
 )  # fmt: skip
+
+# An einsum of one operand may move its axes too.
+MOVES = TRANSPOSES | {torch.einsum}
 
 RESHAPES = frozenset(
     variants(

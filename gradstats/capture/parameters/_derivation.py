@@ -19,8 +19,8 @@ from gradstats.capture.operations._operations import (
     ADDS,
     CASTS,
     JOINS,
-    MOVES,
     RESHAPES,
+    TRANSPOSES,
     variants,
 )
 from gradstats.capture.parameters._drawn import Draw
@@ -48,7 +48,7 @@ ELEMENTS_OF_EXPONENTIAL = 8
 # Operations that only add, move or cast: their derivative is constant, or their result shows every
 # change of an operand. The result of any other may stay the same while its derivative changes, as
 # that of a square whose operand changes its sign, or of a multiple of zeros.
-SHOWS_CHANGES = ADDS | CASTS | JOINS.keys() | (MOVES - {torch.einsum}) | RESHAPES
+SHOWS_CHANGES = ADDS | CASTS | JOINS.keys() | TRANSPOSES | RESHAPES
 
 
 class Derived(Node):

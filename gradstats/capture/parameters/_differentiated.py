@@ -83,10 +83,8 @@ def _inside(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..
         if mode is None or transform_level() is not None:
             return own(*args, **kwargs)
         # Between graphs the compiler would trace every call; there is nothing to trace here.
-        traced = get_eval_frame_callback() is not None
-        return (torch.compiler.disable(instead) if traced else instead)(
-            mode.tracker, *args, **kwargs
-        )
+        chosen = instead if get_eval_frame_callback() is None else torch.compiler.disable(instead)
+        return chosen(mode.tracker, *args, **kwargs)
 
     return run
 

@@ -34,9 +34,9 @@ from gradstats.capture.operations._operations import (
     ADDS,
     CASTS,
     EXPANDS,
-    MOVES,
     MULTIPLIES,
     RESHAPES,
+    TRANSPOSES,
     function_variants,
     variants,
 )
@@ -214,7 +214,7 @@ LEAN_STEPS = {
     **dict.fromkeys(REDUCES.keys() | MEASURES, reduced),
     **dict.fromkeys(SELECTS, selected),
     # Some of the following are elementwise too; their own steps are leaner.
-    **dict.fromkeys(MOVES - {torch.einsum}, _permuted),
+    **dict.fromkeys(TRANSPOSES, _permuted),
     **dict.fromkeys(CASTS | SAME_NUMBERS, _same_numbers),
     **dict.fromkeys(ADDS, summed),
     **dict.fromkeys(function_variants("neg", "negative"), negated),
