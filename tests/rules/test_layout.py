@@ -1566,6 +1566,26 @@ def test_elements_picked_into_a_tensor_that_is_given(pick, dtype):
     assert torch.equal(found[0], pick(ids, places, None))
 
 
+@pytest.mark.parametrize("summed", [False, True])
+def test_rows_picked_into_a_tensor_that_held_others(summed):
+    model, x = nn.Linear(4, 2).double(), normal(BATCH, 4)
+    places = torch.arange(BATCH)
+    with gs.track(model, batch_size=BATCH, loss_reduction="sum") as tracker:
+        buffer = torch.empty_like(x)
+        for rows in (places, places.roll(1)):
+            torch.index_select(x, 0, rows, out=buffer)
+        losses = mean_of_outputs(model, buffer)
+        if summed:
+            losses.sum().backward()
+        else:
+            tracker.backward(losses[places.roll(-1)])
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, x, mean_of_outputs), 1e-9)
+
+
+def mean_of_outputs(model, x):
+    return model(x).square().mean(1)
+
+
 @pytest.mark.parametrize("after", [lambda h: h, lambda h: h.as_strided((BATCH, 4), (1, BATCH))])
 def test_fewer_rows_gathered_than_there_are(after):
     """Of rows that stand twice only the first are left: as many as examples, of other examples."""

@@ -335,7 +335,7 @@ def are_fixed(marks: Marks, call: Call, after: Scores) -> bool:
     }
     if not trained:
         return True
-    if call.func not in BROADCASTS or "out" in call.kwargs:
+    if call.func not in BROADCASTS:
         return False
     # Upwards and downwards, as one of them may not count; each by another amount, which is no
     # simple multiple of the others': what is moved alike may cancel.

@@ -225,8 +225,7 @@ def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Ten
     if not result.numel() or is_compiling():
         return None  # a graph has no values to look at
     if not same_storage(result, source):
-        told = {name: item for name, item in kwargs.items() if name != "out"}
-        found = func(owner.contiguous(), *args[1:], **told)
+        found = func(owner.contiguous(), *args[1:], **kwargs)
     else:
         start = int(result.storage_offset() - source.storage_offset())
         expanded = source.stride(last) == 0

@@ -54,6 +54,10 @@ def follow_results(
     """Note which results of an operation are constant, and where the examples lie in the others."""
     marks = tracker.marks
     func, args, kwargs = _by_place(func, args, kwargs)
+    given = tensors_in(kwargs.get("out")) if kwargs else []
+    if given:
+        _follow_copied(tracker, func, args, kwargs, given)
+        return
     every = operands_of(args, kwargs)
     operands = [t for t in every if node_of(t) is None]
     data = [t for t in operands if marks.is_data(t)]
@@ -89,6 +93,20 @@ def follow_results(
             if values and takes_for_data(marks, func, tensor):
                 continue
             marks.mark_constant(tensor)
+
+
+def _follow_copied(
+    tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+) -> None:
+    """Note where the examples lie in tensors ``given`` to an operation to write its results to.
+
+    As if it had made new ones, which were then copied.
+    """
+    others = {name: item for name, item in kwargs.items() if name != "out"}
+    made = [item.clone() for item in given]
+    follow_results(tracker, func, args, others, made)
+    for target, source in zip(given, made, strict=True):
+        follow_results(tracker, Tensor.copy_, (target, source), {}, target)
 
 
 def _cancels(marks: Marks, data: list[Tensor], operands: Sequence[Any]) -> bool:
@@ -129,8 +147,6 @@ def _follow_data(
         return
     if type(func) in OPAQUE and not torch.is_grad_enabled():
         return  # inside a compiled graph, which was followed when it was traced
-    for tensor in tensors_in(kwargs.get("out")):
-        marks.mark_data(tensor)
     if func in WRITES and node_of(args[0]) is None:
         _follow_write(marks, func, args, kwargs, data, result)
         return
