@@ -33,7 +33,11 @@ def oracle_gradients(
     Those of complex parameters as real numbers, (B, *shape, 2).
     """
     model = copy.deepcopy(model).double()
-    losses = loss_fn(model, to_float64(batch))
+    return gradients_of(model, loss_fn(model, to_float64(batch)))
+
+
+def gradients_of(model: nn.Module, losses: Tensor) -> dict[str, Tensor]:
+    """Return the same of the losses (B,) of a model as it is, whose forward has run."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows: dict[str, list[Tensor]] = {name: [] for name in named}
     for loss in losses:
@@ -53,9 +57,9 @@ def oracle_sqnorms(model, batch, loss_fn) -> dict[str, Tensor]:
 
 
 def sqnorms_of(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the squared norms (B,) of per-example gradients, by parameter."""
+    """Return the squared norms (B,) of per-example gradients, by parameter, float64."""
     return {
-        name: gradient.reshape(len(gradient), -1).square().sum(1)
+        name: gradient.reshape(len(gradient), -1).double().square().sum(1)
         for name, gradient in gradients.items()
     }
 
@@ -305,9 +309,4 @@ def assert_unchanged(model: nn.Module, state: dict[str, Any]) -> None:
 
 def oracle_on_the_batch(model, batch, losses) -> dict[str, torch.Tensor]:
     """Squared norms of the gradient of each loss of the batch as a whole, which nothing divides."""
-    names, own = zip(*model.named_parameters(), strict=True)
-    found = []
-    for loss in losses(model, batch):
-        grads = torch.autograd.grad(loss, own, retain_graph=True, allow_unused=True)
-        found.append([0.0 if g is None else g.square().sum() for g in grads])
-    return dict(zip(names, torch.tensor(found, dtype=torch.float64).T, strict=True))
+    return sqnorms_of(gradients_of(model, losses(model, batch)))

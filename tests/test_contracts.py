@@ -23,6 +23,7 @@ from tests.oracle import (
     check_model,
     flat,
     oracle_gradients,
+    oracle_on_the_batch,
     oracle_sqnorms,
     snapshot,
 )
@@ -812,12 +813,8 @@ def sums_of_squares(model, x):
 def test_as_many_draws_as_packed_rows_are_not_one_for_each(kind):
     model, x = Drawn(DRAWN[kind]), torch.randn(3, 3, dtype=torch.float64)
     stats = gs.per_example_norms(model, x, sums_of_squares, cu_seqlens=torch.arange(4))
-    losses = sums_of_squares(model, x)
-    for name, value in model.named_parameters():
-        rows = [torch.autograd.grad(loss, value, retain_graph=True, allow_unused=True)[0]
-                for loss in losses]  # fmt: skip
-        want = torch.stack([torch.zeros(()) if row is None else row.square().sum() for row in rows])
-        torch.testing.assert_close(stats.by_parameter[name].double(), want.double())
+    for name, want in oracle_on_the_batch(model, x, sums_of_squares).items():
+        torch.testing.assert_close(stats.by_parameter[name].double(), want)
 
 
 def test_a_batch_that_cannot_be_looked_into_is_not_given_again():

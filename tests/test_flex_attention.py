@@ -18,7 +18,7 @@ import gradstats as gs
 from gradstats._factors import Segments
 from gradstats.capture.following._apart import mask_keeps_apart
 from gradstats.capture.following._examples import Examples
-from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
+from tests.oracle import assert_sqnorms, check_model, oracle_on_the_batch, oracle_sqnorms
 from tests.test_packed import check_packed, sqnorms_alone
 
 B, T, HEADS, WIDTH = 3, 16, 2, 32
@@ -260,10 +260,7 @@ def test_packed_examples_in_several_rows(apart):
             gs.per_example_norms(model, batch, loss_fn, cu_seqlens=bounds)
         return
     stats = gs.per_example_norms(model, batch, loss_fn, cu_seqlens=bounds)
-    losses = loss_fn(model, batch)
-    for name, parameter in model.named_parameters():
-        rows = [torch.autograd.grad(each, parameter, retain_graph=True)[0] for each in losses]
-        expected = torch.stack([row.square().sum() for row in rows])
+    for name, expected in oracle_on_the_batch(model, batch, loss_fn).items():
         torch.testing.assert_close(stats.by_parameter[name], expected, rtol=1e-7, atol=1e-12)
 
 

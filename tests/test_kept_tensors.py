@@ -15,7 +15,7 @@ from torch.nn import functional
 import gradstats as gs
 from tests.functions import Kernel
 from tests.losses import losses_of as loss_of
-from tests.oracle import assert_sqnorms, oracle_sqnorms
+from tests.oracle import assert_sqnorms, flat, gradients_of, oracle_sqnorms
 
 BATCH, WIDTH = 5, 3
 
@@ -309,11 +309,8 @@ def test_a_forward_that_is_run_again_draws_the_same_numbers():
     torch.manual_seed(5)
     expected = losses(model, x)
     assert torch.equal(found.loss, expected.detach()) and torch.equal(after, torch.get_rng_state())
-    gradients = [
-        torch.autograd.grad(loss, model.parameters(), retain_graph=True) for loss in expected
-    ]
-    norms = [torch.cat([each.flatten() for each in gradient]).norm() for gradient in gradients]
-    torch.testing.assert_close(found.norm, torch.stack(norms))
+    norms = flat(gradients_of(model, expected)).norm(dim=1)
+    torch.testing.assert_close(found.norm, norms)
 
 
 def test_a_forward_that_counts_its_calls_is_not_run_again():

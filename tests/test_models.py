@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstats as gs
 from benchmarks.workloads import Transformer, next_token
 from tests.losses import losses_of as classify
-from tests.oracle import assert_sqnorms, check_model, oracle_sqnorms
+from tests.oracle import assert_sqnorms, check_model, oracle_on_the_batch, oracle_sqnorms
 
 B = 6
 
@@ -165,16 +165,8 @@ def test_autocast():
             out = model(batch[0])
         return functional.cross_entropy(out.float(), batch[1], reduction="none")
 
-    # Each example alone, by plain autograd under the same autocast: float32 gradients of bfloat16
-    # products, so agreement is to bfloat16's rounding.
-    expected = {name: [] for name, _ in model.named_parameters()}
-    for row in range(B):
-        model.zero_grad()
-        losses(model, tuple(part[row : row + 1] for part in batch)).sum().backward()
-        for name, p in model.named_parameters():
-            expected[name].append(p.grad.double().square().sum())
-    model.zero_grad()
-    expected = {name: torch.stack(values) for name, values in expected.items()}
+    # Float32 gradients of bfloat16 products: agreement is to bfloat16's rounding.
+    expected = oracle_on_the_batch(model, batch, losses)
     assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 0.02)
     for fused in (True, False):
         with gs.track(model, batch_size=B, fused=fused) as tracker:

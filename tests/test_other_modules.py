@@ -14,7 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from gradstats.capture.following._enclosed import buffers_beside
-from tests.oracle import assert_products, assert_sqnorms, assert_unchanged, flat, snapshot
+from tests.oracle import (
+    assert_products,
+    assert_sqnorms,
+    assert_unchanged,
+    flat,
+    gradients_of,
+    oracle_on_the_batch,
+    snapshot,
+)
 from tests.oracle import sqnorms_of as squared
 
 WIDTH, HIDDEN = 5, 6
@@ -94,18 +102,6 @@ WAYS = {
 }
 
 
-def gradients(model, z, losses):
-    """Return per-example gradients by plain autograd, of the model as it is."""
-    named = dict(model.named_parameters())
-    rows = [
-        torch.autograd.grad(loss, list(named.values()), retain_graph=True)
-        for loss in losses(model, z)
-    ]
-    return {
-        name: torch.stack(own) for name, own in zip(named, zip(*rows, strict=True), strict=True)
-    }
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kind", CRITICS)
@@ -114,7 +110,7 @@ def test_a_generator_by_its_discriminator(kind, training, size):
     z = torch.randn(size, 4, dtype=torch.float64)
     losses = of_a_closure(critic)
     before = {name: value.clone() for name, value in critic.state_dict().items()}
-    expected = gradients(model, z, losses)
+    expected = gradients_of(model, losses(model, z))
     after = {name: value.clone() for name, value in critic.state_dict().items()}
     state = snapshot(model)
     for options in ({}, {"gram": True, "alignment": True}):
@@ -139,7 +135,7 @@ def test_wherever_the_loss_function_has_it_from(way, size):
     critic, model = CRITICS["parametrization"]().eval(), generator()
     z = torch.randn(size, 4, dtype=torch.float64)
     losses = WAYS[way](critic)
-    expected = gradients(model, z, losses)
+    expected = gradients_of(model, losses(model, z))
     assert_sqnorms(gs.per_example_norms(model, z, losses), squared(expected), 1e-9)
     rows = flat(expected)
     assert_products(gs.inner_products(model, z, model, z.clone(), losses), rows, rows, 1e-9)
@@ -155,7 +151,7 @@ def test_in_a_context_both_are_one_model(kind, size):
     """As the guide says: there no loss function says what it uses."""
     critic, model = CRITICS[kind]().eval(), generator()
     z = torch.randn(size, 4, dtype=torch.float64)
-    expected = gradients(model, z, of_a_closure(critic))
+    expected = gradients_of(model, of_a_closure(critic)(model, z))
     if size > 1 and kind != "buffer":
         refused, hint = (
             (gs.ExampleAxisError, gs.CoupledExamplesError),
@@ -198,7 +194,7 @@ def test_a_buffer_that_is_of_the_batch(size):
     model, z = generator(), torch.randn(size, 4, dtype=torch.float64)
     targets = torch.randn(size, WIDTH, dtype=torch.float64)
     criterion = Remembering(targets)
-    expected = gradients(model, z, lambda model, z: criterion(model(z)))
+    expected = gradients_of(model, criterion(model(z)))
     stats = gs.per_example_norms(model, z, lambda model, z: criterion(model(z)))
     assert_sqnorms(stats, squared(expected), 1e-9)
     stats = gs.per_example_norms(model, (z, targets), lambda model, b: criterion(model(b[0])))
@@ -235,7 +231,7 @@ def test_beside_objects_that_cannot_be_read(made):
     def losses(model, z, kept=(critic, unread)):
         return deceive(kept[0], model, z)
 
-    expected = squared(gradients(model, z, losses))
+    expected = oracle_on_the_batch(model, z, losses)
     assert_sqnorms(gs.per_example_norms(model, z, losses), expected, 1e-9)
 
 
@@ -270,7 +266,7 @@ def test_a_discriminator_of_what_is_made_by_statistics_of_the_batch(joined, way,
             return functional.softplus(-scores[: len(z)]) + functional.softplus(scores[len(z) :])
         return (functional.softplus(-m(real)) + functional.softplus(m(fake))).squeeze(1)
 
-    expected = gradients(critic, batch, losses)
+    expected = gradients_of(critic, losses(critic, batch))
     assert_sqnorms(gs.per_example_norms(critic, batch, losses), squared(expected), 1e-9)
     for _ in range(2):
         with gs.track(critic, batch_size=size) as tracker:
@@ -296,7 +292,7 @@ def test_statistics_of_a_batch_that_pass_gradients_on(reentrant):
     ):
         losses(model, z).mean().backward()
     critic.eval()
-    expected = gradients(model, z, of_a_closure(critic))
+    expected = gradients_of(model, of_a_closure(critic)(model, z))
     assert_sqnorms(gs.per_example_norms(model, z, losses), squared(expected), 1e-9)
 
 
@@ -344,7 +340,7 @@ def test_statistics_of_one_example_alone(size):
         each = [critic(m(row).transpose(1, 2)).square().sum() for row in x.split(1)]
         return torch.stack(each)
 
-    expected = gradients(model, x, losses)
+    expected = gradients_of(model, losses(model, x))
     assert_sqnorms(gs.per_example_norms(model, x, losses), squared(expected), 1e-9)
 
 
@@ -367,7 +363,7 @@ def test_a_teacher_that_is_a_part_of_the_model(parameters, size):
             target = m["teacher"](x)
         return (m["student"](x) - target).square().sum(1)
 
-    expected = squared(gradients(model["student"], x, lambda m, x: losses(model, x)))
+    expected = squared(gradients_of(model["student"], losses(model, x)))
     expected = {f"student.{name}": value for name, value in expected.items()}
     if parameters is None:
         zeros = torch.zeros(size).double()

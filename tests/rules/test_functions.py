@@ -18,7 +18,14 @@ import gradstats as gs
 from gradstats.capture.operations._graph import INNERMOST
 from gradstats.capture.parameters._functions import HOST, SHARED_APPLY
 from tests.functions import Kernel
-from tests.oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
+from tests.oracle import (
+    assert_sqnorms,
+    check_model,
+    check_products,
+    oracle_gradients,
+    oracle_on_the_batch,
+    oracle_sqnorms,
+)
 from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, POSITIONS, WIDTH = 4, 3, 5
@@ -362,12 +369,8 @@ def test_in_single_precision_and_under_autocast():
             return uneven_loss(model, batch).float()
 
     stats = gs.per_example_norms(model, batch, losses)
-    expected = []
-    for row in batch[0]:
-        model.zero_grad()
-        losses(model, (row[None],)).sum().backward()
-        expected.append(sum(p.grad.double().square().sum() for p in model.parameters()))
-    torch.testing.assert_close(stats.sqnorm.double(), torch.stack(expected), rtol=0.05, atol=0)
+    expected = sum(oracle_on_the_batch(model, batch, losses).values())
+    torch.testing.assert_close(stats.sqnorm.double(), expected, rtol=0.05, atol=0)
 
 
 def test_checkpoints():
@@ -886,15 +889,10 @@ def test_a_direction_needs_no_second_derivative():
     model = Operation(FUNCTIONS["numpy, once differentiable"], SHAPES, False)
     batch = (normal(BATCH, WIDTH),)
     direction = {name: normal(*p.shape) for name, p in model.named_parameters()}
-    expected = []
-    for row in range(BATCH):
-        model.zero_grad()
-        uneven_loss(model, (batch[0][row : row + 1],)).sum().backward()
-        pairs = [(p.grad, direction[name]) for name, p in model.named_parameters()]
-        expected.append(sum((grad * other).sum() for grad, other in pairs))
-    model.zero_grad()
+    rows = oracle_gradients(model, batch, uneven_loss)
+    expected = sum((rows[name] * other).flatten(1).sum(1) for name, other in direction.items())
     got = gs.alignment(model, batch, uneven_loss, direction)
-    torch.testing.assert_close(got.double(), torch.stack(expected), rtol=1e-10, atol=0)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-10, atol=0)
     assert_sqnorms(
         gs.per_example_norms(model, batch, uneven_loss),
         oracle_sqnorms(model, batch, uneven_loss),

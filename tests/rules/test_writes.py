@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, check_model
+from tests.oracle import assert_sqnorms, check_model, oracle_on_the_batch
 from tests.rules.operation import check_operation, check_refused, normal
 
 BATCH, WIDTH = 3, 4
@@ -553,13 +553,7 @@ def test_a_buffer_of_the_model_that_data_are_written_into():
     def losses(m, x):
         return m(x).square().sum((1, 2))
 
-    parameters = dict(model.named_parameters())
-    expected = {name: [] for name in parameters}
-    for loss in losses(model, x):
-        grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
-        for name, grad in zip(parameters, grads, strict=True):
-            expected[name].append(grad.square().sum())
-    expected = {name: torch.stack(values) for name, values in expected.items()}
+    expected = oracle_on_the_batch(model, x, losses)
     for _ in range(2):
         assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
         with gs.track(model, batch_size=BATCH) as tracker:

@@ -16,7 +16,15 @@ from torch.nn import functional
 from torch.nn.utils import weight_norm
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, assert_unchanged, oracle_sqnorms, snapshot
+from tests.oracle import (
+    assert_sqnorms,
+    assert_unchanged,
+    flat,
+    gradients_of,
+    oracle_on_the_batch,
+    oracle_sqnorms,
+    snapshot,
+)
 from tests.scoring.setting import loss_fn
 
 
@@ -193,10 +201,7 @@ def test_every_checkpoint_is_computed_with_its_own_weights(name, training):
     for state in states:
         loaded = MODELS[name]()
         loaded.load_state_dict(state)
-        trained = [each for each in loaded.eval().parameters() if each.requires_grad]
-        for place, loss in enumerate(loss_fn(loaded, batch)):
-            gradients = torch.autograd.grad(loss, trained, retain_graph=True)
-            expected[place] += sum(each.double().square().sum() for each in gradients)
+        expected += sum(oracle_on_the_batch(loaded.eval(), batch, loss_fn).values())
     model(batch[0])
     before, attributes = snapshot(model), dict(vars(model))
     checkpoints = gs.Checkpoints(states, lr=1.0)
@@ -530,10 +535,8 @@ def test_what_was_kept_in_eval_mode_is_computed_anew(kind, with_graph, tmp_path)
         trained.load_state_dict(state)
         away = trained(x).softmax(1) - functional.one_hot(labels, 3)
         el2n.append(away.norm(dim=1).detach().numpy())
-        losses, own = loss_fn(trained, (x, labels)), list(trained.parameters())
-        rows = [torch.autograd.grad(loss, own, retain_graph=True) for loss in losses]
-        flat = torch.stack([torch.cat([each.flatten() for each in row]) for row in rows])
-        expected += flat @ flat.T
+        rows = flat(gradients_of(trained, loss_fn(trained, (x, labels))))
+        expected += rows @ rows.T
     model.eval()
     if with_graph is not None:
         with torch.set_grad_enabled(with_graph):
@@ -849,13 +852,10 @@ def test_what_training_mode_does_beside_is_left_undone(make):
     model, x, labels = make(), torch.randn(6, 4), torch.arange(6) % 3
     nn.Module.train(model, False)
     states = [disturbed(model.state_dict()) for _ in range(2)]
-    trained = [each for each in model.parameters() if each.requires_grad]
-    expected, own = torch.zeros(6), copy.deepcopy(model.state_dict())
+    expected, own = torch.zeros(6).double(), copy.deepcopy(model.state_dict())
     for state in states:
         model.load_state_dict(state)
-        for place, loss in enumerate(loss_fn(model, (x, labels))):
-            gradients = torch.autograd.grad(loss, trained, retain_graph=True)
-            expected[place] += sum(each.square().sum() for each in gradients)
+        expected += sum(oracle_on_the_batch(model, (x, labels), loss_fn).values())
     model.load_state_dict(own)
     before, frozen = snapshot(model), [each.requires_grad for each in model.parameters()]
     data, checkpoints = [(x[:4], labels[:4]), (x[4:], labels[4:])], gs.Checkpoints(states, lr=1.0)

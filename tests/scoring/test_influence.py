@@ -19,7 +19,7 @@ from gradstats.scoring._batches import BatchLayout
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._work import amount
 from gradstats.statistics._division import Division
-from tests.oracle import assert_unchanged, snapshot
+from tests.oracle import assert_unchanged, flat, gradients_of, snapshot
 from tests.scoring import processes
 from tests.scoring.setting import (
     RATES,
@@ -931,16 +931,8 @@ def test_a_transformer_with_tied_weights_from_dict_batches():
     scores = gs.influence(
         model, [train], [query], next_token, gs.Checkpoints([state], lr=0.5), progress=False
     )
-    sides = []
-    for batch in (train, query):
-        rows = []
-        model.eval()
-        for loss in next_token(model, batch):
-            model.zero_grad()
-            loss.backward(retain_graph=True)
-            rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        sides.append(torch.stack(rows))
-    model.train()
+    model.eval()
+    sides = [flat(gradients_of(model, next_token(model, batch))) for batch in (train, query)]
     np.testing.assert_allclose(
         np.asarray(scores), 0.5 * sides[0] @ sides[1].T, rtol=1e-9, atol=1e-12
     )

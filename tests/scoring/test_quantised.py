@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 import gradstats as gs
+from tests.oracle import flat, gradients_of
 from tests.scoring.setting import loss_fn
 
 
@@ -76,14 +77,8 @@ def make(kind) -> nn.Module:
 
 def expected(model: nn.Module, batch) -> Tensor:
     """Return (B, B) inner products by plain autograd, one example at a time."""
-    trained = [each for each in model.parameters() if each.requires_grad]
-    rows = [
-        torch.cat(
-            [each.flatten() for each in torch.autograd.grad(loss, trained, retain_graph=True)]
-        )
-        for loss in loss_fn(model, batch)
-    ]
-    return torch.stack(rows) @ torch.stack(rows).T
+    rows = flat(gradients_of(model, loss_fn(model, batch)))
+    return rows @ rows.T
 
 
 @pytest.mark.parametrize("kind", ["plain", "wrapped", "described"])
