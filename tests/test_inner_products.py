@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -450,6 +451,41 @@ def test_kept_gradients_serve_many_batches_and_outlive_the_model():
             torch.testing.assert_close(result.sqnorm, columns.square().sum(1))
             assert list(result.by_parameter) == list(kept.shapes)
             torch.testing.assert_close(sum(result.by_parameter.values()), result.values)
+
+
+class Reusing(nn.Module):
+    """Computes with memory of its own, which the next forward overwrites."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8).double(), nn.Linear(8, 8).double()
+        self.kind, self.numbers = kind, np.zeros((B, 4))
+        self.memory = {"inputs": torch.zeros(B, 4, dtype=torch.float64)}
+
+    def forward(self, x):
+        if self.kind == "inputs":
+            x = self.memory["inputs"].copy_(x)
+        elif self.kind == "numpy":
+            self.numbers[:] = x.numpy()
+            x = torch.from_numpy(self.numbers)
+        hidden = self.first(x).tanh()
+        if self.kind == "hidden":
+            self.memory.get("hidden", torch.zeros(1)).zero_()
+            self.memory["hidden"] = hidden.detach()
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("kind", ["inputs", "numpy", "hidden"])
+def test_kept_gradients_outlive_memory_that_the_next_forward_overwrites(kind):
+    model, batch, other = Reusing(kind), *torch.randn(2, B, 4, dtype=torch.float64)
+
+    def losses(model, x):
+        return model(x).square().sum(1)
+
+    rows, columns = (rows_of(model, each, losses) for each in (batch, other))
+    kept = keep(model, batch, losses)
+    (result,) = products([kept], model, other, losses)
+    assert_products(result.values, rows, columns, 1e-9)
 
 
 def test_several_kept_batches_in_one_backward(monkeypatch):

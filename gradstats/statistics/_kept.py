@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from gradstats._complex import real_shape
 from gradstats._factors import tensors_of
-from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._consumers import Against, Keep, KeptParameter
 from gradstats.errors import CoverageError
 from gradstats.statistics._arguments import LossFunction, Options, shapes_of
@@ -91,9 +90,9 @@ def keep(
         about the memory of the activations; for a layer whose gradients are smaller than its
         factors, that of the gradients.
     """
-    borrowed = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-    consumer = Keep(borrowed)
+    consumer = Keep()
     tracker, _ = run(model, batch, loss_fn, consumer, **options)
+    consumer.copy_shared()
     check_finite(tracker, nonfinite)
     shapes = {root.name: real_shape(root.parameter) for root in tracker.roots}
     return KeptGradients(tracker.reports.sqnorm, shapes, consumer.kept)

@@ -11,16 +11,16 @@ to the first. What a consumer does not hold is freed before the next layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gradstats._complex import as_real
-from gradstats._factors import Factor, map_tensors
-from gradstats.capture.operations._memory import parts_of, storage_of
+from gradstats._factors import Factor, map_tensors, tensors_of
 from gradstats.capture.parameters._lineage import Pulled
 from gradstats.contractions import direction_inner, fold, inner_diagonal, inner_pairs, total
 from gradstats.contractions._result import squared_norms
@@ -69,19 +69,14 @@ class KeptParameter:
 class Keep:
     """Holds the factors of every parameter.
 
-    Args:
-        borrowed: the user's own tensors, which may change before the factors are used.
-
     Attributes:
         kept: name → factors and norms.
     """
 
     needs_norms = True
 
-    def __init__(self, borrowed: Iterable[Tensor]):
+    def __init__(self) -> None:
         self.kept: dict[str, KeptParameter] = {}
-        storages = (storage_of(part) for each in borrowed for part in parts_of(each))
-        self._borrowed = {storage.data_ptr() for storage in storages if storage is not None}
         self._replays: dict = {}
 
     def take(self, arrival: Arrival) -> None:
@@ -91,16 +86,49 @@ class Keep:
     def _owned(self, factor: Factor) -> Factor:
         if isinstance(factor, Pulled):
             factor = factor.frozen(self._replays)
-        return map_tensors(factor, self._own)
+        return map_tensors(factor, _compact)
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        storage = tensor.untyped_storage()
-        # A view would keep all of a larger tensor alive.
-        larger = storage.nbytes() > 2 * max(1, tensor.numel()) * tensor.element_size()
-        if larger or storage.data_ptr() in self._borrowed:
-            return _copied(tensor)
-        return tensor
+    def copy_shared(self) -> None:
+        """Copy what others hold as well, and may change, once the graph is gone."""
+        factors = [factor for each in self.kept.values() for factor in each.factors]
+        own = {id(tensor): tensor for factor in factors for tensor in tensors_of(factor)}
+        counts = Counter(_address(tensor) for tensor in own.values())
+        shared = {_address(each) for each in own.values() if _is_shared(each, counts)}
+        copies: dict[tuple[Any, ...], Tensor] = {}  # one for all that lie in the same places
+
+        def copy(tensor: Tensor) -> Tensor:
+            if _address(tensor) not in shared:
+                return tensor
+            place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            if place not in copies:
+                copies[place] = _copied(tensor)
+            return copies[place]
+
+        for each in self.kept.values():
+            each.factors[:] = [map_tensors(factor, copy) for factor in each.factors]
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, and without a larger one that it is a view of."""
+    tensor = tensor.detach()
+    size = max(1, tensor.numel()) * tensor.element_size()
+    return _copied(tensor) if tensor.untyped_storage().nbytes() > 2 * size else tensor
+
+
+def _address(tensor: Tensor) -> int:
+    """Return what identifies a tensor's memory while it is held."""
+    return tensor.untyped_storage()._cdata
+
+
+def _is_shared(tensor: Tensor, counts: Mapping[int, int]) -> bool:
+    """Whether others hold a tensor's memory too: Python's, or other libraries such as NumPy.
+
+    Args:
+        counts: by address, how many tensors of one's own hold it.
+    """
+    storage = tensor.untyped_storage()  # which holds it as well
+    holders = torch._C._storage_Use_Count(storage._cdata) - 1
+    return holders > counts[storage._cdata] or not storage.resizable()
 
 
 class Against:
