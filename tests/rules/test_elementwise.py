@@ -249,6 +249,10 @@ def test_a_part_of_the_data_changed_in_place():
         (slice(None), slice(None, None, 2), 1),
         (slice(None), None, 1),
         (slice(None), ..., 0),
+        (..., 1, slice(None)),
+        (..., 0),
+        ...,
+        (),
         slice(None),
     ],
     ids=str,
@@ -378,7 +382,7 @@ def test_prelu_of_a_derived_input_is_refused():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("index", [0, slice(1, 3), ..., torch.tensor([0, 1])], ids=str)
+@pytest.mark.parametrize("index", [0, slice(1, 3), (0, ...), torch.tensor([0, 1])], ids=str)
 def test_parameters_written_into_some_of_the_examples_are_refused(index):
     def function(m, x):
         hidden = 2 * x

@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 def assign(tracker: Context, func, input, index, value):
     """x[:, ...] = w and x[mask] = w: a part of the data is overwritten."""
     node = first_node(*tensors_in((input, index, value)))
-    items = as_tuple(index)
     if node_of(input) is not None:
         return write_data(tracker, func, (input, index, value), {})
     if not tracker.marks.is_data(input):
         refuse(func, node, "to a tensor that holds nothing of any example has no rule")
-    if len(items) == 1 and isinstance(items[0], Tensor) and items[0].dtype == torch.bool:
-        return _assign_where(tracker, func, node, input, items[0], value)
-    if any(isinstance(item, Tensor) for item in items_of(input, index)):
+    given = as_tuple(index)
+    if len(given) == 1 and isinstance(given[0], Tensor) and given[0].dtype == torch.bool:
+        return _assign_where(tracker, func, node, input, given[0], value)
+    items = items_of(input, index)
+    if any(isinstance(item, Tensor) for item in items):
         refuse(func, node, "to other than what slices, numbers or a mask select has no rule")
     axis = locate(tracker, func, node, input).axis
     # The examples must stay where they are, all of them, along the same axis.
-    if len(items) <= axis or any(item != slice(None) for item in items[: axis + 1]):
+    if any(item != slice(None) for item in items[: axis + 1]):
         refuse(func, node, "to some of the examples has no rule")
     part = input[index]
     tracker.marks.place_like(part, input)
