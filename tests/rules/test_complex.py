@@ -85,6 +85,7 @@ PRODUCTS = {
     "addmm of multiples": (lambda z, w: z[:, 1:].sum(1).addmm(z[:, 0], w, beta=2), (WIDTH, WIDTH)),
     "baddbmm": (lambda z, w: torch.baddbmm(w[:1], z, w.expand(len(z), -1, -1)), (WIDTH, OUT)),
     "addr": (lambda z, w: torch.addr(w.sum(), z[:, 0, 0], w), (WIDTH,)),
+    "addmv": (lambda z, w: torch.addmv(w[:1], z[:, 0], w), (WIDTH,)),
     "twice": (lambda z, w: z @ w + (z * 2).conj() @ w.conj(), (WIDTH, OUT)),
     "square": (lambda z, w: z @ w @ w, (WIDTH, WIDTH)),
 }

@@ -292,6 +292,16 @@ def test_outer_products_that_are_added(scales):
     check_model(model, (normal(BATCH, WIDTH),), penalised_loss, fusing=(True,))
 
 
+@pytest.mark.parametrize("scales", [{}, {"beta": 0.5, "alpha": 2.0}, {"beta": 0}], ids=str)
+def test_products_with_a_vector_that_are_added(scales):
+    def function(m, x):
+        one = torch.addmv(m.b, x, m.w, **scales)
+        return one * x[:, 0].addmv(x.sin(), m.w, **scales)
+
+    for size in (1, BATCH):
+        check_operation(function, {"w": (WIDTH,), "b": (size,)}, normal(BATCH, WIDTH))
+
+
 @pytest.mark.parametrize("count", [2, BATCH])
 def test_elements_taken_along_an_axis(count):
     """At indices of the examples: of a table that all share, broadcast, or of all its elements."""

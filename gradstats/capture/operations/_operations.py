@@ -207,7 +207,7 @@ COMPLEX = (
     PRODUCTS
     | TENSOR_PRODUCTS
     | ADDED_PRODUCTS
-    | frozenset([*function_variants(*ELEMENTWISE), *variants("addr")])
+    | frozenset([*function_variants(*ELEMENTWISE), *variants("addr", "addmv")])
     | frozenset(in_place_variants(*ELEMENTWISE))
     | JOINS.keys()
     | {

@@ -338,6 +338,7 @@ ADDED = {
     **dict.fromkeys(ADDMM, torch.mm),
     **dict.fromkeys(variants("baddbmm"), torch.bmm),
     **dict.fromkeys(variants("addr"), torch.outer),
+    **dict.fromkeys(variants("addmv"), torch.mv),
 }
 
 # Forms that change their first operand, with those that return a new tensor.
