@@ -45,6 +45,8 @@ OPERATIONS = {
     "torch.add reversed": lambda x, w: torch.add(input=w, other=x, alpha=-2.5),
     "torch.sub": lambda x, w: torch.sub(w, x, alpha=3),
     "torch.rsub": lambda x, w: torch.rsub(x, w, alpha=3),
+    "torch.add of a multiple in a tensor": lambda x, w: x.add(w, alpha=torch.tensor(2.5)),
+    "torch.sub of a multiple in a tensor": lambda x, w: torch.sub(w, x, alpha=torch.tensor(3)),
     "torch.mul": lambda x, w: torch.mul(w, other=x),
     "method mul": lambda x, w: w.mul(x),
     "torch.div": lambda x, w: torch.div(w, x.abs() + 1),
@@ -207,8 +209,18 @@ def test_another_example_axis(shape):
     )
 
 
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition")
+def test_a_condition_in_bytes():
+    check_operation(
+        lambda m, x: torch.where((x > 0).byte(), x, m.w),
+        {"w": (WIDTH,)},
+        normal(BATCH, POSITIONS, WIDTH),
+    )
+
+
 IN_PLACE = {
     "add_": lambda x, w: x.add_(w, alpha=2),
+    "add_ of a multiple in a tensor": lambda x, w: x.add_(w, alpha=torch.tensor(2.0)),
     "sub_": lambda x, w: x.sub_(w),
     "mul_": lambda x, w: x.mul_(w),
     "div_": lambda x, w: x.div_(w),

@@ -35,6 +35,7 @@ ELEMENTWISE_IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_
 
 # Operations whose derivatives depend on no number of their operands, save where a condition holds.
 AFFINE = ADDS | ADDS_IN_PLACE | JOINS.keys() | {*variants("where"), Tensor.copy_}
+CONDITIONS = frozenset({torch.bool, torch.uint8})
 
 
 def per_example(tracker: Context, func, layout: ExampleLayout, args, kwargs):
@@ -95,18 +96,24 @@ def tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     call = rebuild((args, kwargs), keep)
     saved = [tensor.detach() for tensor in tensors]
     if func in AFFINE:
-        # PyTorch keeps none of them, and may find them changed when the backward runs: one number
-        # stands for all of a tensor's.
-        saved = [
-            item if item.dtype == torch.bool else item.new_zeros(()).expand(item.shape)
-            for item in saved
-        ]
+        saved = [*map(_form_of, saved)]
     elif func in ELEMENTWISE_IN_PLACE:
         saved[0] = saved[0].clone()
     result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
     # The tap changes nothing, so an operation that needs its own result in backward may find it.
     with torch.autograd._unsafe_preserve_version_counter(result):
         return tap(nodes, result, RecomputedFactors(func, call, layout), *saved)
+
+
+def _form_of(operand: Tensor) -> Tensor:
+    """Return an operand of an operation of ``AFFINE`` with what its derivatives depend on.
+
+    PyTorch keeps none but conditions, and may find the others changed when the backward runs.
+    """
+    if operand.dtype in CONDITIONS:
+        return operand
+    # A number, which alpha= may be, or one that stands for all of a tensor's.
+    return operand.new_zeros(()).expand(operand.shape) if operand.dim() else operand.clone()
 
 
 @dataclass(frozen=True)
