@@ -110,4 +110,5 @@ def checked_ids(ids, batch_size: int) -> Tensor:
     inexact = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
     if tuple(ids.shape) != (batch_size,) or inexact:
         raise TrackingError(f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, {expected}.")
-    return ids
+    # A copy: the caller may write the next batch's into the same memory.
+    return ids.clone()

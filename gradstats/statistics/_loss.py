@@ -257,7 +257,8 @@ def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -
                 f"weights are {reprlib.repr(weights.tolist())}, {expected}. An example of weight "
                 "zero leaves no gradient to measure: leave it out of the batch."
             )
-        return weights.double()
+        # A copy: the caller may write the next batch's into the same memory.
+        return weights.to(torch.float64, copy=True)
     if isinstance(loss_reduction, str):
         if loss_reduction == "mean":
             return 1 / batch_size
