@@ -554,6 +554,19 @@ def test_nothing_is_said_of_norms_that_are_no_numbers():
         assert bound[2] == 0 or layer.bias is not None
 
 
+@pytest.mark.parametrize("shape", [(3, 2), (3, 7, 2), (3, 80, 2)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_nothing_is_said_of_squares_that_overflow(shape, bias):
+    x = torch.randn(shape)
+    x[0] *= 1e21
+    layer = nn.Linear(2, 5, bias=bias)
+    found = gs.per_example_norms(
+        layer, x, lambda m, b: m(b).flatten(1).sum(1), nonfinite="keep", workspace=1
+    )
+    assert bool(found.norm[0].isinf()) and bool(found.error_bound[0].isnan())
+    assert bool((found.error_bound[1:] < 1e-4).all())
+
+
 def test_squares_that_overflow_are_not_called_infinite_gradients():
     model = torch.nn.Linear(3, 2)
     x = torch.ones(2, 3)

@@ -210,9 +210,9 @@ def relative_error(
 ) -> Tensor:
     """Return a bound on the rounding errors of a sum of results, relative to it: (B,).
 
-    Zero where the sum is zero. Squares below the normal numbers keep few digits or none. That loss
-    is counted once for each element of a gradient; where two norms are multiplied, once for each
-    row or column of the matrix, times the other norm's square.
+    Zero where the sum is zero, NaN where it is not finite. Squares below the normal numbers keep few
+    digits or none. That loss is counted once for each element of a gradient; where two norms are
+    multiplied, once for each row or column of the matrix, times the other norm's square.
 
     Args:
         results: with None for zeros.
@@ -246,7 +246,7 @@ def relative_error(
         lost = (others if order is None else others[order]).mul_(widest * smallest).add_(lost)
     if not absolute and len(rows) == 1:
         (dtype,) = rows
-        return torch.where(total != 0, lost / total + relative_bound(dtype), 0.0)
+        return torch.where(total != 0, (lost + relative_bound(dtype) * total) / total, 0.0)
     bound = torch.zeros_like(total)
     each_row = values.unbind()
     for dtype, chosen in rows.items():

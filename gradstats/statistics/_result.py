@@ -23,7 +23,8 @@ class GradientNorms:
     """Per-example gradient norms of one batch, ‖∇ℓ_i(w)‖ over all tracked parameters.
 
     Squares are accumulated in float32 (float64 for float64 models) and added up in float64: norms
-    from about 1e-19 to 1e19 have full precision. Below, squares lose digits and then vanish, which
+    from about 1e-19 to 1e19 have full precision, where the activations and output gradients that
+    they are products of have such norms too. Below, squares lose digits and then vanish, which
     ``error_bound`` reflects for all that are not zero; above, they overflow.
 
     Attributes:
@@ -36,7 +37,8 @@ class GradientNorms:
             ``norm``) from rounding and underflow in the contractions, compared with the gradient
             ∇ℓ_i as float32 (float64) sums form it. It does not include the rounding of those sums
             over positions and uses, which is large where terms cancel and which a weight gradient
-            has too, nor that of forward and backward. Zero for norms of zero, NaN for NaN.
+            has too, nor that of forward and backward. Zero for norms of zero, NaN for NaN and
+            infinity.
         names: of the parameters, in the model's order.
         rows: (parameters, B) the values of ``by_parameter`` as one matrix.
         alignment: (B,) ⟨∇ℓ_i, Ḡ⟩, inner products with the gradient of the training loss of this
