@@ -25,8 +25,14 @@ def integer(value: Any, least: int | None = None) -> int | None:
 
 
 def is_real(value: Any) -> TypeGuard[float]:
-    """Whether an argument is a real number, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether an argument is a real number in the range of a float, and no bool."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # of an integer
+        return False
+    return True
 
 
 def unlike_numbers(tensor: Tensor) -> str | None:

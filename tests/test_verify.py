@@ -866,6 +866,7 @@ def test_a_compiled_model_that_goes_wrong(batch, monkeypatch):
         ({"examples": 0}, gs.TrackingError, "examples is 0"),
         ({"examples": 2.5}, gs.TrackingError, "examples is 2.5"),
         ({"tolerance": 0}, gs.TrackingError, "tolerance is 0"),
+        ({"tolerance": 10**400}, gs.TrackingError, "tolerance is 1000"),
         ({"fallback": "loop"}, gs.TrackingError, "fallback is 'loop'"),
         ({"batch_dim": -1}, gs.ExampleAxisError, "batch_dim is -1"),
         ({"exclude": "decoder.*"}, gs.CoverageError, "matches no parameter"),

@@ -80,7 +80,7 @@ def find_files(pattern: str | Path) -> list[Path]:
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:
     parts = re.split(r"(\d+)", str(path))
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in parts]
 
 
 def read_file(path: Path) -> Content:

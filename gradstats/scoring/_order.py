@@ -9,6 +9,7 @@ from itertools import chain, islice
 from operator import length_hint
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
@@ -78,7 +79,7 @@ def _check_in_order(lists: Iterable[Iterable[int]], role: str, chooser: str) -> 
 def _single_batch(loader: Any) -> str | None:
     """Return what kind of batch was passed as a loader; None where it may well be a loader."""
     name = type(loader).__name__
-    if isinstance(loader, (torch.Tensor, Mapping)):
+    if isinstance(loader, (torch.Tensor, np.ndarray, Mapping)):
         return name
     if not isinstance(loader, (tuple, list)):
         return None

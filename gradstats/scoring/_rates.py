@@ -51,10 +51,7 @@ def check_rate(rate, of: str) -> float:
     if not is_real(rate):
         shown = held or reprlib.repr(rate)
         raise CheckpointError(f"the learning rate of {of} is {shown}, expected a number. {REMEDY}")
-    try:
-        number = float(rate)
-    except OverflowError:  # of an integer
-        number = math.inf
+    number = float(rate)
     if not math.isfinite(number) or number < 0:
         raise CheckpointError(
             f"the learning rate of {of} is {number}, expected a finite number, zero or larger."

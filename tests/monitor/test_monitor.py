@@ -131,6 +131,25 @@ def test_explicit_weights(model, alignment, reduction):
         raise AssertionError("not reached")
 
 
+def test_weights_and_ids_in_memory_that_the_next_micro_batch_takes(model):
+    """They are those that the micro-batch was opened with."""
+    monitor = gs.Monitor(model, every=1)
+    weights = torch.zeros(B, dtype=torch.float64)
+    ids, norms = np.zeros(B, dtype=np.int64), {}
+    for number in range(2):
+        batch = batch_of()
+        rows = gradient_rows(model, batch, losses_of)
+        own = torch.rand(B, dtype=torch.float64) + 0.1
+        weights[:] = own
+        ids[:] = number * B + np.arange(B)
+        norms |= dict(zip(ids.tolist(), np.linalg.norm(rows, axis=1), strict=True))
+        with monitor.step(batch_size=B, ids=ids, weights=weights, accumulation=(number, 2)):
+            weights[:], ids[:] = 0, -1
+            ((losses_of(model, batch) * own).sum() / 2).backward()
+    found = {record.id: record.norm for record in monitor.examples(2 * B)}
+    assert found == pytest.approx(norms)
+
+
 @pytest.mark.parametrize("alignment", ALIGNMENT)
 def test_examples_packed_into_one_row(model, alignment):
     """Rows of one micro-batch belong to three examples, those of the other to two."""
@@ -741,6 +760,8 @@ def test_an_exception_in_a_step_that_is_not_measured_is_the_users(model):
         (lambda m: gs.Monitor(m, spike=None), "spike is None"),
         (lambda m: gs.Monitor(m, top=-1), "top is -1"),
         (lambda m: gs.Monitor(m, clip=-1), "clip is -1"),
+        (lambda m: gs.Monitor(m, clip=10**400), "clip is 1000.*, expected a positive norm"),
+        (lambda m: gs.Monitor(m, spike=10**400), "spike is 1000.*, expected a factor"),
         (lambda m: gs.Monitor(m, workspace=0), "workspace is 0"),
         (lambda m: gs.Monitor(m, alignment="mean"), "alignment is 'mean', expected True or False"),
         (lambda m: gs.Monitor(None), "model is None, expected a torch.nn.Module"),

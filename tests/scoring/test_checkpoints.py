@@ -59,6 +59,9 @@ def test_files_in_natural_order(tmp_path):
         (tmp_path / folder / "model.pt").touch()
     paths = find_files(f"{tmp_path}/step-*/model.pt")
     assert [path.parent.name for path in paths] == ["step-9", "step-10"]
+    (tmp_path / "1²2.pt").touch()
+    (tmp_path / "1.pt").touch()
+    assert [path.name for path in find_files(f"{tmp_path}/1*.pt")] == ["1.pt", "1²2.pt"]
 
 
 def test_checkpoints_in_a_shell(setting):

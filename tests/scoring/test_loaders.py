@@ -700,6 +700,8 @@ def test_a_loss_that_writes_into_the_batch_is_refused(setting):
         (list(make_setting().train), r"is a single batch \(list of tensors\)"),
         (make_setting().train[0], r"is a single batch \(Tensor\)"),
         ({"x": torch.ones(2)}, r"is a single batch \(dict\)"),
+        (np.ones((2, 5)), r"is a single batch \(ndarray\)"),
+        (np.array(3), r"is a single batch \(ndarray\)"),
         (nn.Linear(1, 1), "is Linear, expected a DataLoader"),
         (TensorDataset(torch.ones(2)), r"data set \(TensorDataset\).*DataLoader\(data"),
     ],
