@@ -210,9 +210,9 @@ def relative_error(
 ) -> Tensor:
     """Return a bound on the rounding errors of a sum of results, relative to it: (B,).
 
-    Zero where the sum is zero, NaN where it is not finite. Squares below the normal numbers keep few
-    digits or none. That loss is counted once for each element of a gradient; where two norms are
-    multiplied, once for each row or column of the matrix, times the other norm's square.
+    Zero where the sum is zero, NaN where it is not finite. Squares below the normal numbers keep
+    few digits or none. That loss is counted once for each element of a gradient; where two norms
+    are multiplied, once for each row or column of the matrix, times the other norm's square.
 
     Args:
         results: with None for zeros.
