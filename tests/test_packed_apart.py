@@ -254,6 +254,28 @@ def test_kept_apart(name):
     assert_sqnorms(got, oracle_sqnorms(model, rows, loss_fn), 1e-9)
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, [2, 2, 2, 2]])
+@pytest.mark.parametrize("layer", [nn.LayerNorm(ROWS), nn.Linear(ROWS, ROWS)])
+def test_layers_over_unmasked_scores(layer, lengths):
+    """A mask that comes later hides what other examples added to a row's own scores."""
+    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    bounds = functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    others = owner[:, None] != owner
+
+    def attend(q, k, v):
+        return layer(q @ k.mT).masked_fill(others, -torch.inf).softmax(-1) @ v
+
+    def losses(model, rows):
+        summed = model(rows).sin().sum(1)
+        return torch.zeros(len(lengths)).to(summed).index_add(0, owner, summed)
+
+    torch.manual_seed(0)
+    model, rows = Attends(by_heads(attend)), torch.randn(ROWS, WIDTH).double()
+    model.over = layer
+    with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+        gs.per_example_norms(model.double(), rows, losses, cu_seqlens=bounds)
+
+
 class Packs(Attends):
     """The same for padded examples, which the model itself puts into one row."""
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node as GraphNode
 from gradstats._factors import Segments
 from gradstats.capture._reports import Reports
 from gradstats.capture._visibility import Visibility
-from gradstats.capture.following._examples import Examples
+from gradstats.capture.following._examples import Examples, Scores
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._returned import Functions
 from gradstats.capture.parameters._derivation import Derived
@@ -107,8 +107,8 @@ class Context:
 
     def note_followed(self, result: Tensor, examples: Examples) -> None:
         """Note where the examples lie in a rule's result, so that it need not be followed."""
-        if examples.segments is not None:
-            return
+        if examples.segments is not None or isinstance(examples, Scores):
+            return  # what the columns of scores became must be followed
         if examples is not self.marks.contract:
             self.marks.place(result, examples)
         self.followed = result
