@@ -158,9 +158,9 @@ def test_whether_operations_wait_is_remembered_for_their_sizes_alone():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
     waited = []
-    for examples in (BATCH, BATCH, 1000, BATCH, 1000):
-        x = torch.randn(examples, 2, 4, dtype=torch.float64)
-        with gs.track(model, batch_size=examples, fused=False) as tracker:
+    for positions in (2, 2, 500, 2, 500):
+        x = torch.randn(BATCH, positions, 4, dtype=torch.float64)
+        with gs.track(model, batch_size=BATCH, fused=False) as tracker:
             out = model(x)
             node = out.grad_fn.next_functions[0][0]
             use = _hooked.hooked_on(node)

@@ -156,8 +156,9 @@ def test_convolutions_with_other_numbers_of_groups():
     assert_inner([first], [second])
 
 
-def test_more_convolutions_than_are_grouped():
-    first, second = patches(2 * _tiles.GROUPED_EXAMPLES + 1), patches(3)
+def test_more_convolutions_than_are_grouped(monkeypatch):
+    monkeypatch.setattr(_tiles, "GROUPED_EXAMPLES", 4)
+    first, second = patches(9), patches(3)
     assert_inner([first], [second])
     assert_inner([masked(first)], [masked(second)])
 
