@@ -667,6 +667,10 @@ def attend_with_mask(hidden, inward, outward, mask):
     return torch.cat([attended.transpose(0, 1).flatten(1)[:, :4], weights.flatten(1)], 1)
 
 
+def regular(w):
+    return w + 4 * torch.eye(8)
+
+
 # Autocast casts no operand of elementwise operations: a number leaves bfloat16 as it is, a vector
 # does not. Products along an axis and PReLU it does cast.
 BESIDE_LOW_PRECISION = {
@@ -702,6 +706,23 @@ BESIDE_LOW_PRECISION = {
         lambda h, w: (
             h.float()[:, None].sin().baddbmm_(h.float()[:, None], w.expand(5, -1, -1))[:, 0]
         ),
+        (8, 8),
+    ),
+    "solutions": (lambda h, w: torch.linalg.solve(regular(w), h.T).T, (8, 8)),
+    "solutions of float32": (
+        lambda h, w: torch.linalg.solve(regular(w.T), h.float(), left=False),
+        (8, 8),
+    ),
+    "solution of a vector": (
+        lambda h, w: torch.linalg.solve(regular(w).expand(5, 8, 8), h.float()),
+        (8, 8),
+    ),
+    "solutions by a triangle": (
+        lambda h, w: torch.linalg.solve_triangular(regular(w.tril()), h.float().T, upper=False).T,
+        (8, 8),
+    ),
+    "solutions by a factor": (
+        lambda h, w: torch.cholesky_solve(h.float().T, regular(w.tril())).T,
         (8, 8),
     ),
     "attention with a trained mask": (attend_with_mask, (12, 4), (4, 4), (2, 2)),

@@ -22,6 +22,7 @@ from gradstats.capture.rules._common import lined_up, locate
 from gradstats.capture.rules._per_example import per_example
 from gradstats.capture.uses._grafted import Composed, Grafted
 from gradstats.capture.uses._uses import tap
+from gradstats.contractions._precision import without_autocast
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -189,9 +190,17 @@ def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
 
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     """The solutions of A X = B, or X A = B: products with the inverse, whose rule is known."""
+    inverse = torch.linalg.inv(A)
     if solves_vector(torch.linalg.solve, (A, B)):
-        return (torch.linalg.inv(A) @ B.unsqueeze(-1)).squeeze(-1)
-    return _by_columns(torch.linalg.inv(A) @ B) if left else B @ torch.linalg.inv(A)
+        return _times(inverse, B.unsqueeze(-1)).squeeze(-1)
+    return _by_columns(_times(inverse, B)) if left else _times(B, inverse)
+
+
+def _times(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of matrices, which solvers form in single precision under autocast too."""
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    with without_autocast():
+        return left.to(dtype) @ right.to(dtype)
 
 
 def _by_columns(matrices: Tensor) -> Tensor:
@@ -206,12 +215,12 @@ def solve_triangular(input: Tensor, B: Tensor, *, left: bool = True, **triangle:
     """The same for a triangular matrix, PyTorch's ``input``."""
     one = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
     inverse = torch.linalg.solve_triangular(input, one.expand_as(input), **triangle)
-    return _by_columns(inverse @ B if left else B @ inverse)
+    return _by_columns(_times(inverse, B) if left else _times(B, inverse))
 
 
 def cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
     """The same for L Lᵀ, where L is ``input2`` and the right-hand side ``input``."""
-    return _by_columns(torch.cholesky_inverse(input2, upper=upper) @ input)
+    return _by_columns(_times(torch.cholesky_inverse(input2, upper=upper), input))
 
 
 def masked_select(input: Tensor, mask: Tensor) -> Tensor:
@@ -232,9 +241,9 @@ RULES = {
     torch.linalg.multi_dot: Grafted(multi_dot),
     **dict.fromkeys(variants("take_along_dim"), Composed(take_along_dim)),
     torch.linalg.vecdot: Composed(vecdot, rounds=True),
-    torch.linalg.solve: Composed(solve),
-    torch.linalg.solve_triangular: Composed(solve_triangular),
-    **dict.fromkeys(variants("cholesky_solve"), Composed(cholesky_solve)),
+    torch.linalg.solve: Composed(solve, rounds=True),
+    torch.linalg.solve_triangular: Composed(solve_triangular, rounds=True),
+    **dict.fromkeys(variants("cholesky_solve"), Composed(cholesky_solve, rounds=True)),
     **dict.fromkeys(variants("masked_select"), Composed(masked_select)),
     **dict.fromkeys(variants("masked_fill"), Composed(masked_fill)),
     torch.einsum: einsum,
