@@ -48,6 +48,7 @@ MEMORISED = 0.995
 MEMORISED_BAD = 0.5
 # A mean loss this close to that of guessing is that of an untrained network.
 UNTRAINED = 0.95
+EARLIER = "Use earlier checkpoints too."
 
 
 class SelfInfluence(Printed):
@@ -319,31 +320,35 @@ class SelfInfluence(Printed):
 
     def _warnings(self, bad: np.ndarray | None) -> list[str]:
         """Return what makes a checkpoint's scores doubtful."""
-        warnings: list[str] = []
         if not self._complete:
-            return warnings
+            return []
+        found: dict[str, list[tuple[str, str]]] = {}
         for name, rows in zip(self.checkpoints, self._values, strict=True):
             field = dict(zip(FIELDS, rows.T, strict=True))
             as_given = field["label"] == field["predicted"]
             guessing = np.log(field["classes"]).mean()
             if field["loss"].mean() >= UNTRAINED * guessing:
-                warnings.append(
-                    f"{name} has mean loss {field['loss'].mean():.3g}, guessing gives "
-                    f"{guessing:.3g}: it looks like the initialisation, where gradient norms are "
-                    "no better than chance. Use later checkpoints."
+                what = f"has mean loss {field['loss'].mean():.3g}, guessing gives {guessing:.3g}"
+                why = (
+                    "at the initialisation, gradient norms are no better than chance. Use "
+                    "checkpoints that have learned more."
                 )
             elif bad is not None and as_given[bad].mean() >= MEMORISED_BAD:
-                warnings.append(
-                    f"{name} predicts the given label of {as_given[bad].mean():.0%} of the known "
-                    "bad examples: it has memorised them, and their gradients have shrunk. Use "
-                    "earlier checkpoints too."
-                )
+                share = f"{as_given[bad].mean():.0%} of the known bad examples"
+                what = f"predicts the given label of {share}"
+                why = f"it has memorised them, and their gradients have shrunk. {EARLIER}"
             elif as_given.mean() >= MEMORISED:
-                warnings.append(
-                    f"{name} predicts {as_given.mean():.1%} of the given labels: it may have "
-                    "memorised wrong ones, whose gradients then shrink. Use earlier checkpoints "
-                    "too."
-                )
+                what = f"predicts {as_given.mean():.1%} of the given labels"
+                why = f"it may have memorised wrong ones, whose gradients then shrink. {EARLIER}"
+            else:
+                continue
+            found.setdefault(why, []).append((name, what))
+        warnings = []
+        for why, ((name, what), *others) in found.items():
+            more = f", … ({len(others)} in all)" if len(others) > 3 else ""
+            named = ", ".join(other for other, _ in others[:3])
+            shared = f" The same holds for {named}{more}." if others else ""
+            warnings.append(f"{name} {what}: {why}{shared}")
         return warnings
 
 

@@ -419,7 +419,19 @@ def test_a_checkpoint_that_has_memorised_is_warned_about():
 
 def test_the_initialisation_is_warned_about():
     (warning,) = trained(0, width=80).report([3]).warnings
-    assert "mean loss 1.61, guessing gives 1.61: it looks like the initialisation" in warning
+    assert "mean loss 1.61, guessing gives 1.61: at the initialisation, gradient" in warning
+
+
+def test_checkpoints_that_are_warned_about_alike_share_a_warning():
+    (x, y), model = (torch.randn(20, 6), torch.arange(20) % 5), nn.Linear(6, 5)
+    states = [{"weight": torch.full((5, 6), v), "bias": torch.zeros(5)} for v in (0.0, 1.0, 2.0)]
+    table = gs.self_influence(
+        model, batches((x, y), 20), loss_fn, gs.Checkpoints(states, lr=1.0), progress=False
+    )
+    (warning,) = table.report([3]).warnings
+    assert warning.startswith("state dict 0 has mean loss 1.61, guessing gives 1.61: ")
+    assert warning.endswith(" The same holds for state dict 1, state dict 2.")
+    assert warning in str(table)
 
 
 def test_a_checkpoint_in_between_is_not_warned_about():
