@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 import gradstats as gs
 from gradstats.statistics._batches import Given
@@ -49,7 +50,8 @@ def batch():
         (lambda m, b: m(b[0])[:3, 0], r"shape \(3,\), expected \(5,\)"),
         (lambda m, b: m(b[0]).argmax(1), r"dtype torch.int64"),
         (lambda m, b: m(b[0]).sum(1).detach(), r"do not require grad.*no_grad"),
-        (lambda m, b: [0.0] * B, r"returned list"),
+        (lambda m, b: [0.0] * B, r"losses are list, expected a tensor of shape \(5,\)"),
+        (lambda m, b: None, r"losses are NoneType.*loss_fn returns"),
     ],
 )
 def test_losses_that_are_not_one_per_example(model, batch, loss_fn, message):
@@ -264,6 +266,9 @@ def test_no_parameter_that_requires_grad(model, batch):
         (dataclasses.make_dataclass("Rows", ["x"])(np.zeros(2)), r"batch is Rows of ndarray and"),
         ((), r"holds no tensor"),
         ({"x": "text"}, r"holds no tensor"),
+        (iter([(torch.randn(2, 4),)]), r"batch is list_iterator, .*expected one of them"),
+        (DataLoader(TensorDataset(torch.randn(2, 4))), r"DataLoader.*next\(iter\(loader\)\)"),
+        (TensorDataset(torch.randn(2, 4)), r"batch is TensorDataset, .*DataLoader\("),
     ],
 )
 def test_batches_without_examples(model, bad_batch, message):

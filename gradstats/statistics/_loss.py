@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from gradstats._factors import Segments
 from gradstats._values import integer, unlike_numbers
@@ -26,8 +27,8 @@ def check_losses(losses, batch_size: int) -> Tensor:
     """Return the losses as a plain (B,) tensor, or raise."""
     if not isinstance(losses, Tensor):
         raise LossShapeError(
-            f"loss_fn returned {type(losses).__name__}, expected a tensor of {batch_size} "
-            "unreduced losses, one for each example."
+            f"the losses are {type(losses).__name__}, expected a tensor of shape ({batch_size},): "
+            "one unreduced loss for each example, which loss_fn returns."
         )
     if (found := unlike_numbers(losses)) is not None:
         raise LossShapeError(f"the losses are {found}, expected a dense tensor ({batch_size},).")
@@ -125,6 +126,12 @@ def infer_batch_size(batch, batch_dim: int) -> int:
                 )
             lists = Division(size, batch_dim).lists_with_targets(batch)
             return len(lists[0]) if lists else listed_with_labels(batch, batch_dim) or size
+    if isinstance(batch, (Iterator, DataLoader, Dataset)):
+        raise ExampleAxisError(
+            f"the batch is {type(batch).__name__}, from which batches are taken, expected one of "
+            "them: next(iter(loader)), or each in turn. Of a data set make a loader first: "
+            "torch.utils.data.DataLoader(data, batch_size=64)."
+        )
     held = {type(item).__name__ for item in opaque_in(batch) if item is not batch}
     of = f" of {', '.join(sorted(held))}" if held else ""
     raise ExampleAxisError(
