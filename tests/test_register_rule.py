@@ -416,6 +416,15 @@ def test_a_decomposition_of_other_arguments_is_refused(batch):
         gs.per_example_norms(model, batch, classify)
 
 
+def test_a_decomposition_that_calls_the_operation_itself_is_refused(batch):
+    model = Model(lambda x, w: ScaledSiLU.apply(x, w)).double()
+    with (
+        gs.register_rule(ScaledSiLU, lambda x, w: ScaledSiLU.apply(x, w)),
+        pytest.raises(gs.UnsupportedOperationError, match=r"weight.*calls.*ScaledSiLU.*itself"),
+    ):
+        gs.per_example_norms(model, batch, classify)
+
+
 def test_a_handle_says_what_it_is_of():
     with gs.register_rule(ScaledSiLU, scaled_silu) as handle:
         assert repr(handle).startswith("RuleHandle(") and "ScaledSiLU.apply)" in repr(handle)

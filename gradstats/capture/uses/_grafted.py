@@ -74,6 +74,9 @@ class Grafted:
                     raise
                 problem = f"does not take the operation's arguments ({error})"
                 raise self._wrong(func, node, problem) from error
+            except RecursionError:
+                problem = f"does not come to an end: it calls {function_name(func)} itself"
+                raise self._wrong(func, node, problem) from None
         single = isinstance(result, Tensor)
         results = [result] if single else list(result)
         shadows = list(shadow) if isinstance(shadow, (tuple, list)) else [shadow]
