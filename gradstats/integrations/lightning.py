@@ -190,7 +190,10 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
         try:
             if isinstance(batch, Mapping) or isinstance(self._ids, int):
                 return batch[self._ids]
-            return getattr(batch, self._ids)
+            found = getattr(batch, self._ids)
+            if callable(found):  # a list has methods such as index
+                raise TypeError(f"{self._ids!r} is a method")
+            return found
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             holds = f"a {type(batch).__name__}"
             if isinstance(batch, Mapping):

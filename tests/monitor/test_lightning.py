@@ -249,7 +249,7 @@ def test_a_checkpoint_that_is_tested_replaces_nothing(tmp_path):
     [
         ("line", "batch is a list .*no 'line'"),
         (3, "batch is a list of 3 .*no 3"),
-        ("index", "ids are .*expected \\(8,\\) integers"),
+        ("index", "batch is a list of 3 .*no 'index'"),
         (0, "ids have shape \\(8, 64\\)"),
     ],
 )
