@@ -136,11 +136,11 @@ def locate(
         raise _refusal(tracker.marks, func, node, data, tracker.batch_dim if axis is None else axis)
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
-            f"{function_name(func)} on {node.describe()} reduces over the last {trailing} axes of "
-            f"data of shape {tuple(data.shape)}, expected the {layout.batch} examples along "
-            f"another axis than {layout.axis}: otherwise it mixes them. Give each example a row of "
-            "its own (a single example as x[None], a list of them stacked), or pass batch_dim=. "
-            f"{WHERE_THE_NUMBER_IS_FROM}",
+            f"{function_name(func)} on {node.describe()} reduces over the last {trailing} of "
+            f"{data.dim()} axes of data of shape {tuple(data.shape)}, expected the {layout.batch} "
+            f"examples along another axis than {layout.axis}: otherwise it mixes them. Give each a "
+            "row of its own (a single one as x[None], a list of them stacked), or correct "
+            f"batch_dim=. {WHERE_THE_NUMBER_IS_FROM}",
             node.names,
         )
     return layout
