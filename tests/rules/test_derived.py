@@ -1404,8 +1404,24 @@ def broadcast_together(m, x):
     return (x - a) * b
 
 
+def changed_in_place(m, x):
+    scale = m.a * 2
+    scale += m.b
+    scale[1:] *= m.b[1:]
+    return x * scale
+
+
+def written_in_turn(m, x):
+    scale = torch.zeros(4).double()
+    scale[:2] = m.a[:2]
+    scale[1:] += m.b[1:]
+    return x * scale
+
+
 SHARED_OPERATIONS = {
     "two results": broadcast_together,
+    "changed in place": changed_in_place,
+    "written in turn": written_in_turn,
     "a shape": lambda m, x: x * m.a.expand_as(m.b) + m.b,
     "a density": lambda m, x: torch.distributions.Normal(m.a, m.b.exp()).log_prob(x),
 }

@@ -17,7 +17,7 @@ from tqdm import tqdm
 import gradstats as gs
 from gradstats.scoring._batches import BatchLayout
 from gradstats.scoring._memory import Halving
-from gradstats.scoring._work import amount
+from gradstats.scoring._work import amount, duration
 from gradstats.statistics._division import Division
 from tests.oracle import assert_unchanged, flat, gradients_of, snapshot
 from tests.scoring import processes
@@ -763,7 +763,10 @@ def test_lists_that_hardly_differ_are_warned_about():
 
 def test_sizes_are_rounded_to_the_unit_that_they_round_to():
     sizes = {999: "999 bytes", 999_400: "999 kB", 999_600: "1 MB", 12_345_678: "12.3 MB"}
+    sizes |= {4e12: "4 TB"}
     assert [amount(size) for size in sizes] == list(sizes.values())
+    times = {2.34: "2.3 s", 59.4: "59 s", 600: "10 min", 7200: "2 h", 4e5: "5 days"}
+    assert [duration(seconds) for seconds in times] == list(times.values())
 
 
 def test_the_estimate_and_the_bar_are_printed(setting, tmp_path, capsys):

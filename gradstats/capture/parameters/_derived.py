@@ -208,12 +208,13 @@ def _is_part(value: Node | None, whole: Node | None, index) -> bool:
 def _free_base(marks: Marks, constant: Tensor) -> Tensor | None:
     """Return the base of a constant, or itself, if that may represent a derived node.
 
-    It may if it was made in this forward. Tensors that the model keeps may not: they outlive the
-    context.
+    It may if it was made in this forward, perhaps of excluded parameters. Tensors that the model
+    keeps, and those that are trained, may not: they outlive the context.
     """
     base = constant if constant._base is None else constant._base
     plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
-    if not plain or base.requires_grad or marks.is_data(base) or marks.is_kept(base):
+    trained = base.requires_grad and base.is_leaf
+    if not plain or trained or marks.is_data(base) or marks.is_kept(base):
         return None
     dense = base.storage_offset() == 0 and same_form(torch.empty_like(base), base)
     return base if dense else None
