@@ -298,7 +298,7 @@ def main() -> None:
             ended(fork(lambda count=count: kill_at(int(count), kind, folder))) for count in counts
         ]
     elif command == "limit":
-        codes = [ended(fork(lambda: limit_at(int(arguments[0]), folder)))]
+        codes = [ended(fork(lambda each=each: limit_at(int(each), folder))) for each in arguments]
     elif command == "beside":
         size = int(arguments[0])
         children = [fork(lambda each=each: beside(each, size, folder)) for each in range(size)]
