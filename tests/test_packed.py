@@ -9,7 +9,13 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, oracle_on_the_batch, oracle_sqnorms
+from tests.oracle import (
+    assert_sqnorms,
+    flat,
+    gradients_of,
+    oracle_on_the_batch,
+    oracle_sqnorms,
+)
 
 LENGTHS = [(3, 1, 5), (2, 2, 2), (4, 0, 1, 3), (1,)]
 
@@ -278,14 +284,10 @@ def check_slices(model, rows, lengths):
 
 
 def oracle_gradients(model, batch, lengths):
-    """∇ℓ_i of packed examples, each differentiated alone."""
-    rows, start = [], 0
-    for length in lengths:
-        example = tuple(tensor[start : start + length][None] for tensor in batch)
-        gradients = torch.autograd.grad(alone(model, example).sum(), list(model.parameters()))
-        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
-        start += length
-    return torch.stack(rows)
+    """∇ℓ_i of packed examples, each computed alone."""
+    examples = zip(*(tensor[None].split(lengths, 1) for tensor in batch), strict=True)
+    losses = [alone(model, example).sum() for example in examples]
+    return flat(gradients_of(model, torch.stack(losses)))
 
 
 def test_inner_products_of_packed_examples():
