@@ -665,18 +665,21 @@ def test_errors_in_the_loss_leave_the_models_as_they_were():
 # Inside a training step.
 
 
+MADE = {
+    "mlp": lambda: (mlp(), labelled(B, 4), classification),
+    "convolutions": lambda: (convolutions().double(), labelled(B, 4, 8, 8), classification),
+    "gpt2": lambda: (gpt2().double(), token_batch(B, 7), sequence_losses),
+    "images": lambda: (convolutions().double(), labelled(B, 4, 8, 8), cut_one_by_one),
+    "derived": lambda: (
+        Derived().double(), (torch.randint(7, (B, 4)), torch.randint(7, (B,))), classification
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: (mlp(), labelled(B, 4), classification),
-        lambda: (convolutions().double(), labelled(B, 4, 8, 8), classification),
-        lambda: (gpt2().double(), token_batch(B, 7), sequence_losses),
-    ],
-    ids=["mlp", "convolutions", "gpt2"],
-)
-def test_alignment_and_gram_beside_training(make, fused):
-    model, batch, loss_fn = make()
+@pytest.mark.parametrize("kind", ["mlp", "convolutions", "gpt2"])
+def test_alignment_and_gram_beside_training(kind, fused):
+    model, batch, loss_fn = MADE[kind]()
     named = oracle_gradients(model, batch, loss_fn)
     rows = flat(named)
     plain = copy.deepcopy(model)
@@ -704,24 +707,10 @@ def turned(loss_fn, order):
 
 
 @pytest.mark.parametrize("order", [[2, 4, 0, 1, 3], [4, 3, 2, 1, 0], [1, 0, 2, 3, 4]], ids=str)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: (mlp(), labelled(B, 4), classification),
-        lambda: (convolutions().double(), labelled(B, 4, 8, 8), classification),
-        lambda: (convolutions().double(), labelled(B, 4, 8, 8), cut_one_by_one),
-        lambda: (gpt2().double(), token_batch(B, 7), sequence_losses),
-        lambda: (
-            Derived().double(),
-            (torch.randint(7, (B, 4)), torch.randint(7, (B,))),
-            classification,
-        ),
-    ],
-    ids=["mlp", "convolutions", "images", "gpt2", "derived"],
-)
-def test_losses_in_another_order(make, order):
+@pytest.mark.parametrize("kind", MADE)
+def test_losses_in_another_order(kind, order):
     """Products come in the order of the losses, as norms do."""
-    model, batch, loss_fn = make()
+    model, batch, loss_fn = MADE[kind]()
     check_products(model, batch, turned(loss_fn, order))
     rows = rows_of(model, batch, turned(loss_fn, order))
     in_order = rows_of(model, batch, loss_fn)
