@@ -10,7 +10,14 @@ from torch.nn.utils import parametrizations
 
 import gradstats as gs
 from tests.losses import losses_of
-from tests.oracle import check_model, check_products, oracle_sqnorms
+from tests.oracle import (
+    assert_sqnorms,
+    assert_unchanged,
+    check_model,
+    check_products,
+    oracle_sqnorms,
+    snapshot,
+)
 
 B, T, WIDTH, CLASSES = 5, 5, 4, 3
 
@@ -130,3 +137,105 @@ def test_the_hooks_see_the_training_gradient(kind, fused, batch):
     assert ("positions.table" in seen.gradients) == (kind is Model)
     for name, gradients in expected.gradients.items():
         torch.testing.assert_close(seen.gradients[name], gradients, rtol=1e-12, atol=1e-15)
+
+
+class Shifted(nn.Module):
+    """Modules that are given parameters alone, parameters and data, and data alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(T, WIDTH))
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.tokens, self.head = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids):
+        shift = self.inner(self.norm(2 * self.table))
+        return self.head((self.tokens(ids) + shift).tanh().mean(1))
+
+
+def doubled(gradients):
+    return tuple(None if each is None else 2 * each for each in gradients)
+
+
+def doubled_in_place(gradients):
+    for each in gradients:
+        if each is not None:
+            each.mul_(2)
+
+
+HOOKS = {
+    "full": lambda module, change: module.register_full_backward_hook(
+        lambda module, before, after: change(before)
+    ),
+    "before": lambda module, change: module.register_full_backward_pre_hook(
+        lambda module, after: change(after)
+    ),
+    "deprecated": lambda module, change: module.register_backward_hook(
+        lambda module, before, after: change(before)
+    ),
+    "node": lambda module, change: module.register_forward_hook(
+        lambda module, args, result: (result.grad_fn.register_hook(lambda g, _: change(g)), None)[1]
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using .*non-full")
+@pytest.mark.parametrize("change", [doubled, doubled_in_place], ids=["new", "in place"])
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("name", ["norm", "inner"])
+def test_hooks_that_change_gradients_of_parameters_alone_are_refused(name, hook, change, batch):
+    model = made(Shifted)
+    hook(model.get_submodule(name), change)
+    state = snapshot(model)
+    for run in (
+        lambda: gs.per_example_norms(model, batch, losses_of),
+        lambda: gs.inner_products(model, batch, model, batch, losses_of),
+        lambda: gs.alignment(model, batch, losses_of, "mean"),
+        lambda: tracked(model, batch, fused=True),
+        lambda: tracked(model, batch, fused=False),
+    ):
+        with pytest.raises(gs.UnsupportedOperationError, match=r"a hook on .*'table'.* changed"):
+            run()
+        model.zero_grad()
+        assert_unchanged(model, state)
+
+
+@pytest.mark.filterwarnings("ignore:Using .*non-full")
+@pytest.mark.parametrize("hook", ["deprecated", "node"])
+@pytest.mark.parametrize("name", ["tokens", "head"])
+def test_hooks_that_change_what_an_operation_of_parameters_hands_on_are_refused(name, hook, batch):
+    for change in (doubled, doubled_in_place):
+        model = made(Shifted)
+        HOOKS[hook](model.get_submodule(name), change)
+        for run in (
+            lambda model=model: gs.per_example_norms(model, batch, losses_of),
+            lambda model=model: tracked(model, batch, fused=True),
+        ):
+            with pytest.raises(
+                gs.UnsupportedOperationError, match=rf"a hook on .*'{name}.* changed"
+            ):
+                run()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using .*non-full")
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("name", ["norm", "inner", "tokens", "head"])
+def test_hooks_that_read_gradients_get_those_of_training(name, hook, batch):
+    plain, model = made(Shifted), made(Shifted)
+    expected, seen = [], []
+    for each, read in ((plain, expected), (model, seen)):
+        hook(each.get_submodule(name), lambda given, read=read: read.extend(given))
+    check = oracle_sqnorms(made(Shifted), batch, losses_of)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses_of), check, 1e-9)
+    seen.clear()
+    assert_sqnorms(tracked(model, batch, fused=True), check, 1e-9)
+    losses_of(plain, batch).mean().backward()
+    wanted, found = ([each for each in given if each is not None] for given in (expected, seen))
+    for one in wanted:
+        assert any(one.shape == each.shape and torch.allclose(one, each) for each in found)
+
+
+def tracked(model, batch, *, fused):
+    with gs.track(model, batch_size=B, fused=fused) as tracker:
+        tracker.backward(losses_of(model, batch))
+    return tracker.stats

@@ -18,6 +18,7 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._returned import Functions
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Root
+from gradstats.capture.parameters._watched import Watched
 from gradstats.capture.rules import RULES, is_registered
 from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._dispatch import run_on_tracked
@@ -45,6 +46,8 @@ class Context:
         shown: tracked tensors by the autograd nodes of the tensors that the user's code has in
             their place; a use that was not seen has an edge to such a node.
         visible: derived tensors that the user's code may still have.
+        watched: autograd nodes that the user's code has asked for.
+        hooked: whether it has set hooks on any of these.
         renumbered: (autograd node, index of the result) of tensors that were given other values
             through ``.data``, with the sequence number of the first node made afterwards.
         together: the small operations that wait for each other.
@@ -78,6 +81,7 @@ class Context:
     closed = False
     derived = False
     derived_from_leaves = False
+    hooked = False
     weighs_alike = True
     form = ""
     rules: Mapping[Any, Any] = RULES
@@ -98,6 +102,7 @@ class Context:
         )
         self.shown: dict[GraphNode | None, Derived | Root] = {}
         self.visible: dict[Derived, None] = {}
+        self.watched: dict[GraphNode, Watched] = {}
         self.renumbered: dict[tuple[GraphNode, int], int] = {}
         self.together = Together(settings)
 

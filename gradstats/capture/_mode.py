@@ -55,7 +55,9 @@ from gradstats.capture.parameters._tensors import (
     run_followed,
 )
 from gradstats.capture.parameters._transforms import check_hidden, transform_level
+from gradstats.capture.parameters._watched import Watched
 from gradstats.capture.rules import is_registered
+from gradstats.capture.uses._hooked import use_at
 
 # Operand types whose __torch_function__ is PyTorch's or our own.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
@@ -179,7 +181,12 @@ class FollowingMode(ContextMode):
         """Return what made a tensor, of a derived one too: hooks of modules are set on it."""
         node = node_of(tensor)
         with torch._C.DisableTorchFunctionSubclass():
-            return (node.value if isinstance(node, Derived) else tensor).grad_fn
+            made: Any = (node.value if isinstance(node, Derived) else tensor).grad_fn
+        derived, watched = isinstance(node, Derived), self.tracker.watched
+        of = node if derived else use_at(made)
+        if of is not None and made not in watched:
+            watched[made] = Watched(made, of.describe(), of.names, derived=derived)
+        return made
 
     def _reduce(self, tensor, protocol) -> Any:
         """Return what pickle and copy need of a tensor, without what is noted on it."""

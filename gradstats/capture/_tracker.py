@@ -203,6 +203,7 @@ class Tracker(Context):
                 restore_attributes(module)
         self.shown.clear()
         self.visible.clear()
+        self.watched.clear()
         self.renumbered.clear()
         self.marks.forget()
         self.followed = None
@@ -253,7 +254,7 @@ class Tracker(Context):
         with torch._C.DisableTorchFunction():
             one = torch.ones_like(total)
             reporting = self.before_backward([total], [one], create_graph=False)
-        if not self.functions.inside:
+        if not (self.functions.inside or self.hooked):
             targets = self.targets(reporting)
             if targets:  # without any, the engine would compute all leaves' gradients
                 with without_autocast():
@@ -261,7 +262,8 @@ class Tracker(Context):
             self.after_backward()
             return
         # Parameters are used in the backwards of autograd Functions, so that the nodes to reach are
-        # not known. Run the whole backward, with the gradients set aside.
+        # not known, or hooks may change their gradients. Run the whole backward, with the gradients
+        # set aside.
         own = self.reports.of_graphs.keys()
         every = self._tracking.parameters
         leaves = [leaf for leaf in (*every, *leaves_of(total)) if id(leaf) not in own]
@@ -312,6 +314,11 @@ class Tracker(Context):
             if node in meetings.roots_of_sums or (nested and node in meetings.added):
                 raise meetings.refusal(node)
         reporting = check_coverage(self, nodes, () if nested else losses)
+        for node, watched in self.watched.items():
+            if watched.is_hooked():
+                watched.begin(node)
+                self.hooked = True
+        self.watched.clear()
         self.backward_ran = True
         tasks = self._tasks
 

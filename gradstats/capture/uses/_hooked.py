@@ -240,3 +240,9 @@ def hook(
 def hooked_on(node: Any) -> Hooked | None:
     """Return the use that a node's hook reports; None for nodes without such a hook."""
     return node.metadata.get(KEY) if type(node) in KINDS else None
+
+
+def use_at(node: Any) -> Use | None:
+    """Return the use that a node reports; None for all other nodes."""
+    use = hooked_on(node) or getattr(node, "use", None)
+    return use if isinstance(use, Use) else None  # not what a user's Function keeps by this name

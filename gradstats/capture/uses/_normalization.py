@@ -40,7 +40,7 @@ class NormalisationUse(torch.autograd.Function):
     @unseen(_normalisation_again)
     def backward(ctx, grad, x, weight, *statistics):
         use, layer = ctx.use, ctx.layer
-        wanted = [need and use.settings.weight_gradients for need in ctx.needs_input_grad[4:6]]
+        wanted = [need and use.trains for need in ctx.needs_input_grad[4:6]]
         # Under autocast, layers normalise in a wider dtype than the input's, and the
         # gradient has that dtype.
         own = dtype = x.dtype

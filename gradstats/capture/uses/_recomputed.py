@@ -95,7 +95,7 @@ class Recomputed(torch.autograd.Function):
                 gradients, sites = ctx.operation.differentiate(grads, output, tensors, wanted)
             factors: dict[int, Factor | Fused] = {}
             for site in sites:
-                train = wanted[site.slot] and (settings.weight_gradients or site.slot in ctx.data)
+                train = wanted[site.slot] and (ctx.use.trains or site.slot in ctx.data)
                 if site.slot in ctx.tracked:
                     factor = ctx.operation.factor(site)
                     sole = ctx.use.is_sole(ctx.tracked.index(site.slot))
