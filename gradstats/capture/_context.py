@@ -47,7 +47,7 @@ class Context:
             their place; a use that was not seen has an edge to such a node.
         visible: derived tensors that the user's code may still have.
         watched: autograd nodes that the user's code has asked for.
-        hooked: whether it has set hooks on any of these.
+        hooked: whether it has set hooks on any of these, so that their gradients are formed.
         renumbered: (autograd node, index of the result) of tensors that were given other values
             through ``.data``, with the sequence number of the first node made afterwards.
         together: the small operations that wait for each other.

@@ -192,8 +192,9 @@ class LayerUse(torch.autograd.Function):
         use, settings, layer = ctx.use, ctx.use.settings, ctx.layer
         weight_dtype, bias_dtype = ctx.dtypes
         _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
-        want_weight = want_weight and (use.trains or layer.data[0])
-        want_bias = want_bias and (use.trains or layer.data[1])
+        trains = settings.weight_gradients or use.tracker.hooked
+        want_weight = want_weight and (trains or layer.data[0])
+        want_bias = want_bias and (trains or layer.data[1])
         if not want_bias:
             bias_dtype = None
         report = layer.prepared(use, (want_weight, bias_dtype), grad, x)

@@ -88,11 +88,6 @@ class Use:
         """Describe it for error messages."""
         return f"an operation on {', '.join(node.describe() for node in self.nodes)}"
 
-    @property
-    def trains(self) -> bool:
-        """Whether the gradients of its nodes are wanted too."""
-        return self.settings.weight_gradients or self.tracker.hooked
-
     def is_sole(self, position: int) -> bool:
         """Whether the node there is a parameter whose only use this is, and only there."""
         node = self.nodes[position]

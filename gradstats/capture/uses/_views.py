@@ -34,7 +34,8 @@ class ExampleView(torch.autograd.Function):
         with torch._C.DisableTorchFunction():
             ctx.use.deliver([layout.factor(grad.detach(), ctx.shape)])
         grad_value = None
-        if ctx.use.trains and ctx.needs_input_grad[2]:
+        trains = ctx.use.settings.weight_gradients or ctx.use.tracker.hooked
+        if trains and ctx.needs_input_grad[2]:
             grad_value = layout.total(grad, ctx.shape)
         return None, None, grad_value
 
