@@ -113,9 +113,10 @@ class VerifyReport(Printed):
             error = "-" if row.error is None else f"{row.error:.1e}"
             operations = ", ".join(row.operations)
             parameters.append((row.name, shape, MARKS[row.ok], row.status, error, operations))
-        lines = [
-            f"gradstats.verify: {MARKS[self.ok]}",
-            f"compared with plain autograd: examples {listed}; {self.reference}",
+        lines = [f"gradstats.verify: {MARKS[self.ok]}"]
+        if len(self.checks) > 1:  # else there were no losses to compare
+            lines.append(f"compared with plain autograd: examples {listed}; {self.reference}")
+        lines += [
             "",
             *_wrapped(aligned(checks, left=3)),
             "",
