@@ -151,8 +151,8 @@ class Folder:
             listed = "\n  ".join(differences)
             raise StoreError(
                 f"{self.path} holds results that do not belong to {what}:\n  {listed}\nNothing was "
-                "changed. Call with the same data, model and options as before, or name another "
-                "folder with out=."
+                "changed. Call with the same data (a hash is of their contents), model and options "
+                "as before, name another folder with out=, or delete this one."
             )
 
     def _write(self, manifest: dict[str, Any]) -> None:
