@@ -156,6 +156,7 @@ def influence(
     Raises:
         CheckpointError, LoaderError, StoreError, NonFiniteGradientError, and what
         gs.inner_products raises.
+        ScoreError: ``normalize``, ``top_k`` or ``budget`` is invalid.
 
     Cost:
         For each checkpoint and each time the budget is full, a forward and a backward of every
