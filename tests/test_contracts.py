@@ -61,6 +61,16 @@ def test_losses_that_are_not_one_per_example(model, batch, loss_fn, message):
     assert_unchanged(model, state)
 
 
+def test_targets_that_broadcast_to_pairs_are_told_apart_by_their_shapes(batch):
+    x, y = batch
+
+    def losses(model, batch):
+        return (model(batch[0]) - batch[1]).square().mean(0)  # (B, 1) - (B,)
+
+    with pytest.raises(gs.CoupledExamplesError, match=r"Predictions \(B, 1\) and targets \(B,\)"):
+        gs.per_example_norms(nn.Linear(4, 1), (x, y.float()), losses)
+
+
 def test_an_example_left_out(model, batch):
     """Rows are followed; an example without a row has no gradient."""
 

@@ -343,7 +343,7 @@ def test_another_call_is_refused_with_the_difference(tmp_path):
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     other = make_setting(1)
     cases = [
-        ({"train": other.train_batches}, r"train\.hash: on disk '\w+', now '\w+'\n.*of their contents"),
+        ({"train": other.train_batches}, r"train\.hash: on disk '\w+', now '\w+'\n.*contents"),
         ({"query": [other.query]}, r"query\.batches: on disk 2, now 1"),
         ({"parameters": "0.*"}, r"settings\.parameters: on disk \['0\.weight', .*now \['0\.w"),
         ({"model": make_setting().model.float()}, r"settings\.dtype: on disk 'float64', now"),

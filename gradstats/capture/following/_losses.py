@@ -31,7 +31,8 @@ def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
             "normalised or multiplied by a matrix along the example axis on the way. Such a "
             "loss, a contrastive one for instance, has no gradient of one example. Expected "
             "losses that depend on one example each: reduce over other axes, or detach what "
-            "comes from other examples. Of a term that is a mean of values of one example each, "
+            "comes from other examples. Predictions (B, 1) and targets (B,) combine to (B, B): "
+            "give both one shape. Of a term that is a mean of values of one example each, "
             "as a load-balancing loss is for given shares of the experts, add these values, or run "
             f"the backward of one scalar inside track(). {IF_A_CONSTANT}"
         )
