@@ -101,12 +101,30 @@ def attended(lengths):
     return filled
 
 
+def compared(m, h, wider):
+    """Rows of one example with each other, before any parameter meets those that fill them up."""
+    at = places([TOKENS] * EXAMPLES)
+    rows = wider(h)[at]
+    shares = (rows @ rows.mT).masked_fill((at == ALL)[:, None], -torch.inf).softmax(-1)
+    return m.inner((shares @ rows)[at != ALL])
+
+
+def smoothed(m, h, wider):
+    """Sums and running sums over each example's places, with those that fill them up."""
+    at = places([TOKENS] * EXAMPLES)
+    rows = wider(h)[at]
+    rows = rows.cumsum(1) - rows.mean(1, keepdim=True)
+    return m.inner(rows[at != ALL])
+
+
 SERVED = {
     "blocks": in_blocks,
     "cropped": cropped,
     "neighbours": of_neighbours,
     "other neighbours": of_other_neighbours,
     "sequences": attended([TOKENS] * EXAMPLES),
+    "compared": compared,
+    "smoothed": smoothed,
 }
 WIDER = {"joined": joined, "padded": padded, "in front": in_front}
 
@@ -234,6 +252,13 @@ def test_a_loss_over_all_examples_is_refused(last):
         with gs.track(model, batch_size=EXAMPLES):
             h = model.first(x).flatten(0, 1)
             last(model, joined(h)[neighbours(h)]).sin().mean().backward()
+
+
+def test_a_loss_over_all_examples_of_rows_that_the_caller_assigns():
+    """Then it is known whose the row is that fills up the last block."""
+    whose = torch.tensor([*(row // TOKENS for row in range(ALL)), 0])
+    model, x = made(in_blocks, lambda h, _: gs.assign_rows(joined(h), whose))
+    check_mean(model, x, losses)
 
 
 def put(row):

@@ -1070,17 +1070,25 @@ def test_positions_first_under_autocast(operation):
     assert_sqnorms(stats, oracle_sqnorms(model, x, loss_fn), rtol=0.02)
 
 
-@pytest.mark.parametrize("join", [torch.vstack, torch.row_stack, torch.hstack, torch.dstack])
-@pytest.mark.parametrize("batch", [2, 4])
-def test_vectors_made_rows_by_a_join_are_refused(join, batch):
+def of_joined_vectors(join, batch):
     def function(m, x):
         joined = join([x @ m.a, x @ m.b]).reshape(2, batch)
         return (joined * m.p).sin().sum(0)
 
-    parameters = {"a": (5,), "b": (5,), "p": (batch,)}
-    check_refused(
-        function, parameters, normal(batch, 5), error=gs.ExampleAxisError, match="examples along"
-    )
+    return function, {"a": (5,), "b": (5,), "p": (batch,)}, normal(batch, 5)
+
+
+@pytest.mark.parametrize("join", [torch.vstack, torch.row_stack, torch.hstack])
+@pytest.mark.parametrize("batch", [2, 4])
+def test_vectors_made_rows_by_a_join(join, batch):
+    check_operation(*of_joined_vectors(join, batch))
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_vectors_made_columns_by_a_join_are_refused(batch):
+    """Where they are read as rows, the values of several examples are added."""
+    operation = of_joined_vectors(torch.dstack, batch)
+    check_refused(*operation, error=gs.CoupledExamplesError, match="depends on several examples")
 
 
 def test_a_product_with_a_frozen_vector():
@@ -1584,8 +1592,14 @@ def mean_of_outputs(model, x):
     return model(x).square().mean(1)
 
 
-@pytest.mark.parametrize("after", [lambda h: h, lambda h: h.as_strided((BATCH, 4), (1, BATCH))])
-def test_fewer_rows_gathered_than_there_are(after):
+@pytest.mark.parametrize(
+    ("after", "match"),
+    [
+        (lambda h: h, r"the examples \[0, 0, 1\]"),
+        (lambda h: h.as_strided((BATCH, 4), (1, BATCH)), "'scale'"),
+    ],
+)
+def test_fewer_rows_gathered_than_there_are(after, match):
     """Of rows that stand twice only the first are left: as many as examples, of other examples."""
     places = torch.zeros(BATCH, 4, dtype=torch.long)
     check_refused(
@@ -1593,7 +1607,7 @@ def test_fewer_rows_gathered_than_there_are(after):
         {"layer": nn.Linear(4, 4), "scale": (1,)},
         normal(BATCH, 4),
         error=gs.ExampleAxisError,
-        match="'scale'",
+        match=match,
     )
 
 

@@ -342,3 +342,14 @@ def test_one_example_has_all_slots():
     x = torch.randn(1, ALL, WIDTH).double()
     for experts in (SERVED["assigned"], REFUSED["attention"], REFUSED["empty slots"]):
         check_model(Mixture(experts).double(), x, losses)
+
+
+def test_inputs_in_two_axes_and_back():
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 2).double(), torch.randn(3, 4, 2).double()
+
+    def each(model, x):
+        turned = x.transpose(0, 1).reshape(6, 2, 2)
+        return model(turned.reshape(4, 3, 2)).sin().sum((0, 2))
+
+    check_model(model, x, each)

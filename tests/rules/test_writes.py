@@ -358,19 +358,23 @@ def raised(function):
     return move
 
 
-# Rows that other examples' are added to, or that are not all written.
-LOST = {
-    "index_add_": in_place(lambda out, h: out.index_add_(0, ORDER, h)),
+# Rows that are not all written: the others are supposed to be those of neighbours.
+NOT_ALL = {
     "not all rows": lambda h: empty(h, *h.shape).index_add(0, ORDER[:2], h[:2]),
     "one row three times": filled(lambda out, h: [put(out, 1, h[:1]) for _ in h]),
+    "scattered from more rows": lambda h: empty(h, *h.shape).scatter(0, INDEX[:2], h),
+    "a copy that is not full": another_copy,
+}
+
+# Rows that other examples' are added to, or that are replaced unseen.
+LOST = {
+    "index_add_": in_place(lambda out, h: out.index_add_(0, ORDER, h)),
     "two in one row": lambda h: empty(h, *h.shape).index_add(
         0, torch.tensor([0, 1, 2, 2]), h[[1, 0, 2, 1]]
     ),
     "its own and another's added to one row": lambda h: h.index_add(
         0, torch.tensor([0, 0]), h[[1, 0]]
     ),
-    "scattered from more rows": lambda h: empty(h, *h.shape).scatter(0, INDEX[:2], h),
-    "a copy that is not full": another_copy,
     "emptied in between": filled(emptied),
     "torch.clamp_": raised(lambda out, h: torch.clamp_(out, min=h)),
     "torch.xlogy_": raised(lambda out, h: torch.xlogy_(out, h.exp())),
@@ -416,6 +420,11 @@ def check_lost(move, match):
 @pytest.mark.parametrize("move", LOST.values(), ids=LOST)
 def test_rows_written_elsewhere_are_refused(move):
     check_lost(move, "'second.weight'")
+
+
+@pytest.mark.parametrize("move", NOT_ALL.values(), ids=NOT_ALL)
+def test_losses_of_rows_that_are_not_all_written_are_refused(move):
+    check_lost(move, "expected one loss for each")
 
 
 @pytest.mark.parametrize(
@@ -979,21 +988,21 @@ def test_packed_rows_padded_with_less_than_all_values():
     )  # fmt: skip
 
 
-def test_packed_rows_that_not_all_are_written_are_refused():
-    """Rows that nothing was written to belong to nobody, and what is computed of them as well."""
+def test_packed_rows_that_are_not_all_written():
+    """Rows that nothing was written to count for the example that reads them."""
     bounds, order = torch.tensor([0, 2, 5]), torch.tensor([3, 0, 4, 2, 1])
+    model, x = nn.Linear(WIDTH, WIDTH, bias=False).double(), normal(5, WIDTH)
 
-    def function(m, x):
-        rows = (x @ m.w)[order]
+    def losses(model, x):
+        rows = model(x)[order]
         out = empty(x, 5, WIDTH)
         out[:2], out[2:4] = rows[:2], rows[2:4]
         sums = empty(x, 2, WIDTH).index_add(0, torch.tensor([0, 0, 1, 1, 1]), out[order.argsort()])
-        return sums.sin()
+        return sums.sin().sum(1)
 
-    check_refused(
-        function, {"w": (WIDTH, WIDTH)}, normal(5, WIDTH), error=gs.ExampleAxisError,
-        match="lost at Tensor.index_add", cu_seqlens=bounds,
-    )  # fmt: skip
+    got = gs.per_example_norms(model, x, losses, cu_seqlens=bounds)
+    each = [torch.autograd.grad(losses(model, x)[i], model.weight)[0] for i in range(2)]
+    assert_sqnorms(got, {"weight": torch.stack([own.square().sum() for own in each])}, rtol=1e-9)
 
 
 def shown_by_blank(h):

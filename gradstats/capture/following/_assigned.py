@@ -11,6 +11,7 @@ from torch import Tensor
 from gradstats._compiler import leave_graph
 from gradstats._values import integer, unlike_numbers
 from gradstats.capture.following._examples import Examples
+from gradstats.capture.following._numbered import numbers_of
 from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import ExampleAxisError
@@ -81,7 +82,10 @@ def _note(tracker: Context, tensor: Tensor, owner: Tensor, dim: int) -> None:
         _check(owner, rows, tuple(tensor.shape), dim, tracker.batch_size)
         whose = owner.detach().to(tensor.device, torch.int64)
         tracker.marks.take_batch([tensor])
-        tracker.marks.place(tensor, Examples(tracker.batch_size, axis).owned_by(whose, axis))
+        layout = Examples(tracker.batch_size, axis).owned_by(whose, axis)
+        tracker.marks.place(tensor, layout)
+        if tracker.marks.values.owner_of(tensor) is not None:
+            tracker.marks.values.note(tensor, owner=numbers_of(tensor, layout, tensor.dim()))
 
 
 def _check(owner: Tensor, rows: int | None, shape: tuple[int, ...], dim: Any, batch: int) -> None:

@@ -28,7 +28,7 @@ from gradstats.capture.following._operands import (
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._separable import LOSSES, is_root, is_square, is_sum
-from gradstats.capture.following._slots import follow_slots, slots_of
+from gradstats.capture.following._slots import follow_slots, settled, slots_of
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import (
@@ -79,9 +79,14 @@ def follow_layout(marks: Marks, call: Call) -> None:
         nobody = torch.empty(0, dtype=torch.long, device=result.device)
         after = marks.contract.owned_by(nobody, [*result.shape].index(0))
     if after is None:
+        after = follow_slots(marks, call)
+        told = after is not None or marks.values.owner_of(result) is not None
+        # Whose nobody's rows are is supposed only where an operation cannot do without.
+        if not told and any([settled(marks, item) is not None for item in data]):
+            follow_layout(marks, call)
+            return
+    if after is None:
         note_lost(marks, result, data, function_name(func) if func is not None else None)
-        if result.requires_grad:
-            follow_slots(marks, call)
     else:
         marks.place(result, after)
     if marks.is_marked(result) and result.requires_grad and not isinstance(after, APART):

@@ -204,26 +204,10 @@ def _of_weighted_sums(
     owner = _owner_of_sums(weights, (*sums, *summed), layout)
     if owner is None:
         return None
-    nobodys = owner == NOBODY
-    if marks.packed and len(sums) == 1:
-        if bool(nobodys.any()):
-            # What sums nothing, as a node without neighbours, is taken for a row of the same
-            # example as in the rows, or for the only one of its example.
-            likely = [layout, Examples(layout.batch, 0)]
-            whole = [each.owner(owner.device) for each in likely if each.rows == len(owner)]
-            whole = [each for each in whole if bool((nobodys | (each == owner)).all())]
-            if not whole or not torch.equal(whole[0], whole[-1]):
-                return None
-            owner = whole[0]
-            marks.meetings.suppose(result)
-        return layout.owned_by(owner, kept_at[sums[0]])
     sizes = [1] * result.dim()
     for axis in sums:
         sizes[kept_at[axis]] = weights.shape[axis]
-    numbers = owner.int().view(sizes)
-    # Also where they lie along one axis: it depends on values, which no cache may leave out.
-    marks.values.note(result, owner=numbers)
-    return placed(marks, result, numbers.expand(result.shape))
+    return placed(marks, result, owner.int().view(sizes))
 
 
 def _owner_of_sums(weights: Tensor, axes: Sequence[int], rows: Examples) -> Tensor | None:

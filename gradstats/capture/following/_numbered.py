@@ -73,7 +73,7 @@ def lies_after(
             if noted is None or blank:
                 return Found(layout)
             return Found(layout, _numbers_after(write, target, noted, owned)[0])
-    before = _numbers_before(marks, target, writes, blank=blank)
+    before = numbers_before(marks, target, writes, blank=blank)
     if before is None or write.at is None or not target.numel():
         return Found(None, meets=known is not None)
     numbers, met = _numbers_after(write, target, before, owned)
@@ -98,7 +98,7 @@ def lies_behind(
         view, owned: the view, and where the examples lie in it now.
         base, blank: the tensor, and whether it is known to have held nothing of any example.
     """
-    before = _numbers_before(marks, base, 1, blank=blank)
+    before = numbers_before(marks, base, 1, blank=blank)
     if before is None:
         return Found(None)
     numbers = before.expand(base.shape).clone(memory_format=torch.contiguous_format)
@@ -119,7 +119,9 @@ def _some_replaced(marks: Marks, tensor: Tensor, before: Tensor, after: Tensor) 
     return alone and bool((had & same).any() & (had & ~same).any())
 
 
-def _numbers_before(marks: Marks, target: Tensor, writes: int, *, blank: bool) -> Tensor | None:
+def numbers_before(
+    marks: Marks, target: Tensor, writes: int = 0, *, blank: bool = False
+) -> Tensor | None:
     """Return the example of each element of a tensor before its last writes, if that is known.
 
     Args:

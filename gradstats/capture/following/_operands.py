@@ -24,18 +24,11 @@ from gradstats.capture.following._examples import (
 from gradstats.capture.following._indexing import looked_up
 from gradstats.capture.following._layout import FOLLOWED, SHARED, follow, is_shared
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._reindexed import (
-    PICKS,
-    REINDEXES,
-    owner_in_reshaped,
-    owner_of_picked,
-)
-from gradstats.capture.following._slots import picked_from, placed
+from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
     LOOKS_AT_FIRST,
-    MOVES,
     OPAQUE,
     READS_ONLY_FIRST,
     RESHAPES,
@@ -54,9 +47,6 @@ UNCHANGED = Unchanged()
 
 # Operations that do not broadcast all operands: some are weights, indices, or only give a shape.
 ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
-
-# Operations that only move or pick elements of their first operand.
-REARRANGES = MOVES | RESHAPES | PICKS.keys()
 
 
 def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
@@ -98,12 +88,9 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     if func is bilinear and layout is not None and layout.axis == source.dim() - 1:
         lost = True  # the examples' axis is summed
     noted = marks.is_marked(source)
-    owner = marks.values.owner_of(source) if layout is None and func in REARRANGES else None
-    if owner is not None and not constant:
-        found = owner_of_picked(call, source, owner.expand(source.shape), source.dim() - 1)
-        return picked_from(marks, result, found)
     if layout is None and not (noted or marks.is_lost(source)):
-        return UNCHANGED
+        told = marks.values.owner_of(source) is not None  # element by element
+        return None if told else UNCHANGED
     after: Examples | Whole | None
     if lost or layout is None:
         after = None
@@ -123,8 +110,6 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
         alone = marks.is_distinct(source) and marks.is_distinct(result)
         if alone and layout == marks.by_contract(source) and marks.has_example_axis(result):
             return UNCHANGED
-    if after is None and layout is not None and func in RESHAPES:
-        return placed(marks, result, owner_in_reshaped(source, layout, result))
     return after
 
 

@@ -52,18 +52,25 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Who
         step, example = math.prod(result.shape[axis + 1 :]), layout.fold * width
         if result.shape[axis] * step == layout.rows * width and example % step == 0:
             return Examples(layout.batch, axis, example // step)
-    found = owner_in_reshaped(source, layout, result)
+    found = owner_in_reshaped(source, layout.of_elements(source), layout.axis, result)
     return None if found is None else spread(found, layout.batch)
 
 
-def owner_in_reshaped(source: Tensor, layout: Examples, result: Tensor) -> Tensor | None:
-    """Return the example of each element after a reshape; 1 stands for axes that stay."""
+def owner_in_reshaped(source: Tensor, owner: Tensor, last: int, result: Tensor) -> Tensor | None:
+    """Return the example of each element after a reshape; 1 stands for axes that stay.
+
+    Args:
+        source: the operand.
+        owner: the example of each of its elements, expanded.
+        last: the last axis along which these differ.
+        result: of the reshape.
+    """
     if is_compiling() or not result.numel() or result.numel() != source.numel():
         return None  # a graph has no values to look at
     # Of the axes behind, which stay as they are, one element stands for all.
-    same = same_behind(source.shape[layout.axis + 1 :], result.shape)
+    same = same_behind(source.shape[last + 1 :], result.shape)
     sizes = [*result.shape[: result.dim() - same], *[1] * same]
-    return first_behind(layout.of_elements(source), same).reshape(sizes)
+    return first_behind(owner, same).reshape(sizes)
 
 
 def first_behind(tensor: Tensor, axes: int) -> Tensor:

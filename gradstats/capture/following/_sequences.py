@@ -25,10 +25,10 @@ from gradstats.capture.following._examples import (
     Whole,
     same_rows,
     sole_of,
-    spread,
 )
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION, taken_beside
 from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._slots import placed
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import variants
 
@@ -156,11 +156,8 @@ def _of_sort(position: int) -> Callable[..., Layouts]:
         if axis != layout.axis:
             return None
         chosen = results[-1]  # from where each place's element came
-        owner = layout.of_elements(source).gather(axis, chosen)
-        found = spread(owner, layout.batch)
-        if found is None and results[0].requires_grad:
-            # Each column has an order of its own, until its elements are put back in another.
-            marks.values.note(results[0], owner=owner)
+        # Each column may have an order of its own, until its elements are put back in another.
+        found = placed(marks, results[0], layout.of_elements(source).gather(axis, chosen))
         return [found] * len(results)
 
     return rule

@@ -15,45 +15,44 @@ from torch.nn import functional
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._examples import Examples, Whole, axes_of, spread
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._numbered import NOBODY, numbers_of
-from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, runs_over
-from gradstats.capture.following._reindexed import PICKS, first_behind, owner_of_picked
+from gradstats.capture.following._numbered import NOBODY, numbers_before
+from gradstats.capture.following._reductions import (
+    ATTENTION,
+    OF_TWO,
+    OVER_AXES,
+    QUANTILES,
+    runs_over,
+)
+from gradstats.capture.following._reindexed import (
+    PICKS,
+    first_behind,
+    owner_in_reshaped,
+    owner_of_picked,
+)
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._operations import BROADCASTS, JOINS, PADS
+from gradstats.capture.operations._operations import BROADCASTS, JOINS, MOVES, PADS, RESHAPES
 from gradstats.capture.operations._rowwise import POINTWISE
+
+# Operations that only move or pick elements of their first operand.
+REARRANGES = MOVES | RESHAPES | PICKS.keys()
 
 # Operations whose results have an element for each of their operands', broadcast.
 ELEMENT_BY_ELEMENT = (POINTWISE | BROADCASTS) - {torch.broadcast_tensors}
 
 # Operations over axes whose results may have more axes than their first operand.
-OF_SEVERAL = frozenset(OF_TWO) | {ATTENTION}
+OF_SEVERAL = QUANTILES.union(OF_TWO, [ATTENTION])
 
 
 def placed(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Whole | None:
-    """Return where the examples lie, given that of each element, which is noted if along no axis.
+    """Return where the examples lie, given that of each element, which is noted.
 
     Columns that were sorted, or rows in two axes, may yet be moved back to one.
     """
     if owner is None:
         return None
+    marks.values.note(result, owner=owner)
     whole = not bool((owner == NOBODY).any())
-    found = spread(owner, marks.batch_size) if whole else None
-    if found is None:
-        marks.values.note(result, owner=owner.expand(result.shape))
-    return found
-
-
-def picked_from(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Whole | None:
-    """Return the same of what was picked from such a tensor, and may be filled up from it.
-
-    Where rows of each example stand side by side, with rows that are nobody's among them, as in
-    padded sequences and lists of neighbours, these are supposed to be that example's.
-    """
-    if owner is not None and len(axes_of(owner)) > 1 and bool((owner == NOBODY).any()):
-        found = supposed(marks, result, owner)
-        if found is not None:
-            return found
-    return placed(marks, result, owner)
+    return spread(owner, marks.batch_size) if whole else None
 
 
 def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | None:
@@ -116,65 +115,64 @@ def slots_of(marks: Marks, item: Tensor) -> Tensor | None:
     if not (marks.values.slots and item.requires_grad):
         return None
     owner = marks.values.owner_of(item)
-    return None if owner is None or marks.layout_of(item) is not None else owner
+    return None if owner is None or marks.owned(item) is not None else owner
 
 
-def follow_slots(marks: Marks, call: Call) -> None:
-    """Note the example of each element of a result, where its operands' are known."""
-    func, result = call.func, call.result
-    trained = [item for item in call.data if item.requires_grad]
-    if not trained or marks.batch_size == 1 or is_compiling():
-        return
-    if marks.values.owner_of(result) is not None:
-        return
-    joins, pads = func in JOINS, func in PADS
-    if (joins and _adds_nobodys(marks, call)) or pads:
-        marks.values.slots = True
-    picks = func in PICKS and trained[0] is call.args[0] and trained[0].dim() > 0
-    if joins and not marks.values.slots:
-        return
-    if not (joins or picks or pads) and all(slots_of(marks, item) is None for item in trained):
-        return
-    known = [_numbers_of(marks, item) for item in trained]
+def follow_slots(marks: Marks, call: Call) -> Examples | Whole | None:
+    """Return where the examples lie in a result by the example of each element of its operands.
+
+    That of each of its own is noted, also where they lie along no axis.
+    """
+    func, args, _, data, result = call
+    if marks.batch_size == 1 or is_compiling() or marks.values.owner_of(result) is not None:
+        return None
+    rearranges = func in REARRANGES and data[0] is args[0] and data[0].dim() > 0
+    joins = func in JOINS
+    told = data[:1] if rearranges else [item for item in data if joins or item.requires_grad]
+    alone = rearranges or joins or func in PADS
+    if not alone and all(marks.values.owner_of(item) is None for item in told):
+        return None
+    known = [numbers_before(marks, item) for item in told]
     numbers = [each for each in known if each is not None]
+    if not numbers or len(numbers) < len(known):
+        return None
     owner: Tensor | None = None
-    if len(numbers) < len(known):
-        return
-    if joins:
-        own = dict(zip(map(id, trained), numbers, strict=True))
-        tensors = call.argument(0, "tensors")
-        if not any(id(tensor) not in own and marks.is_of_data(tensor) for tensor in tensors):
-            nobodys = torch.full((), NOBODY, dtype=torch.int32, device=result.device)
-            parts = [own.get(id(tensor), nobodys).expand(tensor.shape) for tensor in tensors]
-            owner = func(parts, *call.args[1:], **call.kwargs)
-            axes = axes_of(owner)
-            owner = first_behind(owner, owner.dim() - axes[-1] - 1).clone() if axes else owner
-    elif pads:
+    if rearranges:
+        owner = _rearranged(call, told[0], numbers[0])
+    elif joins:
+        owner = _joined(call, dict(zip(map(id, told), numbers, strict=True)))
+    elif func in PADS:
         owner = _padded(call, numbers[0])
-    elif picks:
-        source = trained[0]
-        owner = owner_of_picked(call, source, numbers[0].expand(source.shape), source.dim() - 1)
     elif func in ELEMENT_BY_ELEMENT:
         # Other results have an axis more or less, as complex numbers seen as real ones.
-        if result.shape == torch.broadcast_shapes(*(item.shape for item in trained)):
+        if result.shape == torch.broadcast_shapes(*(item.shape for item in told)):
             owner = _combined(numbers)
             if owner is None:
                 marks.meetings.note(result)
-    elif func in OVER_AXES and func not in OF_SEVERAL and [*map(id, trained)] == [id(call.args[0])]:
-        axes = axes_of(numbers[0])
-        lead = axes[-1] + 1 if axes else 0
-        over = [axis for axis in range(lead) if runs_over(func, call.args, call.kwargs, axis)]
-        if result.dim() and not {*axes}.isdisjoint(over):
+    elif func in OVER_AXES and func not in OF_SEVERAL and [*map(id, told)] == [id(args[0])]:
+        owner, meets = _over_axes(call, numbers[0])
+        if meets and result.dim():
             marks.meetings.note(result)
-        elif not over and result.shape[:lead] == trained[0].shape[:lead]:
-            owner = _leading(numbers[0], lead, result.dim())
-    if owner is not None:
-        marks.values.note(result, owner=owner)
+    return placed(marks, result, owner)
 
 
-def _adds_nobodys(marks: Marks, call: Call) -> bool:
-    """Whether constants are joined to rows of examples: their rows are nobody's."""
-    return not all(marks.is_of_data(tensor) for tensor in call.argument(0, "tensors"))
+def _rearranged(call: Call, source: Tensor, numbers: Tensor) -> Tensor | None:
+    """Return the example of each element that was moved or picked, given those of the operand."""
+    owner = numbers.expand(source.shape)
+    last = max((axis for axis, size in enumerate(numbers.shape) if size > 1), default=0)
+    if call.func in RESHAPES:
+        return owner_in_reshaped(source, owner, last, call.result)
+    return owner_of_picked(call, source, owner, last)
+
+
+def _joined(call: Call, numbers: dict[int, Tensor]) -> Tensor:
+    """Return the example of each element of joined tensors, given those of data by id."""
+    nobodys = torch.full((), NOBODY, dtype=torch.int32, device=call.result.device)
+    tensors = call.argument(0, "tensors")
+    parts = [numbers.get(id(tensor), nobodys).expand(tensor.shape) for tensor in tensors]
+    owner = call.func(parts, *call.args[1:], **call.kwargs)
+    axes = axes_of(owner)
+    return first_behind(owner, owner.dim() - axes[-1] - 1).clone() if axes else owner
 
 
 def _padded(call: Call, numbers: Tensor) -> Tensor | None:
@@ -188,14 +186,6 @@ def _padded(call: Call, numbers: Tensor) -> Tensor | None:
     return functional.pad(numbers, widths, value=NOBODY)
 
 
-def _numbers_of(marks: Marks, item: Tensor) -> Tensor | None:
-    """Return the example of each element of a tensor, 1 standing for whole axes."""
-    owned = marks.owned(item)
-    if isinstance(owned, Whole) or type(owned) is Examples:
-        return numbers_of(item, owned, item.dim())
-    return marks.values.owner_of(item) if owned is None else None
-
-
 def _combined(numbers: list[Tensor]) -> Tensor | None:
     """Return the example of each element of a result; None where those of several meet."""
     every = torch.broadcast_tensors(*numbers)
@@ -204,8 +194,18 @@ def _combined(numbers: list[Tensor]) -> Tensor | None:
     return None if meet else owner
 
 
-def _leading(numbers: Tensor, lead: int, dims: int) -> Tensor:
-    """Return the numbers of the first axes, for a tensor of so many."""
-    return first_behind(numbers, numbers.dim() - lead).reshape(
-        [*numbers.shape[:lead], *[1] * (dims - lead)]
+def _over_axes(call: Call, numbers: Tensor) -> tuple[Tensor | None, bool]:
+    """Return the example of each element after an operation over axes, and whether several meet."""
+    func, args, kwargs, _, result = call
+    dims = args[0].dim()
+    over = [axis for axis in range(dims) if runs_over(func, args, kwargs, axis)]
+    owner = numbers.amax(over, keepdim=True) if over else numbers
+    if bool(((numbers != owner) & (numbers != NOBODY)).any()):
+        return None, True
+    if result.dim() < dims:
+        owner = owner.squeeze(over)
+    owner = owner.view([*owner.shape, *[1] * (result.dim() - owner.dim())])
+    fits = owner.dim() == result.dim() and all(
+        own in (1, size) for own, size in zip(owner.shape, result.shape, strict=True)
     )
+    return owner if fits else None, False

@@ -7,8 +7,6 @@ from weakref import ref
 
 from torch import Tensor
 
-from gradstats.capture.following._examples import axes_of
-
 # The attribute of marks on tensors: the context's serial number, the tensor's version, properties.
 VALUES = "_gradstats_values"
 NOTHING: dict[str, Any] = {}
@@ -31,8 +29,8 @@ class Values:
         given     it is of given values, or of such alone, and counts as data because of its size
         drawn     the same of drawn values, perhaps with given ones
         of_one    it was lost whose it is where one example's values met others
-        owner     the example of each element, if these lie along no axis, or nothing of any was
-                  written to some, which are `_numbered.NOBODY`'s
+        owner     the example of each element, where each alone tells, as where they lie along no
+                  axis; `_numbered.NOBODY`'s are those that hold nothing of any
 
     Where a method takes ``writes``, it tells what held before a tensor's last ``writes`` changes.
     """
@@ -40,7 +38,7 @@ class Values:
     def __init__(self, serial: int):
         self._serial = serial
         self._marked: list[ref[Tensor]] = []
-        self.slots = False  # whether an owner was noted whose examples lie along no axis
+        self.slots = False  # whether an owner was noted
 
     def was_blank(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor held no example's values."""
@@ -61,8 +59,7 @@ class Values:
     def note(self, tensor: Tensor, **found: Any) -> None:
         """Add properties to those that hold."""
         if found and not tensor.is_inference():
-            if "owner" in found and not self.slots:
-                self.slots = len(axes_of(found["owner"])) > 1
+            self.slots |= "owner" in found
             found = {**self.held_by(tensor), **found}
             setattr(tensor, VALUES, (self._serial, tensor._version, found))
             self._marked.append(ref(tensor))
