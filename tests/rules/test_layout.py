@@ -1588,6 +1588,69 @@ def test_rows_picked_into_a_tensor_that_held_others(summed):
     assert_sqnorms(tracker.stats, oracle_sqnorms(model, x, mean_of_outputs), 1e-9)
 
 
+PLACES_FOUND = {
+    "nonzero": lambda mask: mask.nonzero().unbind(1),
+    "nonzero as a tuple": lambda mask: mask.nonzero(as_tuple=True),
+    "argwhere": lambda mask: torch.argwhere(mask).unbind(1),
+    "where": torch.where,
+    "flat": lambda mask: [mask.flatten().nonzero()[:, 0] // 4, mask.flatten().nonzero()[:, 0] % 4],
+}
+
+
+@pytest.mark.parametrize("count", [2, BATCH, 4])
+@pytest.mark.parametrize("find", PLACES_FOUND.values(), ids=PLACES_FOUND)
+def test_places_that_are_found(find, count):
+    """They belong to the examples in whose rows they are, also if there are as many."""
+    mask = torch.zeros(BATCH, 4, dtype=torch.bool)
+    mask[[0, 0, 2, 2][:count], [1, 2, 0, 3][:count]] = True
+    model = nn.Embedding(4, 2).double()
+
+    def loss(model, mask):
+        _, columns = find(mask)
+        return model(columns).square().sum()
+
+    with gs.track(model, batch_size=BATCH, loss_reduction="sum") as tracker:
+        loss(model, mask).backward()
+    model.zero_grad()
+    expected = oracle_sqnorms(
+        model, mask, lambda m, b: torch.stack([loss(m, b[i : i + 1]) for i in range(BATCH)])
+    )
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda ids: ids.unique(),
+        lambda ids: torch.unique(ids, return_inverse=True)[0],
+        lambda ids: torch.unique_consecutive(ids),
+        lambda ids: torch.bincount(ids % BATCH),
+        lambda ids: ids.double().histc(BATCH).long(),
+    ],
+)
+def test_distinct_values_and_counts_are_no_rows_of_examples(values):
+    """Even if there are as many."""
+    model = nn.Embedding(8, 2).double()
+    with (
+        pytest.raises(gs.ExampleAxisError, match="which example each row"),
+        gs.track(model, batch_size=BATCH, loss_reduction="sum"),
+    ):
+        model(values(torch.tensor([5, 2, 7]))).square().sum().backward()
+
+
+def test_numbers_of_distinct_values():
+    """They lie as the values do, along any axis."""
+
+    def function(m, ids):
+        _, first = torch.unique(ids, return_inverse=True)
+        _, second, _ = ids.T.unique_consecutive(return_inverse=True, return_counts=True)
+        _, third = torch.unique(ids, dim=0, return_inverse=True)
+        return m.table(first) * m.table(second).transpose(0, 1) + m.table(third)[:, None]
+
+    ids = torch.tensor([[3, 1, 3], [1, 1, 2], [3, 1, 3]])
+    check_operation(function, {"table": nn.Embedding(8, 2)}, ids)
+
+
 def mean_of_outputs(model, x):
     return model(x).square().mean(1)
 

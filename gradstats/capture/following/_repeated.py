@@ -116,6 +116,8 @@ def likeness(
         key, operands = form
         if not operands or (func is Tensor.__getitem__ and len(operands) > 1):
             return None  # the numbers in an index tensor matter
+        if func is torch.where and not isinstance(result, Tensor):
+            return None  # those that a condition alone finds
         results: list[Tensor] = []
         for item in (result,) if isinstance(result, Tensor) else result:
             if item is operands[0]:

@@ -123,6 +123,8 @@ def _by_place(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
         args, kwargs = by_place(func, args, kwargs)
     if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
         func = torch.maximum  # of two operands, whichever it is
+    if func is torch.where and len(args) + len(kwargs) == 1:
+        func = torch.nonzero  # as a tuple
     return func, args, kwargs
 
 

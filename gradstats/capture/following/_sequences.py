@@ -1,6 +1,6 @@
 """Where the examples lie in results of attention, recurrent layers, packed sequences, sorts, bags.
 
-These operations prescribe the axes of their operands and results, whatever the caller's
+And of what finds places or distinct values. These operations prescribe the axes of their operands and results, whatever the caller's
 ``batch_dim``; shapes alone would mislead where there are as many layers or steps as examples.
 
 ``pack_padded_sequence`` sorts the sequences of a batch by length and writes their first steps one
@@ -163,6 +163,28 @@ def _of_sort(position: int) -> Callable[..., Layouts]:
     return rule
 
 
+def _of_nonzero(marks: Marks, args, kwargs, results) -> Layouts:
+    """Each place that is found belongs to the example whose row it is in."""
+    layout = _layout(marks, args[0])
+    if layout is None or is_compiling():
+        return [None] * len(results)
+    single = results[0].dim() > 1  # places, or their numbers along each axis
+    rows = results[0][:, layout.axis] if single else results[layout.axis]
+    return [layout.owned_by(layout.owner(rows.device)[rows], 0)] * len(results)
+
+
+def _of_unique(marks: Marks, args, kwargs, results) -> Layouts:
+    """Distinct values are those of any number of examples; where each is, is told row by row."""
+    found: list[Examples | None] = [None] * len(results)
+    own, dim = _layout(marks, args[0]), kwargs.get("dim")
+    if own is not None and kwargs.get("return_inverse"):
+        if dim is None:
+            found[1] = own
+        elif dim % args[0].dim() == own.axis:
+            found[1] = own.along(0)
+    return found
+
+
 def starts_of_bags(offsets: Tensor, include_last_offset: bool) -> Tensor:
     """Return where the bags of ids begin, given the offsets."""
     return offsets[:-1] if include_last_offset else offsets
@@ -259,6 +281,8 @@ PRESCRIBES: dict[Any, Callable[..., Layouts]] = {
     torch.nn.functional.embedding_bag: _of_bags,
     **dict.fromkeys(variants("sort", "argsort"), _of_sort(1)),
     **dict.fromkeys(variants("topk"), _of_sort(2)),
+    **dict.fromkeys(variants("nonzero", "argwhere"), _of_nonzero),
+    **dict.fromkeys(variants("unique", "unique_consecutive"), _of_unique),
     **dict.fromkeys((torch.nn.functional.ctc_loss, torch.ctc_loss), _of_alignments),
     torch._VF._pack_padded_sequence: _of_packing,
     torch._VF._pad_packed_sequence: _of_padding,

@@ -150,6 +150,7 @@ UNFOLLOWED = frozenset(
         "meshgrid", "kron", "cartesian_prod", "block_diag", "combinations", "vander",
         "chain_matmul", "cov", "corrcoef", "addr", "put", "select_scatter", "slice_scatter",
         "diagonal_scatter", "as_strided_scatter", "addmv", "addbmm", "renorm", "pdist",
+        "bincount", "histc", "histogram", "histogramdd", "nonzero_static",
         *(name for name in dir(torch) if name.endswith("_copy") and name[0] != "_"),
     )]
 ).difference(variants("index_copy"))  # fmt: skip
