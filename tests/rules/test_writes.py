@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import assert_sqnorms, check_model, oracle_on_the_batch
+from tests.oracle import assert_sqnorms, check_model, oracle_on_the_batch, oracle_sqnorms
 from tests.rules.operation import check_operation, check_refused, normal
 
 BATCH, WIDTH = 3, 4
@@ -1126,3 +1126,54 @@ def test_stages_of_a_solver_as_many_as_examples(blank):
         return stages[..., :BATCH].flatten(1)
 
     check_operation(function, {"first": nn.Linear(WIDTH, WIDTH)}, normal(BATCH, WIDTH))
+
+
+# As many rows as there are examples, and more; the second example has none.
+KEPT = {
+    "as many as examples": [[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]],
+    "more": [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]],
+}
+
+PUT_BACK = {
+    "by a mask": lambda z, mask, h: z.__setitem__(mask, h),
+    "by index": lambda z, mask, h: z.__setitem__(mask.nonzero(as_tuple=True), h),
+    "pooled": lambda z, mask, h: z[:, 0].index_add_(0, mask.nonzero()[:, 0], h),
+    "pooled by counts": lambda z, mask, h: z[:, 0].index_add_(
+        0, torch.arange(BATCH).repeat_interleave(mask.sum(1)), h
+    ),
+    "the last one": lambda z, mask, h: z[:, 0].index_copy_(0, torch.where(mask)[0], h),
+}
+
+
+def put_back_losses(put_back, model, batch):
+    """Losses of a layer on the rows that a mask keeps, put back, and of one on all rows."""
+    x, mask = batch
+    z = x.new_zeros(x.shape)
+    put_back(z, mask, model[0](x[mask]))
+    return model[1](z).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("put_back", PUT_BACK.values(), ids=PUT_BACK)
+def test_rows_that_a_mask_keeps_put_back(put_back, kept):
+    """Rows that nothing is written to belong to the examples in whose places they are."""
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)]).double()
+    batch = normal(BATCH, 4, WIDTH), torch.tensor(kept).bool()
+    losses = partial(put_back_losses, put_back)
+    check_model(model, batch, losses)
+    expected = oracle_sqnorms(model, batch, losses)
+    with gs.track(model, batch_size=BATCH, loss_reduction="sum") as tracker:
+        losses(model, batch).sum().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+def test_rows_put_back_to_other_positions_each():
+    """With one row for each position they may be those of examples, or of positions."""
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)]).double()
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]]).bool()
+    batch, losses = (normal(BATCH, 3, WIDTH), mask), partial(put_back_losses, PUT_BACK["by a mask"])
+    check_model(model, batch, losses)
+    with gs.track(model, batch_size=BATCH, loss_reduction="sum"):
+        total = losses(model, batch).sum()
+        with pytest.raises(gs.ExampleAxisError, match="nothing was written to some rows"):
+            total.backward()

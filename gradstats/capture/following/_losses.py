@@ -16,7 +16,7 @@ MADE_OF_THE_BATCH = (
 
 NOBODYS = (
     "nothing was written to some rows of a tensor, or constants were joined to its rows, so that "
-    "it is not known to which packed example they belong"
+    "it is not known to which example they belong"
 )
 
 

@@ -202,9 +202,13 @@ def _settled(
     rows = dict(_rows(target, numbers))
     one = int(numbers.amax())
     alone = bool(((numbers == NOBODY) | (numbers == one)).all())
-    for axis, owner in rows.items():
-        if not alone and bool((owner != NOBODY).all()):
-            return Found(marks.contract.owned_by(owner.long(), axis))
+    if not alone and (told := [*_told(marks, rows)]):
+        # Elements that nothing was written to may be told along another axis as well.
+        ordinary = [own for own in _of_its_size(marks, target, marks.contract) if _fits(rows, own)]
+        differ = any(not same_layout(told[0], other) for other in (*told, *ordinary))
+        if not differ or bool((numbers != NOBODY).all()):
+            return Found(told[0])
+        return Found((ordinary or told)[0], numbers, supposed=True)
     if known and _fits(rows, known):
         return Found(known, numbers)
     fitting = [own for own in _likely(marks, target, owned) if _fits(rows, own)]
@@ -235,6 +239,13 @@ def _rows(target: Tensor, numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
             owner = each.amax(1)
             if bool(((each == NOBODY) | (each == owner[:, None])).all()):
                 yield axis, owner
+
+
+def _told(marks: Marks, rows: dict[int, Tensor]) -> Iterator[Examples]:
+    """Yield the layouts along axes all of whose rows hold values of an example."""
+    for axis, owner in rows.items():
+        if bool((owner != NOBODY).all()):
+            yield marks.contract.owned_by(owner.long(), axis)
 
 
 def _fits(rows: dict[int, Tensor], layout: Examples) -> bool:

@@ -77,10 +77,16 @@ class Write:
         if isinstance(place, Examples) and isinstance(owned, Examples):
             if place.axis == owned.axis + self.dims - value.dim() and same_rows(place, owned):
                 every = layout.plain and place.segments is None
-                return every or not blank or same_rows(place, layout)
+                return every or not blank or self._reaches_all(layout, value.device)
         # Rows that all belong to one example may lie along any axis.
         alone = sole_of(place)
         return not blank and isinstance(alone, Whole) and alone == sole_of(owned)
+
+    def _reaches_all(self, layout: Examples, device: torch.device) -> bool:
+        """Whether something is written to each row along the axis of a layout of the operand."""
+        rows = Examples(layout.rows, layout.axis)  # each with a number of its own
+        place = rows if self.read is None else self.read(rows)
+        return isinstance(place, Examples) and len(place.owner(device).unique()) == layout.rows
 
     def mixes(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
         """Whether each row gets values of another row besides its own, under a plain layout."""
