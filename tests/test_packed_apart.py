@@ -274,6 +274,13 @@ def test_layers_over_unmasked_scores(layer, lengths):
     model.over = layer
     with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
         gs.per_example_norms(model.double(), rows, losses, cu_seqlens=bounds)
+    if len(set(lengths)) == 1:
+        with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+            gs.per_example_norms(
+                model,
+                rows.view(len(lengths), -1, WIDTH),
+                lambda model, x: losses(model, x.flatten(0, 1)),
+            )
 
 
 class Packs(Attends):
@@ -303,6 +310,33 @@ def test_packed_by_the_model_and_kept_apart(name):
     padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).double()
     check_model(model, padded, loss_fn)
     check_products(model, padded, loss_fn)
+
+
+# Products with a vector that only the functions above hold.
+ENCLOSED = {"pairs", "pairs in an einsum"}
+
+
+@pytest.mark.parametrize("name", MASKED.keys() - ENCLOSED)
+def test_scores_under_a_mask_of_the_model(name):
+    """Of examples that the model itself puts into one row."""
+    torch.manual_seed(0)
+    model = Packs(lambda q, k, v: MASKED[name](q, k, v, OTHERS)).double()
+    padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).double()
+    check_model(model, padded, loss_fn)
+    shifted = OWNER.roll(1)
+    for leak in (LATER_LEAK, shifted[:, None] != shifted, torch.zeros_like(OTHERS)):
+        model.attend = lambda q, k, v, leak=leak: MASKED[name](q, k, v, leak)
+        with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
+            gs.per_example_norms(model, padded, loss_fn)
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_kept_apart_by_the_model(name):
+    torch.manual_seed(0)
+    model = Packs(APART[name]).double()
+    padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).double()
+    check_model(model, padded, loss_fn)
 
 
 def pooled(rows):
@@ -350,7 +384,20 @@ def test_packed_by_the_model_and_meeting(name):
         gs.per_example_norms(model, rows, loss_fn, cu_seqlens=BOUNDS)
 
 
-def test_one_layer_alone_lets_examples_meet():
+def by_products(q, k, v, attn_mask):
+    return (q @ k.mT).masked_fill(~attn_mask, -torch.inf).softmax(-1) @ v
+
+
+def by_zeros(q, k, v, attn_mask):
+    return (q @ k.mT * attn_mask) @ v
+
+
+ATTENTIONS = [functional.scaled_dot_product_attention, by_products, by_zeros]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("rows_of_each", [2, 3])
+def test_one_layer_alone_lets_examples_meet(attention, rows_of_each):
     """The masks of two layers, or of two calls, differ in their values alone."""
 
     class Twice(nn.Module):
@@ -363,14 +410,14 @@ def test_one_layer_alone_lets_examples_meet():
             rows = x.flatten(0, 1)[None]
             for mask in self.masks:
                 q = self.layer(rows)
-                rows = functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+                rows = attention(q, q, q, attn_mask=mask)
             return rows.view_as(x).sin().sum((1, 2))
 
     torch.manual_seed(0)
-    model, x = Twice().double(), torch.randn(3, 2, WIDTH).double()
-    owner = torch.arange(3).repeat_interleave(2)
+    model, x = Twice().double(), torch.randn(3, rows_of_each, WIDTH).double()
+    owner = torch.arange(3).repeat_interleave(rows_of_each)
     apart = owner[:, None] == owner
-    leak = apart | (torch.arange(6)[:, None] == 5)
+    leak = apart | (torch.arange(len(owner))[:, None] == len(owner) - 1)
     model.masks = [apart, apart]
     for _ in range(2):
         check_model(model, x, lambda model, x: model(x))

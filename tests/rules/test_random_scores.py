@@ -25,6 +25,12 @@ LENGTHS = [[2, 3], [3, 1, 4], [2, 2], [1, 2, 1], [4, 0, 2], [1, 1, 1, 1]]
 PROGRAMS, FOLLOWED = 200, {False: 34, True: 18}
 
 
+def in_one_row(lengths: list[int], model: nn.Module, padded: Tensor) -> Tensor:
+    """The losses of padded examples, which are packed before the program runs on them."""
+    parts = zip(padded, lengths, strict=True)
+    return model(torch.cat([example[:length] for example, length in parts]))
+
+
 def written(scores: Tensor, mask: Tensor, value: float) -> Tensor:
     scores = scores.clone()
     scores[mask] = value
@@ -148,18 +154,26 @@ class Program(nn.Module):
         return losses.new_zeros(self.count).index_add(0, self.owner, losses)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["given in one row", "put into one row"])
 @pytest.mark.parametrize("leaks", [False, True], ids=["apart", "some leak"])
-def test_norms_are_right_or_refused(leaks):
+def test_norms_are_right_or_refused(leaks, inside):
     followed = 0
     for seed in range(PROGRAMS):
         torch.manual_seed(seed)
         draw = random.Random(seed)
         lengths = draw.choice(LENGTHS)
         model = Program(seed, lengths, leaks, zeros=draw.random() < 0.5).double()
-        rows = torch.randn(sum(lengths), WIDTH).double()
-        bounds = functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        expected = oracle_sqnorms(model, rows, Program.__call__)
+        if inside:
+            batch, losses = (
+                torch.randn(len(lengths), max(lengths), WIDTH).double(),
+                partial(in_one_row, lengths),
+            )
+            options = {}
+        else:
+            batch, losses = torch.randn(sum(lengths), WIDTH).double(), Program.__call__
+            options = {"cu_seqlens": functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))}
+        expected = oracle_sqnorms(model, batch, losses)
         if all(bool(value.isfinite().all()) for value in expected.values()):
-            norms = partial(gs.per_example_norms, model, rows, Program.__call__, cu_seqlens=bounds)
+            norms = partial(gs.per_example_norms, model, batch, losses, **options)
             followed += are_right(norms, expected, f"program {seed}")
     assert followed > FOLLOWED[leaks]

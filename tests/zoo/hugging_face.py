@@ -329,6 +329,17 @@ CASES = [
         True,
     ),
     Case(
+        "Pixtral, images in one row, eager attention",
+        build(
+            "PixtralVisionModel", "PixtralVisionConfig", hidden_size=WIDTH, intermediate_size=24,
+            num_hidden_layers=LAYERS, num_attention_heads=HEADS, head_dim=8, image_size=16,
+            patch_size=4, num_channels=3, attn_implementation="eager",
+        ),
+        images_of_several_sizes,
+        packed_image_losses,
+        True,
+    ),
+    Case(
         "CLIP",
         build(
             "CLIPModel", "CLIPConfig", projection_dim=8,

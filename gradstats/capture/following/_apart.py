@@ -5,7 +5,7 @@ Values are read to find out: weights between rows of different examples are zero
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -150,6 +150,18 @@ def _from_the_right(marks: Marks, call: Call, place: int) -> Examples | None:
     item = call.argument(place, ("query", "key", "value")[place])
     layout = marks.layout_of(item) if any(item is tensor for tensor in call.data) else None
     return layout and layout.along(layout.axis - item.dim())
+
+
+def packs(marks: Marks, layouts: Iterable[Examples]) -> bool:
+    """Whether examples have several rows, side by side, of which values tell what they meet.
+
+    Whether the caller packed the examples or the model itself did.
+    """
+    if marks.packed:
+        return True
+    if marks.batch_size == 1 or is_compiling():
+        return False  # a graph has no values to look at
+    return any(not layout.plain for layout in layouts)
 
 
 def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:

@@ -78,7 +78,9 @@ def _of_added_product(marks: Marks, call: Call) -> Layout:
         if not of_data:
             return added
         if isinstance(after, Scores):
-            return added and scores([added, after], result)
+            if added is None and first.requires_grad:
+                return None
+            return scores([after] if added is None else [added, after], result)
         same = added is not None and after is not None and same_layout(added, after)
         return after if same else None
     return after

@@ -61,8 +61,9 @@ def follow_layout(marks: Marks, call: Call) -> None:
         return
     after = _layout_after(marks, call)
     # Products handle scores among their operands themselves.
-    if marks.packed and result.requires_grad and not (func in PRODUCTS or func is torch.einsum):
-        after = _kept_apart(marks, call, after)
+    if (marks.packed or marks.scored or isinstance(after, Scores)) and result.requires_grad:
+        if not (func in PRODUCTS or func is torch.einsum):
+            after = _kept_apart(marks, call, after)
     if isinstance(after, Unchanged):
         return
     if isinstance(after, Examples) and not after.fits(result):

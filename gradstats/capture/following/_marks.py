@@ -50,6 +50,7 @@ class Marks:
         serial: identifies this context in the marks on tensors; a copied tensor carries a copy of
             its mark, perhaps into another context.
         packed: whether the caller gave packed examples, with different numbers of rows.
+        scored: whether any tensor has scores.
         taken: the function that made a tensor during the forward that counts as data only because
             of its size, and the tensor's shape.
         took_entries: whether entries of lists in the batch were taken for those of the examples.
@@ -78,6 +79,7 @@ class Marks:
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.packed = segments is not None
+        self.scored = False
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.took_entries = False
         self.doubtful_are_data = True
@@ -272,6 +274,7 @@ class Marks:
         """Do the same, even if it is what is assumed of a tensor of which nothing is noted."""
         if isinstance(layout, Examples):
             layout = layout.on(tensor.device)  # it may be a copy from another device
+            self.scored = self.scored or isinstance(layout, Scores)
         setattr(tensor, LAYOUT, (self.serial, layout, at, self.rearranged.count))
         self.marked.append(ref(tensor))
         if KEPT_APPLY_IS_UNSEEN and tensor.grad_fn is not None:

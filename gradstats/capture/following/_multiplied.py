@@ -12,6 +12,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._apart import (
     of_others,
+    packs,
     scores,
     scores_keep_apart,
     weights_keep_apart,
@@ -93,13 +94,18 @@ def contraction(
         after = None if layout is None else lies(at, layout)
         if after is not None:
             kept.append((tensor, after))
-        elif layout is not None and kept and (marks.packed or layout.segments is not None):
-            over = places[at][layout.axis]
-            meets = over in places[0] and len(places) == 2
-            along = places[0].index(over) if meets else None
-            if not _sums_own_rows(marks, operands[0], along, layout, result):
-                return None
         elif layout is not None:
+            if kept and packs(marks, [layout]):
+                over = places[at][layout.axis]
+                meets = over in places[0] and len(places) == 2
+                along = places[0].index(over) if meets else None
+                if _sums_own_rows(marks, operands[0], along, layout, result):
+                    # That depends on values, which no cache may leave out.
+                    marks.values.note(result, owner=kept[0][1].of_elements(result))
+                    continue
+                if marks.packed or layout.segments is not None:
+                    marks.meetings.note(result)
+                    return None
             gone.append((tensor, layout))
             if tensor.requires_grad:
                 indices.add(places[at][layout.axis])
@@ -154,7 +160,7 @@ def convolved_places(call: Call, operands: Sequence[Tensor]) -> list[list[int]]:
 def _sums_own_rows(
     marks: Marks, weights: Tensor, axis: int | None, layout: Examples, result: Tensor
 ) -> bool:
-    """Whether weights of packed rows are zero for those of other examples; note where not.
+    """Whether weights of packed rows are zero for those of other examples.
 
     Args:
         weights: what the rows are multiplied with.
@@ -168,9 +174,7 @@ def _sums_own_rows(
     if not result.requires_grad:
         return True
     apart = weights_keep_apart(weights, own, layout.along(axis))
-    if not apart:
-        marks.meetings.note(result)
-    elif weights.requires_grad and not isinstance(own, Scores):
+    if apart and weights.requires_grad and not isinstance(own, Scores):
         if bool(of_others(own, layout, weights.device).any()):
             marks.meetings.weighed.add(result.grad_fn)
     return apart
@@ -302,10 +306,14 @@ def _product(
     if not found:
         return marks.by_contract(result)
     axes = {layout.axis for layout in found} if marks.batch_size > 1 else ()
-    if marks.packed and len({layout.axis for _, layout in kept}) > 1:
-        if not result.requires_grad:
-            return kept[0][1]
-        return scores([layout for _, layout in kept], result)
+    layouts = [layout for _, layout in kept]
+    if len({layout.axis for layout in layouts}) > 1:
+        if marks.packed and not result.requires_grad:
+            return layouts[0]
+        pack = result.requires_grad and packs(marks, layouts)
+        pairs = scores(layouts, result) if pack else None
+        if pairs is not None or marks.packed:
+            return pairs
     if not trained and len(axes) > 1:
         return None  # by a matrix of as many positions as there are examples, for instance
     if len(axes) > 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.nn.functional import bilinear
 
-from gradstats.capture.following._apart import scores, without_columns
+from gradstats.capture.following._apart import packs, scores, without_columns
 from gradstats.capture.following._crossed import (
     is_lost_beside,
     note_crossed,
@@ -218,7 +218,8 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
     ):
         return None  # of one example's rows beside others, as agree() has it
     deciding = trained or [layout for _, layout in aligned]
-    if marks.packed and (pairs := scores(deciding, result)) is not None:
+    pack = packs(marks, deciding) if trained else marks.packed
+    if pack and (pairs := scores(deciding, result)) is not None:
         # Pairs without a gradient count as values of their rows.
         return pairs if trained else without_columns(pairs)
     first = deciding[0]
