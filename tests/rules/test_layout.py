@@ -99,6 +99,19 @@ def test_quantiles(name, positions):
     check_operation(function, parameters, normal(BATCH, positions, 4))
 
 
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice:UserWarning")
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "softmin"])
+def test_an_axis_that_is_chosen_by_the_number_of_axes(name):
+    """The first of one or three axes, the second of two or four."""
+    layer, function = {"layer": nn.Linear(4, 4)}, getattr(nn.functional, name)
+    for shape in ((BATCH, 4), (BATCH, 2, 1, 4)):
+        check_operation(lambda m, x: m.layer(function(m.layer(x))), layer, normal(*shape))
+    check_refused(
+        lambda m, x: function(m.layer(x)), layer, normal(BATCH, 2, 4),
+        error=gs.CoupledExamplesError, match="normalised",
+    )  # fmt: skip
+
+
 BY_NUMPYS_NAMES = {
     "sum": lambda x: torch.sum(x=x.transpose(0, 1), axis=0),
     "add": lambda x: torch.add(x1=x, x2=x.tanh()),
