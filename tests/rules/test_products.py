@@ -1,5 +1,7 @@
 """Matrix products with one tracked operand."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.oracle import (
     oracle_gradients,
     oracle_sqnorms,
     perturbed,
+    taken_for,
 )
 from tests.rules.operation import (
     Operation,
@@ -569,3 +572,35 @@ def test_positions_repeated_for_examples_and_heads(repeat):
         return torch.bmm(x.flatten(0, 1), rows).unflatten(0, (len(x), 2))
 
     check_operation(function, {"w": (2, 4, 3)}, normal(3, 2, 5, 4))
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("kind", ["linear", "matmul", "addmm"])
+def test_a_weight_that_changes_once_it_was_used_on_data_without_a_gradient(kind, size):
+    """PyTorch's own backward does not read it there."""
+
+    def function(m, x):
+        products = {
+            "linear": lambda: functional.linear(x, m.w.T, m.b),
+            "matmul": lambda: x @ m.w + m.b,
+            "addmm": lambda: torch.addmm(m.b, x.flatten(0, 1), m.w).unflatten(0, x.shape[:2]),
+        }
+        result = products[kind]()
+        with torch.no_grad():
+            m.w.clamp_(-0.1, 0.1)
+        return result.sin()
+
+    model = Operation(function, {"w": (6, 3), "b": (3,)}, upstream=False)
+    batch = (normal(5, 4, 6),)
+    expected = oracle_sqnorms(model, batch, uneven_loss)
+    with taken_for(size):
+        got = gs.per_example_norms(copy.deepcopy(model), batch, uneven_loss)
+        assert_sqnorms(got, expected, 1e-9)
+        for fused in (True, False):
+            plain, own = copy.deepcopy(model), copy.deepcopy(model)
+            with gs.track(own, batch_size=5, fused=fused) as tracker:
+                tracker.backward(uneven_loss(own, batch))
+            assert_sqnorms(tracker.stats, expected, 1e-9)
+            uneven_loss(plain, batch).mean().backward()
+            for one, other in zip(own.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad)

@@ -38,6 +38,7 @@ class ConvolutionFactors(Layer):
     call: tuple
 
     channel: ClassVar[int] = 1
+    reads_weight: ClassVar[bool] = True  # as in PyTorch's own
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.convolution(x, weight, bias, *self.call)

@@ -34,6 +34,7 @@ class Layer(Preparable):
         data: whether each of the two was computed from trained data, as in hypernetworks: then
             its gradient leads on to tracked parameters, and is needed even for norms alone.
         channel: the axis of the bias in the result.
+        reads_weight: whether the weight's own gradient is computed with its values at hand.
     """
 
     weight: bool
@@ -44,6 +45,7 @@ class Layer(Preparable):
     plans: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     channel: ClassVar[int]
+    reads_weight: ClassVar[bool]
 
     def __call__(self, grad: Tensor, x: Tensor) -> list:
         factors: list = [self.of_weight(grad, x)] if self.weight else []
@@ -177,7 +179,9 @@ class LayerUse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use, layer, x, weight, bias):
         ctx.use, ctx.layer = use, layer
-        ctx.save_for_backward(x, weight)
+        read = ctx.needs_input_grad[2] or layer.reads_weight or is_compiling()
+        # One that is not read may change until the backward, which needs its layout.
+        ctx.save_for_backward(x, weight if read else torch.empty_like(weight, device="meta"))
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         result = layer.forward(x, weight, bias)
         if not result._is_view():

@@ -32,6 +32,7 @@ class LinearFactors(Layer):
     inputs_first: bool
 
     channel: ClassVar[int] = -1
+    reads_weight: ClassVar[bool] = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.inputs_first:
