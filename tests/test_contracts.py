@@ -51,7 +51,7 @@ def batch():
         (lambda m, b: m(b[0]).argmax(1), r"dtype torch.int64"),
         (lambda m, b: m(b[0]).sum(1).detach(), r"do not require grad.*no_grad"),
         (lambda m, b: [0.0] * B, r"losses are list, expected a tensor of shape \(5,\)"),
-        (lambda m, b: None, r"losses are NoneType.*loss_fn returns"),
+        (lambda m, b: None, r"losses are NoneType.*returned by loss_fn"),
     ],
 )
 def test_losses_that_are_not_one_per_example(model, batch, loss_fn, message):

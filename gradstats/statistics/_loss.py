@@ -28,7 +28,7 @@ def check_losses(losses, batch_size: int) -> Tensor:
     if not isinstance(losses, Tensor):
         raise LossShapeError(
             f"the losses are {type(losses).__name__}, expected a tensor of shape ({batch_size},): "
-            "one unreduced loss for each example, which loss_fn returns."
+            "one unreduced loss for each example, returned by loss_fn or given to tracker.backward."
         )
     if (found := unlike_numbers(losses)) is not None:
         raise LossShapeError(f"the losses are {found}, expected a dense tensor ({batch_size},).")
