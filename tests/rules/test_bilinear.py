@@ -74,7 +74,7 @@ def test_bilinear_of_examples_along_different_axes_is_refused():
         {"layer": nn.Bilinear(4, 4, 3)},
         normal(4, 4),
         error=gs.ExampleAxisError,
-        match="bilinear.*reduces over the last 1 of 2 axes.*the 4 examples.*the number of examples is",
+        match="bilinear.*reduces over the last 1 of 2 axes.*the 4 examples.*number of examples is",
         batch_dim=1,
     )
 
