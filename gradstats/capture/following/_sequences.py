@@ -1,7 +1,8 @@
 """Where the examples lie in results of attention, recurrent layers, packed sequences, sorts, bags.
 
-And of what finds places or distinct values. These operations prescribe the axes of their operands and results, whatever the caller's
-``batch_dim``; shapes alone would mislead where there are as many layers or steps as examples.
+And of what finds places or distinct values. These operations prescribe the axes of their operands
+and results, whatever the caller's ``batch_dim``; shapes alone would mislead where there are as many
+layers, steps or places as examples.
 
 ``pack_padded_sequence`` sorts the sequences of a batch by length and writes their first steps one
 after the other, then their second steps, and so on: rows, fewer of them for later steps. A *place*
