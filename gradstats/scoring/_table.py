@@ -327,8 +327,11 @@ class SelfInfluence(Printed):
             field = dict(zip(FIELDS, rows.T, strict=True))
             as_given = field["label"] == field["predicted"]
             guessing = np.log(field["classes"]).mean()
-            if field["loss"].mean() >= UNTRAINED * guessing:
-                what = f"has mean loss {field['loss'].mean():.3g}, guessing gives {guessing:.3g}"
+            # One infinite loss says nothing of the others.
+            known = np.isfinite(field["loss"])
+            loss = float(field["loss"].mean(where=known)) if known.any() else np.nan
+            if loss >= UNTRAINED * guessing:
+                what = f"has mean loss {loss:.3g}, guessing gives {guessing:.3g}"
                 why = (
                     "at the initialisation, gradient norms are no better than chance. Use "
                     "checkpoints that have learned more."

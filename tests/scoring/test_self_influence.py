@@ -439,6 +439,15 @@ def test_a_checkpoint_in_between_is_not_warned_about():
     assert table.report([3]).warnings == [] and "warning" not in str(table)
 
 
+@pytest.mark.parametrize("infinite", [1, 10])
+def test_infinite_losses_are_not_taken_for_the_initialisation(infinite):
+    held = {name: 1.25 for name in FIELDS} | {"label": 0, "predicted": 1, "classes": 10}
+    values = np.array([[[held[name] for name in FIELDS]] * 10])
+    values[0, :infinite, FIELDS.index("loss")] = np.inf
+    table = gs.SelfInfluence(np.arange(10), ("a",), values, None)
+    assert table.report([3]).warnings == [] and "warning" not in str(table)
+
+
 def made(examples, label=0.0, reason=None):
     """A table of given numbers at one checkpoint, with ids that are long."""
     held = {name: 1.25 for name in FIELDS} | {"label": label, "predicted": label + 1, "classes": 10}
