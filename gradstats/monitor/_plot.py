@@ -84,10 +84,11 @@ def plot(monitor: Monitor) -> Figure:
         )  # fmt: skip
     if labelled:
         norms.plot([], [], marker="v", color=ORANGE, ls="none", label="spike, largest examples")
-    norms.set_yscale("log")
-    # Of less than a decade the ticks between powers of ten are labelled: 2, not 2 × 10⁰.
-    norms.yaxis.set_major_formatter(Plain())
-    norms.yaxis.set_minor_formatter(Plain(minor_thresholds=(1.5, 0.5)))
+    if any((line.get_ydata() > 0).any() for line in norms.get_lines()):
+        norms.set_yscale("log")
+        # Of less than a decade the ticks between powers of ten are labelled: 2, not 2 × 10⁰.
+        norms.yaxis.set_major_formatter(Plain())
+        norms.yaxis.set_minor_formatter(Plain(minor_thresholds=(1.5, 0.5)))
     norms.set_ylabel("gradient norm")
     norms.margins(y=0.1)  # spikes are the highest points, and their ids stand above them
     # Examples that are fit to the last digit must not flatten all other lines.

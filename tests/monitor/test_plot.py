@@ -125,6 +125,17 @@ def test_examples_without_gradient_do_not_flatten_the_norms(monitor):
     plot(SimpleNamespace(history=history, spikes=[], metrics=dict)).canvas.draw()
 
 
+def test_a_run_without_any_gradient(monitor):
+    """Zeros have no place on a logarithmic scale, of which matplotlib warns."""
+    history = {**monitor.history}
+    for name in history:
+        if "norm" in name:
+            history[name] = [0.0] * len(history["step"])
+    figure = plot(SimpleNamespace(history=history, spikes=[], metrics=dict))
+    figure.canvas.draw()
+    assert figure.axes[0].get_yscale() == "linear"
+
+
 def test_the_noise_scale_can_be_read_where_its_errors_are_large(monitor):
     """As on runs of few steps, where errors are a hundred times the estimates."""
     history = monitor.history
