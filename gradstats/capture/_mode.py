@@ -38,7 +38,12 @@ from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
 from gradstats.capture.operations._modes import ContextMode, remove_modes
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of
-from gradstats.capture.operations._opened import OPENED, OPENED_IF_TRACKED, opened
+from gradstats.capture.operations._opened import (
+    OPENED,
+    OPENED_IF_TRACKED,
+    as_operands_say,
+    opened,
+)
 from gradstats.capture.operations._operations import OPAQUE, QUESTIONS
 from gradstats.capture.operations._operators import OPERATORS, as_function
 from gradstats.capture.parameters._branches import COND, take_branch
@@ -120,6 +125,12 @@ class FollowingMode(ContextMode):
         if tracker.closed or tracker.fetching:
             # Another thread closed the context, or a loader is making data.
             return func(*args, **kwargs)
+        ordinary = not types or ORDINARY_TYPES.issuperset(types)
+        if not ordinary:
+            shown = tuple(kind for kind in types if kind not in TRACKED_TYPES)
+            result = as_operands_say(self, func, shown, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if type(func) in OPERATORS and torch.is_grad_enabled() and not is_registered(func):
             func, args, kwargs = as_function(func, args, kwargs)
         tracked = bool(types) and not TRACKED_TYPES.isdisjoint(types)
@@ -134,14 +145,14 @@ class FollowingMode(ContextMode):
                         return opened(func)(*args, **kwargs)
             if func in CHECKS:
                 CHECKS[func](self, *args, **kwargs)
-        if tracked and ORDINARY_TYPES.issuperset(types):
+        if tracked and ordinary:
             # The call would end here as well; this saves parsing its arguments once more.
             result = run_followed(func, args, kwargs)
             followed, tracker.followed = tracker.followed, None
             if followed is not None and followed is result:
                 return result
         else:
-            if tracked and not ORDINARY_TYPES.issuperset(types):
+            if tracked:
                 check_nested(func, operands_of(args, kwargs))
             result = func(*args, **kwargs)
         returns = type(result) is Tensor or isinstance(result, (Tensor, tuple, list))

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -526,6 +527,64 @@ def test_tensors_taken_for_those_of_another_class(function, kind):
     parameters = {"first": nn.Linear(BATCH, BATCH), "second": nn.Linear(BATCH, BATCH)}
     parameters["first"].register_buffer("table", normal(BATCH, BATCH))
     check_operation(of_class, parameters, normal(BATCH, BATCH, BATCH))
+
+
+class Named:
+    """Tensors by name, no tensor itself: a function is applied to each, as in a TensorDict."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if not all(issubclass(kind, cls) for kind in types):
+            return NotImplemented
+
+        def pick(name, item):
+            if isinstance(item, Named):
+                return item.values[name]
+            return [pick(name, each) for each in item] if isinstance(item, list) else item
+
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        picked = {name: [pick(name, item) for item in args] for name in first.values}
+        return cls(**{name: func(*items, **kwargs or {}) for name, items in picked.items()})
+
+
+class Quantised(NamedTuple):
+    """A weight with its scale, which layers take in place of a weight."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        first, own, *others = args
+        assert own is self
+        return func(first.flip(0), own.weight * own.scale, *others, **kwargs or {}).flip(0)
+
+
+@pytest.mark.filterwarnings("ignore:Defining your `__torch_function__` as a plain method")
+@pytest.mark.filterwarnings("ignore:Defining your `__torch_function__ as a plain method")
+@pytest.mark.parametrize("inside", [True, False], ids=["values", "inputs"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, h: m.first(torch.permute(Named(h=h), (1, 0, 2)).values["h"]).transpose(0, 1),
+        lambda m, h: torch.flip(Named(g=h.sin(), h=h), (0,)).values["h"].flip(0),
+        lambda m, h: torch.cat([Named(h=h[1:]), Named(h=h[:1])]).values["h"].roll(1, 0),
+        lambda m, h: torch.mul(Named(h=h, g=h), m.scale).values["g"],
+        lambda m, h: nn.functional.conv1d(h, Quantised(m.weight.tanh(), m.scale), m.bias),
+    ],
+    ids=["moved", "reordered", "joined", "scaled", "layer"],
+)
+def test_operands_that_are_no_tensors(function, inside):
+    """They say what a function does, and its operations are seen; as many positions as examples."""
+    parameters = {"scale": normal(), "weight": normal(4, BATCH, 1), "bias": normal(4)}
+    parameters |= {"first": nn.Linear(BATCH, BATCH), "last": nn.Linear(BATCH, 2)}
+
+    def losses(m, x):
+        return m.last(function(m, m.first(x) if inside else x))
+
+    check_operation(losses, parameters, normal(BATCH, BATCH, BATCH))
 
 
 def test_a_container_of_the_model_that_holds_itself():

@@ -2,16 +2,19 @@
 
 A function mode is off while it handles a call, so the operations inside such a function would not
 be seen. They matter if the function uses parameters that PyTorch does not report among its
-operands: a learned temperature, or whatever a given callable uses.
+operands: a learned temperature, or whatever a given callable uses. They matter too where an operand
+that is no tensor, but holds some, says by its own ``__torch_function__`` what a function does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
 from types import FunctionType
 from typing import Any
 
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function
 
@@ -44,6 +47,40 @@ def opened(function: Any) -> Callable[..., Any]:
     )
     result.__kwdefaults__ = function.__kwdefaults__
     return result
+
+
+def as_operands_say(
+    mode: AbstractContextManager, function: Any, types, args: tuple[Any, ...], kwargs
+) -> Any:
+    """Return what operands that are no tensors make of a function; NotImplemented if none does.
+
+    Such are containers of tensors by name, quantised values with their scales, lazy matrices.
+
+    Args:
+        mode: is to see the operations that they make of it.
+        function, args, kwargs: the call.
+        types: of the operands that have a ``__torch_function__``, without tracked ones, which have
+            none outside of a context.
+    """
+    for kind in types:
+        if issubclass(kind, Tensor):
+            continue
+        # The operand's: in an older form that PyTorch still accepts it is no method of the class.
+        handler = next(_held(args, kwargs, kind), kind).__torch_function__
+        with mode:
+            result = handler(function, types, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return NotImplemented
+
+
+def _held(args: tuple[Any, ...], kwargs: dict[str, Any], kind: type) -> Iterator[Any]:
+    """Yield the operands of a class, in order, also those in lists and tuples."""
+    for item in (*args, *kwargs.values()):
+        if type(item) is kind:
+            yield item
+        elif isinstance(item, (tuple, list)):
+            yield from _held(tuple(item), {}, kind)
 
 
 @cache
