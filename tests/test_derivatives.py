@@ -696,6 +696,33 @@ def test_derivatives_by_points_that_then_meet_data_are_refused():
     assert_sqnorms(gs.per_example_norms(model, x, of_the_batch), expected, 1e-4)
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_derivatives_by_a_constant_of_all_examples(size):
+    """They are sums over the examples, also of a constant with as many numbers as examples."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    x = torch.randn(size, 4, dtype=torch.float64)
+
+    def shifted(model, x, like):
+        shift = like().requires_grad_()
+        found = model(x + shift).square().sum(1)
+        return found, *torch.autograd.grad(found.sum(), shift, create_graph=True)
+
+    def losses(model, x):
+        found, slope = shifted(model, x, lambda: torch.zeros_like(x))
+        return found + size * slope.sum(1)
+
+    def backward(of_slope):
+        with gs.track(model, batch_size=size) as tracker:
+            found, slope = shifted(model, x, lambda: torch.zeros(4).double())
+            (found.mean() + of_slope(slope).sum()).backward()
+        return tracker.stats
+
+    assert_sqnorms(backward(lambda slope: slope), oracle_sqnorms(model, x, losses), 1e-9)
+    if size > 1:
+        with pytest.raises(gs.CoupledExamplesError, match="makes more than a sum"):
+            backward(torch.square)
+
+
 @pytest.mark.parametrize("at", ["points", "data"])
 def test_forward_mode_is_refused(at):
     """What tangents depend on leaves no trace in the graph of the losses."""

@@ -225,7 +225,9 @@ def follow_gradients(
                 marks.meetings.cross(result)  # the graph of a derivative lacks what it is of
             if marks.meetings.supposed:
                 marks.meetings.supposed.append(None)
-            owned = marks.owned(source)
+            # All examples may share a constant, whatever its size.
+            own = marks.is_data(source) or marks.is_marked(source) or marks.batch_size == 1
+            owned = marks.owned(source) if own or not result.requires_grad else None
             if batched and isinstance(owned, Examples):
                 owned = owned.along(owned.axis + 1)  # gradients along several vectors
             shared = owned is None and not marks.is_marked(source) and result.requires_grad
