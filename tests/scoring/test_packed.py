@@ -112,6 +112,7 @@ def test_the_strongest_of_packed_examples(packed):
         order = np.argsort(-expected[:, query])
         assert top.proponents(query=query, k=2).ids.tolist() == order[:2].tolist()
         assert top.opponents(query=query, k=2).ids.tolist() == order[::-1][:2].tolist()
+    assert top.plot(0, k=2).axes[0].get_xlabel() == "influence on query 0 (raw)"  # no images
 
 
 def test_packed_batches_can_be_halved(packed):
