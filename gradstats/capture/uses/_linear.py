@@ -70,16 +70,22 @@ class LinearFactors(Layer):
         return LinearFactors(*of_weight, not self.inputs_first)
 
     def gradients(
-        self, settings: Settings, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
+        self,
+        settings: Settings,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        by_columns: bool,
+        wanted: Sequence[bool],
     ) -> Sequence[Tensor | None]:
         grad_x = grad_weight = None
         want_x, want_weight = wanted
         if want_weight:
             left, right = map(rows_of, self._sides(grad, cast(x, grad.dtype)))
             # With the weight's strides, so that accumulating it takes no copy.
-            transposed = weight.stride(0) == 1
-            grad_weight = multiply(right.t(), left).t() if transposed else multiply(left.t(), right)
+            grad_weight = multiply(right.t(), left).t() if by_columns else multiply(left.t(), right)
         if want_x:
+            assert weight is not None
             weight = cast(weight, grad.dtype)
             matrix = weight.t() if self.inputs_first else weight
             # Beside training, the product must be PyTorch's own: differences in rounding would grow
