@@ -328,10 +328,9 @@ class SelfInfluence(Printed):
             as_given = field["label"] == field["predicted"]
             guessing = np.log(field["classes"]).mean()
             # One infinite loss says nothing of the others.
-            known = np.isfinite(field["loss"])
-            loss = float(field["loss"].mean(where=known)) if known.any() else np.nan
-            if loss >= UNTRAINED * guessing:
-                what = f"has mean loss {loss:.3g}, guessing gives {guessing:.3g}"
+            finite = field["loss"][np.isfinite(field["loss"])]
+            if len(finite) and finite.mean() >= UNTRAINED * guessing:
+                what = f"has mean loss {finite.mean():.3g}, guessing gives {guessing:.3g}"
                 why = (
                     "at the initialisation, gradient norms are no better than chance. Use "
                     "checkpoints that have learned more."
