@@ -52,7 +52,9 @@ def placed(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Who
         return None
     marks.values.note(result, owner=owner)
     whole = not bool((owner == NOBODY).any())
-    return spread(owner, marks.batch_size) if whole else None
+    found = spread(owner, marks.batch_size) if whole else None
+    marks.values.slots |= found is None
+    return found
 
 
 def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | None:

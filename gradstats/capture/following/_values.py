@@ -38,7 +38,7 @@ class Values:
     def __init__(self, serial: int):
         self._serial = serial
         self._marked: list[ref[Tensor]] = []
-        self.slots = False  # whether an owner was noted
+        self.slots = False  # whether an owner was noted where the examples lie along no axis
 
     def was_blank(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor held no example's values."""
@@ -59,7 +59,6 @@ class Values:
     def note(self, tensor: Tensor, **found: Any) -> None:
         """Add properties to those that hold."""
         if found and not tensor.is_inference():
-            self.slots |= "owner" in found
             found = {**self.held_by(tensor), **found}
             setattr(tensor, VALUES, (self._serial, tensor._version, found))
             self._marked.append(ref(tensor))

@@ -263,6 +263,7 @@ def _note_found(marks: Marks, tensor: Tensor, found: Found) -> None:
     """Note what else was found of a tensor than where the examples lie."""
     if found.numbers is not None:
         marks.values.note(tensor, owner=found.numbers)
+        marks.values.slots |= found.layout is None
     if found.supposed:
         marks.meetings.suppose(tensor)
 
