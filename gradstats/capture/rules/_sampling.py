@@ -21,6 +21,9 @@ from gradstats.capture.uses._uses import free_of_views, tap
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
+# That of PyTorch's cubic convolution, one point away.
+SLOPE = -0.75
+
 
 def grid_sample(
     tracker: Context, func, input, grid, mode="bilinear", padding_mode="zeros", align_corners=None
@@ -40,9 +43,9 @@ def grid_sample(
 
 
 def _of_one_image(tracker: Context, func, input, grid, examples, mode, padding_mode, align_corners):
-    if mode == "bicubic" or padding_mode == "reflection":
+    if padding_mode == "reflection":
         reason = f"of one image for all examples, with {mode=} and {padding_mode=}, has no rule"
-        remedy = 'Use mode="bilinear" and padding_mode="border".'
+        remedy = 'Use padding_mode="border".'
         refuse(func, first_node(input), reason, remedy)
     result = func(value_of(input), grid, mode, padding_mode, align_corners)
     table = run(tracker, Tensor.flatten, run(tracker, Tensor.movedim, input, 1, -1), 0, -2)
@@ -101,12 +104,25 @@ class SampleFactors:
     def _neighbours(self, place: Tensor, size: int) -> Sequence[tuple[Tensor, Tensor]]:
         """Return the points next to places along one axis, with their shares."""
         place = (place + 1) / 2 * (size - 1) if self.align_corners else ((place + 1) * size - 1) / 2
+        if self.mode == "bicubic":
+            return self._cubic(place, size)
         if self.padding_mode == "border":
             place = place.clamp(0, size - 1)
         if self.mode == "nearest":
             return [(place.round(), torch.ones_like(place))]
         first = place.floor()
         return [(first, first + 1 - place), (first + 1, place - first)]
+
+    def _cubic(self, place: Tensor, size: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return the same for cubic convolution (Keys, 1981), of which the border moves points."""
+        first, a = place.floor(), SLOPE
+        found = []
+        for step in (-1, 0, 1, 2):
+            point, x = first + step, (place - first - step).abs()
+            near, far = ((a + 2) * x - (a + 3)) * x * x + 1, a * (((x - 5) * x + 8) * x - 4)
+            point = point.clamp(0, size - 1) if self.padding_mode == "border" else point
+            found.append((point, near if step in (0, 1) else far))
+        return found
 
 
 RULES = {functional.grid_sample: grid_sample}
