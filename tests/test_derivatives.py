@@ -723,6 +723,65 @@ def test_derivatives_by_a_constant_of_all_examples(size):
             backward(torch.square)
 
 
+POINTS = {
+    "ones": lambda size: torch.ones(size, 1, requires_grad=True),
+    "full": lambda size: torch.full((size, 1), 0.5, requires_grad=True),
+    "linspace": lambda size: torch.linspace(0, 1, size).view(-1, 1).requires_grad_(),
+    "arange": lambda size: torch.arange(size).view(-1, 1).float().requires_grad_(),
+}
+MEET = {
+    "joined": lambda x, at: torch.cat([x, at], 1),
+    "multiplied": lambda x, at: torch.cat([x, x[:, :1] * at], 1),
+    "stacked": lambda x, at: torch.stack([x[:, :1], x[:, 1:], at], -1).squeeze(1),
+}
+
+
+@pytest.mark.parametrize("meet", MEET.values(), ids=MEET)
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+def test_derivatives_by_points_beside_the_data(points, meet):
+    """Constants with a row for each example which they meet as such are the examples' own."""
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    x = torch.randn(5, 2)
+
+    def losses(model, x):
+        at = points(len(x))
+        found = model(meet(x, at))
+        (slope,) = torch.autograd.grad(found.sum(), at, create_graph=True)
+        return (found + slope).square().sum(1)
+
+    expected = oracle_sqnorms(model, x, losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-4)
+    for _ in range(2):
+        with gs.track(model, batch_size=5) as tracker:
+            losses(model, x).mean().backward()
+        assert_sqnorms(tracker.stats, expected, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        lambda x, at: x + at.mean() + at,
+        lambda x, at: x + (at * torch.ones(4)).mean(0) + at,
+        lambda x, at: (x[:, None] + at).mean(1) + at,
+        lambda x, at: x + at.mT + at,
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_derivatives_by_points_that_examples_share_are_refused(shared, first):
+    """Though they also meet the examples row by row, before or after."""
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)), torch.randn(4, 4)
+
+    def losses(model, x):
+        at = torch.linspace(0, 1, 4).view(-1, 1).requires_grad_()
+        mixed = shared(x, at) if first else (x + at) * shared(x, at)
+        found = model(mixed)
+        (slope,) = torch.autograd.grad(found.sum(), at, create_graph=True)
+        return (found + slope).square().sum(1)
+
+    with pytest.raises(gs.GradStatsError), gs.track(model, batch_size=4) as tracker:
+        tracker.backward(losses(model, x))
+
+
 @pytest.mark.parametrize("at", ["points", "data"])
 def test_forward_mode_is_refused(at):
     """What tangents depend on leaves no trace in the graph of the losses."""
