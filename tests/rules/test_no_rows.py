@@ -213,3 +213,30 @@ class Sequence(Expert):
 )
 def test_sequences_of_no_tokens(change, examples):
     check(Sequence(change), [0] * examples)
+
+
+class Continued(nn.Module):
+    """Positions of which some are picked by index, here none, and others follow."""
+
+    def __init__(self, picks):
+        super().__init__()
+        self.layer, self.last, self.picks = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), picks
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        return self.last(torch.cat([hidden, self.picks(hidden)], 1))
+
+
+@pytest.mark.parametrize(
+    "picks",
+    [
+        lambda h: h[torch.arange(len(h))[:, None], torch.zeros(len(h), 0, dtype=torch.long)],
+        lambda h: h[:, torch.zeros(0, dtype=torch.long)],
+        lambda h: h.flatten(0, 1)[torch.zeros(len(h), 0, dtype=torch.long)],
+    ],
+    ids=["of each example", "of all examples", "of rows"],
+)
+@pytest.mark.parametrize("examples", [EXAMPLES, TOKENS])
+def test_an_index_without_columns(picks, examples):
+    model, x = Continued(picks).double(), torch.randn(examples, TOKENS, WIDTH).double()
+    check_model(model, x, lambda model, x: losses(model, (x,)))

@@ -188,7 +188,7 @@ def _selected(items, first_axis, dims, after, layout, source) -> Examples | None
     if owner.dim() > 1:
         # The index has several axes: each row along its first one must belong to one example.
         blocks = owner.flatten(1)
-        if not bool((blocks == blocks[:, :1]).all()):
-            return None
+        if not blocks.shape[1] or not bool((blocks == blocks[:, :1]).all()):
+            return None  # without any row that the index picks, none is known
         owner = blocks[:, 0].contiguous()
     return layout.owned_by(owner, after)
