@@ -178,6 +178,23 @@ def test_an_example_without_neighbours(alone, wider):
     check_model(model, x, each)
 
 
+@pytest.mark.parametrize("wider", WIDER.values(), ids=WIDER)
+@pytest.mark.parametrize("alone", range(EXAMPLES))
+def test_rows_of_one_example_put_back_and_filled_up(alone, wider):
+    """The others are the zeros of the examples in whose places they are."""
+    model, x = made(None, wider)
+    kept = torch.arange(ALL) // TOKENS == alone
+
+    def each(model, x):
+        h = model.first(x).flatten(0, 1)
+        out = torch.zeros_like(h)
+        out[kept] = model.inner(h[kept])
+        rows = wider(out)[places([TOKENS] * EXAMPLES)]
+        return model.last(rows).sin().sum((1, 2)) + rows.amax(1).sin().sum(1)
+
+    check_model(model, x, each)
+
+
 def test_examples_filled_up():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()

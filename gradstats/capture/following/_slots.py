@@ -15,7 +15,7 @@ from torch.nn import functional
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._examples import Examples, Whole, axes_of, spread
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._numbered import NOBODY, numbers_before
+from gradstats.capture.following._numbered import NOBODY, numbers_before, numbers_of
 from gradstats.capture.following._reductions import (
     ATTENTION,
     OF_TWO,
@@ -134,7 +134,7 @@ def follow_slots(marks: Marks, call: Call) -> Examples | Whole | None:
     alone = rearranges or joins or func in PADS
     if not alone and all(marks.values.owner_of(item) is None for item in told):
         return None
-    known = [numbers_before(marks, item) for item in told]
+    known = [_numbers_of(marks, item) for item in told]
     numbers = [each for each in known if each is not None]
     if not numbers or len(numbers) < len(known):
         return None
@@ -156,6 +156,15 @@ def follow_slots(marks: Marks, call: Call) -> Examples | Whole | None:
         if meets and result.dim():
             marks.meetings.note(result)
     return placed(marks, result, owner)
+
+
+def _numbers_of(marks: Marks, item: Tensor) -> Tensor | None:
+    """Return the example of each element of an operand, 1 standing for whole axes."""
+    # Rows that nothing was written to belong to the examples in whose places they are.
+    owned = marks.owned(item)
+    if isinstance(owned, Whole) or type(owned) is Examples:
+        return numbers_of(item, owned, item.dim())
+    return numbers_before(marks, item)
 
 
 def _rearranged(call: Call, source: Tensor, numbers: Tensor) -> Tensor | None:
