@@ -284,6 +284,18 @@ def test_edges_turned_around_that_leave_rows_without_any(name):
         model((rows, edges)).square().mean().backward()
 
 
+@pytest.mark.parametrize("name", ["transposed", "from the right", "with an axis in front"])
+@pytest.mark.parametrize("graph", [*range(len(LENGTHS)), None])
+def test_edges_of_one_graph_or_none(name, graph):
+    """Rows of the others sum nothing, and count for their own examples."""
+    torch.manual_seed(0)
+    rows, edges = torch.randn(len(OWNER), WIDTH).double(), EDGES.double()
+    edges *= OWNER == (-1 if graph is None else graph)
+    model = propagated(name, True)
+    got = gs.per_example_norms(model, (rows, edges), loss_fn, cu_seqlens=BOUNDS)
+    assert_sqnorms(got, oracle_sqnorms(model, (rows, edges), loss_fn), 1e-9)
+
+
 @pytest.mark.parametrize("turned", [True, False])
 def test_trained_edges_between_examples_are_refused(turned):
     """Zeros between examples have gradients, of the loss that the row belongs to."""

@@ -90,9 +90,10 @@ def _filled(marks: Marks, own: Tensor) -> Tensor:
     places = torch.arange(len(own), device=own.device)
     before = places.where(written, int(written.int().argmax())).cummax(0).values
     filled = own[before].clamp(min=0)
-    if not axes_of(filled):
-        return filled  # all are one example's
-    for each in (Examples(marks.batch_size, 0), marks.contract):
+    # Beside rows of one example alone are others of it, unless they are as many as those packed.
+    if not axes_of(filled) and not (marks.packed and len(own) == marks.contract.rows):
+        return filled
+    for each in (marks.contract, Examples(marks.batch_size, 0)):
         count, rest = divmod(len(own), each.rows)
         likely = each.owner(own.device).int().repeat_interleave(count)
         if not rest and torch.equal(own, likely.where(written, own)):
