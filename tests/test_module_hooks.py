@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+from weakref import ReferenceType, ref
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from tests.losses import losses_of
@@ -233,6 +237,53 @@ def test_hooks_that_read_gradients_get_those_of_training(name, hook, batch):
     wanted, found = ([each for each in given if each is not None] for given in (expected, seen))
     for one in wanted:
         assert any(one.shape == each.shape and torch.allclose(one, each) for each in found)
+
+
+class Passed(torch.autograd.Function):
+    """The identity; ``made`` are its nodes, which hold what was computed before them."""
+
+    made: ClassVar[list[ReferenceType]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        Passed.made.append(ref(ctx))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.tokens = nn.Embedding(7, WIDTH)
+
+    def forward(self, ids):
+        h = self.tokens(ids).mean(1)
+        for layer in self.layers:
+            h = checkpoint(self.part, h, layer, use_reentrant=False)
+        return h
+
+    def part(self, h, layer):
+        return layer(Passed.apply(h)).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:Using .*non-full")
+@pytest.mark.parametrize("hook", ["deprecated", "node"])
+def test_what_checkpoints_compute_again_is_freed_under_hooks(hook, batch):
+    model, alive = made(Recomputed), []
+
+    def count(gradients):
+        again = Passed.made[len(model.layers) :]  # after those of the forward
+        alive.append(sum(each() is not None for each in again))
+
+    for layer in model.layers:
+        HOOKS[hook](layer, count)
+    Passed.made.clear()
+    tracked(model, batch, fused=True)
+    assert alive == [0] * len(model.layers)
 
 
 def tracked(model, batch, *, fused):

@@ -35,6 +35,7 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._repeated import follow_repeated
 from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, is_out_of_the_ordinary
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
+from gradstats.capture.operations._graph import hooks_on_saved
 from gradstats.capture.operations._modes import ContextMode, remove_modes
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of
@@ -193,6 +194,8 @@ class FollowingMode(ContextMode):
         node = node_of(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             made: Any = (node.value if isinstance(node, Derived) else tensor).grad_fn
+        if torch._C._current_graph_task_id() != -1 and hooks_on_saved() is not None:
+            return made  # what a checkpoint computes again is in no graph that is differentiated
         derived, watched = isinstance(node, Derived), self.tracker.watched
         of = node if derived else use_at(made)
         if of is not None and made not in watched:
