@@ -10,6 +10,7 @@ _work           a model with its loss, and the options of a call
 _recognition    identifying checkpoints, models and losses
 _tiles, _folder    results on disk, with which a killed call resumes
 _memory         continuing with smaller batches when memory runs out
+_usage          whether the losses use any of the parameters that are scored
 _ranks          work shared by several processes
 _stream         train × query products, a tile at a time, and an estimate of what all take
 _top            the strongest examples without the matrix, and what is returned of them

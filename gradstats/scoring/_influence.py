@@ -199,6 +199,7 @@ def influence(
                 scores = InfluenceScores(passes.matrix(), *about)
             else:
                 scores = TopScores(passes.lists(k), *about)
+        work.usage.check()
     if _ranks.rank() == 0:
         scores.warn_if_alike(10 if k is None else min(k, 10))
     return scores

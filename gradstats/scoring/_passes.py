@@ -64,6 +64,8 @@ class Passes:
             if problem is not None:
                 self._work.say(f"{problem}: computing it again")
         first = lists.next_batch
+        if first:
+            self._work.usage.note_used("training", "query")
         left = list(chunks(self._train.sizes, self._query.examples, self._budget, first))
 
         def compute(part: range) -> Lists:
@@ -129,6 +131,8 @@ class Passes:
                 pair = _ranks.together(self._move_to, number)
                 entry = self._recognition.entry(*pair)
                 tiles, done = open_tiles(folder, tiling, entry, self._work)
+                if done.any():
+                    self._work.usage.note_used("training", "query")
                 with closing(tiles):
                     train, query = (each or pair[0] for each in pair)
                     norms = tiles.view("train_sqnorm"), tiles.view("query_sqnorm")

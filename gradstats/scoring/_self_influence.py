@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from gradstats._compiler import in_python
@@ -145,6 +145,8 @@ class _Scoring:
                 checkpoint = _ranks.together(self._move_to, number)
                 entry = recognition.entry(checkpoint, None)
                 tiles, done = open_tiles(folder, self._tiling, entry, work)
+                if done.any():
+                    work.usage.note_used("training")
                 pending = np.flatnonzero(~done[:, 0]).tolist()
                 with closing(tiles):
                     sqnorms = tiles.view("values")[:, SQNORM]
@@ -156,6 +158,7 @@ class _Scoring:
                 rows[:] = tiles.view("values")
                 if folder is None:
                     _ranks.add_up(rows)
+        work.usage.check()
         return SelfInfluence(data.ids, work.checkpoints.names, values, self._watch.reason)
 
     def _move_to(self, number: int) -> Checkpoint:
@@ -208,23 +211,32 @@ class _Scoring:
         """Return one row of FIELDS for each example, at the weights that the model has."""
 
         def part(batch: Any) -> np.ndarray:
-            options = self._work.options_of(batch)
-            stats = per_example_norms(
-                self._work.model, batch, self._losses, nonfinite="keep", **options
-            )
-            return self._rows(stats, checkpoint.rates)
+            work = self._work
+
+            def measure() -> np.ndarray:
+                stats = per_example_norms(
+                    work.model, batch, self._losses, nonfinite="keep", **work.options_of(batch)
+                )
+                return self._rows(stats.loss, stats, checkpoint.rates)
+
+            return work.usage.measured("training", measure, self._rows)
 
         batch = to_device(batch, self._work.device)
         return np.concatenate(self._halving.run(part, batch, size))
 
-    def _rows(self, stats: GradientNorms, rates: Rates | None) -> np.ndarray:
-        assert rates is not None and stats.loss is not None
-        columns = {
-            "weighted": weighed(rates, stats.sqnorm, stats.by_parameter),
-            "sqnorm": as_numpy(stats.sqnorm),
-            "loss": as_numpy(stats.loss),
-        }
-        prediction = self._watch.prediction(len(stats.sqnorm))
+    def _rows(
+        self, losses: Tensor | None, stats: GradientNorms | None = None, rates: Rates | None = None
+    ) -> np.ndarray:
+        """Return them from what was measured; without ``stats`` the gradients are zero."""
+        assert losses is not None
+        size = len(losses)
+        columns = {name: np.zeros(size) for name in ("weighted", "sqnorm")}
+        if stats is not None:
+            assert rates is not None
+            columns["weighted"] = weighed(rates, stats.sqnorm, stats.by_parameter)
+            columns["sqnorm"] = as_numpy(stats.sqnorm)
+        columns["loss"] = as_numpy(losses)
+        prediction = self._watch.prediction(size)
         if prediction is not None:
             probability, label = prediction
             columns |= {
@@ -234,5 +246,5 @@ class _Scoring:
                 "predicted": probability.argmax(1),
                 "classes": np.full(len(label), probability.shape[1]),
             }
-        unknown = np.full(len(stats.sqnorm), np.nan)
+        unknown = np.full(size, np.nan)
         return np.stack([columns.get(name, unknown) for name in FIELDS], axis=1)

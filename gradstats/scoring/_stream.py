@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from gradstats.scoring import _ranks
@@ -19,6 +21,7 @@ from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import as_numpy, weighed
 from gradstats.scoring._weights import load_weights
 from gradstats.scoring._work import Work, amount, duration, plural
+from gradstats.statistics._arguments import shapes_of
 from gradstats.statistics._kept import KeptGradients, Products, keep, products
 
 Tile = dict[str, np.ndarray]
@@ -158,7 +161,14 @@ class Stream:
 
         def part(batch: Any) -> KeptGradients:
             options = work.options_of(batch)
-            return keep(work.model, batch, work.losses, nonfinite="keep", **options)
+
+            def measure() -> KeptGradients:
+                return keep(work.model, batch, work.losses, nonfinite="keep", **options)
+
+            def zeros(losses: Tensor) -> KeptGradients:
+                return KeptGradients(_zeros(losses), shapes_of(work.model, options), {})
+
+            return work.usage.measured("query", measure, zeros)
 
         batch = to_device(batch, work.device)
         size = int(self.query.sizes[number])
@@ -174,12 +184,21 @@ class Stream:
         assert rates is not None
         self._use(self._train_at)
         kept = [part for each in block for part in each.parts]
+        per_parameter = isinstance(rates, dict)
 
         def part(batch: Any) -> list[Products]:
-            return products(
-                kept, work.model, batch, work.losses,
-                nonfinite="keep", per_parameter=isinstance(rates, dict), **work.options_of(batch),
-            )  # fmt: skip
+            def measure() -> list[Products]:
+                return products(
+                    kept, work.model, batch, work.losses,
+                    nonfinite="keep", per_parameter=per_parameter, **work.options_of(batch),
+                )  # fmt: skip
+
+            def zeros(losses: Tensor) -> list[Products]:
+                sqnorm = _zeros(losses)
+                values = [sqnorm.expand(len(each), -1) for each in kept]
+                return [Products(v, sqnorm, dict.fromkeys(work.names, v)) for v in values]
+
+            return work.usage.measured("training", measure, zeros)
 
         batch = to_device(batch, work.device)
         parts = self._passing.run(part, batch, int(self.train.sizes[row]))
@@ -206,3 +225,7 @@ class Stream:
         if checkpoint is not self._loaded:
             load_weights(self._work.model, checkpoint, self._work.renewal)
             self._loaded = checkpoint
+
+
+def _zeros(losses: Tensor) -> Tensor:
+    return torch.zeros_like(losses, dtype=torch.float64)

@@ -37,6 +37,7 @@ from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._renewal import Renewal
 from gradstats.scoring._tiles import AnyTiles, MemoryTiles, Tiles, Tiling
+from gradstats.scoring._usage import Usage
 from gradstats.scoring._weights import architecture_hash
 from gradstats.statistics._arguments import (
     LossFunction,
@@ -67,6 +68,7 @@ class Work:
         out: the folder of the results, None for memory.
         resume: whether to go on with results that are there.
         renewal: of what the model keeps of its weights.
+        usage: whether batches use any of the parameters.
     """
 
     model: nn.Module
@@ -81,6 +83,7 @@ class Work:
     out: Path | None
     resume: bool
     renewal: Renewal = field(default_factory=Renewal)
+    usage: Usage = field(default_factory=Usage)
 
     @classmethod
     def of(

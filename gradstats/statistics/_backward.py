@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gradstats.capture._coverage import leaves_of
 from gradstats.capture._tracker import Tracker
 from gradstats.capture.following._taken import ABOUT_EXAMPLES, explain, take_call, took_doubtful
 from gradstats.capture.operations._graph import let_go
@@ -25,7 +26,20 @@ if TYPE_CHECKING:
 
 
 class NothingUsedError(TrackingError):
-    """The losses use none of the tracked parameters."""
+    """The losses use none of the tracked parameters.
+
+    Attributes:
+        losses: (B,) their values, where they use other parameters of the model.
+    """
+
+    def __init__(self, losses: Tensor | None):
+        super().__init__(
+            "the losses use none of the tracked parameters: no backward reached them. Expected "
+            "losses computed with the model that loss_fn is given, its first argument. Does it "
+            "use another model, or do parameters= and exclude= leave only what it does not use, or "
+            "what has no elements?"
+        )
+        self.losses = losses
 
 
 def run(
@@ -89,13 +103,6 @@ def run_examples(
             raise
         except Exception:
             raise error from None
-    if not tracker.reports.any:
-        raise NothingUsedError(
-            "the losses use none of the tracked parameters: no backward reached them. Expected "
-            "losses computed with the model that loss_fn is given, its first argument. Does it "
-            "use another model, or do parameters= and exclude= leave only what it does not use, or "
-            "what has no elements?"
-        )
     return tracker, losses
 
 
@@ -124,6 +131,11 @@ def _differentiate(
                     tracker.note_losses(losses)
                     total = losses.sum()
                 tracker.backward_without_gradients(total)
+                if not tracker.reports.any:
+                    with torch._C.DisableTorchFunction():
+                        leaves = set(map(id, leaves_of(total)))
+                        used = any(id(parameter) in leaves for parameter in model.parameters())
+                        raise NothingUsedError(losses.detach() if used else None)
             finally:
                 if tracker.derived:
                     # What is left is made plain.
