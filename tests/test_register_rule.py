@@ -423,6 +423,12 @@ def test_a_decomposition_that_calls_the_operation_itself_is_refused(batch):
         pytest.raises(gs.UnsupportedOperationError, match=r"weight.*calls.*ScaledSiLU.*itself"),
     ):
         gs.per_example_norms(model, batch, classify)
+    of_data = Model(lambda x, w: ScaledSiLU.apply(x, x.detach()) * w).double()
+    with (
+        gs.register_rule(ScaledSiLU, lambda x, w: ScaledSiLU.apply(x, w)),
+        pytest.raises(gs.UnsupportedOperationError, match=r"SiLU.* of data.*calls.*SiLU.*itself"),
+    ):
+        gs.per_example_norms(of_data, batch, classify)
 
 
 def test_a_handle_says_what_it_is_of():

@@ -178,7 +178,7 @@ def _follow_data(
             follow_change(marks, Call(func, args, kwargs, data, target))
     own = None if func in FOLLOWED else tracker.registered(func)
     if own is not None and torch.is_grad_enabled():
-        own.follow(tracker, args, kwargs, results)
+        own.follow(tracker, func, args, kwargs, results)
         return
     prescribed = PRESCRIBES.get(func)
     layouts = None if prescribed is None else prescribed(marks, args, kwargs, results)

@@ -67,16 +67,7 @@ class Grafted:
         # Modes and subclasses are off while an operation is handled: turn them on again, so that
         # the decomposition is seen.
         with torch._C._EnableTorchFunction(), tracker.watching():
-            try:
-                shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
-            except TypeError as error:
-                if _takes(self.decomposition, args, kwargs):
-                    raise
-                problem = f"does not take the operation's arguments ({error})"
-                raise self._wrong(func, node, problem) from error
-            except RecursionError:
-                problem = f"does not come to an end: it calls {function_name(func)} itself"
-                raise self._wrong(func, node, problem) from None
+            shadow = self._run(func, node, args, kwargs, seen)
         single = isinstance(result, Tensor)
         results = [result] if single else list(result)
         shadows = list(shadow) if isinstance(shadow, (tuple, list)) else [shadow]
@@ -99,14 +90,28 @@ class Grafted:
         tracker.followed = returned
         return returned
 
-    def follow(self, tracker: Context, args, kwargs, results: list) -> None:
+    def _run(self, func, node: Node | None, args, kwargs, seen: Callable[[Any], Any]) -> Any:
+        """Return what the decomposition makes of operands as they are to be ``seen``."""
+        try:
+            return self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
+        except TypeError as error:
+            if _takes(self.decomposition, args, kwargs):
+                raise
+            problem = f"does not take the operation's arguments ({error})"
+            raise self._wrong(func, node, problem) from error
+        except RecursionError:
+            name = function_name(func)
+            problem = f"exceeded Python's limit on recursion, as one does that calls {name} itself"
+            raise self._wrong(func, node, problem) from None
+
+    def follow(self, tracker: Context, func, args, kwargs, results: list) -> None:
         """Note where the examples lie in the operation's results, where it takes data alone."""
 
         def seen(item):
             return _beside(tracker.marks, item)
 
         with torch._C._EnableTorchFunction(), tracker.watching():
-            shadow = self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
+            shadow = self._run(func, None, args, kwargs, seen)
         for first, second in zip(results, flatten((shadow,)), strict=True):
             if isinstance(first, Tensor) and isinstance(second, Tensor):
                 tracker.marks.place_like(first, second)
@@ -142,12 +147,13 @@ class Grafted:
                     "operation has no gradient for it, detach it in the model)",
                 )
 
-    def _wrong(self, func, node: Node, problem: str) -> UnsupportedOperationError:
+    def _wrong(self, func, node: Node | None, problem: str) -> UnsupportedOperationError:
         name = getattr(self.decomposition, "__name__", "the decomposition")
+        where = "of data" if node is None else f"on {node.describe()}"
         return UnsupportedOperationError(
-            f"the rule registered for {function_name(func)} on {node.describe()}: {name} {problem}"
+            f"the rule registered for {function_name(func)} {where}: {name} {problem}"
             ". Correct the decomposition, or remove the rule with its handle's remove().",
-            node.names,
+            () if node is None else node.names,
         )
 
 
