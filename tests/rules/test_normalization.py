@@ -113,7 +113,7 @@ def test_normalisation_over_the_examples_is_refused():
             {"layer": layer},
             normal(3, 4),
             error=gs.ExampleAxisError,
-            match=r"layer\.weight.*last 2 axes",
+            match=r"layer\.weight.*last 2 of 2 axes",
         )
 
 

@@ -161,7 +161,7 @@ def packs(marks: Marks, layouts: Iterable[Examples]) -> bool:
         return True
     if marks.batch_size == 1 or is_compiling():
         return False  # a graph has no values to look at
-    return any(not layout.plain for layout in layouts)
+    return any(layout.most > 1 for layout in layouts)
 
 
 def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:

@@ -144,6 +144,9 @@ def follow_slots(marks: Marks, call: Call) -> Examples | Whole | None:
         owner = _rearranged(call, told[0], numbers[0])
     elif joins:
         owner = _joined(call, dict(zip(map(id, told), numbers, strict=True)))
+        if len(axes_of(owner)) > 1 and not (marks.values.slots or bool((owner == NOBODY).any())):
+            # They may all be of parameters, whose gradients are those of whoever reads them.
+            return None
     elif func in PADS:
         owner = _padded(call, numbers[0])
     elif func in ELEMENT_BY_ELEMENT:
