@@ -68,9 +68,8 @@ def follow_results(
     operands = [t for t in every if node_of(t) is None]
     data = [t for t in operands if marks.is_data(t)]
     results = flatten(result) if isinstance(result, (tuple, list)) else [result]
-    if len(data) < len(operands) and any([_is_computed(item, operands) for item in results]):
-        if take_points(marks, func, operands, data):
-            data = [t for t in operands if marks.is_data(t)]
+    if len(data) < len(operands) and take_points(marks, func, operands, data, results):
+        data = [t for t in operands if marks.is_data(t)]
     if len(every) > len(operands):
         if func in UNFOLLOWED or type(func) in OPAQUE:
             func = None  # a tracked operand's rule has checked where the examples lie
@@ -102,12 +101,6 @@ def follow_results(
             if values and takes_for_data(marks, func, tensor):
                 continue
             marks.mark_constant(tensor)
-
-
-def _is_computed(item: Any, operands: list[Tensor]) -> bool:
-    """Whether a result passes gradients on to operands."""
-    trained = isinstance(item, Tensor) and item.requires_grad
-    return trained and not any(item is operand for operand in operands)
 
 
 def _follow_copied(

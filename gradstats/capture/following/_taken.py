@@ -82,7 +82,11 @@ def takes_for_data(marks: Marks, function: Callable[..., Any], tensor: Tensor) -
 
 
 def take_points(
-    marks: Marks, function: Callable[..., Any], operands: Iterable[Tensor], data: Sequence[Tensor]
+    marks: Marks,
+    function: Callable[..., Any],
+    operands: Iterable[Tensor],
+    data: Sequence[Tensor],
+    results: Iterable[Any],
 ) -> bool:
     """Return whether constants that derivatives are taken by are to count as data from here on.
 
@@ -95,6 +99,8 @@ def take_points(
             continue
         if marks.is_data(item) or marks.is_kept(item):
             continue
+        if not any(result is not item and _passes_on(result) for result in results):
+            continue  # as requires_grad_ and detach
         dims = max(map(Tensor.dim, data)) if data and function in ROW_BY_ROW else 0
         if item.dim() == dims > 0 and takes_for_data(marks, Tensor.requires_grad_, item):
             marks.take_batch([item])
@@ -102,6 +108,11 @@ def take_points(
         else:
             marks.keep_constant([item])
     return taken
+
+
+def _passes_on(result: Any) -> bool:
+    """Whether a result passes gradients on."""
+    return isinstance(result, Tensor) and result.requires_grad
 
 
 def took_given(marks: Marks) -> bool:

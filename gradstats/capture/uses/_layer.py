@@ -176,7 +176,8 @@ def _layer_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None):
         assert weight is not None
         yield 2, layer.adjoint(grad, x).forward(grad, weight.to(grad.dtype), None)
     if weight_is_data:
-        rest = weight, ctx.by_columns, (False, True)
+        by_columns = ctx.by_columns if weight is None else weight.stride(0) == 1
+        rest = weight, by_columns, (False, True)
         _, gradient = layer.gradients(ctx.use.settings, grad, x, *rest)
         yield 3, cast(gradient, ctx.dtypes[0])
     if bias_is_data:
@@ -195,7 +196,7 @@ class LayerUse(torch.autograd.Function):
         read = ctx.needs_input_grad[2] or layer.reads_weight or is_compiling()
         ctx.save_for_backward(x, weight if read else None)  # which may change until the backward
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.by_columns = weight.stride(0) == 1
+        ctx.by_columns = not read and weight.stride(0) == 1
         result = layer.forward(x, weight, bias)
         if not result._is_view():
             return result
@@ -223,7 +224,8 @@ class LayerUse(torch.autograd.Function):
             total, grad_bias = _deliver(use, layer, grad, x, want_weight, bias_dtype)
         # Last, so that the layer below finds its gradient still in the cache.
         wanted = want_x, want_weight and total is None
-        grad_x, grad_weight = layer.gradients(settings, grad, x, weight, ctx.by_columns, wanted)
+        by_columns = ctx.by_columns if weight is None else weight.stride(0) == 1
+        grad_x, grad_weight = layer.gradients(settings, grad, x, weight, by_columns, wanted)
         grad_weight = total if grad_weight is None else grad_weight
         if grad_weight is not None:
             grad_weight = cast(grad_weight, weight_dtype)
