@@ -11,7 +11,6 @@ to the first. What a consumer does not hold is freed before the next layer.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,20 +126,9 @@ def _is_shared(tensor: Tensor, counts: Mapping[int, int]) -> bool:
     Args:
         counts: by address, how many tensors of one's own hold it.
     """
-    if _references(tensor) > ALONE:
-        return True
     storage = tensor.untyped_storage()  # which holds it as well
     holders = torch._C._storage_Use_Count(storage._cdata) - 1
     return holders > counts[storage._cdata] or not storage.resizable()
-
-
-def _references(tensor: Tensor) -> int:
-    """Return how many references there are to Python's object for a tensor's storage."""
-    return sys.getrefcount(tensor.untyped_storage())
-
-
-# Where nobody else does.
-ALONE = _references(torch.empty(1))
 
 
 class Against:
