@@ -786,7 +786,7 @@ class Shuffled(Noisy):
 
 def test_what_is_drawn_for_weights_in_a_context_says_how_to_draw_it():
     model, x = Shuffled(), torch.randn(3, 3, dtype=torch.float64)
-    drawn = r"torch\.randperm gave a tensor of shape \(3,\).*torch\.randn_like\(weight\)"
+    drawn = r"torch\.randperm made a tensor of shape \(3,\).*torch\.randn_like\(weight\)"
     refused = pytest.raises(gs.CoupledExamplesError, match=drawn)
     with refused, gs.track(model, batch_size=3) as tracker:
         tracker.backward(squares(model, x))
@@ -861,7 +861,7 @@ def test_an_error_names_what_was_taken_for_data_by_its_size():
 
     x = torch.randn(3, 3, dtype=torch.float64)
     model = Negatives()
-    with pytest.raises(gs.GradStatsError, match=r"torch\.tensor gave .*\(3,\).*register_buf"):
+    with pytest.raises(gs.GradStatsError, match=r"torch\.tensor made .*\(3,\).*register_buf"):
         with gs.track(model, batch_size=len(x)) as tracker:
             tracker.backward(squares(model, x))
     check_model(Quantiles(kept=True), x, squares)

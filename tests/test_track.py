@@ -81,7 +81,7 @@ def test_given_numbers_that_turn_out_to_belong_to_no_example(meet, opened):
     model, x = Picks(meet), torch.randn(3, 4).double()
     with pytest.raises(
         (gs.ExampleAxisError, gs.CoupledExamplesError),
-        match=r"tensor gave a tensor of shape \(3,\)\. .* keep it in the model",
+        match=r"tensor made a tensor of shape \(3,\)\. .* keep it in the model",
     ):
         with opened(model, batch_size=3):
             model(x).square().mean().backward()

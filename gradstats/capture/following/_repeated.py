@@ -206,8 +206,6 @@ def _form_of(
             trained: Any = item.requires_grad
             if trained and item.is_leaf:
                 trained = LEAF
-                if note is CONSTANT:
-                    return None  # it may be taken for data
             if of_use and not (trained or note is CONSTANT) and func in BROADCASTS:
                 return None  # it matters whether it is a mask from a closure
             key += (note, item.shape, item.stride(), trained)

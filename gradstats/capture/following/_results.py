@@ -21,13 +21,7 @@ from gradstats.capture.following._reductions import OVER_AXES
 from gradstats.capture.following._returned import follow_gradients
 from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._signatures import RENAMED, by_place, in_pytorchs_names
-from gradstats.capture.following._taken import (
-    note_made,
-    take_points,
-    takes_for_data,
-    took_given,
-    without_given,
-)
+from gradstats.capture.following._taken import note_made, takes_for_data, took_given, without_given
 from gradstats.capture.following._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
 from gradstats.capture.following._written import Change, follow_change, follow_move, follow_write
 from gradstats.capture.operations._call import Call
@@ -67,9 +61,6 @@ def follow_results(
     every = operands_of(args, kwargs)
     operands = [t for t in every if node_of(t) is None]
     data = [t for t in operands if marks.is_data(t)]
-    results = flatten(result) if isinstance(result, (tuple, list)) else [result]
-    if len(data) < len(operands) and take_points(marks, func, operands, data, results):
-        data = [t for t in operands if marks.is_data(t)]
     if len(every) > len(operands):
         if func in UNFOLLOWED or type(func) in OPAQUE:
             func = None  # a tracked operand's rule has checked where the examples lie
@@ -81,6 +72,7 @@ def follow_results(
         data = [t for t in data if t is not args[0]]  # whose dtype and device it takes
     elif func in READS_ONLY_FIRST or func in RESHAPES:
         data = [t for t in data if t is args[0]]
+    results = flatten(result) if isinstance(result, (tuple, list)) else [result]
     if data:
         own, changed = data, args[0] if func in IN_PLACE else None
         if took_given(marks) and len(data) > 1 and func not in WRITES:

@@ -13,21 +13,14 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import rebuild, tensors_in
 from gradstats.capture.operations._operations import (
-    BROADCASTS,
     CONVOLUTIONS,
-    DRAWN_VALUES,
     GIVEN_VALUES,
-    JOINS,
     PRODUCTS,
     ROW_PRODUCTS,
 )
-from gradstats.capture.operations._rowwise import POINTWISE
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, UnsupportedOperationError
 
 LAYERS = PRODUCTS | ROW_PRODUCTS | CONVOLUTIONS.keys()
-
-# Operations that put rows of their operands together, if these have as many axes.
-ROW_BY_ROW = frozenset().union(POINTWISE, BROADCASTS, JOINS)
 
 # Errors raised if values may belong to several examples, or it is not known to which.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
@@ -81,40 +74,6 @@ def takes_for_data(marks: Marks, function: Callable[..., Any], tensor: Tensor) -
     return True
 
 
-def take_points(
-    marks: Marks,
-    function: Callable[..., Any],
-    operands: Iterable[Tensor],
-    data: Sequence[Tensor],
-    results: Iterable[Any],
-) -> bool:
-    """Return whether constants that derivatives are taken by are to count as data from here on.
-
-    They do if they have the size of data and meet such operands row by row. If something else is
-    computed of them first, they are shared by all examples.
-    """
-    taken = False
-    for item in operands:
-        if not (item.requires_grad and item.is_leaf and type(item) is Tensor):
-            continue
-        if marks.is_data(item) or marks.is_kept(item):
-            continue
-        if not any(result is not item and _passes_on(result) for result in results):
-            continue  # as requires_grad_ and detach
-        dims = max(map(Tensor.dim, data)) if data and function in ROW_BY_ROW else 0
-        if item.dim() == dims > 0 and takes_for_data(marks, Tensor.requires_grad_, item):
-            marks.take_batch([item])
-            taken = True
-        else:
-            marks.keep_constant([item])
-    return taken
-
-
-def _passes_on(result: Any) -> bool:
-    """Whether a result passes gradients on."""
-    return isinstance(result, Tensor) and result.requires_grad
-
-
 def took_given(marks: Marks) -> bool:
     """Whether tensors made from given values were taken for data because of their size."""
     return marks.taken is not None and marks.taken[0] in GIVEN_VALUES
@@ -125,11 +84,11 @@ def explain(marks: Marks, error: BaseException | None) -> None:
     if marks.taken is not None and isinstance(error, ABOUT_EXAMPLES):
         function, shape = marks.taken
         instead = "keep it in the model (register_buffer)"
-        if function in DRAWN_VALUES:
+        if function not in GIVEN_VALUES:
             instead = "draw it like a parameter (torch.randn_like(weight)) or into a buffer"
             instead += " (buffer.normal_())"
         error.args = (
-            f"{error} In this forward {function_name(function)} gave a tensor of shape "
+            f"{error} In this forward {function_name(function)} made a tensor of shape "
             f"{shape}. Since it has as many rows as there are examples, it was taken to hold "
             f"one row of each. If it belongs to no example, {instead}, or use another batch "
             "size.",

@@ -268,15 +268,11 @@ FORMS = frozenset(getattr(torch, name) for name in dir(torch) if name.endswith("
 # ``from_numpy`` and ``torch.Tensor([...])``.
 GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
 
-# Operations that draw random values.
-DRAWN_VALUES = frozenset(
-    {
-        torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli,
-        torch.rand_like, torch.randn_like, torch.randint_like,
-    }
-)  # fmt: skip
-
-CALLERS_VALUES = GIVEN_VALUES | DRAWN_VALUES
+# These, and operations that draw random values.
+CALLERS_VALUES = GIVEN_VALUES | {
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli,
+    torch.rand_like, torch.randn_like, torch.randint_like,
+}  # fmt: skip
 
 # Operations that create a tensor of a given size.
 FACTORIES = frozenset(
