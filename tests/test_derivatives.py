@@ -780,6 +780,46 @@ def test_derivatives_by_points_that_examples_share_are_refused(shared, first):
 
     with pytest.raises(gs.GradStatsError), gs.track(model, batch_size=4) as tracker:
         tracker.backward(losses(model, x))
+def points_of_each(codes):
+    return torch.linspace(0, 1, 4).double()[:, None].expand(len(codes), 4, 1).clone()
+
+
+def slopes(model, codes, points):
+    """Return losses (B,) of a field's slopes at points (B, 4, 1), each example's own."""
+    points.requires_grad_()
+    field = model(torch.cat([codes[:, None].expand(-1, points.shape[1], -1), points], -1))
+    (slope,) = torch.autograd.grad(field.sum(), points, create_graph=True)
+    return (slope - 1).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_derivatives_by_points_that_are_repeated_for_each_example(batch):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    for _ in range(2):  # also where the operations are repeated
+        check_model(
+            model,
+            torch.randn(batch, 3, dtype=torch.float64),
+            lambda model, codes: slopes(model, codes, points_of_each(codes)),
+            fusing=(True,),
+        )
+
+
+def test_derivatives_by_points_of_all_examples_are_refused():
+    """There are as many points as examples, but each example meets them all."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    codes = torch.randn(4, 3, dtype=torch.float64)
+
+    def losses(model, codes):
+        points = torch.linspace(0, 1, 4).double()[:, None].requires_grad_()
+        each = points.expand(4, 4, 1)
+        field = model(torch.cat([codes[:, None].expand(-1, 4, -1), each], -1))
+        (slope,) = torch.autograd.grad(field.sum(), points, create_graph=True)
+        return field.sum((1, 2)) + slope[:, 0].square()
+
+    with pytest.raises(gs.GradStatsError):
+        gs.per_example_norms(model, codes, losses)
+    with pytest.raises(gs.GradStatsError), gs.track(model, batch_size=4):
+        losses(model, codes).mean().backward()
 
 
 @pytest.mark.parametrize("at", ["points", "data"])

@@ -275,9 +275,10 @@ def _note_of(marks: Marks, tensor: Tensor) -> tuple[int | str, ...] | str | None
 
 
 def noted(marks: Marks) -> tuple[int, int]:
-    """The number of tensors marked, and of operations in which examples met."""
+    """The number of tensors marked, and of operations in which examples met, or constants rows."""
     meetings = marks.meetings
-    return len(marks.marked), sum(map(len, (meetings.coupled, meetings.added, meetings.crossed)))
+    met = meetings.coupled, meetings.added, meetings.crossed, meetings.beside
+    return len(marks.marked), sum(map(len, met))
 
 
 def remember(

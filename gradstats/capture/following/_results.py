@@ -18,7 +18,7 @@ from gradstats.capture.following._layout import FOLLOWED, ON_NESTED
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._operands import sole_example
 from gradstats.capture.following._reductions import OVER_AXES
-from gradstats.capture.following._returned import follow_gradients
+from gradstats.capture.following._returned import follow_gradients, note_beside
 from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._signatures import RENAMED, by_place, in_pytorchs_names
 from gradstats.capture.following._taken import note_made, takes_for_data, took_given, without_given
@@ -81,6 +81,8 @@ def follow_results(
         for tensor in results if marks.meetings.coupled else ():
             if isinstance(tensor, Tensor):
                 marks.meetings.couple_base(tensor, operands)
+        if len(operands) > len(own):
+            note_beside(marks, func, operands, result)
         if marks.taken is not None:
             note_made(marks, func, results, own, changed)
         return

@@ -8,14 +8,19 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from gradstats._compiler import is_compiling
 from gradstats.capture.following._examples import APART, MIXED, Examples, Whole, same_layout
 from gradstats.capture.following._following import note_lost, spans_examples
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import EXCHANGED
 from gradstats.capture.following._separable import joins_examples
+from gradstats.capture.following._slots import ELEMENT_BY_ELEMENT
+from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import argument_of, flatten, operands_of, tensors_in
+from gradstats.capture.operations._operations import JOINS
 from gradstats.capture.parameters._nodes import same_form
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
@@ -227,6 +232,7 @@ def follow_gradients(
                 marks.meetings.supposed.append(None)
             # All examples may share a constant, whatever its size.
             own = marks.is_data(source) or marks.is_marked(source) or marks.batch_size == 1
+            own = own or _met_beside(marks, source, outputs)
             owned = marks.owned(source) if own or not result.requires_grad else None
             if batched and isinstance(owned, Examples):
                 owned = owned.along(owned.axis + 1)  # gradients along several vectors
@@ -242,6 +248,27 @@ def follow_gradients(
                 )
         else:
             marks.mark_constant(result)  # a parameter's gradient, summed over the examples
+
+
+def note_beside(marks: Marks, func: Any, operands: Sequence[Tensor], result: Any) -> None:
+    """Note that each row of constants meets values of the example in whose place it is alone."""
+    constants = [item for item in operands if item.requires_grad and not marks.is_data(item)]
+    if not constants or is_compiling() or not (func in ELEMENT_BY_ELEMENT or func in JOINS):
+        return
+    own = marks.owned(result)
+    if isinstance(own, Examples) and same_layout(own, marks.contract):
+        if all(item.dim() == result.dim() and marks.contract.fits(item) for item in constants):
+            marks.meetings.beside.add(result.grad_fn)
+
+
+def _met_beside(marks: Marks, constant: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Whether that holds wherever values depend on a constant by which they are differentiated."""
+    if not marks.meetings.beside or not marks.contract.fits(constant):
+        return False
+    own = get_gradient_edge(constant).node
+    behind = (node for output in outputs for node in nodes_behind(output))
+    reads = [node for node in behind if any(own is each for each, _ in node.next_functions)]
+    return marks.meetings.beside.issuperset(reads)
 
 
 def _weighs_others(marks: Marks, output: Tensor, vector: Any, batched: bool) -> bool:
