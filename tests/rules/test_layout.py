@@ -587,6 +587,30 @@ def test_operands_that_are_no_tensors(function, inside):
     check_operation(losses, parameters, normal(BATCH, BATCH, BATCH))
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["values", "inputs"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: torch._foreach_mul([h.cos(), h], 2.0)[1],
+        lambda h: torch._foreach_mul([h, h.cos()], [3.0, 2.0])[0],
+        lambda h: torch._foreach_add([h.mT, h.swapdims(0, 1)], [h, h.swapdims(0, 1)])[1].swapdims(
+            0, 1
+        ),
+        lambda h: torch._foreach_tanh([h, h.flip(0)])[1].flip(0),
+        lambda h: torch._foreach_lerp([h], [h.exp()], 0.3)[0],
+    ],
+    ids=["number", "numbers", "moved", "reordered", "three"],
+)
+def test_operations_on_each_of_a_list(function, inside):
+    """The arithmetic of containers of tensors; as many positions as examples."""
+    parameters = {"first": nn.Linear(BATCH, BATCH), "last": nn.Linear(BATCH, 2), "scale": normal()}
+
+    def losses(m, x):
+        return m.last(function(m.first(x) if inside else x) * m.scale)
+
+    check_operation(losses, parameters, normal(BATCH, BATCH, BATCH))
+
+
 def test_a_container_of_the_model_that_holds_itself():
     """As trees do whose nodes know their parents; a forward may leave derived tensors in it."""
 

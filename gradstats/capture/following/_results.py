@@ -35,6 +35,7 @@ from gradstats.capture.operations._operations import (
     IN_PLACE,
     MOVES_IN_PLACE,
     MULTIPLIES,
+    ON_EACH,
     OPAQUE,
     READS_ONLY_FIRST,
     RESHAPES,
@@ -57,6 +58,11 @@ def follow_results(
     given = tensors_in(kwargs.get("out")) if kwargs else []
     if given:
         _follow_copied(tracker, func, args, kwargs, given)
+        return
+    if func in ON_EACH:
+        for number, entry in enumerate(result):
+            entries = [each[number] if isinstance(each, (list, tuple)) else each for each in args]
+            follow_results(tracker, ON_EACH[func], tuple(entries), kwargs, entry)
         return
     every = operands_of(args, kwargs)
     operands = [t for t in every if node_of(t) is None]

@@ -358,6 +358,15 @@ def changed_by(func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ten
     return tensors_in(changed)
 
 
+# Operations on lists of tensors, with those on one that do the same to each entry: the arithmetic
+# of containers of tensors, and of optimizers.
+ON_EACH = {
+    getattr(torch, key): getattr(torch, name)
+    for key in dir(torch)
+    if key.startswith("_foreach_") and not key.endswith(("_", "norm"))  # of other arguments
+    if hasattr(torch, name := key.removeprefix("_foreach_"))
+}
+
 # In-place methods that only move axes, with their counterparts that return a view.
 MOVES_IN_PLACE = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
