@@ -724,14 +724,18 @@ def test_derivatives_by_a_constant_of_all_examples(size):
 
 
 POINTS = {
-    "ones": lambda size: torch.ones(size, 1, requires_grad=True),
-    "full": lambda size: torch.full((size, 1), 0.5, requires_grad=True),
-    "linspace": lambda size: torch.linspace(0, 1, size).view(-1, 1).requires_grad_(),
-    "arange": lambda size: torch.arange(size).view(-1, 1).float().requires_grad_(),
+    "ones": lambda size: torch.ones(size, 1).double().requires_grad_(),
+    "full": lambda size: torch.full((size, 1), 0.5, dtype=torch.float64, requires_grad=True),
+    "linspace": lambda size: torch.linspace(0, 1, size).double().view(-1, 1).requires_grad_(),
+    "arange": lambda size: torch.arange(size).view(-1, 1).double().requires_grad_(),
 }
 MEET = {
     "joined": lambda x, at: torch.cat([x, at], 1),
     "multiplied": lambda x, at: torch.cat([x, x[:, :1] * at], 1),
+    "encoded": lambda x, at: torch.cat([x, (at[:, 0] * 3).sin().unsqueeze(1)], 1),
+    "encoded at frequencies": lambda x, at: torch.cat(
+        [x, (at[..., None] * torch.tensor([1.0, 2.0])).cos().flatten(1)[:, 1:]], 1
+    ),
     "stacked": lambda x, at: torch.stack([x[:, :1], x[:, 1:], at], -1).squeeze(1),
 }
 
@@ -740,8 +744,8 @@ MEET = {
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
 def test_derivatives_by_points_beside_the_data(points, meet):
     """Constants with a row for each example which they meet as such are the examples' own."""
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
-    x = torch.randn(5, 2)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    x = torch.randn(5, 2, dtype=torch.float64)
 
     def losses(model, x):
         at = points(len(x))
@@ -750,11 +754,11 @@ def test_derivatives_by_points_beside_the_data(points, meet):
         return (found + slope).square().sum(1)
 
     expected = oracle_sqnorms(model, x, losses)
-    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-4)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-9)
     for _ in range(2):
         with gs.track(model, batch_size=5) as tracker:
             losses(model, x).mean().backward()
-        assert_sqnorms(tracker.stats, expected, 1e-4)
+        assert_sqnorms(tracker.stats, expected, 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -764,6 +768,15 @@ def test_derivatives_by_points_beside_the_data(points, meet):
         lambda x, at: x + (at * torch.ones(4)).mean(0) + at,
         lambda x, at: (x[:, None] + at).mean(1) + at,
         lambda x, at: x + at.mT + at,
+        lambda x, at: x + at.sin().flip(0) + at,
+        lambda x, at: torch.cat([x[:, 1:], at.cos().cumsum(0)], 1) + at,
+        lambda x, at: x + at[:, 0] + at,
+        lambda x, at: x + (at[:, 0] * 2).sin() + at,
+        lambda x, at: x + at.roll(1, 0),
+        lambda x, at: x + at.roll(shifts=1, dims=0),
+        lambda x, at: x + at.flip(dims=(0,)),
+        lambda x, at: x + at.expand(4, 4).transpose(dim0=0, dim1=1),
+        lambda x, at: x + at[torch.tensor([1, 0, 3, 2])],
     ],
 )
 @pytest.mark.parametrize("first", [True, False])
@@ -780,6 +793,8 @@ def test_derivatives_by_points_that_examples_share_are_refused(shared, first):
 
     with pytest.raises(gs.GradStatsError), gs.track(model, batch_size=4) as tracker:
         tracker.backward(losses(model, x))
+
+
 def points_of_each(codes):
     return torch.linspace(0, 1, 4).double()[:, None].expand(len(codes), 4, 1).clone()
 

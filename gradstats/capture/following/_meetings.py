@@ -37,7 +37,7 @@ class Meetings:
         weighed: nodes in which trained weights, zero there, meet values of other examples: a loss
             may depend on them, but not on a derivative of them.
         beside: nodes of operations that combine each row of constants with the example's in whose
-            place it is, and with no other.
+            place it is, and with no other; each with whether the result is a constant as well.
         crossed: autograd nodes, one for each operation in which trained values may have been taken
             for those of other examples, or of none; only losses of one example each tell whose the
             results are.
@@ -52,7 +52,7 @@ class Meetings:
         self.added: dict[Any, str] = {}
         self.roots_of_sums: set[Any] = set()
         self.weighed: set[Any] = set()
-        self.beside: set[Any] = set()
+        self.beside: dict[Any, bool] = {}
         self.crossed: list[GraphNode | None] = []
         self.supposed: list[GraphNode | None] = []
 

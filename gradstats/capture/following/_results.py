@@ -88,7 +88,7 @@ def follow_results(
             if isinstance(tensor, Tensor):
                 marks.meetings.couple_base(tensor, operands)
         if len(operands) > len(own):
-            note_beside(marks, func, operands, result)
+            note_beside(marks, Call(func, args, kwargs, operands, result))
         if marks.taken is not None:
             note_made(marks, func, results, own, changed)
         return
@@ -101,6 +101,8 @@ def follow_results(
             if values and takes_for_data(marks, func, tensor):
                 continue
             marks.mark_constant(tensor)
+            if tensor.requires_grad:
+                note_beside(marks, Call(func, args, kwargs, operands, tensor))
 
 
 def _follow_copied(

@@ -13,10 +13,12 @@ from torch.autograd.graph import get_gradient_edge
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._examples import APART, MIXED, Examples, Whole, same_layout
 from gradstats.capture.following._following import note_lost, spans_examples
+from gradstats.capture.following._layout import follow
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import EXCHANGED
 from gradstats.capture.following._separable import joins_examples
-from gradstats.capture.following._slots import ELEMENT_BY_ELEMENT
+from gradstats.capture.following._slots import ELEMENT_BY_ELEMENT, REARRANGES
+from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import argument_of, flatten, operands_of, tensors_in
@@ -250,25 +252,47 @@ def follow_gradients(
             marks.mark_constant(result)  # a parameter's gradient, summed over the examples
 
 
-def note_beside(marks: Marks, func: Any, operands: Sequence[Tensor], result: Any) -> None:
-    """Note that each row of constants meets values of the example in whose place it is alone."""
+def note_beside(marks: Marks, call: Call) -> None:
+    """Note that each row of constants meets values of the example in whose place it is alone.
+
+    Or that of a constant another is made, row by row.
+
+    Args:
+        call: an operation, with all of its operands that are not tracked.
+    """
+    func, args, _, operands, result = call
     constants = [item for item in operands if item.requires_grad and not marks.is_data(item)]
-    if not constants or is_compiling() or not (func in ELEMENT_BY_ELEMENT or func in JOINS):
+    if not constants or is_compiling() or not isinstance(result, Tensor):
         return
-    own = marks.owned(result)
-    if isinstance(own, Examples) and same_layout(own, marks.contract):
-        if all(item.dim() == result.dim() and marks.contract.fits(item) for item in constants):
-            marks.meetings.beside.add(result.grad_fn)
+    contract = marks.contract
+    made = not marks.is_data(result)
+    if func in REARRANGES and made and len(constants) == 1 and constants[0] is args[0]:
+        rows = contract.fits(args[0]) and same_layout(follow(call, args[0], contract), contract)
+    else:
+        dims = {item.dim() for item in constants if func not in JOINS}  # whose operands are alike
+        rows = (
+            (func in ELEMENT_BY_ELEMENT or func in JOINS)
+            and dims <= {result.dim()}
+            and all(map(contract.fits, (*constants, result)))
+            and (made or same_layout(marks.owned(result), contract))
+        )
+    if rows:
+        marks.meetings.beside[result.grad_fn] = made
 
 
 def _met_beside(marks: Marks, constant: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Whether that holds wherever values depend on a constant by which they are differentiated."""
-    if not marks.meetings.beside or not marks.contract.fits(constant):
+    beside = marks.meetings.beside
+    if not beside or not marks.contract.fits(constant):
         return False
-    own = get_gradient_edge(constant).node
-    behind = (node for output in outputs for node in nodes_behind(output))
-    reads = [node for node in behind if any(own is each for each, _ in node.next_functions)]
-    return marks.meetings.beside.issuperset(reads)
+    nodes = {node for output in outputs for node in nodes_behind(output)}
+    made = {get_gradient_edge(constant).node}
+    while made:  # of what is made of it as well
+        reads = [n for n in nodes if any(each in made for each, _ in n.next_functions)]
+        if not all(node in beside for node in reads):
+            return False
+        made = {node for node in reads if beside[node]}
+    return True
 
 
 def _weighs_others(marks: Marks, output: Tensor, vector: Any, batched: bool) -> bool:
