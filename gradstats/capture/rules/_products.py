@@ -89,7 +89,7 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
     examples = locate(tracker, func, nodes[0], x, folds=True, trailing=1)
     of_weight, of_bias = weight_node is not None, bias_node is not None
     data = tracker.marks.is_trained(weight), tracker.marks.is_trained(bias)
-    rest = tuple(weight.shape), data, inputs_first
+    rest = tuple(weight.shape), data, inputs_first, weight.stride(0) == 1
     if is_pytorchs_own(settings, x, weight, examples, inputs_first):
         place = LINEAR_WITHOUT_BIAS if bias is None else LINEAR
         rows = examples if x.dim() == 2 else by_rows(examples, x)

@@ -106,13 +106,7 @@ class ConvolutionFactors(Layer):
         return ConvolutionFactors(True, False, self.examples, self.shape, (False, False), call)
 
     def gradients(
-        self,
-        settings: Settings,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        by_columns: bool,
-        wanted: Sequence[bool],
+        self, settings: Settings, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         if not any(wanted):
             return None, None

@@ -71,19 +71,11 @@ class Layer(Preparable):
         raise NotImplementedError
 
     def gradients(
-        self,
-        settings: Settings,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        by_columns: bool,
-        wanted: Sequence[bool],
+        self, settings: Settings, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         """Return the gradients of x and of the weight, those ``wanted``.
 
-        Args:
-            weight: None where neither needs its values.
-            by_columns: whether the columns of its matrix are contiguous.
+        The weight is None where neither reads it.
         """
         raise NotImplementedError
 
@@ -167,18 +159,15 @@ class Layer(Preparable):
         return (attach(LayerUse)(Use([node]), again, grad, node.value, None),)
 
 
-def _layer_again(ctx, grad: Tensor, x: Tensor, weight: Tensor | None):
+def _layer_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
     layer = ctx.layer
     weight_is_data, bias_is_data = layer.data
     if ctx.needs_input_grad[2] and layer.weight:
         yield 2, *layer.data_gradients(ctx.use.nodes, grad, x)
     elif ctx.needs_input_grad[2]:
-        assert weight is not None
         yield 2, layer.adjoint(grad, x).forward(grad, weight.to(grad.dtype), None)
     if weight_is_data:
-        by_columns = ctx.by_columns if weight is None else weight.stride(0) == 1
-        rest = weight, by_columns, (False, True)
-        _, gradient = layer.gradients(ctx.use.settings, grad, x, *rest)
+        _, gradient = layer.gradients(ctx.use.settings, grad, x, weight, (False, True))
         yield 3, cast(gradient, ctx.dtypes[0])
     if bias_is_data:
         yield 4, cast(layer.bias_sum(grad), ctx.dtypes[1])
@@ -196,7 +185,6 @@ class LayerUse(torch.autograd.Function):
         read = ctx.needs_input_grad[2] or layer.reads_weight or is_compiling()
         ctx.save_for_backward(x, weight if read else None)  # which may change until the backward
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.by_columns = not read and weight.stride(0) == 1
         result = layer.forward(x, weight, bias)
         if not result._is_view():
             return result
@@ -224,8 +212,7 @@ class LayerUse(torch.autograd.Function):
             total, grad_bias = _deliver(use, layer, grad, x, want_weight, bias_dtype)
         # Last, so that the layer below finds its gradient still in the cache.
         wanted = want_x, want_weight and total is None
-        by_columns = ctx.by_columns if weight is None else weight.stride(0) == 1
-        grad_x, grad_weight = layer.gradients(settings, grad, x, weight, by_columns, wanted)
+        grad_x, grad_weight = layer.gradients(settings, grad, x, weight, wanted)
         grad_weight = total if grad_weight is None else grad_weight
         if grad_weight is not None:
             grad_weight = cast(grad_weight, weight_dtype)

@@ -27,9 +27,12 @@ class LinearFactors(Layer):
 
     Attributes:
         inputs_first: the shape is (d_in, d_out), not (d_out, d_in).
+        by_columns: the weight's columns are contiguous, and so are those of its gradient, so that
+            accumulating it takes no copy.
     """
 
     inputs_first: bool
+    by_columns: bool
 
     channel: ClassVar[int] = -1
     reads_weight: ClassVar[bool] = False
@@ -67,25 +70,20 @@ class LinearFactors(Layer):
 
     def adjoint(self, grad: Tensor, x: Tensor) -> LinearFactors:
         of_weight = True, False, self.examples, self.shape, (False, False)
-        return LinearFactors(*of_weight, not self.inputs_first)
+        return LinearFactors(*of_weight, not self.inputs_first, self.by_columns)
 
     def gradients(
-        self,
-        settings: Settings,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        by_columns: bool,
-        wanted: Sequence[bool],
+        self, settings: Settings, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         grad_x = grad_weight = None
         want_x, want_weight = wanted
         if want_weight:
             left, right = map(rows_of, self._sides(grad, cast(x, grad.dtype)))
-            # With the weight's strides, so that accumulating it takes no copy.
-            grad_weight = multiply(right.t(), left).t() if by_columns else multiply(left.t(), right)
+            if self.by_columns:
+                grad_weight = multiply(right.t(), left).t()
+            else:
+                grad_weight = multiply(left.t(), right)
         if want_x:
-            assert weight is not None
             weight = cast(weight, grad.dtype)
             matrix = weight.t() if self.inputs_first else weight
             # Beside training, the product must be PyTorch's own: differences in rounding would grow
