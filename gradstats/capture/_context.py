@@ -47,7 +47,7 @@ class Context:
             their place; a use that was not seen has an edge to such a node.
         visible: derived tensors that the user's code may still have.
         watched: autograd nodes that the user's code has asked for.
-        hooked: whether it has set hooks on any of these, so that their gradients are formed.
+        trains: whether gradients of parameters are formed, for training or for hooks on such nodes.
         renumbered: (autograd node, index of the result) of tensors that were given other values
             through ``.data``, with the sequence number of the first node made afterwards.
         together: the small operations that wait for each other.
@@ -81,7 +81,6 @@ class Context:
     closed = False
     derived = False
     derived_from_leaves = False
-    hooked = False
     weighs_alike = True
     form = ""
     rules: Mapping[Any, Any] = RULES
@@ -93,7 +92,7 @@ class Context:
         self.batch_size, self.batch_dim = batch_size, batch_dim
         self.marks = Marks(batch_size, batch_dim, segments)
         self.functions = Functions(self.marks)
-        self.settings = settings
+        self.settings, self.trains = settings, settings.weight_gradients
         self.asked = (
             (settings.weight_gradients, settings.fused, settings.consumer is None),
             (torch.get_num_threads(), torch._C._get_mkldnn_enabled()),

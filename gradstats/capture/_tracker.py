@@ -254,7 +254,7 @@ class Tracker(Context):
         with torch._C.DisableTorchFunction():
             one = torch.ones_like(total)
             reporting = self.before_backward([total], [one], create_graph=False)
-        if not (self.functions.inside or self.hooked):
+        if not (self.functions.inside or self.trains):
             targets = self.targets(reporting)
             if targets:  # without any, the engine would compute all leaves' gradients
                 with without_autocast():
@@ -317,7 +317,7 @@ class Tracker(Context):
         for node, watched in self.watched.items():
             if watched.is_hooked():
                 watched.begin(node)
-                self.hooked = True
+                self.trains = True
         self.watched.clear()
         self.backward_ran = True
         tasks = self._tasks

@@ -146,7 +146,7 @@ class BroadcastUse(torch.autograd.Function):
     def backward(ctx, grad, x=None, value=None):
         use, settings, plan = ctx.use, ctx.use.settings, ctx.plan
         _, _, _, want_x, want_value = ctx.needs_input_grad
-        want_value = want_value and (settings.weight_gradients or use.tracker.hooked)
+        want_value = want_value and use.tracker.trains
         factor = plan.factor(grad, x)
         (node,) = use.nodes
         root = isometric_root(node)

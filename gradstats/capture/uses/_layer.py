@@ -198,7 +198,7 @@ class LayerUse(torch.autograd.Function):
         use, settings, layer = ctx.use, ctx.use.settings, ctx.layer
         weight_dtype, bias_dtype = ctx.dtypes
         _, _, want_x, want_weight, want_bias = ctx.needs_input_grad
-        trains = settings.weight_gradients or use.tracker.hooked
+        trains = use.tracker.trains
         want_weight = want_weight and (trains or layer.data[0])
         want_bias = want_bias and (trains or layer.data[1])
         if not want_bias:

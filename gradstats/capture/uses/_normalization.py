@@ -40,8 +40,7 @@ class NormalisationUse(torch.autograd.Function):
     @unseen(_normalisation_again)
     def backward(ctx, grad, x, weight, *statistics):
         use, layer = ctx.use, ctx.layer
-        trains = use.settings.weight_gradients or use.tracker.hooked
-        wanted = [need and trains for need in ctx.needs_input_grad[4:6]]
+        wanted = [need and use.tracker.trains for need in ctx.needs_input_grad[4:6]]
         # Under autocast, layers normalise in a wider dtype than the input's, and the
         # gradient has that dtype.
         own = dtype = x.dtype

@@ -88,7 +88,6 @@ class Recomputed(torch.autograd.Function):
             refuse_derivatives(ctx.use)
         with torch._C.DisableTorchFunction():
             settings = ctx.use.settings
-            trains = settings.weight_gradients or ctx.use.tracker.hooked
             wanted = [False] * len(tensors) if ctx.given else ctx.needs_input_grad[5:]
             # The operands have been cast already, and what is accumulated must not be.
             with torch.autocast(tensors[0].device.type, enabled=False):
@@ -96,7 +95,7 @@ class Recomputed(torch.autograd.Function):
                 gradients, sites = ctx.operation.differentiate(grads, output, tensors, wanted)
             factors: dict[int, Factor | Fused] = {}
             for site in sites:
-                train = wanted[site.slot] and (trains or site.slot in ctx.data)
+                train = wanted[site.slot] and (ctx.use.tracker.trains or site.slot in ctx.data)
                 if site.slot in ctx.tracked:
                     factor = ctx.operation.factor(site)
                     sole = ctx.use.is_sole(ctx.tracked.index(site.slot))

@@ -34,8 +34,7 @@ class ExampleView(torch.autograd.Function):
         with torch._C.DisableTorchFunction():
             ctx.use.deliver([layout.factor(grad.detach(), ctx.shape)])
         grad_value = None
-        trains = ctx.use.settings.weight_gradients or ctx.use.tracker.hooked
-        if trains and ctx.needs_input_grad[2]:
+        if ctx.use.tracker.trains and ctx.needs_input_grad[2]:
             grad_value = layout.total(grad, ctx.shape)
         return None, None, grad_value
 
