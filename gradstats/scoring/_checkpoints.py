@@ -196,14 +196,8 @@ def _read(source: Path | Content) -> Content:
 def _listed(sources: Any) -> list[tuple[str, Path | Content]]:
     """Return (name, file or content) for each checkpoint."""
     _check_ordered(sources, "the list of checkpoints")
-    if isinstance(sources, (str, Path, Mapping)):
-        sources = [sources]
-    elif not isinstance(sources, Sequence):
-        # Iterating over a tensor may fail, and gives no checkpoints.
-        several = hasattr(sources, "__iter__") and not isinstance(sources, Tensor)
-        sources = list(sources) if several else [sources]
-    listed: list[tuple[str, Path | Content]] = []
-    for number, source in enumerate(sources):
+    entries, listed = _one_by_one(sources), list[tuple[str, Path | Content]]()
+    for number, source in enumerate([sources] if entries is None else entries):
         if isinstance(source, Mapping):
             name = f"state dict {number}"
             listed.append((name, parse(source, name)))
@@ -221,6 +215,18 @@ def _listed(sources: Any) -> list[tuple[str, Path | Content]]:
             "[model.state_dict()] for the weights that a model has now."
         )
     return listed
+
+
+def _one_by_one(given: Any) -> list[Any] | None:
+    """Return what is listed in an argument, None where it is one thing."""
+    # Iterating over a tensor may fail, and gives no checkpoints.
+    if isinstance(given, (str, bytes, Path, Mapping, Tensor)):
+        return None
+    try:
+        entries = iter(given)
+    except TypeError:
+        return None
+    return list(entries)
 
 
 def _check_ordered(given: Any, what: str) -> None:
@@ -253,10 +259,9 @@ def _rates_of(lr: Any, names: Sequence[str]) -> list[Any]:
         raise CheckpointError(f"lr is {found}, expected numbers. {REMEDY}")
     if isinstance(lr, (Tensor, np.ndarray)):
         lr = lr.tolist()
-    if isinstance(lr, (str, Mapping)) or not hasattr(lr, "__iter__"):
+    entries = _one_by_one(lr)
+    if entries is None:
         entries = [lr] * len(names)
-    else:
-        entries = list(lr)
     if len(entries) != len(names):
         raise CheckpointError(
             f"lr lists {len(entries)} learning rates, expected one for each of the {len(names)} "

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradstats as gs
 from gradstats.scoring._checkpoint_files import find_files
+from gradstats.scoring._checkpoints import WeightsOnly
 from tests.oracle import assert_unchanged, oracle_sqnorms, snapshot
 from tests.scoring.setting import gradients_at, loss_fn, make_setting
 from tests.test_models import gpt2
@@ -345,6 +346,20 @@ def test_rates_in_tensors(setting):
         np.testing.assert_allclose(got, want, rtol=1e-10)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizer_that_maximises_is_refused(setting, named):
+    """Its steps raise what it was given: the losses, or their negatives."""
+    model = setting.model
+    source = list(model.named_parameters() if named else model.parameters())
+    groups = [{"params": source[:2]}, {"params": source[2:], "maximize": True}]
+    optimizer = torch.optim.SGD(groups, lr=0.5).state_dict()
+    content = {"model": setting.states[0], "optimizer": optimizer}
+    with pytest.raises(gs.CheckpointError, match=r"group 1 .*maximize=True.*Pass lr= numbers"):
+        score(setting, gs.Checkpoints([content], lr="optimizer"))
+    got = score(setting, gs.Checkpoints([content], lr=0.5))
+    np.testing.assert_allclose(got, expected(setting, setting.states[:1], [0.5]), rtol=1e-10)
+
+
 def with_rates(setting, rates):
     """Checkpoints as a schedule leaves them."""
     contents = []
@@ -411,6 +426,7 @@ def test_rates_of_parameters_that_are_left_out_do_not_count(setting):
         ([0.1, None], "of state dict 1 is None, expected a number"),
         (0, "every learning rate is zero"),
         ({"*": "fast"}, "is 'fast', expected a number"),
+        (b"ab", "of state dict 0 is b'ab', expected a number"),
         ({0.1, 0.3}, "lr is a set, which has no order"),
         (frozenset([0.1]), "lr is a frozenset, which has no order"),
     ],
@@ -430,11 +446,16 @@ def test_missing_or_impossible_rates(setting, lr, message):
         ([{"epoch": 3}], r"holds no weights.*names, pass them: .*torch\.load"),
         ({"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.ones(1)}}, "under each of"),
         ({"early.pt", "late.pt"}, "the list of checkpoints is a set, which has no order"),
+        (np.array("early.pt"), "checkpoint 0 is ndarray, expected a file"),
+        (torch.ones(2), "checkpoint 0 is Tensor, expected a file"),
+        (b"early.pt", "checkpoint 0 is bytes, expected a file"),
     ],
 )
 def test_sources_that_are_none(sources, message):
     with pytest.raises(gs.CheckpointError, match=message):
         gs.Checkpoints(sources, lr=1.0)
+    with pytest.raises(gs.CheckpointError, match=message):
+        WeightsOnly(sources, gs.Checkpoints({"w": torch.ones(1)}, lr=1.0))
 
 
 def test_a_file_that_holds_no_dict(setting, tmp_path):
