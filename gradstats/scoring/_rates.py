@@ -165,6 +165,13 @@ def _parameter_groups(optimizers: Sequence[Any], checkpoint: str) -> list[Parame
                 f"{checkpoint}: parameter group {number} of the optimizer has no 'lr', expected "
                 "one. Pass the learning rates: lr=0.1, or one for each checkpoint."
             )
+        if group.get("maximize"):
+            raise CheckpointError(
+                f"{checkpoint}: parameter group {number} of the optimizer has maximize=True, so "
+                "its steps raise what it was given, and whether that was the losses of loss_fn or "
+                "their negatives is not known. Pass lr= numbers, with a loss_fn that returns what "
+                "training was to lower."
+            )
         own = group.get("param_names")
         groups.append(
             ParameterGroup(
