@@ -51,7 +51,7 @@ class CrossEntropyWatch(TorchFunctionMode):
     A binary cross-entropy is that of two classes, where there is no other.
 
     Attributes:
-        reason: why there is no prediction, None where there is one.
+        reason: why labels of some examples are not known, None where they are.
     """
 
     def __init__(self):
@@ -89,15 +89,19 @@ class CrossEntropyWatch(TorchFunctionMode):
             except GradStatsError as error:
                 self._problem = str(error)
 
-    def prediction(self, batch_size: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return probabilities (B, K), float64, and labels (B,), or None and set ``reason``."""
+    def columns(self, batch_size: int) -> dict[str, np.ndarray]:
+        """Return column → (B,) of a classification, NaN where not known; {} and ``reason`` if none.
+
+        The columns are margin, el2n, label, predicted (the class of highest probability), and
+        classes, their number.
+        """
         seen, self._seen = self._seen, []
         if len(seen) != 1:
             self.reason = (
                 "the loss calls cross_entropy (or nll_loss, or a binary_cross_entropy) "
                 f"{len(seen)} times, expected once"
             )
-            return None
+            return {}
         func, logits, labels, ignored = seen[0]
         if not _is_one_for_each(func, logits, labels, batch_size):
             self.reason = (
@@ -105,10 +109,10 @@ class CrossEntropyWatch(TorchFunctionMode):
                 f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)}, expected one "
                 "classification for each example"
             )
-            return None
+            return {}
         if self._problem is not None:
             self.reason = f"which example the logits are of is not known: {self._problem}"
-            return None
+            return {}
         logits, labels = logits.detach().double(), labels.detach()
         if self._order is not None:
             place = self._order.argsort()
@@ -117,16 +121,23 @@ class CrossEntropyWatch(TorchFunctionMode):
             logits, labels = logits.reshape(batch_size), labels.reshape(batch_size)
             if not bool(((labels == 0) | (labels == 1)).all()):
                 self.reason = "some labels of the binary cross-entropy are neither 0 nor 1"
-                return None
+                return {}
         probability = (SEVERAL | BINARY)[func](logits).cpu().numpy()
-        label = labels.long().cpu().numpy()
-        if bool(((label == ignored) | (label < 0) | (label >= probability.shape[1])).any()):
+        label, classes = labels.long().cpu().numpy(), probability.shape[1]
+        labelled = (label != ignored) & (label >= 0) & (label < classes)
+        if not labelled.all():
             self.reason = "some labels are ignored by the cross-entropy"
-            return None
-        if not bool(np.isfinite(probability).all()):
-            self.reason = "some logits are not finite"
-            return None
-        return probability, label
+        # One example's label and logits say nothing of the others.
+        finite = np.isfinite(probability).all(1)
+        probability, given = np.where(finite[:, None], probability, 0), np.where(labelled, label, 0)
+        found = {
+            "margin": (labelled & finite, margin(probability, given)),
+            "el2n": (labelled & finite, el2n(probability, given)),
+            "label": (labelled, label),
+            "predicted": (finite, probability.argmax(1)),
+            "classes": (True, np.full(batch_size, classes)),
+        }
+        return {name: np.where(known, held, np.nan) for name, (known, held) in found.items()}
 
 
 def _is_one_for_each(func: Callable, logits: Tensor, labels: Tensor, batch_size: int) -> bool:

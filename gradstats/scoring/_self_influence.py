@@ -18,7 +18,7 @@ from gradstats.scoring import _ranks
 from gradstats.scoring._batches import Source, to_device
 from gradstats.scoring._borrowed import borrowed
 from gradstats.scoring._checkpoints import Checkpoint, Checkpoints
-from gradstats.scoring._confidence import CrossEntropyWatch, el2n, margin
+from gradstats.scoring._confidence import CrossEntropyWatch
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._memory import Halving
 from gradstats.scoring._rates import Rates, as_numpy, weighed
@@ -236,15 +236,6 @@ class _Scoring:
             columns["weighted"] = weighed(rates, stats.sqnorm, stats.by_parameter)
             columns["sqnorm"] = as_numpy(stats.sqnorm)
         columns["loss"] = as_numpy(losses)
-        prediction = self._watch.prediction(size)
-        if prediction is not None:
-            probability, label = prediction
-            columns |= {
-                "margin": margin(probability, label),
-                "el2n": el2n(probability, label),
-                "label": label,
-                "predicted": probability.argmax(1),
-                "classes": np.full(len(label), probability.shape[1]),
-            }
+        columns |= self._watch.columns(size)
         unknown = np.full(size, np.nan)
         return np.stack([columns.get(name, unknown) for name in FIELDS], axis=1)

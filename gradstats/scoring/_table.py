@@ -61,11 +61,11 @@ class SelfInfluence(Printed):
         grad_norm: (N,) mean of ‖∇ℓ_i(w_c)‖ over the checkpoints; early in training, GraNd.
         loss: (N,) mean over the checkpoints.
         margin: (N,) mean over the checkpoints of p_y - max_{k≠y} p_k; NaN if no classification
-            was seen in the loss.
+            was seen in the loss, and where the label is ignored or the logits are not finite.
         el2n: (N,) mean over the checkpoints of ‖p - onehot(y)‖; NaN likewise.
-        label: (N,) the given label; -1 likewise.
-        predicted: (N,) the class of highest probability at the last checkpoint; -1 likewise.
-        reason: why margins are missing; None if they are not.
+        label: (N,) the given label; -1 if it is ignored or not known.
+        predicted: (N,) the class of highest probability at the last checkpoint; -1 if not known.
+        reason: why labels, and so margins, are missing; None if they are not.
         sqnorm: (C, N) ‖∇ℓ_i(w_c)‖² at each checkpoint.
         by_checkpoint: column → (C, N) its values at each checkpoint.
     """

@@ -274,8 +274,15 @@ def ignoring_by_position(model, batch):
 
 @pytest.mark.parametrize("loss", [ignoring, ignoring_a_class, ignoring_by_position])
 def test_ignored_labels_have_no_margin(setting, loss):
+    """Others of their batch keep theirs."""
     table = run(setting, loss)
     assert table.reason == "some labels are ignored by the cross-entropy"
+    unlabelled, known = setting.train[1].numpy() == 0, run(setting)
+    assert 0 < unlabelled.sum() < 11
+    for name, of_none in (("label", -1), ("margin", np.nan), ("el2n", np.nan)):
+        want = np.where(unlabelled, of_none, known.columns[name])
+        np.testing.assert_allclose(table.columns[name], want, rtol=1e-10, err_msg=name)
+    np.testing.assert_array_equal(table.predicted, known.predicted)
 
 
 def test_report_puts_every_baseline_in_its_row(setting):
@@ -310,8 +317,10 @@ def test_scores_that_are_not_finite_are_left_out_of_the_report(setting):
     assert [text.get_text() for text in empty.texts] == ["no score is finite for all examples"]
     text = str(report)
     assert text.splitlines()[0] == "2 known bad among 11 examples"
-    assert "mean gradient norm, mean loss: not finite for the examples with ids [9]" in text
-    assert "no mean margin, mean EL2N: some logits are not finite" in text
+    assert (
+        "no self-influence, mean gradient norm, mean loss, mean margin, mean EL2N: not finite for "
+        "the examples with ids [9]"
+    ) in text
 
     def finite_loss(model, batch):
         return loss_fn(model, (batch[0].nan_to_num(), batch[1]))
@@ -328,6 +337,20 @@ def test_scores_that_are_not_finite_are_left_out_of_the_report(setting):
         report
     )
     assert len(table.plot([2, 5]).axes) == 2
+
+
+def test_an_example_that_is_not_finite_leaves_the_others_of_its_batch_as_they_are(setting):
+    expected = run(setting)
+    setting.train[0][9, 0] = float("nan")
+    table = run(setting, nonfinite="keep")
+    assert table.reason is None
+    for name, values in expected.columns.items():
+        got = table.columns[name]
+        np.testing.assert_allclose(got[:9], values[:9], rtol=1e-10, err_msg=name)
+        np.testing.assert_allclose(got[10:], values[10:], rtol=1e-10, err_msg=name)
+    assert table.label[9] == setting.train[1][9] and table.predicted[9] == -1
+    assert np.isnan([table.margin[9], table.el2n[9], table.self_influence[9]]).all()
+    assert table.top(11, by="margin").ids[-1] == 9
 
 
 def test_infinite_scores_are_left_out_of_the_report(setting):
