@@ -87,7 +87,7 @@ class Passes:
                     lists.add(found, k)
                 lists.next_batch = part.stop
                 if self._work.out is not None:
-                    _ranks.on_first(lists.save, self._work.out)
+                    _ranks.on_first(lists.save, self._work.out, k)
         return lists.lists
 
     def _resumed(self, lists: TopLists, folder: Folder, k: int) -> tuple[TopLists, str | None]:

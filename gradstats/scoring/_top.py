@@ -17,7 +17,7 @@ import numpy as np
 
 from gradstats.errors import ScoreError, StoreError
 from gradstats.scoring import _ranks
-from gradstats.scoring._folder import STRONGEST, path_of, read_manifest_of, write_whole
+from gradstats.scoring._folder import STRONGEST, locked, path_of, read_manifest_of, write_whole
 from gradstats.scoring._loaders import Data
 from gradstats.scoring._rankings import Ranking, Rankings, strongest
 from gradstats.scoring._scores import IDS, NORMALIZATIONS, Partial, check_normalize, protect
@@ -86,15 +86,20 @@ class TopLists:
                 np.take_along_axis(positions, kept, 1), np.take_along_axis(scores, kept, 1),
             )  # fmt: skip
 
-    def save(self, folder: Path) -> None:
-        """Write the lists to a folder, so that a kill leaves these or the ones before."""
+    def save(self, folder: Path, k: int) -> None:
+        """Write the lists to a folder, so that a kill leaves these or the ones before.
+
+        Those of another process that has gone further stay.
+        """
         arrays: dict[str, Any] = {
             "next_batch": np.array(self.next_batch), "checkpoints": np.array(self.checkpoints),
             "circumstances": np.array(json.dumps(self.circumstances)),
         }  # fmt: skip
         for kind, both in self.lists.items():
             arrays |= zip(names_of(*kind), both, strict=True)
-        write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
+        with locked(folder):
+            if self.resumed(folder, k)[0].next_batch <= self.next_batch:
+                write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
 
     def resumed(self, folder: Path, k: int) -> tuple[TopLists, str | None]:
         """Return the lists of a folder; these, and what is wrong with those, if anything is."""

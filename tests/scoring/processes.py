@@ -108,18 +108,28 @@ def kill_at(count: int, kind: str, out: Path) -> None:
     call(kind, out)
 
 
+def slow_writing(seconds: float) -> None:
+    """Have every file take long enough for another process to come in between."""
+    fsync = os.fsync
+
+    def slow_fsync(descriptor):
+        time.sleep(seconds)
+        return fsync(descriptor)
+
+    os.fsync = slow_fsync
+
+
+def list_at_once(out: Path) -> None:
+    """Make the lists that another process makes in the same folder."""
+    slow_writing(0.2)
+    call("top", out)
+
+
 def beside(number: int, size: int, out: Path) -> None:
     """Add three checkpoints to a folder that others fill too; the last process is killed."""
     setting = make_setting()
     states = [setting_state(setting.model, 3 * number + each) for each in range(3)]
-    fsync = os.fsync
-
-    def slow_fsync(descriptor):
-        # Long enough for another process to come in between.
-        time.sleep(0.02)
-        return fsync(descriptor)
-
-    os.fsync = slow_fsync
+    slow_writing(0.02)
     for each in range(3):
         if number == size - 1 and each == 1:
             os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
@@ -162,8 +172,8 @@ def stopped_after_a_chunk(out: Path) -> None:
     """Make lists of two chunks in a call that fails once the first of them is on the disk."""
     save = _top.TopLists.save
 
-    def failing(lists, folder):
-        save(lists, folder)
+    def failing(lists, *args):
+        save(lists, *args)
         raise gs.StoreError("stopped")
 
     with mock.patch.object(_top.TopLists, "save", failing):
@@ -299,6 +309,9 @@ def main() -> None:
         ]
     elif command == "limit":
         codes = [ended(fork(lambda each=each: limit_at(int(each), folder))) for each in arguments]
+    elif command == "lists":
+        children = [fork(lambda: list_at_once(folder)) for _ in range(int(arguments[0]))]
+        codes = [ended(child) for child in children]
     elif command == "beside":
         size = int(arguments[0])
         children = [fork(lambda each=each: beside(each, size, folder)) for each in range(size)]

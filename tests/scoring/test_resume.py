@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import gradstats as gs
-from gradstats.scoring import _folder, _tiles, _work
+from gradstats.scoring import _folder, _tiles, _top, _work
 from tests.scoring.processes import arrays, call
 from tests.scoring.setting import (
     RATES,
@@ -512,6 +512,24 @@ def test_processes_fill_one_folder_at_once(tmp_path):
     np.testing.assert_allclose(np.asarray(whole), expected, rtol=1e-9, atol=1e-12)
     # Nine checkpoints were complete; the killed process left at most three to compute.
     assert sum(counting.sizes) - 12 * 4 <= 3 * (11 + 6)
+
+
+def test_processes_write_the_same_lists_at_once(tmp_path):
+    codes, said = run_process("lists", tmp_path / "scores", 3)
+    assert codes == [0, 0, 0], said
+    assert_same("top", gs.TopScores.load(tmp_path / "scores"), call("top", None))
+
+
+def test_lists_that_another_process_has_completed_stay(tmp_path):
+    """Whoever is slower has fewer, and may be killed after that."""
+    call("top", tmp_path)
+    whole = _top.TopLists.read(tmp_path)
+    dataclasses.replace(whole, next_batch=1).save(tmp_path, 3)
+    assert_same("top", gs.TopScores.load(tmp_path), call("top", None))
+    # Not where they are damaged.
+    os.truncate(tmp_path / _top.STATE, 100)
+    whole.save(tmp_path, 3)
+    assert_same("top", gs.TopScores.load(tmp_path), call("top", None))
 
 
 @pytest.mark.parametrize("where", ["file system", "operating system"])
