@@ -36,6 +36,43 @@ def test_embedding_sweep(shape, width, padding_idx, dtype):
     check_operation(lambda m, ids: m.layer(ids), {"layer": layer}, integers(*shape, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        lambda numbers, counts: torch.repeat_interleave(numbers, counts),
+        lambda numbers, counts: numbers.repeat_interleave(counts, 0),
+        lambda numbers, counts: numbers[None].repeat_interleave(counts, dim=-1)[0],
+    ],
+)
+@pytest.mark.parametrize("counts", [[2, 2, 2], [1, 0, 4], [0, 3, 0], [3, 3, 0]], ids=str)
+def test_numbers_of_examples_repeated_as_often_as_these_say(repeat, counts):
+    """What is looked up by them is that of the example that said how often."""
+
+    def function(m, x, counts):
+        numbers = repeat(torch.arange(len(x)), counts)
+        rows = m.table(numbers) + m.layer(x)[numbers]
+        return x.new_zeros(len(x), 3).index_add(0, numbers, rows.sin() + m.table(numbers))
+
+    parts = {"table": nn.Embedding(3, 3), "layer": nn.Linear(4, 3)}
+    check_operation(function, parts, normal(3, 4), torch.tensor(counts))
+
+
+def test_numbers_repeated_for_other_examples_are_refused():
+    def function(m, x, counts):
+        numbers = torch.repeat_interleave(torch.arange(len(x)), counts.flip(0))
+        return x.new_zeros(len(x), 3).index_add(0, numbers, m.layer(x)[numbers] * m.table(numbers))
+
+    parts = {"table": nn.Embedding(3, 3), "layer": nn.Linear(4, 3)}
+    check_refused(
+        function,
+        parts,
+        normal(3, 4),
+        torch.tensor([1, 2, 3]),
+        error=gs.GradStatsError,
+        match="different",
+    )
+
+
 def test_embedding_of_one_id_repeated():
     ids = torch.tensor([[2, 2, 2, 2], [2, 1, 2, 1], [0, 1, 2, 3]])
     check_operation(lambda m, ids: m.layer(ids), {"layer": nn.Embedding(ROWS, 3)}, ids)

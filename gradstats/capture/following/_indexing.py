@@ -13,6 +13,7 @@ from gradstats.capture.operations._nested import of_numbers
 from gradstats.capture.operations._operations import variants
 
 INDEX_SELECT = frozenset(variants("index_select"))
+REPEATS = frozenset(variants("repeat_interleave"))
 
 # Operations whose result has the layout of the indices.
 ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
@@ -105,12 +106,16 @@ def _is_ordinary(item) -> bool:
 
 
 def looked_up(call: Call, index: Tensor, layout: Examples) -> Examples | None:
-    """Return the layout of a constant indexed by data.
+    """Return the layout of a constant indexed by data, or repeated as often as data say.
 
     Args:
         call: the operation.
-        index, layout: the indices, and where the examples lie in them.
+        index, layout: the indices or numbers of repeats, and where the examples lie in them.
     """
+    if call.func in REPEATS:
+        dim = call.argument(2, "dim")
+        owner = layout.owner(index.device).repeat_interleave(index)
+        return layout.owned_by(owner, 0 if dim is None else dim % call.args[0].dim())
     places = places_of_index(call, index)
     return None if places is None else layout.along(places[layout.axis])
 
