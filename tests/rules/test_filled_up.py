@@ -346,6 +346,78 @@ def test_a_loss_over_all_examples_of_losses_that_are_filled_up(total):
     check_mean(model, x, lambda model, x: total(model(x).sin().square().flatten(0, 1)))
 
 
+class OfParameters(nn.Module):
+    """A layer behind rows of examples and one of parameters.
+
+    Attributes:
+        read: called with the module and the rows of all examples and of parameters, returns those
+            of the examples.
+    """
+
+    def __init__(self, read, *, behind=True):
+        super().__init__()
+        self.first, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.row = nn.Parameter(torch.randn(1, WIDTH))
+        self.read, self.behind = read, behind
+
+    def forward(self, x):
+        rows = [self.first(x).flatten(0, 1), self.row.sin()]
+        return self.read(self, torch.cat(rows if self.behind else rows[::-1]))
+
+
+def made_of_parameters(read, *, behind=True):
+    torch.manual_seed(0)
+    model = OfParameters(read, behind=behind).double()
+    return model, torch.randn(EXAMPLES, TOKENS, WIDTH).double()
+
+
+def by_experts(m, rows):
+    """Four slots of each expert, of which some get the row of parameters, which is cut away."""
+    slots = torch.full((5, 4), ALL)
+    slots[:, :3] = torch.arange(ALL).flip(0).roll(4).view(5, 3)
+    out = m.inner(rows[slots]).tanh().flatten(0, 1)
+    return torch.zeros_like(rows).index_add(0, slots.flatten(), out)[:ALL].unflatten(
+        0, (EXAMPLES, TOKENS)
+    )
+
+
+def of_the_last(m, rows):
+    """That of parameters is read by the last example alone."""
+    places = torch.arange(ALL).view(EXAMPLES, TOKENS).clone()
+    places[-1, 1:3] = ALL
+    return m.inner(rows[places])
+
+
+CUT = {
+    "experts": by_experts,
+    "layer": lambda m, rows: m.inner(rows)[:ALL].unflatten(0, (EXAMPLES, TOKENS)),
+    "last": of_the_last,
+}
+
+
+@pytest.mark.parametrize("read", CUT.values(), ids=CUT)
+def test_rows_of_parameters_that_one_example_reads_or_none(read):
+    model, x = made_of_parameters(read)
+    check_model(model, x, losses)
+    check_products(model, x, losses)
+
+
+@pytest.mark.parametrize("read", CUT.values(), ids=CUT)
+def test_a_loss_over_all_examples_of_rows_of_parameters_is_refused(read):
+    model, x = made_of_parameters(read)
+    with pytest.raises(gs.ExampleAxisError, match="does not tell"):
+        with gs.track(model, batch_size=EXAMPLES):
+            losses(model, x).mean().backward()
+
+
+def test_a_loss_over_all_examples_of_a_row_of_parameters_alone_is_refused():
+    """No parameter is used behind it."""
+    model, x = made_of_parameters(lambda m, rows: rows)
+    with pytest.raises(gs.ExampleAxisError, match="does not tell"):
+        with gs.track(model, batch_size=EXAMPLES):
+            model(x).sin().mean().backward()
+
+
 def check_mean(model, x, losses):
     with gs.track(model, batch_size=EXAMPLES) as tracker:
         losses(model, x).mean().backward()

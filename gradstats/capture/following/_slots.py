@@ -77,14 +77,14 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
             fits = (rows == own[:, None]) | ((rows == NOBODY) & (not whole))
             if not bool(fits.all()):
                 continue
-            filled = _filled(marks, own).view(-1, *[1] * (owner.dim() - axis - 1))
+            whose = filled(marks, own).view(-1, *[1] * (owner.dim() - axis - 1))
             if bool((rows == NOBODY).any()):
                 marks.meetings.suppose(item)
-            return spread(filled.expand(item.shape), marks.batch_size)
+            return spread(whose.expand(item.shape), marks.batch_size)
     return None
 
 
-def _filled(marks: Marks, own: Tensor) -> Tensor:
+def filled(marks: Marks, own: Tensor) -> Tensor:
     """Return the example of each row, nobody's among them, given those of the others."""
     written = own != NOBODY
     places = torch.arange(len(own), device=own.device)
