@@ -239,6 +239,79 @@ def test_hooks_that_read_gradients_get_those_of_training(name, hook, batch):
         assert any(one.shape == each.shape and torch.allclose(one, each) for each in found)
 
 
+def nodes_found(losses):
+    """Return the nodes of the losses' graph as code finds them that walks it."""
+    found, stack = [], [losses.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found and "Accumulate" not in node.name():
+            found.append(node)
+            stack += [child for child, _ in node.next_functions]
+    return found
+
+
+def hooked_where(kind, hook):
+    """Return losses that set a hook on the nodes of a kind, found by a walk."""
+
+    def losses(model, batch):
+        result = losses_of(model, batch)
+        for node in nodes_found(result):
+            if node.name().startswith(kind):
+                hook(node)
+        return result
+
+    return losses
+
+
+CHANGES = {
+    "given": lambda node: node.register_prehook(doubled),
+    "handed on": lambda node: node.register_hook(lambda handed, _: doubled(handed)),
+    "in place": lambda node: node.register_hook(lambda handed, _: doubled_in_place(handed)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_hooks_on_nodes_of_parameters_that_a_walk_finds_are_refused(change, batch):
+    # Those of layers on data are given the gradients that the factors are made of.
+    kinds = ["NativeLayerNorm", "TBackward"] + ["Addmm"] * (change is not CHANGES["given"])
+    for kind in kinds:
+        losses = hooked_where(kind, change)
+        model = made(Shifted)
+        state = snapshot(model)
+        for run in (
+            lambda losses=losses, model=model: gs.per_example_norms(model, batch, losses),
+            lambda losses=losses, model=model: tracked(model, batch, fused=True, losses_of=losses),
+        ):
+            with pytest.raises(gs.UnsupportedOperationError, match=r"a hook on .* changed"):
+                run()
+            model.zero_grad()
+            assert_unchanged(model, state)
+
+
+@pytest.mark.parametrize("kind", ["Tanh", "Mean"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_hooks_on_nodes_of_data_that_a_walk_finds_change_the_gradients(change, kind, batch):
+    losses = hooked_where(kind, change)
+    expected = oracle_sqnorms(made(Shifted), batch, losses)
+    plain = oracle_sqnorms(made(Shifted), batch, losses_of)
+    torch.testing.assert_close(expected["tokens.weight"], 4 * plain["tokens.weight"])
+    for fused in (True, False):
+        stats = tracked(made(Shifted), batch, fused=fused, losses_of=losses)
+        assert_sqnorms(stats, expected, 1e-9)
+    assert_sqnorms(gs.per_example_norms(made(Shifted), batch, losses), expected, 1e-9)
+
+
+def test_hooks_on_all_nodes_that_a_walk_finds_may_read(batch):
+    def read(node):
+        node.register_hook(lambda handed, given: None)
+        node.register_prehook(lambda given: None)
+
+    losses = hooked_where("", read)
+    expected = oracle_sqnorms(made(Shifted), batch, losses_of)
+    assert_sqnorms(gs.per_example_norms(made(Shifted), batch, losses), expected, 1e-9)
+    assert_sqnorms(tracked(made(Shifted), batch, fused=True, losses_of=losses), expected, 1e-9)
+
+
 class Passed(torch.autograd.Function):
     """The identity; ``made`` are its nodes, which hold what was computed before them."""
 
@@ -286,7 +359,7 @@ def test_what_checkpoints_compute_again_is_freed_under_hooks(hook, batch):
     assert alive == [0] * len(model.layers)
 
 
-def tracked(model, batch, *, fused):
+def tracked(model, batch, *, fused, losses_of=losses_of):
     with gs.track(model, batch_size=B, fused=fused) as tracker:
         tracker.backward(losses_of(model, batch))
     return tracker.stats

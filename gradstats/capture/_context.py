@@ -18,7 +18,6 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._returned import Functions
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Root
-from gradstats.capture.parameters._watched import Watched
 from gradstats.capture.rules import RULES, is_registered
 from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._dispatch import run_on_tracked
@@ -46,7 +45,7 @@ class Context:
         shown: tracked tensors by the autograd nodes of the tensors that the user's code has in
             their place; a use that was not seen has an edge to such a node.
         visible: derived tensors that the user's code may still have.
-        watched: autograd nodes that the user's code has asked for.
+        shows_graph: whether the user's code has asked for autograd nodes, and may have hooks there.
         trains: whether gradients of parameters are formed, for training or for hooks on such nodes.
         renumbered: (autograd node, index of the result) of tensors that were given other values
             through ``.data``, with the sequence number of the first node made afterwards.
@@ -82,6 +81,7 @@ class Context:
     derived = False
     derived_from_leaves = False
     weighs_alike = True
+    shows_graph = False
     form = ""
     rules: Mapping[Any, Any] = RULES
     dispatch = run_on_tracked
@@ -101,7 +101,6 @@ class Context:
         )
         self.shown: dict[GraphNode | None, Derived | Root] = {}
         self.visible: dict[Derived, None] = {}
-        self.watched: dict[GraphNode, Watched] = {}
         self.renumbered: dict[tuple[GraphNode, int], int] = {}
         self.together = Together(settings)
 

@@ -22,7 +22,8 @@ from gradstats.capture.operations._graph import (
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._tensors import node_of
-from gradstats.capture.uses._hooked import KINDS, hooked_on
+from gradstats.capture.parameters._watched import Watched, watch_derived
+from gradstats.capture.uses._hooked import KINDS, Hooked, hooked_on, use_at
 from gradstats.capture.uses._uses import Use, given_others
 from gradstats.errors import ExampleAxisError, UnsupportedOperationError
 
@@ -59,9 +60,28 @@ def check_coverage(tracker: Context, start: list, losses: Sequence[Tensor] = ())
     # Tracked uses lead to aliases, where the walk can stop.
     seen = {*start, *(node for root in tracker.roots for node in root.alias_nodes)}
     try:
-        return _walk(tracker, start, losses, seen)
+        reporting = _walk(tracker, start, losses, seen)
+        if tracker.shows_graph and _watch_hooks(tracker, seen, reporting):
+            tracker.trains = True
+        return reporting
     finally:
         free_in_order(seen)
+
+
+def _watch_hooks(tracker: Context, nodes: set[GraphNode], reporting: list[GraphNode]) -> bool:
+    """Have the backward raise where a hook changes what reaches no factor; return if any may.
+
+    Args:
+        tracker: the context.
+        nodes: those of the losses' graph, of which ``reporting`` report uses.
+    """
+    uses = {node: use for node in reporting if (use := use_at(node)) is not None}
+    hooked = watch_derived(nodes, uses, tracker.roots)
+    for node, use in uses.items():
+        # What it is given is changed before the factors are made.
+        own = isinstance(use, Hooked)
+        hooked |= Watched(use.describe(), use.names).begin(node.register_hook, own)
+    return hooked
 
 
 def _walk(

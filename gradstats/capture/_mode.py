@@ -35,7 +35,6 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._repeated import follow_repeated
 from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, is_out_of_the_ordinary
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
-from gradstats.capture.operations._graph import hooks_on_saved
 from gradstats.capture.operations._modes import ContextMode, remove_modes
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of
@@ -61,9 +60,7 @@ from gradstats.capture.parameters._tensors import (
     run_followed,
 )
 from gradstats.capture.parameters._transforms import check_hidden, transform_level
-from gradstats.capture.parameters._watched import Watched
 from gradstats.capture.rules import is_registered
-from gradstats.capture.uses._hooked import use_at
 
 # Operand types whose __torch_function__ is PyTorch's or our own.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
@@ -191,16 +188,10 @@ class FollowingMode(ContextMode):
 
     def _grad_fn(self, tensor) -> Any:
         """Return what made a tensor, of a derived one too: hooks of modules are set on it."""
+        self.tracker.shows_graph = True
         node = node_of(tensor)
         with torch._C.DisableTorchFunctionSubclass():
-            made: Any = (node.value if isinstance(node, Derived) else tensor).grad_fn
-        if torch._C._current_graph_task_id() != -1 and hooks_on_saved() is not None:
-            return made  # what a checkpoint computes again is in no graph that is differentiated
-        derived, watched = isinstance(node, Derived), self.tracker.watched
-        of = node if derived else use_at(made)
-        if of is not None and made not in watched:
-            watched[made] = Watched(made, of.describe(), of.names, derived=derived)
-        return made
+            return (node.value if isinstance(node, Derived) else tensor).grad_fn
 
     def _reduce(self, tensor, protocol) -> Any:
         """Return what pickle and copy need of a tensor, without what is noted on it."""

@@ -203,7 +203,6 @@ class Tracker(Context):
                 restore_attributes(module)
         self.shown.clear()
         self.visible.clear()
-        self.watched.clear()
         self.renumbered.clear()
         self.marks.forget()
         self.followed = None
@@ -314,11 +313,6 @@ class Tracker(Context):
             if node in meetings.roots_of_sums or (nested and node in meetings.added):
                 raise meetings.refusal(node)
         reporting = check_coverage(self, nodes, () if nested else losses)
-        for node, watched in self.watched.items():
-            if watched.is_hooked():
-                watched.begin(node)
-                self.trains = True
-        self.watched.clear()
         self.backward_ran = True
         tasks = self._tasks
 

@@ -25,7 +25,7 @@ _scripts     functions of TorchScript, made visible as operations
 _checkpoints activation checkpoints
 _replay      a derived tensor computed again, to pull gradients back through it
 _drawn       operations that draw random numbers, drawn again
-_watched     autograd nodes on which the user's code may have set hooks
+_watched     hooks that the user's code has set on autograd nodes
 _slices      parameters repeated for the batch, whose slices are treated as data
 _lineage     pulling a derived tensor's factors back to its parameters; _parts: several uses at once
 _lean_steps, _lean_products, _lean_reductions, _lean_normalisations, _lean_selections

@@ -1,4 +1,4 @@
-"""Autograd nodes that the user's code asks for, to set hooks on them, as modules do.
+"""Hooks that the user's code has set on autograd nodes, as modules do for it.
 
 What a hook makes of the gradient of a tensor that was computed from parameters alone, or of the
 gradients that an operation on parameters hands on, reaches no factor. Hooks that only read are let
@@ -7,59 +7,101 @@ be; a context whose backward forms no such gradients forms them for these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
+from gradstats.capture.operations._graph import ACCUMULATE_GRAD
+from gradstats.capture.parameters._nodes import Root
+from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
-class Watched:
-    """One such node, whose gradients are compared before the user's hooks and after."""
+def watch_derived(
+    nodes: Iterable[GraphNode], uses: Collection[GraphNode], roots: Iterable[Root]
+) -> bool:
+    """Watch the nodes between parameters and their uses; return whether any has hooks.
 
-    def __init__(self, node: GraphNode, described: str, names: Sequence[str], *, derived: bool):
-        """Begin before the user's code has the node.
+    Args:
+        nodes: of the losses' graph, but perhaps without those between operations and parameters.
+        uses: those of operations on parameters and data.
+        roots: the parameters.
+    """
+    above: dict[GraphNode, list[GraphNode]] = defaultdict(list)
+    found, stack = {*nodes}, [*nodes]
+    while stack:
+        node = stack.pop()
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            if node not in uses:
+                above[child].append(node)
+            if child not in found:
+                found.add(child)
+                stack.append(child)
+    made_of: dict[GraphNode, list[Root]] = defaultdict(list)
+    places: list[tuple[Any, GraphNode]] = [
+        (node_of(leaf.variable), leaf)  # type: ignore[attr-defined]
+        for leaf in found
+        if type(leaf) is ACCUMULATE_GRAD
+    ]
+    places += [(root, alias) for root in roots for alias in root.alias_nodes]
+    while places:
+        root, node = places.pop()
+        if isinstance(root, Root) and root not in made_of[node]:
+            made_of[node].append(root)
+            places += [(root, each) for each in above[node]]
+    hooked = False
+    for node, behind in made_of.items():
+        if type(node) is ACCUMULATE_GRAD:
+            continue  # hooks there are for training alone, as the parameters' own are
+        described = f"a tensor computed from {', '.join([root.describe() for root in behind])}"
+        names = [root.name for root in behind]
+        for register in (node.register_hook, node.register_prehook):
+            hooked |= Watched(described, names).begin(register)
+    return hooked
+
+
+class Watched:
+    """The gradients that a node hands on, or is given, before the user's hooks and after."""
+
+    def __init__(self, described: str, names: Sequence[str]):
+        """Describe what hooks may not change the gradients of, and name the parameters."""
+        self._described, self._names = described, names
+        self._found: list[tuple[Tensor | None, int]] = []
+
+    def begin(self, register: Callable[..., Any], own: int = 0) -> bool:
+        """Compare these in the backward that is about to run; return whether there are any hooks.
 
         Args:
-            node: of a tensor that parameters were computed with.
-            described, names: what hooks may not change the gradients of, and the parameters.
-            derived: whether the gradients that it is given count as well as those it hands on. What
-                an operation of data is given is changed before the factors are made.
+            register: ``register_hook`` or ``register_prehook`` of the node.
+            own: how many hooks the context has set there, before the user's code had the node.
         """
-        self._described, self._names = described, names
-        self._found: dict[bool, list[tuple[Tensor | None, int]]] = {}
-        handles = [node.register_hook(lambda handed, _: self._note(True, handed))]
-        if derived:
-            handles.append(node.register_prehook(lambda given: self._note(False, given)))
-        self._hooks = [handle.hooks_dict_ref for handle in handles]
-        self._own = self._count()
+        handle = register(self._note)
+        hooks = handle.hooks_dict_ref()
+        others = [*hooks][own:-1]
+        if not others:
+            handle.remove()
+            return False
+        for key in others:
+            hooks[key] = hooks.pop(key)  # so that they run after the one that was set last
+        register(self._check)
+        return True
 
-    def _count(self) -> int:
-        return sum(len(hooks() or ()) for hooks in self._hooks)
+    def _note(self, gradients: Gradients, *_: Gradients) -> None:
+        self._found = _versions(gradients)
 
-    def is_hooked(self) -> bool:
-        """Whether the user's code has set hooks on the node since."""
-        return self._count() > self._own
-
-    def begin(self, node: GraphNode) -> None:
-        """Compare in the backward that is about to run."""
-        node.register_hook(lambda handed, _: self._check(True, handed))
-        if len(self._hooks) > 1:
-            node.register_prehook(lambda given: self._check(False, given))
-
-    def _note(self, handed_on: bool, gradients: Gradients) -> None:
-        self._found[handed_on] = _versions(gradients)
-
-    def _check(self, handed_on: bool, gradients: Gradients) -> None:
-        pairs = zip(self._found.pop(handed_on), _versions(gradients), strict=True)
+    def _check(self, gradients: Gradients, *_: Gradients) -> None:
+        pairs = zip(self._found, _versions(gradients), strict=True)
         if any(one is not other or before != now for (one, before), (other, now) in pairs):
             raise UnsupportedOperationError(
                 f"a hook on the autograd node of {self._described}, set by a module's backward "
-                "hook or grad_fn.register_hook, changed gradients, which does not reach the "
+                "hook or the register_hook of a node, changed gradients, which does not reach the "
                 "per-example gradients. Expected hooks that only read there: register one that "
                 "changes gradients on the parameter, if that is for training alone; otherwise "
                 "have a torch.autograd.Function change the gradient in backward.",
