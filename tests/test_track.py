@@ -1034,3 +1034,64 @@ def test_a_parameter_first_read_without_gradients_has_its_gradient():
                 assert torch.equal(node_of(model.weight).value, model.weight)
             tracker.backward(model(x).square().sum(1))
         torch.testing.assert_close(model.weight.grad, expected)
+
+
+STARTS = {
+    "ones": lambda losses: losses.backward(torch.ones(B).double()),
+    "expanded ones": lambda losses: losses.backward(torch.ones(()).double().expand(B)),
+    "torch.autograd.backward": lambda losses: torch.autograd.backward(
+        losses, grad_tensors=torch.ones_like(losses)
+    ),
+    "one by one": lambda losses: torch.autograd.backward(list(losses)),
+    "one by one, indexed": lambda losses: torch.autograd.backward(
+        [losses[i] for i in reversed(range(B))]
+    ),
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_the_backward_of_the_sum_is_not_taken_for_that_of_the_mean(model, batch, start):
+    """It would give norms of B times each loss."""
+    expected = oracle_sqnorms(model, batch, losses_of)
+    with (
+        pytest.raises(gs.TrackingError, match=r"that of their sum.*loss_reduction='sum'"),
+        gs.track(model, batch_size=B),
+    ):
+        start(losses_of(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with gs.track(model, batch_size=B, loss_reduction="sum") as tracker:
+        start(losses_of(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    monitor = gs.Monitor(model, every=1)
+    with pytest.raises(gs.TrackingError, match="that of their sum"), monitor.step(B):
+        start(losses_of(model, batch))
+
+
+MEANS = {
+    "a vector": lambda losses: losses.backward(torch.full((B,), 1 / B, dtype=torch.float64)),
+    "one by one": lambda losses: torch.autograd.backward(
+        list(losses), grad_tensors=[torch.tensor(1 / B, dtype=torch.float64)] * B
+    ),
+    "parts": lambda losses: torch.autograd.backward([losses[:2].sum() / B, losses[2:].sum() / B]),
+    # As many terms as there are examples, each of all of them.
+    "a vector of terms": lambda losses: torch.stack([losses.mean() / B] * B).backward(
+        torch.ones(B).double()
+    ),
+    "terms": lambda losses: torch.autograd.backward([losses.mean() / B for _ in range(B)]),
+}
+
+
+@pytest.mark.parametrize("start", MEANS.values(), ids=MEANS)
+def test_backwards_that_start_from_several_numbers_may_be_that_of_the_mean(model, batch, start):
+    expected = oracle_sqnorms(model, batch, losses_of)
+    with gs.track(model, batch_size=B) as tracker:
+        start(losses_of(model, batch))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
+def test_the_only_example_may_have_several_losses():
+    model, x = nn.Linear(4, 3).double(), torch.randn(1, 5, 4).double()
+    with gs.track(model, batch_size=1) as tracker:
+        model(x).square().sum(2)[0].backward(torch.ones(5).double())
+    expected = oracle_sqnorms(model, x, lambda model, x: model(x).square().sum((1, 2)))
+    assert_sqnorms(tracker.stats, expected, 1e-9)

@@ -60,7 +60,7 @@ class Context:
         transformed: whether a function runs that a transform of torch.func differentiates.
         along_tangents: whether that is torch.func.jvp.
         fetching: how many DataLoaders are fetching inside it, one inside another.
-        weighs_alike: whether a loss over all examples is the mean or the sum of theirs.
+        weight: of each example's loss in that over all of them; None where these differ.
         rules: of operations of parameters and data.
         dispatch: runs an operation on at least one tensor of this context.
         form: everything that a graph recorded in this context depends on; empty if none may be.
@@ -80,7 +80,7 @@ class Context:
     closed = False
     derived = False
     derived_from_leaves = False
-    weighs_alike = True
+    weight: float | None = 1.0
     shows_graph = False
     form = ""
     rules: Mapping[Any, Any] = RULES

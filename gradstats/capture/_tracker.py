@@ -26,7 +26,7 @@ from gradstats.capture.compiled._graphs import admits
 from gradstats.capture.compiled._skipped import skipping
 from gradstats.capture.compiled._used import compiler_is_used, graphs_run_on
 from gradstats.capture.following._enclosed import caches_of
-from gradstats.capture.following._losses import order_of
+from gradstats.capture.following._losses import check_start, order_of
 from gradstats.capture.operations._engine import (
     BackwardListener,
     gradients_aside,
@@ -306,6 +306,8 @@ class Tracker(Context):
             )
         if not nested:
             check_data(losses)
+            if self.weight is not None and self.weight < 1:
+                check_start(self.marks, losses, start)
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         meetings = self.marks.meetings
         for node in nodes:

@@ -90,7 +90,8 @@ class MonitorStep:
         if self._cu_seqlens is not None:
             segments = packed_segments(self._cu_seqlens, self._monitor.model, self._batch_size)
         self._context = collector.open(self._batch_size, segments)
-        self._context.weighs_alike = self._weights is None
+        if self._weights is not None:
+            self._context.weight = None
         self.measured = True
 
     def close(self, last: bool | None) -> None:

@@ -89,6 +89,7 @@ class Collector:
                 "freeze and unfreeze between steps."
             )
         tracker.listener = self
+        tracker.weight = 1.0 if options.loss_reduction == "sum" else 1 / batch_size
         tracker.open()
         return tracker
 
@@ -131,7 +132,7 @@ class Collector:
         """
         sqnorm = tracker.reports.sqnorm_by_parameter()
         device = sqnorm.device
-        weight: Any = 1.0 if self._options.loss_reduction == "sum" else 1 / batch_size
+        weight: Any = tracker.weight
         sizes = [batch_size, divisor, weight if weights is None else math.nan, ids is not None]
         parts = [torch.tensor(sizes, dtype=torch.float64), self._scalar]
         if weights is not None:

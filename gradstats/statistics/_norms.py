@@ -221,7 +221,9 @@ class track:
     Raises:
         LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
         CoverageError, NonFiniteGradientError: see gradstats.errors.
-        TrackingError: a second backward or batch in one context, or one after it has closed.
+        TrackingError: a second backward or batch in one context, or one after it has closed; a
+            backward of the sum of the losses, as ``losses.backward(torch.ones(B))``, where that of
+            their mean is expected.
 
     Cost:
         The plain step, plus for each weight the cheaper of squaring per-example tiles on the way to
@@ -278,7 +280,7 @@ class track:
             parameters=parameters,
             exclude=exclude,
         )
-        self._tracker.weighs_alike = weights is None
+        self._tracker.weight = None if isinstance(self._weights, Tensor) else self._weights
         self._scale = _ScaleAtBackward(scaler, self._tracker.device)
         if scaler is not None:
             self._tracker.listener = self._scale

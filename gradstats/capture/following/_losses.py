@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from gradstats.capture.following._examples import IF_A_CONSTANT, MIXED, Examples, Whole
 from gradstats.capture.following._marks import Marks
-from gradstats.errors import CoupledExamplesError, ExampleAxisError
+from gradstats.errors import CoupledExamplesError, ExampleAxisError, TrackingError
 
 # For values that start alike for all examples, as the log-density of a continuous flow does.
 MADE_OF_THE_BATCH = (
@@ -57,6 +59,30 @@ def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
             "or say whose rows these are with gs.assign_rows."
         )
     return owner
+
+
+def check_start(marks: Marks, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None:
+    """Raise for the backward of the examples' losses themselves, where it is to be of their mean.
+
+    Args:
+        losses: what the backward starts from.
+        start: the gradients that it starts with.
+    """
+    if marks.batch_size == 1:
+        return
+    owned = [marks.owned(loss) for loss in losses]
+    of_one = {each.example for each in owned if isinstance(each, Whole)}
+    of_each = len(of_one) == len(losses) == marks.batch_size
+    if not (of_each or all([isinstance(each, Examples) for each in owned])):
+        return
+    if all([each is not None and bool((each == 1).all()) for each in start]):
+        raise TrackingError(
+            "the backward starts from losses of one example each, with a gradient of 1 for each: "
+            f"that of their sum, expected that of their mean over {marks.batch_size} examples. "
+            "Write losses.mean().backward(), or tracker.backward(losses) inside track(), or pass "
+            "loss_reduction='sum'. If the losses are divided already, write "
+            "losses.sum().backward()."
+        )
 
 
 def check_sum(marks: Marks, loss: Tensor, *, crossed: bool, supposed: bool) -> None:

@@ -98,7 +98,7 @@ def _is_added_to_losses(
     A penalty on the weights is. Such a loss is the mean or sum of losses that contain it. What has
     no axis for examples and is the only example's contains it as a whole.
     """
-    if not tracker.weighs_alike or len(data) > 1 or any(item.dim() > 1 for item in operands):
+    if tracker.weight is None or len(data) > 1 or any(item.dim() > 1 for item in operands):
         return False
     marks = tracker.marks
     if tracker.batch_size == 1:
