@@ -207,11 +207,6 @@ class Reports:
             return pulled_sqnorm(factors[0], workspace)
         return sqnorm(factors, workspace)
 
-    @property
-    def sqnorm(self) -> Tensor:
-        """The squared norms over all parameters, (B,) float64."""
-        return self.sqnorm_by_parameter().sum(0)
-
     def sqnorm_by_parameter(self) -> Tensor:
         """Return the squared norms, (parameters, B) float64, zeros for unused parameters."""
         if not self.any:

@@ -25,7 +25,7 @@ from gradstats.statistics._backward import run
 from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._kept import check_same_parameters, keep, products
 from gradstats.statistics._loss import check_batch_dim, examples_in
-from gradstats.statistics._result import check_finite, result_dtype
+from gradstats.statistics._result import finite_sqnorms, result_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -158,7 +158,7 @@ def inner_products(
     if model_a is model_b and batch_a is batch_b and bounds[0] is bounds[1]:
         within = WithinBatch(alignment=False, gram=not diagonal, per_parameter=per_parameter)
         tracker, _ = run(model_a, batch_a, loss_fn, within, **options_a)
-        sqnorms = check_finite(tracker, nonfinite)
+        sqnorms = finite_sqnorms(tracker, nonfinite)
         if within.pairs is not None:
             result, parts = within.pairs, within.pairs_by_parameter
         else:

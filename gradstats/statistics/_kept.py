@@ -18,7 +18,7 @@ from gradstats.capture.parameters._consumers import Against, Keep, KeptParameter
 from gradstats.errors import CoverageError
 from gradstats.statistics._arguments import LossFunction, Options, shapes_of
 from gradstats.statistics._backward import run
-from gradstats.statistics._result import check_finite
+from gradstats.statistics._result import finite_sqnorms
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,9 +93,9 @@ def keep(
     consumer = Keep()
     tracker, _ = run(model, batch, loss_fn, consumer, **options)
     consumer.copy_shared()
-    check_finite(tracker, nonfinite)
+    sqnorm = finite_sqnorms(tracker, nonfinite).sum(0)
     shapes = {root.name: real_shape(root.parameter) for root in tracker.roots}
-    return KeptGradients(tracker.reports.sqnorm, shapes, consumer.kept)
+    return KeptGradients(sqnorm, shapes, consumer.kept)
 
 
 def products(
@@ -133,8 +133,7 @@ def products(
         consume=consume,
     )
     tracker, _ = run(model, batch, loss_fn, consumer, **options)
-    check_finite(tracker, nonfinite)
-    sqnorm = tracker.reports.sqnorm
+    sqnorm = finite_sqnorms(tracker, nonfinite).sum(0)
     results = []
     for block, value, parts in zip(kept, consumer.values, consumer.by_parameter, strict=True):
         size = sqnorm.shape if diagonal else (len(block), len(sqnorm))

@@ -190,10 +190,10 @@ def result_dtype(*models: nn.Module) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def check_finite(tracker: Tracker, nonfinite: str) -> Tensor:
+def finite_sqnorms(tracker: Tracker, nonfinite: str) -> Tensor:
     """Return the squared norms that a tracker's backward reported, (parameters, B) float64.
 
-    Raise if one is not finite and may not be.
+    Raise where an example's is not finite, unless ``nonfinite`` is "keep".
     """
     values = tracker.reports.sqnorm_by_parameter()
     if nonfinite == "raise":
