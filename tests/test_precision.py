@@ -364,14 +364,14 @@ def test_the_bound_of_a_sum_is_the_sum_of_the_bounds(kinds, order):
         bound = torch.zeros(3).double()
         if kind == "two norms":
             other = 1 + torch.rand(3)
-            result = WellConditioned((norm, other), torch.float32)
+            result = WellConditioned(torch.float32, (norm, other))
             others = norm.double().square() + other.double().square()
             bound = 2.0**-20 * result.value + max(shape[0], 6) * smallest * others
         elif kind == "one norm":
-            result = WellConditioned((norm,), torch.float32)
+            result = WellConditioned(torch.float32, (norm,))
             bound = 2.0**-20 * norm.double().square()
         elif kind == "double":
-            result = WellConditioned((norm.double(),), torch.float64)
+            result = WellConditioned(torch.float64, (norm.double(),))
             bound = 2.0**-49 * norm.double().square()
         elif kind == "bound":
             bound = 1e-44 * (1 + torch.rand(3).double())

@@ -55,10 +55,10 @@ from gradstats.contractions._precision import in_full_precision
 from gradstats.contractions._result import Contraction as Contraction
 from gradstats.contractions._result import Fused as Fused
 from gradstats.contractions._result import Reported as Reported
+from gradstats.contractions._result import WellConditioned as WellConditioned
 from gradstats.contractions._result import concatenated, recompute_suspects, sum_of_parts
 from gradstats.contractions._result import relative_error as relative_error
 from gradstats.contractions._result import stack as stack
-from gradstats.contractions._result import well_conditioned as well_conditioned
 from gradstats.contractions._rows import FEW as FEW
 from gradstats.contractions._rows import sqnorm_of_few as sqnorm_of_few
 from gradstats.contractions._table import MODULES

@@ -50,4 +50,5 @@ def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
 def rows_squared_norms(gradients: Tensor) -> Tensor:
     """Return the squared norms of gradients (B, *), float64."""
     width = gradients.shape[-1] if gradients.dim() > 1 else 1
-    return squared_norms(gradients.reshape(len(gradients), -1, max(1, width)), gradients.dtype)
+    rows = gradients.reshape(gradients.shape[0], -1, max(1, width))
+    return squared_norms(rows, rows.dtype)

@@ -7,6 +7,7 @@ is multiplied with the direction in which that tensor moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -30,34 +31,32 @@ def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int
 
     Cost: for products and convolutions as much as their forward pass.
     """
-    result = _tiles.zeros(factors, factors[0].batch)
+    parts = []
     for factor in factors:
         module = MODULES.get(type(factor))
         if module is not None:
-            result += module.direction(factor, direction, workspace)
+            parts.append(module.direction(factor, direction, workspace))
             continue
         # Push the direction forward to the derived tensor that this is a factor of.
         pushed = factor.push(direction)  # type: ignore[attr-defined]
         if pushed is None:
-            result += _formed_direction(factor, direction, workspace)
+            parts.append(_formed_direction(factor, direction, workspace))
         else:
-            result += direction_inner([factor.inner], pushed, workspace)  # type: ignore[attr-defined]
-    return result
+            parts.append(direction_inner([factor.inner], pushed, workspace))  # type: ignore[attr-defined]
+    return reduce(torch.add, parts)
 
 
 @in_full_precision
 def total(factors: Sequence[Factor]) -> Tensor:
     """Return Σ_i Σ_u F_u[i], the gradient of the summed losses, in the accumulation dtype."""
-    result: Tensor | None = None
+    parts = []
     for factor in factors:
         module = MODULES.get(type(factor))
         if module is not None:
-            part = module.total(factor)
+            parts.append(module.total(factor))
         else:
-            part = factor.pull(total([factor.inner]))  # type: ignore[attr-defined]
-        result = part if result is None else result + part
-    assert result is not None
-    return result
+            parts.append(factor.pull(total([factor.inner])))  # type: ignore[attr-defined]
+    return reduce(torch.add, parts)
 
 
 @in_full_precision

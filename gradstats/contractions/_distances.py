@@ -36,7 +36,7 @@ def sqnorm(factor: Distances, workspace: int) -> Contraction:
     for some, others in zip(example.split(CHUNK), place.split(CHUNK), strict=True):
         apart = torch.linalg.vector_norm(points[others] - rows[some], dim=1)
         lengths[some, others] = weights[some, others] * apart
-    return WellConditioned((row_norms(lengths, lengths.dtype),), lengths.dtype)
+    return WellConditioned(lengths.dtype, (row_norms(lengths, lengths.dtype),))
 
 
 def direction(factor: Distances, direction: Tensor, workspace: int) -> Tensor:

@@ -23,7 +23,7 @@ def sqnorm(factor: Experts, workspace: int) -> Contraction:
 
 def pairs(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64."""
-    result = torch.zeros(first.batch, second.batch, dtype=torch.float64, device=sizes[0].device)
+    result = zeros([first], first.batch, second.batch)
     for one, two in _met(first, second):
         result += _outer_pairs.pairs(one, two, workspace, sizes)
     return result
@@ -31,7 +31,7 @@ def pairs(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tens
 
 def diagonal(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_i⟩ for each example, (B,) float64."""
-    result = torch.zeros(first.batch, dtype=torch.float64, device=sizes[0].device)
+    result = zeros([first], first.batch)
     for one, two in _met(first, second):
         result += _outer_pairs.diagonal(one, two, workspace, sizes)
     return result

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradstats import _cost
 from gradstats._factors import Masked, Outer, cast, compute_dtype
 from gradstats.contractions import _dense, _table
-from gradstats.contractions._result import Contraction, squared_norms, well_conditioned
+from gradstats.contractions._result import Contraction, WellConditioned, squared_norms
 from gradstats.contractions._tiles import chunks
 
 
@@ -24,7 +24,7 @@ def sqnorm(factor: Masked, workspace: int) -> Contraction:
     if not factor.mask.numel():
         return _dense.sqnorm(factor, workspace)
     if factor.is_rank_one:
-        return well_conditioned(inner(factor, factor, workspace), factor.mask.dtype)
+        return WellConditioned(factor.mask.dtype, value=inner(factor, factor, workspace))
     outer = factor.inner
     if isinstance(outer, Outer) and outer.left.shape[1] == 1 and outer.permutation is None:
         left, right = outer.left[:, 0], outer.right[:, 0]
@@ -114,4 +114,4 @@ def _formed(left: Tensor, right: Tensor, mask: Tensor, workspace: int) -> Contra
         a, b = cast(left[here], dtype), cast(right[here], dtype)
         gradients = torch.bmm(a.mT, b, out=scratch[: len(a)]).mul_(mask)
         values.append(squared_norms(gradients, dtype))
-    return well_conditioned(torch.cat(values), dtype)
+    return WellConditioned(dtype, value=torch.cat(values))

@@ -32,7 +32,6 @@ from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
     recompute_suspects,
-    well_conditioned,
 )
 from gradstats.contractions._rounding import (
     ROW_ELEMENTS,
@@ -132,10 +131,10 @@ def one_position(left: Tensor, right: Tensor) -> WellConditioned:
     """Return ‖left_i‖²‖right_i‖² of rows (B, p) and (B, q), by PyTorch."""
     dtype = compute_dtype(left, right)
     if max(left.shape[1], right.shape[1]) > ROW_ELEMENTS:
-        return WellConditioned((row_norms(left, dtype), row_norms(right, dtype)), dtype)
+        return WellConditioned(dtype, (row_norms(left, dtype), row_norms(right, dtype)))
     norm = torch.linalg.vector_norm
     norms = norm(left, dim=1, dtype=dtype), norm(right, dim=1, dtype=dtype)
-    return WellConditioned(norms, dtype)
+    return WellConditioned(dtype, norms)
 
 
 def guarded_gram(factor: Outer, workspace: int, *, on_chip: bool = False) -> Contraction:
@@ -186,12 +185,11 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
         norms, total = form_at_once(left, right, dtype, with_sum)
     else:
         norms, total = form_chunks(left, right, dtype, with_sum, chunk, rows)
-    result: Contraction
     if norms.dim() == 1:
-        result = WellConditioned((norms,), dtype)
+        result = WellConditioned(dtype, (norms,))
     else:
         # Sums over the gradients' rows are in float64, once for all examples.
-        result = well_conditioned(norms.double().square_().flatten(1).sum(1), dtype)
+        result = WellConditioned(dtype, value=norms.double().square_().flatten(1).sum(1))
     if total is None:
         return result, None
     return result, _arrange(total.mT.contiguous() if transposed else total, factor)

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradstats import _convolution_cost, _cost
 from gradstats._factors import Patches, compute_dtype, weight_gradient
 from gradstats.contractions import _outer, _triton, _triton_layers
-from gradstats.contractions._result import Contraction, concatenated, well_conditioned
+from gradstats.contractions._result import Contraction, WellConditioned, concatenated
 from gradstats.contractions._rounding import product_roundoff, row_norms
 from gradstats.contractions._tiles import chunks, zeros
 
@@ -156,7 +156,7 @@ def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
         if with_sum:
             total = _plus(total, gradients)
         del gradients  # before the next are formed
-    return well_conditioned(torch.cat(norms).double().square_().sum(1), dtype), total
+    return WellConditioned(dtype, value=torch.cat(norms).double().square_().sum(1)), total
 
 
 def _plus(total: Tensor | None, gradients: Tensor) -> Tensor:

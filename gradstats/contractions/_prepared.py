@@ -74,7 +74,7 @@ def of_outer(
 
         def formed(left: Tensor, right: Tensor) -> tuple[Contraction, Tensor | None]:
             total, value = both(right, left)
-            return WellConditioned((), torch.float32, value), total.view(shape)
+            return WellConditioned(torch.float32, value=value), total.view(shape)
 
         return formed
     squares: Any  # as ``rank_one_sqnorm`` takes operands
@@ -90,7 +90,7 @@ def of_outer(
         if form == "gram":
             norms = Contraction(*bounded(right, left))
         else:
-            norms = WellConditioned((), torch.float32, squares(right, left))
+            norms = WellConditioned(torch.float32, value=squares(right, left))
         if not with_sum:
             return norms, None
         if again is not None:
@@ -110,7 +110,7 @@ def of_patches(factor: Patches, *, with_sum: bool) -> OfOuter:
 
         def in_one_pass(grad: Tensor, x: Tensor) -> tuple[Contraction, Tensor | None]:
             total, value = both(x, grad)
-            return WellConditioned((), torch.float32, value), total.reshape(shape)
+            return WellConditioned(torch.float32, value=value), total.reshape(shape)
 
         return in_one_pass
     layer, is_gram = layer_of(factor), form_on_chip(factor) == "gram"
@@ -123,7 +123,7 @@ def of_patches(factor: Patches, *, with_sum: bool) -> OfOuter:
 
     def contracted(grad: Tensor, x: Tensor) -> tuple[Contraction, Tensor | None]:
         found = contract(x, grad)
-        norms = Contraction(*found) if is_gram else WellConditioned((), torch.float32, found)
+        norms = Contraction(*found) if is_gram else WellConditioned(torch.float32, value=found)
         return norms, weight_gradient(x, grad, shape, geometry) if with_sum else None
 
     return contracted
@@ -142,12 +142,12 @@ def of_bias(factor: Elementwise | Vector, wanted: torch.dtype | None) -> OfBias:
 
     if wanted is None:
         squares = vector.prepare(factor.grad)
-        return lambda grad: (WellConditioned((), torch.float32, squares(grad)), None)
+        return lambda grad: (WellConditioned(torch.float32, value=squares(grad)), None)
     plan = scale_backward.prepare(factor.grad, None, gradient_dtype=stored(wanted))
 
     def in_one_pass(grad: Tensor) -> tuple[Contraction, Tensor | None]:
         _, _, (total,), (value,) = scale.run(plan, grad, None, grad, *(None,) * 6)
-        return WellConditioned((), torch.float32, value), cast(total, wanted)
+        return WellConditioned(torch.float32, value=value), cast(total, wanted)
 
     return in_one_pass
 
@@ -202,7 +202,7 @@ def _normalised(plan: Any, *rest: None) -> Any:
 
     def backward(g: Tensor, x: Tensor, *read: Tensor | None) -> NormGradients:
         gradient, _, totals, squares = run(plan, x, x, g, *read, *rest)
-        norms = [WellConditioned((), torch.float32, value) for value in squares]
+        norms = [WellConditioned(torch.float32, value=value) for value in squares]
         return NormGradients(gradient, *(totals or (None, None)), *norms)
 
     return None if plan is None else backward

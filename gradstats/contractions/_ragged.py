@@ -14,7 +14,7 @@ from gradstats._factors import Ragged, compute_dtype, segment_sum
 from gradstats.contractions import _outer, _triton
 from gradstats.contractions._formed import form_each
 from gradstats.contractions._multiply import WORTH_CALLING, multiply
-from gradstats.contractions._result import Contraction, well_conditioned
+from gradstats.contractions._result import Contraction, WellConditioned
 from gradstats.contractions._rounding import product_roundoff
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.contractions._tiles import chunks
@@ -83,7 +83,7 @@ def _formed(factor: Ragged, examples: list[int]) -> Contraction:
     norms, _ = form_each(
         [transposed[:, own] for own in rows], [right[own] for own in rows], dtype, with_sum=False
     )
-    return well_conditioned(norms.double().square_().sum(1), dtype)
+    return WellConditioned(dtype, value=norms.double().square_().sum(1))
 
 
 def sqnorm_and_sum(factor: Ragged, workspace: int) -> tuple[Contraction, Tensor]:

@@ -57,26 +57,28 @@ class WellConditioned(Contraction):
     The value is computed when it is first read; ``stack`` computes those of a whole model at once.
 
     Attributes:
-        norms: at most two tensors (B,) in the accumulation dtype, the square of whose product is
-            the value; none where the value is known.
         dtype: the accumulation dtype.
+        norms: at most two tensors (B,) of this dtype, the square of whose product is the value;
+            none where the value is known.
     """
 
-    def __init__(self, norms: tuple[Tensor, ...], dtype: torch.dtype, value: Tensor | None = None):
-        self.norms = norms
+    def __init__(
+        self, dtype: torch.dtype, norms: tuple[Tensor, ...] = (), value: Tensor | None = None
+    ):
         self.dtype = dtype
+        self.norms = norms
         self._value = value
 
     def first(self) -> WellConditioned:
         """Return the square of the first norm alone."""
-        return WellConditioned(self.norms[:1], self.dtype)
+        return WellConditioned(self.dtype, self.norms[:1])
 
     def split(self, count: int) -> list[Contraction]:
         if self._value is not None:
             values = self._value.view(count, -1).unbind()
-            return [WellConditioned((), self.dtype, value) for value in values]
+            return [WellConditioned(self.dtype, value=value) for value in values]
         sides = zip(*(norm.view(count, -1).unbind() for norm in self.norms), strict=True)
-        return [WellConditioned(norms, self.dtype) for norms in sides]
+        return [WellConditioned(self.dtype, norms) for norms in sides]
 
     @property
     def value(self) -> Tensor:  # type: ignore[override]
@@ -276,11 +278,6 @@ class Fused:
     factor: Factor | None
     norms: Contraction
     total: Tensor | None
-
-
-def well_conditioned(value: Tensor, dtype: torch.dtype) -> Contraction:
-    """Return a result whose terms are squares, given its value."""
-    return WellConditioned((), dtype, value)
 
 
 def concatenated(parts: Sequence[Contraction]) -> Contraction:

@@ -13,7 +13,6 @@ from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
     squared_norms,
-    well_conditioned,
 )
 from gradstats.contractions._rounding import row_norms
 from gradstats.contractions._tiles import chunks, zeros
@@ -47,7 +46,7 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
     if not is_compiling() and bool((keys[1:] > keys[:-1]).all()):
         # Each row is a run of its own, as for position embeddings.
         add_at(value, factor.example, squared_norms(factor.grad, dtype))
-        return well_conditioned(value, dtype)
+        return WellConditioned(dtype, value=value)
     run, run_example, place = _runs(keys, factor.example)
     del keys
     bounds, runs = [0, count], [0, count]
@@ -63,7 +62,7 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
             part = cast(factor.grad[begin:end, start : start + columns], dtype)
             sums = added(part, place[begin:end] - low, high - low)
             add_at(value, run_example[low:high], squared_norms(sums, dtype))
-    return well_conditioned(value, dtype)
+    return WellConditioned(dtype, value=value)
 
 
 def _runs(keys: Tensor, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,12 +97,13 @@ def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
     dtype = compute_dtype(grad)
     _, positions, width = grad.shape
     if positions == 1:
-        return WellConditioned((row_norms(grad.squeeze(1), dtype),), dtype)
+        return WellConditioned(dtype, (row_norms(grad.squeeze(1), dtype),))
     chunk = max(1, SCRATCH // (positions * (positions + 2 * width) * dtype.itemsize))
     if chunk >= len(ids):
-        return well_conditioned(_sums_of_equals(ids, grad, dtype), dtype)
+        return WellConditioned(dtype, value=_sums_of_equals(ids, grad, dtype))
     pieces = zip(ids.split(chunk), grad.split(chunk), strict=True)
-    return well_conditioned(torch.cat([_sums_of_equals(*each, dtype) for each in pieces]), dtype)
+    sums = [_sums_of_equals(*each, dtype) for each in pieces]
+    return WellConditioned(dtype, value=torch.cat(sums))
 
 
 def _sums_of_equals(ids: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:

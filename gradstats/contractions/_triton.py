@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradstats._cost import GUARD_TOLERANCE
 from gradstats._factors import Outer, Patches, Ragged
-from gradstats.contractions._result import Contraction, well_conditioned
+from gradstats.contractions._result import Contraction, WellConditioned
 from gradstats.contractions._rounding import UNIT_ROUNDOFF, product_roundoff
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.errors import BackendError
@@ -90,7 +90,7 @@ def rank_one(factor: Outer) -> Contraction:
     """Return ‖left‖²‖right‖² in one pass over both operands."""
     a, g = operands_of(factor)
     value = operators().rank_one_sqnorm(a.squeeze(1), g.squeeze(1))
-    return well_conditioned(_over_groups(value, factor), torch.float32)
+    return WellConditioned(torch.float32, value=_over_groups(value, factor))
 
 
 def gram(factor: Outer | Ragged) -> Contraction:
@@ -120,14 +120,14 @@ def rounding(left: Tensor, right: Tensor, cut_off: float) -> tuple[float, float,
 def direct(factor: Outer | Ragged) -> Contraction:
     """Return the squares of gradient tiles that never leave the chip."""
     value = operators().direct_sqnorm(*operands_of(factor), *_bounds(factor))
-    return well_conditioned(_over_groups(value, factor), torch.float32)
+    return WellConditioned(torch.float32, value=_over_groups(value, factor))
 
 
 def direct_and_sum(factor: Outer | Ragged) -> tuple[Contraction, Tensor]:
     """Return squared norms and Σ_i G_i (p, q) from one kernel; for factors of one group."""
     operands = operands_of(factor)
     gradient, value = operators().weight_gradient_sqnorm(*operands, *_bounds(factor))
-    return well_conditioned(value, torch.float32), gradient
+    return WellConditioned(torch.float32, value=value), gradient
 
 
 def gram_pairs(first: Outer | Ragged, second: Outer | Ragged) -> Tensor:

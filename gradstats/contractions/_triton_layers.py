@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from gradstats._factors import Elementwise, Outer, Patches, Rows
-from gradstats.contractions._result import Contraction, well_conditioned
+from gradstats.contractions._result import Contraction, WellConditioned
 from gradstats.contractions._triton import DTYPES, narrow, operands_of, operators, rounding
 
 
 def convolution(factor: Patches) -> Contraction:
     """Return the squares of gradient tiles, patches addressed and never unfolded."""
     value = operators().convolution_sqnorm(*factor.sides, *layer_of(factor))
-    return well_conditioned(value, torch.float32)
+    return WellConditioned(torch.float32, value=value)
 
 
 def convolution_gram(factor: Patches) -> Contraction:
@@ -36,7 +36,7 @@ def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
         *factor.sides, *layer_of(factor)
     )
     gradient = gradient.reshape(factor.shape)
-    return well_conditioned(value, torch.float32), gradient
+    return WellConditioned(torch.float32, value=value), gradient
 
 
 def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor:
@@ -82,7 +82,7 @@ def layer_of(factor: Patches) -> tuple:
 def rows_sqnorm(factor: Rows) -> Contraction:
     """Return Σ_v ‖Σ_{n: ids[n] = v} grad[n]‖², equal ids grouped without a table."""
     value = operators().rows_sqnorm(*_rows(factor))
-    return well_conditioned(value, torch.float32)
+    return WellConditioned(torch.float32, value=value)
 
 
 def rows_pairs(first: Rows, second: Rows) -> Tensor:
@@ -229,13 +229,13 @@ def group_norm_backward(
 
 
 def _norms_alone(scale: Tensor, shift: Tensor) -> NormGradients:
-    norms = [well_conditioned(value, torch.float32) for value in (scale, shift)]
+    norms = [WellConditioned(torch.float32, value=value) for value in (scale, shift)]
     return NormGradients(None, None, None, *norms)
 
 
 def _norm_gradients(result: tuple[Tensor, ...], sums: bool) -> NormGradients:
     gradient, scale, shift, *squares = result
-    norms = [well_conditioned(value, torch.float32) for value in squares]
+    norms = [WellConditioned(torch.float32, value=value) for value in squares]
     return NormGradients(gradient, *((scale, shift) if sums else (None, None)), *norms)
 
 
@@ -283,10 +283,10 @@ def elementwise(
         assert not want_input
         values = operators().scale_direction(g, x, _ones(factor), bounds)
         total = values.sum().float().reshape(factor.shape) if sums else None
-        return well_conditioned(values.square(), torch.float32), total, None
+        return WellConditioned(torch.float32, value=values.square()), total, None
     if x is None and not sums:
         value = operators().vector_sqnorm(g, cu_seqlens=bounds)
-        return well_conditioned(value, torch.float32), None, None
+        return WellConditioned(torch.float32, value=value), None, None
     gradient, *both = operators().scale_backward(
         g, x, weight=weight, shift=x is None, input_gradient=want_input, sums=sums,
         cu_seqlens=bounds, gradient_dtype=stored(dtype),
@@ -294,7 +294,7 @@ def elementwise(
     kind = int(x is None)  # of scale and shift
     total, value = both[kind], both[2 + kind]
     return (
-        well_conditioned(value, torch.float32),
+        WellConditioned(torch.float32, value=value),
         total.reshape(factor.shape) if sums else None,
         gradient if want_input else None,
     )

@@ -13,7 +13,6 @@ from gradstats.contractions._result import (
     Contraction,
     WellConditioned,
     squared_norms,
-    well_conditioned,
 )
 from gradstats.contractions._rounding import ROW_ELEMENTS
 from gradstats.contractions._tiles import chunks, zeros
@@ -30,8 +29,8 @@ def sqnorm_of(values: Tensor) -> Contraction:
     if values.dim() == 1:
         values = values.unsqueeze(1)
     if values.dim() == 2 and values.shape[1] <= ROW_ELEMENTS:
-        return WellConditioned((torch.linalg.vector_norm(values, dim=1, dtype=dtype),), dtype)
-    return well_conditioned(squared_norms(values, dtype), dtype)
+        return WellConditioned(dtype, (torch.linalg.vector_norm(values, dim=1, dtype=dtype),))
+    return WellConditioned(dtype, value=squared_norms(values, dtype))
 
 
 def adds_to(factor: Vector, other: Vector) -> bool:

@@ -22,8 +22,14 @@ from torch import Tensor
 from gradstats._complex import as_real
 from gradstats._factors import Factor, map_tensors, tensors_of
 from gradstats.capture.parameters._lineage import Pulled
-from gradstats.contractions import direction_inner, fold, inner_diagonal, inner_pairs, total
-from gradstats.contractions._result import squared_norms
+from gradstats.contractions import (
+    direction_inner,
+    fold,
+    inner_diagonal,
+    inner_pairs,
+    rows_squared_norms,
+    total,
+)
 
 
 @dataclass(frozen=True)
@@ -240,8 +246,7 @@ class WithinBatch:
             if whole is None or whole.dtype not in (torch.float32, torch.float64):
                 whole = total(factors)
             self.with_sum[name] = direction_inner(factors, whole, arrival.workspace)
-            rows = whole.reshape(1, -1, whole.shape[-1]) if whole.dim() else whole.reshape(1, 1)
-            self.sum_sqnorm[name] = squared_norms(rows, rows.dtype)[0]
+            self.sum_sqnorm[name] = rows_squared_norms(whole.unsqueeze(0))[0]
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -39,12 +39,12 @@ from gradstats.capture.parameters._nodes import Node, Root, same_storage
 from gradstats.capture.parameters._replay import FunctionReplay, Replay
 from gradstats.contractions import (
     Contraction,
+    WellConditioned,
     adds_up,
     lean,
     merge,
     rows_squared_norms,
     sqnorm,
-    well_conditioned,
 )
 
 # Tensors behind a longer chain of operations are pulled back through all of them at once: each lean
@@ -252,7 +252,7 @@ def sqnorms_together(
         inner = factor.select(slice(start, start + chunk))
         for found, pulled in zip(norms, replay.pull_each(inner), strict=True):
             found.append(rows_squared_norms(pulled))
-    return [well_conditioned(torch.cat(found), dtype) for found in norms]
+    return [WellConditioned(dtype, value=torch.cat(found)) for found in norms]
 
 
 def replay_of(node: Derived, roots: Sequence[Root], copies: bool = False) -> Replay:
