@@ -78,7 +78,7 @@ class Anatomy:
                 "measure. Set requires_grad on the parameters whose gradients you want."
                 f"{loaded if adapted else ''}"
             )
-        leave_out = () if exclude is None else patterns_of("exclude", exclude)
+        leave_out = patterns_of("exclude", exclude)
         if parameters is None and not leave_out:
             return trainable
         include = patterns_of("parameters", parameters) if parameters is not None else ("*",)
@@ -234,16 +234,16 @@ def check_trackable(root: Root) -> None:
         )
 
 
-def patterns_of(name: str, patterns: Sequence[str] | str) -> tuple[str, ...]:
+def patterns_of(name: str, patterns: Sequence[str] | str | None) -> tuple[str, ...]:
     """Return the patterns in an argument, or raise.
 
     Args:
         name: the argument's.
-        patterns: its value.
+        patterns: its value; None for no patterns.
     """
     found: tuple = ()
-    if type(patterns) is tuple and not patterns:
-        return found  # as by default
+    if patterns is None or (type(patterns) is tuple and not patterns):
+        return found
     # Patterns are read more than once, for each batch of a run, which would exhaust an iterator.
     if isinstance(patterns, Iterator):
         raise CoverageError(

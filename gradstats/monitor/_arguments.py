@@ -7,13 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradstats._values import integer, is_real, unlike_numbers
 from gradstats.errors import TrackingError
 from gradstats.monitor._measured import REDUCTIONS
 from gradstats.monitor._rates import optimizers_of
-from gradstats.statistics._arguments import check_flags, check_scaler, check_workspace
+from gradstats.statistics._arguments import (
+    check_flags,
+    check_model,
+    check_scaler,
+    check_workspace,
+)
 from gradstats.statistics._loss import loss_weights
 
 
@@ -32,6 +37,7 @@ def check_monitor(
     **flags,
 ) -> None:
     """Raise unless these can be a monitor's arguments."""
+    check_model(model)
     reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
     is_reduction = isinstance(loss_reduction, str) and loss_reduction in REDUCTIONS
     optimizers = optimizers_of(optimizer)
@@ -40,7 +46,6 @@ def check_monitor(
     several = "a torch.optim.Optimizer instance, or a list of them, each once"
     groups = process_group is None or isinstance(process_group, dist.ProcessGroup)
     for name, value, is_good, expected in (
-        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
         ("every", every, integer(every, 1) is not None, "a positive integer: steps"),
         ("loss_reduction", loss_reduction, is_reduction, reductions),
         ("optimizer", optimizer, optimizes, several),

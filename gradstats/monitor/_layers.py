@@ -20,7 +20,7 @@ def layers_of(
     that none matches belong to no layer. A pattern may match none of them: others may be frozen.
     """
     layers: dict[str, list[int]] = {}
-    listed = _listed(patterns)
+    listed = patterns_of("layers", patterns)
     for place, name in enumerate(parameters):
         layer = _layer(name, listed)
         if layer is not None:
@@ -30,16 +30,12 @@ def layers_of(
 
 def check_layers(parameters: Sequence[str], patterns: Sequence[str] | str | None) -> None:
     """Raise unless each pattern makes a layer of some parameters, if all of them are trained."""
-    for pattern in _listed(patterns):
+    for pattern in patterns_of("layers", patterns):
         if not any(_layer(name, [pattern]) for name in parameters):
             raise CoverageError(
                 f"the layer pattern {pattern!r} matches the beginning of no parameter's name. "
                 f"Expected a pattern for module paths such as those of {list(parameters)[:6]}."
             )
-
-
-def _listed(patterns: Sequence[str] | str | None) -> Sequence[str]:
-    return () if patterns is None else patterns_of("layers", patterns)
 
 
 def _layer(name: str, patterns: Sequence[str]) -> str | None:

@@ -231,10 +231,10 @@ class Monitor:
 
         Raises:
             TrackingError: micro-batches out of order, or none where accelerate's optimizer
-                accumulates several; when the context opens on a measured step, ids or weights that
-                do not fit.
-            ExampleAxisError: when the context opens on a measured step, an invalid ``batch_size``
-                or ``cu_seqlens``.
+                accumulates several; when the context opens on a measured step, ids that do not fit
+                or negative weights.
+            LossShapeError, ExampleAxisError: when the context opens on a measured step, weights of
+                another shape or zero; an invalid ``batch_size`` or ``cu_seqlens``.
         """
         index, count = checked_accumulation(accumulation, self.optimizer)
         if index not in (0, self._next):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradstats._requirements import require
-from gradstats.errors import GradStatsError, TrackingError
+from gradstats.errors import TrackingError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,8 +38,7 @@ def plot(monitor: Monitor) -> Figure:
 
     Raises:
         MissingPackageError: without matplotlib.
-        TrackingError: ``monitor`` is something else.
-        GradStatsError: nothing has been measured yet.
+        TrackingError: ``monitor`` is something else, or has measured nothing yet.
     """
     if not hasattr(monitor, "history"):
         raise TrackingError(
@@ -51,7 +50,10 @@ def plot(monitor: Monitor) -> Figure:
         from matplotlib.ticker import LogFormatter, MaxNLocator
     history = {name: np.array(values) for name, values in monitor.history.items()}
     if not history:
-        raise GradStatsError("the monitor has measured no step yet: there is nothing to plot.")
+        raise TrackingError(
+            "the monitor has measured no step yet: there is nothing to plot. Expected at least one "
+            "forward and backward inside monitor.step(...)."
+        )
     figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
     norms, noise = figure.subplots(2, 1, sharex=True)
     steps = history["step"]

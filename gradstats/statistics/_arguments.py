@@ -47,8 +47,7 @@ def shapes_of(model: nn.Module, options: Options) -> dict[str, tuple[int, ...]]:
 
 def excluding(exclude: Sequence[str] | str, names: Iterable[str]) -> list[str]:
     """Return ``exclude`` extended by patterns for some named parameters."""
-    given = () if exclude is None else patterns_of("exclude", exclude)
-    return [*given, *map(glob.escape, names)]
+    return [*patterns_of("exclude", exclude), *map(glob.escape, names)]
 
 
 def check_call(model: Any, loss_fn: Any) -> None:
@@ -61,7 +60,7 @@ def check_call(model: Any, loss_fn: Any) -> None:
 def check_model(model: Any, name: str = "model") -> None:
     """Raise unless it is a module."""
     if not isinstance(model, nn.Module):
-        got = type(model).__name__
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         if not isinstance(model, (str, Path, Mapping)):
             raise TrackingError(f"{name} is {got}, expected a torch.nn.Module.")
         raise TrackingError(

@@ -221,9 +221,9 @@ class track:
     Raises:
         LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
         CoverageError, NonFiniteGradientError: see gradstats.errors.
-        TrackingError: a second backward or batch in one context, or one after it has closed; a
-            backward of the sum of the losses, as ``losses.backward(torch.ones(B))``, where that of
-            their mean is expected.
+        TrackingError: an argument of the wrong type or value; a second backward or batch in one
+            context, or one after it has closed; a backward of the sum of the losses, as
+            ``losses.backward(torch.ones(B))``, where that of their mean is expected.
 
     Cost:
         The plain step, plus for each weight the cheaper of squaring per-example tiles on the way to

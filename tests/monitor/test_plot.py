@@ -165,7 +165,7 @@ def test_the_batch_stands_beside_the_noise_scale(monitor):
 
 
 def test_what_is_missing_is_said(monitor, monkeypatch):
-    with pytest.raises(gs.GradStatsError, match="nothing to plot"):
+    with pytest.raises(gs.TrackingError, match=r"nothing to plot\. .*monitor\.step"):
         plot(gs.Monitor(monitor.model))
     with pytest.raises(gs.TrackingError, match=r"monitor is NoneType.* as callback\.monitor"):
         plot(None)
