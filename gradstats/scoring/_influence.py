@@ -144,7 +144,6 @@ def influence(
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
         nonfinite: "raise" for gradients with NaN or infinity, or "keep" to return what they give.
-            With ``top_k`` it must be the same for each call on one folder.
         progress: print an estimate of the work and show a progress bar, on standard error.
 
     Returns:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from gradstats.errors import NonFiniteGradientError
 from gradstats.scoring import _ranks
 from gradstats.scoring._checkpoints import Checkpoint, WeightsOnly
 from gradstats.scoring._folder import STRONGEST, Folder
@@ -56,8 +57,6 @@ class Passes:
         if self._work.out is not None:
             description = self._description(STRONGEST)
             description["top_k"] = k
-            # Lists do not say which gradients were not finite.
-            description["nonfinite"] = self._work.nonfinite
             description["summed"] = entries
             folder = open_folder(self._work, description, self._ids())
             lists, problem = _ranks.on_first(self._resumed, lists, folder, k)
@@ -68,7 +67,7 @@ class Passes:
             self._work.usage.note_used("training", "query")
         left = list(chunks(self._train.sizes, self._query.examples, self._budget, first))
 
-        def compute(part: range) -> Lists:
+        def compute(part: range) -> tuple[Lists, bool]:
             rows = slice(self._train.spans[part[0]].start, self._train.spans[part[-1]].stop)
             chunk = Chunk(rows, self._query.examples, *self._spans)
             pending = self._tiles_of(slice(part.start, part.stop))
@@ -78,13 +77,14 @@ class Passes:
                     size = self._query.examples * min(k, self._train.examples) * 64
                     self._announce(self._tiles_of(slice(first, None)), size, "for the lists")
                 self._stream.fill(pending, chunk.write, bar)
-            return chunk.lists(k)
+            return chunk.lists(k), chunk.finite
 
         with self._bar() as bar:
             bar.update(self._count * first * self._query.batches)
             for part in left:
-                for found in _ranks.gather(_ranks.together(compute, part)):
+                for found, finite in _ranks.gather(_ranks.together(compute, part)):
                     lists.add(found, k)
+                    lists.finite = lists.finite and finite
                 lists.next_batch = part.stop
                 if self._work.out is not None:
                     _ranks.on_first(lists.save, self._work.out, k)
@@ -93,6 +93,11 @@ class Passes:
     def _resumed(self, lists: TopLists, folder: Folder, k: int) -> tuple[TopLists, str | None]:
         """Return the lists to go on with, and what is wrong with those of a folder."""
         held, problem = lists.resumed(folder.path, k)
+        if self._work.nonfinite == "raise" and not held.finite:
+            raise NonFiniteGradientError(
+                f"{folder.path} holds lists of examples some of whose gradients are not finite. "
+                'Name another folder with out=, or pass nonfinite="keep".'
+            )
         if held.next_batch < self._train.batches:
             folder.check_circumstances(held.circumstances, lists.circumstances, "this call")
         return held, problem

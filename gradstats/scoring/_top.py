@@ -43,12 +43,14 @@ class TopLists:
         checkpoints: names of those that are summed over.
         circumstances: on which the bits depend.
         next_batch: the first train batch that has not been counted.
+        finite: whether all that was counted is: the lists show the strongest alone.
     """
 
     lists: Lists
     checkpoints: tuple[str, ...]
     circumstances: dict[str, str]
     next_batch: int = 0
+    finite: bool = True
 
     @classmethod
     def empty(
@@ -67,7 +69,8 @@ class TopLists:
             lists = {kind: tuple(held[name] for name in names_of(*kind)) for kind in KINDS}
             names = tuple(map(str, held["checkpoints"]))
             circumstances = json.loads(str(held["circumstances"]))
-            return cls(lists, names, circumstances, int(held["next_batch"]))
+            state = int(held["next_batch"]), bool(held["finite"])
+            return cls(lists, names, circumstances, *state)
 
     def add(self, lists: Lists, k: int) -> None:
         """Merge other lists into these, of which k entries stay."""
@@ -92,7 +95,8 @@ class TopLists:
         Those of another process that has gone further stay.
         """
         arrays: dict[str, Any] = {
-            "next_batch": np.array(self.next_batch), "checkpoints": np.array(self.checkpoints),
+            "next_batch": np.array(self.next_batch), "finite": np.array(self.finite),
+            "checkpoints": np.array(self.checkpoints),
             "circumstances": np.array(json.dumps(self.circumstances)),
         }  # fmt: skip
         for kind, both in self.lists.items():
@@ -118,7 +122,11 @@ class TopLists:
 
 
 class Chunk:
-    """Scores of some rows, while checkpoints are added up."""
+    """Scores of some rows, while checkpoints are added up.
+
+    Attributes:
+        finite: whether all products and norms were.
+    """
 
     def __init__(
         self, rows: slice, queries: int, row_spans: list[slice], column_spans: list[slice]
@@ -126,6 +134,7 @@ class Chunk:
         self._start = rows.start
         self._spans = row_spans, column_spans
         self._held = np.zeros(rows.stop - rows.start, dtype=bool)
+        self.finite = True
         self._scores: dict[str | None, np.ndarray] = {
             normalize: np.zeros((rows.stop - rows.start, queries), order="F")
             for normalize in NORMALIZATIONS
@@ -139,6 +148,7 @@ class Chunk:
         for normalize, scores in self._scores.items():
             scores[rows, columns] += part.read(..., normalize)
         self._held[rows] = True
+        self.finite = self.finite and all(np.isfinite(each).all() for each in tile.values())
 
     @property
     def nbytes(self) -> int:

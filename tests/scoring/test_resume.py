@@ -67,7 +67,7 @@ def assert_same(kind, got, expected) -> None:
     got, expected = arrays(kind, got), arrays(kind, expected)
     assert got.keys() == expected.keys()
     for name in expected:
-        assert np.array_equal(got[name], expected[name]), name
+        assert np.array_equal(got[name], expected[name], equal_nan=True), name
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,9 @@ def test_a_damaged_list_is_computed_again(tmp_path, capsys, damage):
     assert_same("top", again, call("top", None))
 
 
-OPTIONS = ("parameters", "exclude", "resume", "top_k", "query_checkpoints", "nonfinite")
+OPTIONS = (
+    "parameters", "exclude", "resume", "top_k", "query_checkpoints", "nonfinite", "budget",
+)  # fmt: skip
 
 
 def changed(out, kind="matrix", **changes):
@@ -441,13 +443,26 @@ def test_kept_gradients_that_are_not_finite_are_raised_by_the_next_call(tmp_path
         matrix("raise", **swapped)
 
 
-def test_lists_with_what_is_not_finite_are_not_gone_on_with(tmp_path):
-    setting = make_setting()
-    setting.train[0][9, 0] = float("nan")
-    options = {"train": setting.train_batches, "top_k": 2}
-    changed(tmp_path / "scores", nonfinite="keep", **options)
-    with pytest.raises(gs.StoreError, match="nonfinite: on disk 'keep', now 'raise'"):
+@pytest.mark.parametrize("side", ["train", "query"])
+def test_lists_go_on_where_gradients_that_are_not_finite_are_kept(tmp_path, side):
+    """As the error says that stopped them; and only so."""
+    setting, counting = make_setting(), Counting()
+    getattr(setting, side)[0][5 if side == "query" else 9, 0] = float("nan")
+    sides = {"train": setting.train_batches, "query": setting.query_batches}
+    options = {**sides, "top_k": 2, "budget": 1, "loss": counting}
+    with pytest.raises(gs.NonFiniteGradientError, match='pass nonfinite="keep"'):
         changed(tmp_path / "scores", **options)
+    counting.sizes.clear()
+    kept = changed(tmp_path / "scores", nonfinite="keep", **options)
+    resumed = sum(counting.sizes)
+    counting.sizes.clear()
+    whole = changed(tmp_path / "other", nonfinite="keep", **options)
+    assert_same("top", kept, whole)
+    # Two of three batches of training examples were done, of queries none could be.
+    assert (resumed < sum(counting.sizes)) == (side == "train")
+    with pytest.raises(gs.NonFiniteGradientError, match=r"lists of .* not finite.*pass nonfinite"):
+        changed(tmp_path / "scores", **options)
+    assert_same("top", changed(tmp_path / "scores", nonfinite="keep", **options), whole)
 
 
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
