@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -170,6 +170,10 @@ class Tracker(Context):
         replace_in_pytorch()
         self._mode.remove()
         self._mode.__enter__()
+
+    def until_closed(self, undo: AbstractContextManager[Any]) -> None:
+        """Undo something, such as a hook of the model, when the context closes."""
+        self._undo.enter_context(undo)
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Treat the arguments of the model's call as data, even if the model keeps them as well."""

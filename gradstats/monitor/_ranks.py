@@ -5,25 +5,36 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from gradstats.capture._selection import data_parallel_in
 from gradstats.errors import TrackingError
+
+
+def are_several() -> bool:
+    """Whether this process may be one of several."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def group_of(model: nn.Module):
     """Return the process group whose processes share the model's optimizer step; None if alone."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not are_several():
         return None
-    parallel = data_parallel_in(model)
-    if parallel is not None:
-        if parallel._join_config.enable:
+    parallel = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    if any(each._join_config.enable for each in parallel):
+        raise TrackingError(
+            "gradstats.Monitor measures the optimizer step of all processes together, expected "
+            "each to have as many steps: inside model.join(), where one may have run out of "
+            "data, the others would wait for it. Give all processes as many batches, or "
+            "measure on each alone, with gradstats.track."
+        )
+    if parallel:
+        groups = [each.process_group for each in parallel]
+        if any(group is not groups[0] for group in groups):
             raise TrackingError(
-                "gradstats.Monitor measures the optimizer step of all processes together, expected "
-                "each to have as many steps: inside model.join(), where one may have run out of "
-                "data, the others would wait for it. Give all processes as many batches, or "
-                "measure on each alone, with gradstats.track."
+                "parts of the model are parallel over different process groups, so it is not known "
+                "which processes share the optimizer step. Pass process_group=."
             )
-        return parallel.process_group
+        return groups[0]
     for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:
@@ -38,6 +49,21 @@ def group_of(model: nn.Module):
             "optimizer step. Pass process_group=."
         )
     return None
+
+
+def refuse_to_be_alone(module: nn.Module, args) -> None:
+    """Raise in a forward, if its backward averages gradients over several processes.
+
+    A forward pre-hook of a model that is measured as if it were alone.
+    """
+    around = DistributedDataParallel._active_ddp_module
+    if around is not None and dist.get_world_size(around.process_group) > 1:
+        raise TrackingError(
+            "the model runs inside a DistributedDataParallel, whose backward averages gradients "
+            "over processes, but gradstats.Monitor was given the module in it, and would compare "
+            "that average with the examples of this process alone. Expected the wrapped model: "
+            "gs.Monitor(parallel_model); or pass process_group=."
+        )
 
 
 def gather(vector: Tensor, group) -> list[Tensor]:

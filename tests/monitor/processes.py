@@ -196,8 +196,58 @@ def data_parallel(rank: int) -> None:
     check_a_mean_over_the_step(rank)
     check_a_step_that_is_skipped(rank)
     check_gradients_that_are_not_averaged(rank)
+    check_a_part_of_a_model(rank)
+    check_the_module_in_it(rank)
     check_norms_before_training_a_static_graph(rank)
     check_join_is_refused()
+
+
+def check_a_part_of_a_model(rank: int) -> None:
+    """That is parallel: its backward averages over the processes, as that of the whole would."""
+    alone, model = same_network(2)
+    whole = nn.Sequential(DistributedDataParallel(model))
+    batch = whole_batch(torch.Generator().manual_seed(2))
+    rows = gradient_rows(alone, batch, losses_of)
+    mine = tuple(item[rank * B : rank * B + B] for item in batch)
+    for alignment in (True, False):
+        whole.zero_grad()
+        monitor = gs.Monitor(whole, every=1, alignment=alignment)
+        with monitor.step(B):
+            losses_of(whole, mine).mean().backward()
+        kept = {k: v for k, v in metrics_of(rows).items() if k.startswith(("gns", "grad"))}
+        assert_metrics(monitor.metrics(), kept)
+    group = dist.new_group(range(RANKS))
+    other = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    refused = pytest.raises(gs.TrackingError, match=r"different process groups.*process_group=")
+    with refused, gs.Monitor(nn.Sequential(whole, other), every=1).step(B):
+        pass
+
+
+def check_the_module_in_it(rank: int) -> None:
+    """Of which a monitor sees no processes, but whose gradients the backward averages."""
+    alone, model = same_network(2)
+    wrapped = DistributedDataParallel(model)
+    batch = whole_batch(torch.Generator().manual_seed(2))
+    mine = tuple(item[rank * B : rank * B + B] for item in batch)
+    before = snapshot(wrapped)
+    for alignment in (True, False):
+        monitor = gs.Monitor(model, every=1, alignment=alignment)
+        refused = pytest.raises(gs.TrackingError, match=r"the module in it.*process_group=")
+        with refused, monitor.step(B):
+            losses_of(wrapped, mine)
+        assert monitor.steps == 0
+        assert_unchanged(wrapped, before)
+    rows = gradient_rows(alone, batch, losses_of)
+    whole = gs.Monitor(model, every=1, process_group=dist.group.WORLD)
+    with whole.step(B):
+        losses_of(wrapped, mine).mean().backward()
+    assert whole.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(rows.mean(0)))
+    by_itself = gs.Monitor(model, every=1)  # without the wrapper, nothing averages
+    model.zero_grad()
+    with by_itself.step(B):
+        losses_of(model, mine).mean().backward()
+    own = rows[rank * B : rank * B + B].mean(0)
+    assert by_itself.metrics()["grad_norm"] == pytest.approx(np.linalg.norm(own))
 
 
 def check_norms_before_training_a_static_graph(rank: int) -> None:
