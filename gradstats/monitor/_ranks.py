@@ -51,10 +51,11 @@ def group_of(model: nn.Module):
     return None
 
 
-def refuse_to_be_alone(module: nn.Module, args) -> None:
-    """Raise in a forward, if its backward averages gradients over several processes.
+def refuse_to_be_alone(*hooked) -> None:
+    """Raise in a forward whose backward averages gradients over several processes.
 
-    A forward pre-hook of a model that is measured as if it were alone.
+    A forward pre-hook of a model that is measured as if it were alone; it is also called for a step
+    that may be opened inside the forward.
     """
     around = DistributedDataParallel._active_ddp_module
     if around is not None and dist.get_world_size(around.process_group) > 1:

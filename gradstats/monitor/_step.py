@@ -97,6 +97,7 @@ class Collector:
         tracker.listener = self
         tracker.weight = 1.0 if options.loss_reduction == "sum" else 1 / batch_size
         if self._group is None and are_several():
+            refuse_to_be_alone()
             tracker.until_closed(self._model.register_forward_pre_hook(refuse_to_be_alone))
         tracker.open()
         return tracker

@@ -237,6 +237,21 @@ def check_the_module_in_it(rank: int) -> None:
             losses_of(wrapped, mine)
         assert monitor.steps == 0
         assert_unchanged(wrapped, before)
+
+    class Training(nn.Module):
+        """Whose forward is a step of training, as Lightning's modules have one."""
+
+        def __init__(self):
+            super().__init__()
+            self.network = same_network(1)[0]
+            self.monitor = gs.Monitor(self, every=1)
+
+        def forward(self, batch):
+            with self.monitor.step(B):
+                return losses_of(self.network, batch)
+
+    with pytest.raises(gs.TrackingError, match="the module in it"):
+        DistributedDataParallel(Training())(mine)
     rows = gradient_rows(alone, batch, losses_of)
     whole = gs.Monitor(model, every=1, process_group=dist.group.WORLD)
     with whole.step(B):
