@@ -598,8 +598,24 @@ def test_operands_that_are_no_tensors(function, inside):
         ),
         lambda h: torch._foreach_tanh([h, h.flip(0)])[1].flip(0),
         lambda h: torch._foreach_lerp([h], [h.exp()], 0.3)[0],
+        lambda h: torch._foreach_mul_([h.cos(), h * 1.5], 2.0)[1],
+        lambda h: changed(h.clone(), lambda own: torch._foreach_add_([own], [h.exp()])),
+        lambda h: changed(h.mT.clone(), lambda own: torch._foreach_add_([own], [h.mT])).mT,
+        lambda h: changed(h.clone(), lambda own: torch._foreach_lerp_([own], [h.exp()], 0.3)),
+        lambda h: changed(h.clone(), lambda own: torch._foreach_zero_([own])) + h,
     ],
-    ids=["number", "numbers", "moved", "reordered", "three"],
+    ids=[
+        "number",
+        "numbers",
+        "moved",
+        "reordered",
+        "three",
+        "in place",
+        "added in place",
+        "moved in place",
+        "three in place",
+        "zeros in place",
+    ],
 )
 def test_operations_on_each_of_a_list(function, inside):
     """The arithmetic of containers of tensors; as many positions as examples."""
@@ -609,6 +625,12 @@ def test_operations_on_each_of_a_list(function, inside):
         return m.last(function(m.first(x) if inside else x) * m.scale)
 
     check_operation(losses, parameters, normal(BATCH, BATCH, BATCH))
+
+
+def changed(tensor, change):
+    """Return a tensor after a change in place."""
+    change(tensor)
+    return tensor
 
 
 def test_a_container_of_the_model_that_holds_itself():

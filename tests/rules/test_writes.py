@@ -251,6 +251,9 @@ FOLLOWED = {
     "written over": lambda h: overwritten(h)[[1, 0, 2]],
     "rows moved through a view": through_another_view,
     "rows moved one by one through views": one_by_one_through_views,
+    "lists into a constant": lambda h: torch._foreach_add_([empty(h, *h.shape)], [h[ORDER]])[0][
+        ORDER.argsort()
+    ],
     "chosen one by one": lambda h: torch.cat([h.select(0, i)[None] for i in range(BATCH)]),
 }
 
@@ -382,7 +385,6 @@ LOST = {
     "an operator": raised(torch.ops.aten.add_),
     "an overload": raised(torch.ops.aten.add_.Tensor),
     "an overload of lists": raised(lambda out, h: torch.ops.aten._foreach_add_.List([out], [h])),
-    "lists into a constant": lambda h: torch._foreach_add_([empty(h, *h.shape)], [h[ORDER]])[0],
 }
 if hasattr(torch, "foreach"):
     LOST["public lists"] = raised(lambda out, h: torch.foreach.add_([out], [h]))

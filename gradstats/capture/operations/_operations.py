@@ -366,6 +366,13 @@ ON_EACH = {
     if key.startswith("_foreach_") and not key.endswith(("_", "norm"))  # of other arguments
     if hasattr(torch, name := key.removeprefix("_foreach_"))
 }
+# In place they return the list that they change.
+ON_EACH |= {
+    getattr(torch, key): getattr(Tensor, name)
+    for key in dir(torch)
+    if key.startswith("_foreach_") and key.endswith("_")
+    if hasattr(Tensor, name := key.removeprefix("_foreach_"))
+}
 
 # In-place methods that only move axes, with their counterparts that return a view.
 MOVES_IN_PLACE = {
