@@ -244,7 +244,12 @@ class Verification:
         except GradStatsError as error:
             # Perhaps for what a refused operation led to, which the survey let pass: the call
             # itself names that operation.
-            self.refused = dict.fromkeys(self.selected, str(self._refusal() or error))
+            reason = str(error)
+            try:
+                self._norms(self.subject.model, self.subject.batch, self.subject.state)
+            except GradStatsError as named:
+                reason = str(named)
+            self.refused = dict.fromkeys(self.selected, reason)
             return None
         self.operations, self.refused = found.operations, dict(found.refused)
         return found
@@ -259,14 +264,6 @@ class Verification:
             for name in error.parameters or self.selected:
                 self.refused.setdefault(name, str(error))
             return None
-
-    def _refusal(self) -> GradStatsError | None:
-        """Return the error with which the norms of all parameters are refused."""
-        try:
-            self._norms(self.subject.model, self.subject.batch, self.subject.state)
-        except GradStatsError as error:
-            return error
-        return None
 
     def _norms(self, model: nn.Module, batch: Any, state: State) -> GradientNorms:
         """Return the norms, parameters left out that are refused and that no fallback serves."""
