@@ -227,7 +227,10 @@ def check_packed(tensors: Iterable[Tensor], batch_dim: int, segments: Segments) 
 
 
 def loss_scale(scaler, device: torch.device) -> Tensor | float:
-    """Return what a torch.amp.GradScaler multiplies the loss by as it stands, on the device."""
+    """Return what a torch.amp.GradScaler multiplies the loss by as it stands, on the device.
+
+    In float64; 1 without a scaler.
+    """
     if scaler is None:
         return 1.0
     # One that is not enabled has none.
@@ -238,7 +241,7 @@ def loss_scale(scaler, device: torch.device) -> Tensor | float:
             "without it leave scaler= out."
         )
     # Not get_scale(), which waits for the device.
-    return scaler.scale(torch.ones((), device=device))
+    return scaler.scale(torch.ones((), dtype=torch.float64, device=device))
 
 
 def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -> Tensor | float:

@@ -310,9 +310,8 @@ class track:
             self._tracker.close()
         if kind is None and self._tracker.reports.any:
             self._stats = statistics_of(
-                self._tracker, self._losses, self._weights, self._nonfinite,
-                float(self._scale.value),
-            )  # fmt: skip
+                self._tracker, self._losses, self._weights, self._nonfinite, self._scale.value
+            )
 
     def backward(self, losses: Tensor) -> None:
         """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.

@@ -100,7 +100,7 @@ def statistics_of(
     loss: Tensor | None,
     weights: Tensor | float,
     nonfinite: str,
-    scale: float = 1.0,
+    scale: Tensor | float = 1.0,
     divisor: int = 1,
 ) -> GradientNorms:
     """Return the statistics that a tracker's backward reported.
@@ -110,7 +110,8 @@ def statistics_of(
         loss: (B,) losses or None.
         weights: what multiplied each loss in the training loss, which defines Ḡ; divided out.
         nonfinite: "raise" or "keep".
-        scale: what multiplied the training loss before it was differentiated; divided out.
+        scale: what multiplied the training loss before it was differentiated, a number or a tensor
+            () float64; divided out.
         divisor: what Σ_j weights_j ∇ℓ_j is divided by to give Ḡ.
     """
     values = tracker.reports.sqnorm_by_parameter()
