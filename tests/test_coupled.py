@@ -1410,3 +1410,57 @@ def test_a_batch_of_one_couples_nothing():
     with gs.track(model, batch_size=1) as tracker:
         losses(model, x).mean().backward()
     assert_sqnorms(tracker.stats, expected, 1e-10)
+
+
+# Of inputs (B, B), with an axis that is as long as the batch and not the examples'.
+STATISTICS = {
+    "mean": lambda x: x.mean(0).t(),
+    "mean, kept axis": lambda x: x.mean(0, keepdim=True).t(),
+    "product": lambda x: (torch.ones(1, BATCH).double() @ x).t(),
+    "layer": lambda x: functional.linear(torch.ones(1, BATCH).double(), x.t())[0],
+    "pooled": lambda x: functional.avg_pool1d(x.t()[None], BATCH)[0].squeeze(-1),
+    "places": lambda x: torch.isin(torch.arange(BATCH), (x[:, 0] > 0).long()),
+}
+
+
+@pytest.mark.parametrize("statistic", STATISTICS.values(), ids=STATISTICS)
+def test_statistics_of_a_batch_are_not_taken_for_its_examples(statistic):
+    """A scalar loss would not tell."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(BATCH, BATCH).double(), torch.randn(BATCH, BATCH).double()
+    scale = model.scale = nn.Parameter(torch.randn(BATCH).double())
+    with (
+        pytest.raises(gs.ExampleAxisError, match="'scale'"),
+        gs.track(model, batch_size=BATCH),
+    ):
+        (model(x).square().sum(1).mean() + (scale * statistic(x)).tanh().sum()).backward()
+
+
+# Of inputs (B, d), as each example gets them.
+GIVEN = {
+    "centred": lambda m, x: m(x - x.mean(0, keepdim=True)),
+    "divided": lambda m, x: m(x) / x.std(0, keepdim=True),
+    "expanded": lambda m, x: m(x) * m(x.mean(0, keepdim=True).expand(BATCH, -1)),
+    "expanded in front": lambda m, x: m(x) * m(x.mean(0).expand_as(x)),
+    "places": lambda m, x: m(x) * torch.isin(torch.arange(x.shape[1]), (x[:, 0] > 0).long()),
+    "places of examples": lambda m, x: (
+        m(x) * torch.isin(torch.arange(BATCH), torch.tensor([0, 2]))[:, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("width", [BATCH, WIDTH])
+@pytest.mark.parametrize("function", GIVEN.values(), ids=GIVEN)
+def test_statistics_of_a_batch_are_given(function, width):
+    torch.manual_seed(0)
+    model, x = nn.Linear(width, width).double(), torch.randn(BATCH, width).double()
+    x[0, 0] = x[0, 0].abs()
+
+    def losses(m, x):
+        return function(m, x).square().sum(1)
+
+    expected = oracle_on_the_batch(model, x, losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-10)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, expected, 1e-10)

@@ -180,7 +180,7 @@ def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) 
         # Blame the first of several operations that could not be followed.
         blamed = marks.is_marked(lost) and slots_of(marks, lost) is None
         marks.mark(result, None, marks.lost_at(lost) if blamed else at)
-    elif alone:
+    elif alone or marks.contract.rows in result.shape:
         marks.mark(result, None, at)  # an axis as long as the batch is not that of the examples
     else:
         marks.place(result, None, at)

@@ -28,6 +28,7 @@ from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import (
+    EXPANDS,
     LOOKS_AT_FIRST,
     OPAQUE,
     READS_ONLY_FIRST,
@@ -88,6 +89,10 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     if func is bilinear and layout is not None and layout.axis == source.dim() - 1:
         lost = True  # the examples' axis is summed
     noted = marks.is_marked(source)
+    if layout is None and func in EXPANDS and not source.requires_grad:
+        axis = marks.batch_dim - result.dim()
+        if -axis > source.dim() or source.shape[axis] == 1:
+            return UNCHANGED  # given values, which each example gets
     if layout is None and not (noted or marks.is_lost(source)):
         told = marks.values.owner_of(source) is not None  # element by element
         return None if told else UNCHANGED

@@ -192,7 +192,7 @@ TRANSPOSED_CONVOLUTIONS = frozenset(
 # Operations whose first operand determines where the examples lie, unless it is constant: all
 # examples share the others.
 LOOKS_AT_FIRST = frozenset(
-    {functional.linear, functional.embedding, *variants("prelu"), *CONVOLUTIONS}
+    {functional.linear, functional.embedding, *variants("prelu", "isin"), *CONVOLUTIONS}
 )
 
 # Operations on several data operands, with the position of the operand that all examples share.
