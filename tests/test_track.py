@@ -264,6 +264,9 @@ ADDED = {
     "alpha": (lambda loss, penalty: torch.add(loss, penalty, alpha=3), 3),
     "sub": (lambda loss, penalty: torch.sub(loss, penalty), -1),
     "add_": (lambda loss, penalty: loss.add_(penalty), 1),
+    "added in place": (lambda loss, penalty: penalty.add_(loss), 1),
+    "alpha in place": (lambda loss, penalty: penalty.mul_(2).add_(loss, alpha=1), 2),
+    "added to a total": (lambda loss, penalty: torch.zeros(1).double().add_(penalty).add_(loss), 1),
     "one by one": (lambda loss, penalty: (loss + penalty / 2)[None] + penalty / 2, 1),
 }
 

@@ -214,7 +214,7 @@ def _free_base(marks: Marks, constant: Tensor) -> Tensor | None:
     base = constant if constant._base is None else constant._base
     plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
     trained = base.requires_grad and base.is_leaf
-    if not plain or trained or marks.is_data(base) or marks.is_kept(base):
+    if not plain or trained or marks.may_hold_rows(base) or marks.is_kept(base):
         return None
     dense = base.storage_offset() == 0 and same_form(torch.empty_like(base), base)
     return base if dense else None

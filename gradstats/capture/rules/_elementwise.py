@@ -30,7 +30,7 @@ from gradstats.capture.operations._operations import (
     MULTIPLIES,
     function_variants,
 )
-from gradstats.capture.parameters._derived import derive
+from gradstats.capture.parameters._derived import OutOfPlace, derive
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._slices import repeated_in
@@ -44,7 +44,7 @@ from gradstats.capture.rules._common import (
     locate,
     run,
 )
-from gradstats.capture.rules._in_place import write_data
+from gradstats.capture.rules._in_place import become, write_data
 from gradstats.capture.rules._per_example import (
     ELEMENTWISE_IN_PLACE,
     changes_type,
@@ -67,9 +67,11 @@ def broadcast(tracker: Context, func, *args, **kwargs):
     """Elementwise operations of data and tracked tensors."""
     operands = operands_of(args, kwargs)
     nodes = nodes_of(operands)
-    if func in ELEMENTWISE_IN_PLACE and node_of(args[0]) is not None:
-        return write_data(tracker, func, args, kwargs)
     data = tracker.marks.data_among(operands)
+    if func in ELEMENTWISE_IN_PLACE and node_of(args[0]) is not None:
+        if func in ADDS_IN_PLACE and _is_added_to_losses(tracker, operands, data):
+            return _add_losses(tracker, func, args, kwargs)
+        return write_data(tracker, func, args, kwargs)
     if func not in ELEMENTWISE_IN_PLACE and _are_constants(tracker, nodes, data):
         args, kwargs = as_constants(tracker.marks, data, (args, kwargs))
         return run(tracker, func, *args, **kwargs)
@@ -79,8 +81,7 @@ def broadcast(tracker: Context, func, *args, **kwargs):
         widened = _widen(tracker, (args, kwargs), whole, dims)
         return broadcast(tracker, func, *widened[0], **widened[1]).squeeze(0)
     if (func in ADDS or func in ADDS_IN_PLACE) and _is_added_to_losses(tracker, operands, data):
-        shared = Shared(1, Examples(tracker.batch_size, 0))
-        return tapped(tracker, func, shared, args, kwargs)
+        return _added_to_losses(tracker, func, args, kwargs)
     layout = lined_up(tracker, func, nodes[0], operands)
     if func in PRODUCTS_AND_SUMS and not kwargs and len(args) == 2:
         if len(nodes) == len(data) == 1:
@@ -104,6 +105,19 @@ def _is_added_to_losses(
     if tracker.batch_size == 1:
         return isinstance(_whole(tracker, data), Whole)
     return all(marks.owned(item) is MIXED and marks.values.is_sum(item) for item in data)
+
+
+def _added_to_losses(tracker: Context, func, args, kwargs) -> Tensor:
+    """Return a loss of all examples with what is computed from parameters alone added to it."""
+    return tapped(tracker, func, Shared(1, Examples(tracker.batch_size, 0)), args, kwargs)
+
+
+def _add_losses(tracker: Context, func, args, kwargs) -> Tensor:
+    """Add a loss of all examples to what is computed from parameters alone, in place."""
+    target, losses = args[0], args[1] if len(args) > 1 else kwargs["other"]
+    become(func, target, lambda: _added_to_losses(tracker, OutOfPlace(func), args, kwargs))
+    tracker.marks.place_like(target, losses)
+    return target
 
 
 def _are_constants(tracker: Context, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:

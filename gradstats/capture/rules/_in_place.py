@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,17 +83,25 @@ def _become_data(tracker: Context, func, target: Tensor, write: Write) -> Exampl
     """Have a derived tensor hold what each example sees of it; return where the examples lie."""
     node = first_node(target)
     layout = _layout_after(tracker.marks, target, write)
-    # In a trace no tensor can take the place of another: the graph runs operation by operation.
-    if layout is None or not isinstance(node, Derived) or is_compiling() or not node.is_alone():
+    if layout is None:
         refuse_change(func, node)
-    seen = example_view(node, ExampleLayout(target.dim(), layout)).clone()
-    if not same_storage(target, node.value):
-        # Whatever else shows the memory of a constant goes on doing so.
-        seen.data = target.detach().copy_(seen.detach())
-    node.shown = lambda: None
-    _swap(func, node, target, seen)
+    become(func, target, lambda: example_view(node, ExampleLayout(target.dim(), layout)).clone())
     tracker.marks.place(target, layout)
     return layout
+
+
+def become(func, target: Tensor, make: Callable[[], Tensor]) -> None:
+    """Let a derived tensor be the data that ``make`` returns from now on, or refuse it."""
+    node = first_node(target)
+    # In a trace no tensor can take the place of another: the graph runs operation by operation.
+    if not isinstance(node, Derived) or is_compiling() or not node.is_alone():
+        refuse_change(func, node)
+    data = make()
+    if not same_storage(target, node.value):
+        # Whatever else shows the memory of a constant goes on doing so.
+        data.data = target.detach().copy_(data.detach())
+    node.shown = lambda: None
+    _swap(func, node, target, data)
 
 
 def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
