@@ -371,17 +371,3 @@ def test_a_missing_package_names_the_extra(module, package, tmp_path, no_trainin
     with pytest.raises(gs.MissingPackageError, match=message):
         run_demo(SHORT, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ({"checkpoints": (1, 200), "early_epoch": 1}, "expected ascending epochs from 1 to 100"),
-        ({"checkpoints": (2, 1), "early_epoch": 1}, "expected ascending epochs"),
-        ({"checkpoints": (), "early_epoch": 1}, "expected ascending epochs"),
-        ({"early_epoch": 3}, "early_epoch is 3, expected one of the checkpoints"),
-    ],
-)
-def test_impossible_settings_are_refused(numbers, message):
-    with pytest.raises(DemoError, match=message):
-        Settings(**numbers)

@@ -180,10 +180,9 @@ def to_float64(batch: Any) -> Any:
     """Return the batch with its floating-point and complex tensors in double precision."""
 
     def widen(tensor: Tensor) -> Tensor:
-        if tensor.is_complex():
-            return tensor.detach().to(torch.complex128).requires_grad_(tensor.requires_grad)
-        if not tensor.is_floating_point():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
-        return tensor.detach().double().requires_grad_(tensor.requires_grad)
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        return tensor.detach().to(wide).requires_grad_(tensor.requires_grad)
 
     return map_tensors(batch, widen)

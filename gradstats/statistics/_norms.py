@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,22 +132,20 @@ def per_example_norms(
     if compiled or fallback is not None:
         loss_fn = on_a_copy(loss_fn)  # it may be called again
 
-    def once(**options: Any) -> tuple[GradientNorms, Tensor | None]:
-        tracker, losses = run_examples(
-            model, batch, loss_fn, within_batch(alignment, gram), scratch, **options
-        )
-        stats = statistics_of(tracker, losses, 1.0, nonfinite, divisor=batch_size)
-        return stats, tracker.reports.order
-
     def lean(**options: Any) -> tuple[GradientNorms, Tensor | None]:
+        """Return the norms, and the example of each loss where these are in another order."""
+        consumer = within_batch(alignment, gram)
+        run = partial(run_examples, model, batch, loss_fn, consumer, scratch, **options)
         before = State(model) if compiled else None
         try:
-            return once(**options)
+            tracker, losses = run()
         except SharedInGraphError:
             if before is None:
                 raise
             before.restore()
-            return once(**options)
+            tracker, losses = run()
+        stats = statistics_of(tracker, losses, 1.0, nonfinite, divisor=batch_size)
+        return stats, tracker.reports.order
 
     if fallback is None:
         return lean(**options)[0]
