@@ -68,8 +68,8 @@ def check_start(marks: Marks, losses: Sequence[Tensor], start: Sequence[Tensor |
         losses: what the backward starts from.
         start: the gradients that it starts with.
     """
-    if marks.batch_size == 1:
-        return
+    if len(losses) == 1 and not losses[0].shape:
+        return  # a scalar, whose terms are not seen here
     owned = [marks.owned(loss) for loss in losses]
     of_one = {each.example for each in owned if isinstance(each, Whole)}
     of_each = len(of_one) == len(losses) == marks.batch_size
