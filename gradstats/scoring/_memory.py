@@ -30,21 +30,26 @@ def is_out_of_memory(error: Exception) -> bool:
 class Halving:
     """Runs work on batches, or on parts of them once whole ones have not fitted.
 
+    A batch is halved until its parts are smaller than all that have not fitted, so that how it is
+    divided depends on itself and the memory, not on the batches before: a result's bits do too.
+
     Attributes:
-        limit: most examples at once that are still tried, None before memory ran out.
+        failed: fewest examples at once that have not fitted, None before memory ran out.
     """
 
     def __init__(self, what: str, layout: BatchLayout):
         self._what = what
         self._layout = layout
-        self.limit: int | None = None
+        self.failed: int | None = None
 
     def run(self, work: Callable[[Any], Result], batch: Any, size: int) -> list[Result]:
         """Return the results of work on a batch of ``size`` examples, or on its parts in order."""
         results: list[Result] = []
-        start = 0
+        start, step = 0, size
         while start < size:
-            stop = size if self.limit is None else min(size, start + self.limit)
+            while step > 1 and self.failed is not None and step >= self.failed:
+                step //= 2
+            stop = min(size, start + step)
             part = batch
             if stop - start < size:
                 part = self._layout.part(batch, start, stop, size)
@@ -57,14 +62,14 @@ class Halving:
                     raise
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             # Outside the except clause: the traceback would keep what has to be freed.
-            self.limit = (stop - start) // 2
+            self.failed = stop - start
             let_go()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             tqdm.write(
-                f"out of memory with {stop - start} {self._what} at once ({reason}): going on with "
-                f"{self.limit} at once",
+                f"out of memory with {self.failed} {self._what} at once ({reason}): going on with "
+                f"{self.failed // 2} at once",
                 file=sys.stderr,
             )
         return results

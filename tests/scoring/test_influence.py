@@ -667,6 +667,27 @@ def test_out_of_memory_halves_the_batch(setting, capsys, limit):
     assert printed.count("out of memory with 4 training examples") == 1
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5])
+def test_how_a_batch_is_divided_does_not_depend_on_those_before(capacity):
+    """Or a call that goes on from the disk would give other bits than one that was not stopped."""
+
+    def sizes(*batches):
+        halving = Halving("examples", BatchLayout())
+
+        def work(part):
+            if len(part) > capacity:
+                raise MemoryError
+            return len(part)
+
+        return [halving.run(work, torch.zeros(size, 2), size) for size in batches][-1]
+
+    for size in range(1, 9):
+        alone = sizes(size)
+        assert sum(alone) == size and max(alone) >= (min(size, capacity) + 1) // 2
+        for before in range(1, 9):
+            assert sizes(before, size) == alone, (before, size)
+
+
 def test_out_of_memory_with_one_example_is_an_error(setting):
     def hungry(model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory")
