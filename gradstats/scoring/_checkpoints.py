@@ -76,7 +76,8 @@ class Checkpoints:
             which reads the rate of each parameter group from the optimizer's state in the
             checkpoint. If the rates of groups differ, the optimizer must have been built from
             ``model.named_parameters()``; otherwise it is not known which group a parameter is
-            in. A checkpoint whose rates are all zero gives a warning.
+            in. One with ``maximize=True`` is refused: whether it raised the losses or their
+            negatives is not known. A checkpoint whose rates are all zero gives a warning.
 
     Raises:
         CheckpointError: no file matches, a file is listed twice, or a learning rate is missing.

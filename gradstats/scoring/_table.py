@@ -303,14 +303,13 @@ class SelfInfluence(Printed):
                 )
             # Python's numbers: NumPy compares signed and unsigned ones as float64.
             own = self.ids.tolist()
-            unknown = listed.difference(own)
-            if unknown:
+            mask, known = np.array([each in listed for each in own]), set(own)
+            if unknown := [each for each in values.tolist() if each not in known]:
                 raise ScoreError(
-                    f"known_bad lists {[i for i in given.tolist() if i in unknown][:4]}, which are "
-                    f"not ids of the table ({own[:4]} …). Pass ids, without ids= positions in the "
-                    "loader's data set (of a Subset, its own), or one bool for each example."
+                    f"known_bad lists {unknown[:4]}, which are not ids of the table ({own[:4]} …). "
+                    "Pass ids, without ids= positions in the loader's data set (of a Subset, its "
+                    "own), or one bool for each example."
                 )
-            mask = np.array([each in listed for each in own])
         if mask.all() or not mask.any():
             raise ScoreError(
                 f"known_bad marks {int(mask.sum())} of {len(self)} examples, expected at least one "

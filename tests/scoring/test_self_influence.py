@@ -382,6 +382,7 @@ def test_average_precision():
         (np.zeros(11, dtype=bool), "marks 0 of 11"),
         (np.ones(11, dtype=bool), "marks 11 of 11"),
         ([3, 99], r"lists \[99\], which are not ids .* \(of a Subset, its own\)"),
+        ([3, float("nan")], r"lists \[nan\], which are not ids"),
         (np.eye(11, dtype=int)[4], r"lists \[0\] more than once.*known_bad.astype\(bool\)"),
         (torch.eye(11, dtype=torch.int64)[4], r"lists \[0\] more than once"),
         ([1, 2, 5, 2, 5], r"lists \[2, 5\] more than once"),
