@@ -170,6 +170,8 @@ def test_losses_that_depend_on_others_by_a_number_alone(batch):
 
     report = gs.verify(nn.Linear(4, 3), batch, losses)
     assert failed(report) == ["coupling"]
+    detail = report.check("coupling").detail
+    assert "the same gradient" in detail and "divided" not in detail
 
 
 def test_coupling_that_no_operation_shows(batch):

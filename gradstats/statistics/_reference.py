@@ -177,6 +177,11 @@ class Example:
                 f"{found}: another example's values that are not finite reach it. Look at the "
                 'gradients with nonfinite="keep", and leave that example out'
             )
+        if same_gradient and isfinite(gap):
+            return (
+                f"{found}: the same gradient, so that the norms are right. Is something of the "
+                "whole batch added to the loss?"
+            )
         # Of vectors at a small angle the cosine is 1 − angle² / 2.
         if product >= (1 - tolerance**2 / 2) * size * size_there > 0:
             return (
