@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -173,6 +174,14 @@ def data_parallel_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | 
     while "_orig_mod" in model._modules:
         model = model.get_submodule("_orig_mod")
     return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+
+
+def data_parallel_within(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    """Return all that is a DistributedDataParallel in a model, itself included."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    kind = nn.parallel.DistributedDataParallel
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def is_adapted(modules: Iterable[nn.Module]) -> bool:

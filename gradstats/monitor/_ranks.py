@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradstats.capture._selection import data_parallel_within
 from gradstats.errors import TrackingError
 
 
@@ -19,7 +20,7 @@ def group_of(model: nn.Module):
     """Return the process group whose processes share the model's optimizer step; None if alone."""
     if not are_several():
         return None
-    parallel = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    parallel = data_parallel_within(model)
     if any(each._join_config.enable for each in parallel):
         raise TrackingError(
             "gradstats.Monitor measures the optimizer step of all processes together, expected "

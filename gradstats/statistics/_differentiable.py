@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from gradstats.capture._selection import data_parallel_in
+from gradstats.capture._selection import data_parallel_within
 from gradstats.capture.operations._engine import gradients_aside
 from gradstats.capture.parameters._checkpoints import checkpoints_differentiable
 
@@ -31,25 +31,25 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 
 
 def apart_from_training(model: nn.Module) -> AbstractContextManager[None]:
-    """Have a DistributedDataParallel model take what runs inside for none of its training steps.
+    """Have what is DistributedDataParallel take nothing that runs inside for a training step.
 
     With ``static_graph=True`` the first backward tells it when the gradients are complete from then
     on. After one that computes none it would never average any.
     """
-    parallel = data_parallel_in(model)
-    if parallel is None or not parallel.static_graph:
-        return nullcontext()
-    return _untold(parallel)
+    parallel = [each for each in data_parallel_within(model) if each.static_graph]
+    return _untold(parallel) if parallel else nullcontext()
 
 
 @contextmanager
-def _untold(parallel: nn.parallel.DistributedDataParallel) -> Iterator[None]:
-    told = parallel._static_graph_delay_allreduce_enqueued
-    parallel._static_graph_delay_allreduce_enqueued = True
+def _untold(parallel: list[nn.parallel.DistributedDataParallel]) -> Iterator[None]:
+    told = [each._static_graph_delay_allreduce_enqueued for each in parallel]
+    for each in parallel:
+        each._static_graph_delay_allreduce_enqueued = True
     try:
         yield
     finally:
-        parallel._static_graph_delay_allreduce_enqueued = told
+        for each, before in zip(parallel, told, strict=True):
+            each._static_graph_delay_allreduce_enqueued = before
 
 
 @contextmanager

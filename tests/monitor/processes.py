@@ -270,15 +270,19 @@ def check_norms_before_training_a_static_graph(rank: int) -> None:
     batch = whole_batch(torch.Generator().manual_seed(2))
     mine = tuple(item[rank * B : rank * B + B] for item in batch)
     weights = []
-    for call in (
+    calls = (
         lambda model: None,
         lambda model: gs.per_example_norms(model, mine, losses_of, gram=True),
         lambda model: gs.per_example_norms(model, mine, losses_of, fallback="vmap"),
         lambda model: gs.inner_products(model, mine, model, mine, losses_of),
         lambda model: gs.verify(model, mine, losses_of),
-    ):
+    )
+    # Lightning's Fabric puts the parallel model into another module.
+    for call, inside in [*((call, False) for call in calls), (calls[1], True)]:
         torch.manual_seed(0)
         wrapped = DistributedDataParallel(same_network(2)[1], static_graph=True)
+        if inside:
+            wrapped = nn.Sequential(wrapped)
         optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
         call(wrapped)
         for _ in range(3):
