@@ -32,6 +32,7 @@ from gradstats.capture.following._derivatives import (
 )
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION, check_flex_attention
 from gradstats.capture.following._marks import Marks
+from gradstats.capture.following._remade import CONCATENATES, note_made, run_on_parameters
 from gradstats.capture.following._repeated import follow_repeated
 from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, is_out_of_the_ordinary
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
@@ -147,6 +148,8 @@ class FollowingMode(ContextMode):
             # The call would end here as well; this saves parsing its arguments once more.
             result = run_followed(func, args, kwargs)
             followed, tracker.followed = tracker.followed, None
+            if tracker.marks.made or func in CONCATENATES:
+                note_made(tracker.marks, func, args, kwargs, result)
             if followed is not None and followed is result:
                 return result
         else:
@@ -164,6 +167,11 @@ class FollowingMode(ContextMode):
                 check_hidden(tracker, func, args, kwargs, result)
             else:
                 follow_repeated(tracker, func, args, kwargs, result)
+                if tracker.marks.made and not tracked:
+                    again = run_on_parameters(tracker, func, args, kwargs, result)
+                    if again is not None:
+                        return again
+                    note_made(tracker.marks, func, args, kwargs, result)
                 if func in NORMALISATIONS and node_of(result) is None:
                     settle_format(func, args, kwargs, result)
         return result

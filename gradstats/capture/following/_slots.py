@@ -67,20 +67,30 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
         item: the tensor.
         owner: the example of each of its elements, 1 standing for whole axes.
     """
-    if not owner.numel():
+    found = rows_of_one_each(owner)
+    if found is None:
         return None
-    # First an axis whose rows are each one example's or nobody's as a whole.
-    for whole in (True, False):
+    axis, own = found
+    if bool((owner == NOBODY).any()):
+        marks.meetings.suppose(item)
+    whose = filled(marks, own).view(-1, *[1] * (owner.dim() - axis - 1))
+    return spread(whose.expand(item.shape), marks.batch_size)
+
+
+def rows_of_one_each(owner: Tensor) -> tuple[int, Tensor] | None:
+    """Return an axis whose rows are each one example's or nobody's, and whose each is.
+
+    Args:
+        owner: the example of each element of a tensor, 1 standing for whole axes.
+    """
+    # First an axis along which they are so as a whole.
+    for whole in (True, False) if owner.numel() else ():
         for axis, size in enumerate(owner.shape):
             rows = owner.movedim(axis, 0).reshape(size, -1)
             own = rows.amax(1)
             fits = (rows == own[:, None]) | ((rows == NOBODY) & (not whole))
-            if not bool(fits.all()):
-                continue
-            whose = filled(marks, own).view(-1, *[1] * (owner.dim() - axis - 1))
-            if bool((rows == NOBODY).any()):
-                marks.meetings.suppose(item)
-            return spread(whose.expand(item.shape), marks.batch_size)
+            if bool(fits.all()):
+                return axis, own
     return None
 
 
