@@ -10,6 +10,7 @@ the same operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -110,9 +111,9 @@ def _joined(marks: Marks, args, kwargs, result: Tensor) -> Made | None:
         own = made_of(marks, item) or Made(axis, [])
         stop = place + item.shape[axis]
         if node_of(item) is not None:
-            parts = [Part(place, stop, lambda item=item: item.to(dtype))]
+            parts = [Part(place, stop, partial(item.to, dtype))]
         elif own.axis is None:
-            parts = [Part(place, stop, lambda own=own: own.parts[0].make().to(dtype))]
+            parts = [Part(place, stop, partial(_cast, own.parts[0].make, dtype))]
         else:
             of_own = own.parts if own.axis == axis and item.dtype == dtype else ()
             parts = [Part(place + start, place + end, make) for start, end, make in of_own]
@@ -144,11 +145,15 @@ def _after(marks: Marks, func, args, kwargs, source: Tensor, result: Tensor) -> 
         return None
     if axis is None:
         (part,) = made.parts
-        part = part._replace(make=lambda make=part.make: func(make(), *args[1:], **kwargs))
-        return made._replace(parts=[part])
+        again = part._replace(make=lambda: func(part.make(), *args[1:], **kwargs))
+        return made._replace(parts=[again])
     items = _items(func, args, kwargs, source)
     found = None if items is None else _read(items, axis, source.shape[axis], made.parts)
     return None if found is None else made._replace(axis=found[0], parts=found[1])
+
+
+def _cast(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return make().to(dtype)
 
 
 def _by_element(func, args, kwargs, axis: int | None, part: Part) -> Callable[[], Tensor]:
@@ -233,7 +238,7 @@ def run_on_parameters(
                 return _by_readers(marks, func, args, kwargs)
             if func not in COMBINES or not marks.is_lost(result):
                 return None
-            whole = {}
+            whole: dict[int, Tensor] = {}
             for item in operands_of(args, kwargs):
                 made = made_of(marks, item)
                 if made is not None and made.axis is None:
@@ -276,14 +281,15 @@ def _by_readers(marks: Marks, func, args, kwargs) -> Tensor | None:
         items = items_of(source, args[1])
     index = items[axis] if len(items) > axis else None
     others = [*items[:axis], *items[axis + 1 :]]
-    integers = isinstance(index, Tensor) and index.dtype == torch.long and index.dim() > 0
-    if not integers or any(item != WHOLE for item in others):
+    if not isinstance(index, Tensor) or index.dtype != torch.long or not index.dim():
+        return None
+    if any(item != WHOLE for item in others):
         return None
     with torch._C.DisableTorchFunction():
         places = torch.where(index < 0, index + size, index)
         here = [(places >= part.start) & (places < part.stop) for part in made.parts]
-        owner = layout.owner(places.device)[places]
-        owner = _readers(marks, index, owner.masked_fill(torch.stack(here).any(0), NOBODY))
+        read = layout.owner(places.device)[places]
+        owner = _readers(marks, index, read.masked_fill(torch.stack(here).any(0), NOBODY))
     if owner is None:
         return None
     rows = [source]
@@ -301,7 +307,8 @@ def _by_readers(marks: Marks, func, args, kwargs) -> Tensor | None:
     if len(rows) == 1:
         return None
     marks.place_like(places, index)
-    return torch.cat(rows, axis)[(*items[:axis], places)]
+    wide = torch.cat(rows, axis)
+    return wide[tuple([*items[:axis], places])]
 
 
 def _readers(marks: Marks, index: Tensor, owner: Tensor) -> Tensor | None:
