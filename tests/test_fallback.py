@@ -53,6 +53,37 @@ class Awkward(nn.Module):
         return self.head(x)
 
 
+class ShiftedAttention(nn.Module):
+    """Subtracts the largest score of the batch from all, as Grounding DINO does.
+
+    Attributes:
+        function: what follows; a softmax cancels what was subtracted.
+    """
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.function = function
+
+    def forward(self, x):
+        scores = self.first(x)
+        return self.last(self.function(scores - scores.max()))
+
+
+def test_what_is_subtracted_from_all_examples_and_cancels(batch):
+    model = ShiftedAttention(lambda scores: scores.softmax(-1)).double()
+    with pytest.raises(gs.ExampleAxisError, match=r"which is checked, .*fallback="):
+        gs.per_example_norms(model, batch, classify)
+    stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), rtol=1e-9)
+
+
+def test_what_is_subtracted_from_all_examples_and_does_not_cancel(batch):
+    model = ShiftedAttention(torch.sin).double()
+    with pytest.raises(gs.CoupledExamplesError, match="alone"):
+        gs.per_example_norms(model, batch, classify, fallback="vmap")
+
+
 @pytest.fixture
 def batch():
     return torch.randn(B, 4, dtype=torch.float64), torch.randint(3, (B,))

@@ -184,11 +184,11 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
         "axis as it is up to this operation; if they are taken out one by one, take x[i : i + 1].",
         IF_KNOWN,
     ]
-    if met is None:  # otherwise the losses are coupled, whatever becomes of this parameter
-        remedies.append(
-            'Otherwise per_example_norms(..., fallback="vmap") computes this parameter one example '
-            "at a time, and exclude= leaves it out."
-        )
+    alone = "If each loss is that of its example alone all the same, which is checked,"
+    remedies.append(
+        f'{"Otherwise" if met is None else alone} per_example_norms(..., fallback="vmap") computes '
+        "this parameter one example at a time, and exclude= leaves it out."
+    )
     listed = "".join(f"\n  - {remedy}" for remedy in remedies)
     return ExampleAxisError(
         f"{function_name(func)} on {node.describe()}: which example each row of its data belongs "
