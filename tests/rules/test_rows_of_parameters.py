@@ -319,3 +319,45 @@ def test_what_is_logged_of_tokens_in_other_places():
 
     model, x = made_of_frames(tokens)
     check_model(model, x, losses)
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+
+
+def timesformer():
+    from transformers import TimesformerConfig, TimesformerModel
+
+    return TimesformerModel(
+        TimesformerConfig(**SMALL, patch_size=8, num_frames=2, intermediate_size=8)
+    )
+
+
+def windowed_vit():
+    """The backbone of RF-DETR."""
+    from transformers import RfDetrDinov2Config
+    from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Backbone
+
+    windows = {"patch_size": 4, "num_windows": 2, "mlp_ratio": 1, "out_indices": [1]}
+    return RfDetrDinov2Backbone(RfDetrDinov2Config(**SMALL, **windows))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "result"),
+    [
+        (timesformer, (2, 3, 16, 16), lambda out: out.last_hidden_state),
+        (windowed_vit, (3, 16, 16), lambda out: out.feature_maps[0]),
+    ],
+)
+def test_models_of_hugging_face(build, shape, result):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, x = build().double().eval(), torch.randn(EXAMPLES, *shape).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    check_model(
+        model,
+        x,
+        lambda model, x: losses(lambda x: result(model(pixel_values=x)), x),
+        fusing=(True,),
+    )
