@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradstats._compiler import is_compiling
 from gradstats._factors import cast, compute_dtype
 from gradstats.capture.following._examples import MIXED, Examples, Whole
 from gradstats.capture.following._numbered import NOBODY
@@ -315,6 +316,9 @@ def _beside_rows(tracker: Context, func, tensors: list[Tensor], dim: int, kwargs
         return func(
             [value_of(item).detach() if node_of(item) else item for item in tensors], dim, **kwargs
         )
+
+    if is_compiling():
+        refuse(func, first_node(*tensors), "along the example axis has no rule in a compiled graph")
 
     def numbers(item: Tensor) -> Tensor:
         own = marks.layout_of(item) if marks.is_of_data(item) else None
