@@ -857,6 +857,25 @@ def test_forward_mode_is_refused(at):
             losses(model, x)
 
 
+def test_a_linearised_function_is_refused_and_jvp_is_not():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    batch = torch.randn(5, 3).double(), torch.randn(5, 3).double()
+
+    def linearised(model, batch):
+        result, along = torch.func.linearize(model, batch[0])
+        return result.sum(1) + along(batch[1]).square().sum(1)
+
+    def by_jvp(model, batch):
+        result, slope = torch.func.jvp(model, batch[:1], batch[1:])
+        return result.sum(1) + slope.square().sum(1)
+
+    with pytest.raises(gs.UnsupportedOperationError, match=r"linearize.*torch\.func\.jvp"):
+        gs.per_example_norms(model, batch, linearised)
+    expected = oracle_sqnorms(model, batch, by_jvp)
+    assert_sqnorms(gs.per_example_norms(model, batch, by_jvp), expected, 1e-9)
+
+
 class Learner(nn.Module):
     """A classifier whose weights each task adapts for itself before it is judged."""
 

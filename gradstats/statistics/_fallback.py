@@ -331,11 +331,11 @@ class Fallback:
         missing = [name for name, found in named.items() if found is None]
         if missing and hidden:
             raise UnsupportedOperationError(
-                f"no gradient was found for {missing[:4]}, which has no rule: an autograd Function "
-                "runs a part of the model whose backward runs one of its own, as checkpoints of "
-                "other libraries do. Expected torch.utils.checkpoint.checkpoint there, a rule for "
-                "the operation (gs.register_rule), or the parameters left out by name with "
-                f"exclude={missing!r}.",
+                f"no gradient was found for {missing[:4]}: the losses do not use them, or an "
+                "autograd Function runs a part of the model whose backward runs one of its own, as "
+                "checkpoints of other libraries do. If they are not used, leave them out by name "
+                f"with exclude={missing!r}. Otherwise expected torch.utils.checkpoint.checkpoint "
+                "there, or a rule for the operation (gs.register_rule).",
                 missing,
             )
         return {

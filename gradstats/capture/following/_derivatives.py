@@ -119,10 +119,11 @@ def refuse_forward_mode(mode: ContextMode, *args, **kwargs) -> None:
     if transform_level() is not None:
         return  # torch.func.jvp makes them, and is refused where it meets a parameter
     raise UnsupportedOperationError(
-        "torch.autograd.forward_ad inside the context makes dual numbers, and how their tangents "
-        "depend on the parameters is not known. Expected derivatives written with "
-        'torch.autograd.grad(..., create_graph=True), or per_example_norms with fallback="vmap", '
-        "which computes one example at a time."
+        "torch.autograd.forward_ad (also torch.func.linearize) inside the context makes dual "
+        "numbers, and how their tangents depend on the parameters is not known. Expected "
+        "torch.func.jvp(function, (x,), (tangent,)), or derivatives written with "
+        "torch.autograd.grad(..., create_graph=True); or, of forward_ad alone, per_example_norms "
+        'with fallback="vmap", which computes one example at a time.'
     )
 
 
