@@ -312,6 +312,37 @@ def test_hooks_on_all_nodes_that_a_walk_finds_may_read(batch):
     assert_sqnorms(tracked(made(Shifted), batch, fused=True, losses_of=losses), expected, 1e-9)
 
 
+@pytest.mark.usefixtures("graphs_run_on_cpus")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_hooks_behind_a_compiled_model_change_the_gradients(change, batch):
+    """A graph takes the parameters themselves, as operations on these alone do."""
+    model = made(Shifted)
+    model.compile(backend="aot_eager")
+
+    def losses(model, batch):
+        result = functional.cross_entropy(model(batch[0]).tanh(), batch[1], reduction="none")
+        for node in nodes_found(result):
+            if node.name().startswith("Tanh"):
+                change(node)
+                break  # in the graph there is another
+        return result
+
+    expected = oracle_sqnorms(made(Shifted), batch, losses)
+    assert_sqnorms(tracked(model, batch, fused=True, losses_of=losses), expected, 1e-9)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-9)
+
+
+@pytest.mark.usefixtures("graphs_run_on_cpus")
+def test_hooks_on_the_node_of_a_compiled_model_are_refused_where_they_change_gradients(batch):
+    model = made(Shifted)
+    model.compile(backend="aot_eager")
+    with pytest.raises(gs.UnsupportedOperationError, match=r"a hook on .* changed"):
+        tracked(model, batch, fused=True, losses_of=hooked_where("Compiled", CHANGES["handed on"]))
+    losses = hooked_where("Compiled", lambda node: node.register_hook(lambda *_: None))
+    expected = oracle_sqnorms(made(Shifted), batch, losses_of)
+    assert_sqnorms(tracked(model, batch, fused=True, losses_of=losses), expected, 1e-9)
+
+
 class Passed(torch.autograd.Function):
     """The identity; ``made`` are its nodes, which hold what was computed before them."""
 

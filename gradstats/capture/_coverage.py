@@ -76,7 +76,16 @@ def _watch_hooks(tracker: Context, nodes: set[GraphNode], reporting: list[GraphN
         nodes: those of the losses' graph, of which ``reporting`` report uses.
     """
     uses = {node: use for node in reporting if (use := use_at(node)) is not None}
-    hooked = watch_derived(nodes, uses, tracker.roots)
+    of_graphs = tracker.reports.of_graphs
+    graphs = {
+        node: roots
+        for node in (nodes if of_graphs else ())
+        if (roots := _roots_in_graph(node.next_functions, of_graphs))
+    }
+    hooked = watch_derived(nodes, uses.keys() | graphs.keys(), tracker.roots)
+    for node, roots in graphs.items():
+        watched = Watched("a compiled graph", sorted(root.name for root in roots))
+        hooked |= watched.begin(node.register_hook)
     for node, use in uses.items():
         # What it is given is changed before the factors are made.
         own = isinstance(use, Hooked)

@@ -23,13 +23,13 @@ Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 def watch_derived(
-    nodes: Iterable[GraphNode], uses: Collection[GraphNode], roots: Iterable[Root]
+    nodes: Iterable[GraphNode], uses: Collection[GraphNode], roots: Sequence[Root]
 ) -> bool:
     """Watch the nodes between parameters and their uses; return whether any has hooks.
 
     Args:
         nodes: of the losses' graph, but perhaps without those between operations and parameters.
-        uses: those of operations on parameters and data.
+        uses: those of operations on parameters and data, and of compiled graphs.
         roots: the parameters.
     """
     above: dict[GraphNode, list[GraphNode]] = defaultdict(list)
@@ -44,7 +44,8 @@ def watch_derived(
             if child not in found:
                 found.add(child)
                 stack.append(child)
-    made_of: dict[GraphNode, list[Root]] = defaultdict(list)
+    own = {*roots}
+    made_of: dict[GraphNode, set[Root]] = defaultdict(set)
     places: list[tuple[Any, GraphNode]] = [
         (node_of(leaf.variable), leaf)  # type: ignore[attr-defined]
         for leaf in found
@@ -53,13 +54,14 @@ def watch_derived(
     places += [(root, alias) for root in roots for alias in root.alias_nodes]
     while places:
         root, node = places.pop()
-        if isinstance(root, Root) and root not in made_of[node]:
-            made_of[node].append(root)
+        if root in own and root not in made_of[node]:
+            made_of[node].add(root)
             places += [(root, each) for each in above[node]]
     hooked = False
-    for node, behind in made_of.items():
+    for node, those in made_of.items():
         if type(node) is ACCUMULATE_GRAD:
             continue  # hooks there are for training alone, as the parameters' own are
+        behind = [root for root in roots if root in those]
         described = f"a tensor computed from {', '.join([root.describe() for root in behind])}"
         names = [root.name for root in behind]
         for register in (node.register_hook, node.register_prehook):
