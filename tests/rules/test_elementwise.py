@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
+from tests.oracle import assert_sqnorms, oracle_on_the_batch
 from tests.rules.operation import check_operation, check_refused, normal
 
 BATCH, POSITIONS, WIDTH = 3, 4, 2
@@ -324,6 +325,70 @@ def test_parameters_written_where_a_mask_is_true(of):
     check_operation(function, {**parameters, "scale": (WIDTH,)}, x, mask)
 
 
+SELECTED = {
+    "one position of each": lambda places: (torch.arange(len(places)), places[:, 0]),
+    "two positions of each": lambda places: (torch.arange(len(places))[:, None], places[:, :2]),
+    "positions found": lambda places: (places == 0).nonzero(as_tuple=True),
+    "positions of all": lambda places: (slice(None), torch.tensor([0, 2])),
+    "a list": lambda places: (..., [0, 2], slice(None)),
+    "some examples": lambda places: (places[:, 0] > 0).nonzero()[:, 0],
+    "a number and positions": lambda places: (torch.tensor(1), torch.tensor([2, 0])),
+    "a part of each": lambda places: (torch.arange(len(places)), places[:, 0], slice(1, None)),
+}
+
+
+@pytest.mark.parametrize("length", [BATCH, POSITIONS], ids=["T = B", "T ≠ B"])
+@pytest.mark.parametrize("selected", SELECTED)
+def test_parameters_written_where_indices_say(selected, length):
+    """As the token of a masked word, or of each sequence's end, is put in its place."""
+    shape = (1,) if selected == "a part of each" else (WIDTH,)
+
+    def function(m, x, places):
+        hidden = x @ m.layer
+        hidden[SELECTED[selected](places)] = m.w * 2
+        return torch.tanh(hidden) @ m.layer
+
+    places = normal(BATCH, length).argsort(1)
+    x = normal(BATCH, length, WIDTH)
+    check_operation(function, {"w": shape, "layer": (WIDTH, WIDTH)}, x, places)
+
+
+def test_parameters_written_where_indices_say_into_merged_rows():
+    def function(m, x):
+        hidden = x.flatten(0, 1) * m.scale
+        hidden[torch.arange(BATCH) * POSITIONS + 1] = m.w
+        return torch.tanh(hidden).view(x.shape)
+
+    check_operation(function, {"w": (WIDTH,), "scale": ()}, normal(BATCH, POSITIONS, WIDTH))
+
+
+def test_parameters_written_into_examples_of_fixed_numbers():
+    def losses(m, x):
+        hidden = x * m.scale
+        hidden[torch.tensor([2, 0])] = m.w
+        return hidden.sin().sum(1)
+
+    model = nn.Module()
+    model.w, model.scale = (nn.Parameter(normal(2)) for _ in range(2))
+    x = normal(BATCH, 2)
+    expected = oracle_on_the_batch(model, x, losses)
+    assert_sqnorms(gs.per_example_norms(model, x, losses), expected, 1e-12)
+
+
+def test_parameters_written_twice_to_one_place_are_refused():
+    """Their gradient counts it twice, and which write remains is not determined."""
+
+    def function(m, x):
+        hidden = 2 * x
+        hidden[:, torch.tensor([1, 1])] = m.w
+        return hidden
+
+    check_refused(
+        function, {"w": (2,)}, normal(BATCH, POSITIONS, 2),
+        match="__setitem__ to places that are selected twice.*'w'",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("length", [BATCH, POSITIONS], ids=["T = B", "T ≠ B"])
 @pytest.mark.parametrize("of", ["positions", "elements", "first axis behind"])
 @pytest.mark.parametrize("value", [0, 0.5, torch.tensor(2.0).double()], ids=str)
@@ -394,7 +459,7 @@ def test_prelu_of_a_derived_input_is_refused():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("index", [0, slice(1, 3), (0, ...), torch.tensor([0, 1])], ids=str)
+@pytest.mark.parametrize("index", [0, slice(1, 3), (0, ...)], ids=str)
 def test_parameters_written_into_some_of_the_examples_are_refused(index):
     def function(m, x):
         hidden = 2 * x

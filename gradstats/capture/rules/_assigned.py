@@ -1,4 +1,4 @@
-"""Parameters written into data, at what slices, numbers or a mask select."""
+"""Parameters written into data, at what slices, numbers, indices or a mask select."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradstats.capture.following._indexing import as_tuple, items_of
+from gradstats._compiler import is_compiling
+from gradstats.capture.following._indexing import as_tuple, axes_until, items_of
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
@@ -31,10 +32,11 @@ def assign(tracker: Context, func, input, index, value):
         refuse(func, node, "to a tensor that holds nothing of any example has no rule")
     given = as_tuple(index)
     if len(given) == 1 and isinstance(given[0], Tensor) and given[0].dtype == torch.bool:
-        return _assign_where(tracker, func, node, input, given[0], value)
+        return _assign_where(tracker, func, node, input, index, given[0], value)
     items = items_of(input, index)
     if any(isinstance(item, Tensor) for item in items):
-        refuse(func, node, "to other than what slices, numbers or a mask select has no rule")
+        selected = _selected(tracker, func, node, input, items)
+        return _assign_where(tracker, func, node, input, index, selected, value)
     axis = locate(tracker, func, node, input).axis
     # The examples must stay where they are, all of them, along the same axis.
     if any(item != slice(None) for item in items[: axis + 1]):
@@ -47,16 +49,39 @@ def assign(tracker: Context, func, input, index, value):
     return broadcast(tracker, Tensor.copy_, part, value)
 
 
-def _assign_where(tracker: Context, func, node: Node, input, mask, value) -> None:
-    """Put the same slice of a tracked tensor wherever a mask says, as mask tokens are."""
+def _selected(tracker: Context, func, node: Node, input, items: list) -> Tensor:
+    """Return the mask of the places that indices select, over the axes up to their last."""
+    if is_compiling():
+        refuse(func, node, "to what indices select has no rule in a compiled graph")
+    axes = axes_until(items)
+    mask = torch.zeros(input.shape[:axes], dtype=torch.bool, device=input.device)
+    numbers = torch.arange(mask.numel(), device=input.device)
+    places = numbers.view(*mask.shape, *(1 for _ in range(input.dim() - axes)))[tuple(items)]
+    mask.view(-1)[places.flatten()] = True
+    if int(mask.sum()) != places.numel():
+        # PyTorch's gradient of the parameter counts such a place as often as it is selected.
+        refuse(func, node, "to places that are selected twice has no rule")
+    if locate(tracker, func, node, input, folds=True).axis < axes:
+        tracker.marks.place_like(mask, input)
+    else:
+        tracker.marks.mark_constant(mask)
+    return mask
+
+
+def _assign_where(tracker: Context, func, node: Node, input, index, mask, value) -> None:
+    """Put the same slice of a tracked tensor where an index says, as mask tokens are.
+
+    Args:
+        mask: of the places that ``index`` selects.
+    """
     rest = input.dim() - mask.dim()
     one = value.dim() <= rest or (value.dim() == rest + 1 and value.shape[0] == 1)
     if not one:
-        refuse(func, node, "of a slice for each place that a mask selects has no rule")
+        refuse(func, node, "of a slice for each place that is selected has no rule")
     shown = mask.reshape(*mask.shape, *(1 for _ in range(rest)))
     tracker.marks.place_like(shown, mask)
     layout = lined_up(tracker, func, node, (input, shown))
-    func(input, mask, node.value)
+    func(input, index, node.value)
     factors = MaskedFactors(BroadcastFactors(layout, tuple(value.shape)))
     tap([node], input, factors, shown)
 
