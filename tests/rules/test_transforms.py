@@ -277,6 +277,26 @@ def test_other_transforms_of_trained_data(function):
     )
 
 
+FIRST_USED = {
+    "cast": lambda w, v: functional.linear(v, w.to(v.dtype)),
+    "cast like data": lambda w, v: functional.linear(v, w.to(v)),
+    "expanded": lambda w, v: (w[0].expand_as(v) * v).sum() * w,
+    "zeros": lambda w, v: functional.linear(
+        v, w.new_zeros(3, 2).index_add(0, torch.tensor([2, 0]), w)
+    ),
+}
+
+
+@pytest.mark.parametrize("function", FIRST_USED.values(), ids=FIRST_USED)
+def test_parameters_first_used_inside_a_gradient_of_each_example(function):
+    """What a transform makes of a parameter is its own, also of the parameter alone."""
+
+    def gradients(m, x):
+        return torch.vmap(torch.func.grad(lambda v: function(m.w, v).sin().sum()))(x)
+
+    check_operation(gradients, {"w": (2, 2)}, normal(BATCH, 2), fusing=(True,))
+
+
 @pytest.mark.parametrize("width", [BATCH, WIDTH])
 def test_jacobians_of_data_by_vmap(width):
     """Nothing of them is mapped, but they belong to the examples; they were taken for constants."""

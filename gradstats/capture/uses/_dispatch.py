@@ -85,6 +85,8 @@ def run_on_tracked(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[s
         if func in READS_ONLY_FIRST:
             if node_of(args[0]) is None:
                 return func(*args, **kwargs)
+            if level is not None and wraps_results():
+                raise _hidden(nodes)
             return derive(tracker, func, args, kwargs)
         if level is not None:
             if data or any(unwrapped(item) is not item for item in operands) or wraps_results():
