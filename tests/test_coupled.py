@@ -497,6 +497,13 @@ NO_SUMS = {
     "function of a mean loss": lambda h: functional.cross_entropy(h, torch.arange(BATCH)).exp(),
     "two rows": lambda h: (h[0] * h[1]).sum(),
     "square of rows added in Python": lambda h: sum(row for row in h).square().sum(),
+    "squares of a sum in a number made unseen": lambda h: (
+        torch.Tensor([0]).double().add_(h.sum()).square().sum()
+    ),
+    "products of sums in numbers made unseen": lambda h: (
+        torch.Tensor([0]).double().add_(h.sum()).mul_(h.exp().sum()).sum()
+    ),
+    "residuals from a sum, in place": lambda h: h.detach().sin().sub_(h.sum(0)).square().sum(),
     "centred in place": lambda h: h.clone().sub_(h.mean(0)).square().sum(),
     "beside the neighbour": lambda h: functional.mse_loss(h, h.roll(1, 0)),
     "moved first": lambda h: h.mT.contiguous().sum(1).square().sum(),
@@ -1321,6 +1328,7 @@ KEPT = {
     "flooded": lambda s: (s - 1e-3).abs() + 1e-3,
     "where it is finite": lambda s: torch.where(s.isfinite(), s, torch.zeros_like(s)),
     "in place": lambda s: torch.zeros(()).double().add_(s).mul_(4).div_(4),
+    "in place of a number made unseen": lambda s: torch.Tensor([0]).double().add_(s).add_(1),
     "weighted": lambda s: torch.stack([s, s]) @ torch.tensor([0.25, 0.75]).double(),
     "its own size": lambda s: s / s.detach() * s.item(),
     "between two": lambda s: torch.lerp(s, 3 * s, 0.25) / 1.5,

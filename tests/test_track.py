@@ -267,6 +267,10 @@ ADDED = {
     "added in place": (lambda loss, penalty: penalty.add_(loss), 1),
     "alpha in place": (lambda loss, penalty: penalty.mul_(2).add_(loss, alpha=1), 2),
     "added to a total": (lambda loss, penalty: torch.zeros(1).double().add_(penalty).add_(loss), 1),
+    "beside a number made unseen": (
+        lambda loss, penalty: torch.Tensor([0]).double().add_(loss).add_(penalty),
+        1,
+    ),
     "one by one": (lambda loss, penalty: (loss + penalty / 2)[None] + penalty / 2, 1),
 }
 

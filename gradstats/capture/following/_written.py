@@ -100,8 +100,18 @@ def _stays_sum(marks: Marks, change: Change) -> bool:
     writes = int(change.in_place)
     blank = not before or marks.values.was_blank(target, writes)
     kept = blank or marks.values.is_sum(target, writes) or isinstance(marks.owned(target), Whole)
+    kept = kept or _had_no_gradient(change)
     given = [item for item in write.values if marks.is_trained(item)]
     return kept and all(map(marks.is_additive, given))
+
+
+def _had_no_gradient(change: Change) -> bool:
+    """Whether a tensor had no gradient to pass on before, as a total that begins at a number."""
+    given = {value.grad_fn for value in change.write.values if isinstance(value, Tensor)}
+    node = change.after.grad_fn
+    return node is not None and all(
+        behind is None or behind in given for behind, _ in node.next_functions
+    )
 
 
 def _is_brought_back(marks: Marks, write: Write, target: Tensor) -> bool:
