@@ -13,7 +13,7 @@ from gradstats.capture._tracker import Tracker
 from gradstats.capture.following._taken import explain
 from gradstats.monitor._arguments import checked_ids, checked_weights
 from gradstats.statistics._arguments import check_recording
-from gradstats.statistics._loss import check_batch_size, packed_segments
+from gradstats.statistics._loss import check_batch_dim, check_batch_size, packed_segments
 
 if TYPE_CHECKING:
     from gradstats.monitor._monitor import Monitor
@@ -34,6 +34,7 @@ class MonitorStep:
         ids: Sequence[int] | np.ndarray | Tensor | None,
         weights: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        batch_dim: int = 0,
         *,
         first: bool,
         last: bool | None,
@@ -43,7 +44,7 @@ class MonitorStep:
 
         Args:
             monitor: whose step it is part of.
-            batch_size, ids, weights, cu_seqlens: as ``Monitor.step`` takes them.
+            batch_size, ids, weights, cu_seqlens, batch_dim: as ``Monitor.step`` takes them.
             first: whether it is the first micro-batch of the optimizer step.
             last: whether it is the last one; None where that is known at its end.
             divisor: what its scalar is divided by.
@@ -51,7 +52,7 @@ class MonitorStep:
         self._monitor = monitor
         self._batch_size, self._weights = batch_size, weights
         self._ids: Any = ids
-        self._cu_seqlens = cu_seqlens
+        self._cu_seqlens, self._batch_dim = cu_seqlens, batch_dim
         self._first, self._last, self._divisor = first, last, divisor
         self._context: Tracker | None = None
         self.measured = False
@@ -89,7 +90,8 @@ class MonitorStep:
         segments = None
         if self._cu_seqlens is not None:
             segments = packed_segments(self._cu_seqlens, self._monitor.model, self._batch_size)
-        self._context = collector.open(self._batch_size, segments)
+        batch_dim = check_batch_dim(self._batch_dim)
+        self._context = collector.open(self._batch_size, batch_dim, segments)
         if self._weights is not None:
             self._context.weight = None
         self.measured = True
@@ -124,9 +126,7 @@ class MonitorStep:
             except BaseException:
                 self.abandon()
                 raise
-        monitor._next = 0 if last else monitor._next + 1
-        if last:
-            monitor._end()
+        monitor._end(last)
 
     def skip(self, last: bool, reason: str) -> None:
         """Leave out the optimizer step of a micro-batch that cannot be measured, without opening.

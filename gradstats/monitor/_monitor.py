@@ -211,6 +211,7 @@ class Monitor:
         *,
         weights: Tensor | None = None,
         accumulation: tuple[int, int] | None = None,
+        batch_dim: int = 0,
         cu_seqlens: Tensor | None = None,
     ) -> MonitorStep:
         """Return the context for one forward and backward.
@@ -223,6 +224,7 @@ class Monitor:
             weights: (B,) positive, if the scalar is Σ weights_i ℓ_i rather than ``loss_reduction``.
             accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
                 optimizer step, and its scalar is divided by K; (0, 1) by default.
+            batch_dim: the example axis of the data.
             cu_seqlens: (B + 1,) bounds of examples packed into one row; see per_example_norms.
 
         Returns:
@@ -234,7 +236,7 @@ class Monitor:
                 accumulates several; when the context opens on a measured step, ids that do not fit
                 or negative weights.
             LossShapeError, ExampleAxisError: when the context opens on a measured step, weights of
-                another shape or zero; an invalid ``batch_size`` or ``cu_seqlens``.
+                another shape or zero; an invalid ``batch_size``, ``batch_dim`` or ``cu_seqlens``.
         """
         index, count = checked_accumulation(accumulation, self.optimizer)
         if index not in (0, self._next):
@@ -250,7 +252,7 @@ class Monitor:
                 "divide its losses by that K, whatever accelerate or the loop divide others by."
             )
         return MonitorStep(
-            self, batch_size, ids, weights, cu_seqlens,
+            self, batch_size, ids, weights, cu_seqlens, batch_dim,
             first=index == 0, last=index == count - 1, divisor=count,
         )  # fmt: skip
 
@@ -361,15 +363,16 @@ class Monitor:
         self._metrics, self._collector, self._next = {}, None, 0
         if self.steps % self.every:
             return
-        group = self.process_group
-        if group is None:
-            group = group_of(self.model)
+        group = group_of(self.model) if self.process_group is None else self.process_group
         self._collector = Collector(
             self.model, self._options, self.optimizer, self.scaler, group, single
         )
 
-    def _end(self) -> None:
-        """End an optimizer step."""
+    def _end(self, last: bool | None) -> None:
+        """End a micro-batch, and with the last one its optimizer step."""
+        self._next = 0 if last else self._next + 1
+        if not last:
+            return
         if self._collector is not None:
             collector, self._collector = self._collector, None
             pending = collector.finish()

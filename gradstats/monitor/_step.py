@@ -65,18 +65,18 @@ class Collector:
         if groups := groups_of(optimizer):
             warn_of_another_model(groups, self._parameters)
 
-    def open(self, batch_size: int, segments: Segments | None) -> Tracker:
+    def open(self, batch_size: int, batch_dim: int, segments: Segments | None) -> Tracker:
         """Return the tracking context for one micro-batch, opened.
 
         Args:
-            batch_size: its examples.
+            batch_size, batch_dim: its examples, and their axis.
             segments: whose its rows are, where examples are packed into one row.
         """
         options = self._options
         tracker = Tracker(
             self._model,
             batch_size=batch_size,
-            batch_dim=0,
+            batch_dim=batch_dim,
             segments=segments,
             settings=Settings(
                 weight_gradients=True,

@@ -99,6 +99,21 @@ def test_metrics_against_the_oracle(model, reduction, alignment):
         np.testing.assert_allclose(histograms["align/cos_to_mean"], cosine)
 
 
+def test_examples_along_another_axis(model):
+    def losses(model, x):
+        return model(x).square().mean((0, 2))
+
+    x = torch.randn(4, B, 5, dtype=torch.float64)
+    rows = gradient_rows(model, x, losses)
+    monitor = gs.Monitor(model, every=1)
+    with monitor.step(batch_size=B, batch_dim=1):
+        losses(model, x).mean().backward()
+    assert_metrics(monitor.metrics(), metrics_of(rows))
+    with pytest.raises(gs.ExampleAxisError, match="batch_dim is -1"):
+        with monitor.step(batch_size=B, batch_dim=-1):
+            losses(model, x).mean().backward()
+
+
 @pytest.mark.parametrize("alignment", ALIGNMENT)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "step_mean"])
 def test_explicit_weights(model, alignment, reduction):
