@@ -94,9 +94,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             continues it.
 
     Raises:
-        TrackingError: the Trainer runs the model in a way that cannot be measured: DataParallel or
-            DeepSpeed.
+        TrackingError: an argument of the wrong type or value; the Trainer runs the model in a way
+            that cannot be measured: DataParallel or DeepSpeed.
         TypeError: an option that ``gs.Monitor`` does not have.
+
+    Cost:
+        That of ``gs.Monitor`` in measured steps; nothing in others.
     """
 
     def __init__(
