@@ -165,15 +165,15 @@ def model_to_float64(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: if the copy shares tensors with the model, which would be converted too.
     """
-    copied = copy.deepcopy(model)
+    wide = copy.deepcopy(model)
     own = set(map(id, (*model.parameters(), *model.buffers())))
-    if not own.isdisjoint(map(id, (*copied.parameters(), *copied.buffers()))):
+    if not own.isdisjoint(map(id, (*wide.parameters(), *wide.buffers()))):
         raise ValueError("its tensors are the model's own")
-    copied.double()
-    for tensor in (*copied.parameters(), *copied.buffers()):
+    wide.double()
+    for tensor in (*wide.parameters(), *wide.buffers()):
         if tensor.is_complex():
             tensor.data = tensor.data.to(torch.complex128)
-    return copied
+    return wide
 
 
 def to_float64(batch: Any) -> Any:
