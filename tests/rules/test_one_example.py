@@ -231,6 +231,58 @@ def test_examples_computed_one_by_one_and_put_together(function, examples):
     check_operation(each, shapes, normal(examples, POSITIONS, WIDTH))
 
 
+# Rows of one example each, filled up with zeros of the form of the first one's.
+FILLED_UP = {
+    "behind": lambda row, zero: torch.cat([row, zero.expand(2, -1)]),
+    "in front": lambda row, zero: torch.cat([zero[None].repeat(2, 1), row]),
+    "a list": lambda row, zero: torch.cat([row, torch.stack([zero] * 2).to(row)]),
+    "around": lambda row, zero: torch.stack([zero, *row, zero]),
+    "joined": lambda row, zero: torch.vstack([row, zero]),
+    "where": lambda row, zero: torch.where(row.detach() > 0, row, zero),
+}
+
+
+@pytest.mark.parametrize("fill", FILLED_UP.values(), ids=FILLED_UP)
+def test_rows_of_one_example_filled_up_with_zeros_like_another_ones(fill):
+    def function(m, x):
+        hidden = m.first(x)
+        zero = torch.zeros_like(hidden[0, 0])
+        return m.last(torch.stack([fill(row, zero) for row in hidden]))
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_places_of_one_example_filled_up_with_zeros_like_another_ones(constant):
+    """As where a model joins the boxes of patches without words to those of words."""
+
+    def function(m, x):
+        places = (x * 3).long().abs()
+        table = torch.arange(WIDTH).expand_as(places) if constant else places
+        picked = [own[row > 0] for own, row in zip(table[:, 0], x[:, 0], strict=True)]
+        zero = torch.zeros_like(places[0, 0, 0])
+        filled = [torch.cat([own, zero.repeat(WIDTH - len(own))]) for own in picked]
+        return m.table(torch.stack(filled)) * x[:, 0, :, None]
+
+    check_operation(function, {"table": nn.Embedding(20, 3)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+IN_ITS_PLACE = {
+    "skipped": lambda h: [torch.zeros_like(row) if i != 1 else row for i, row in enumerate(h)],
+    "between": lambda h: [part for row in h for part in (torch.zeros_like(row), row)],
+}
+
+
+@pytest.mark.parametrize("rows", IN_ITS_PLACE.values(), ids=IN_ITS_PLACE)
+def test_zeros_in_the_place_of_the_example_whose_form_they_take(rows):
+    def function(m, x):
+        return m.last(torch.stack(rows(m.first(x)))).unflatten(0, (len(x), -1))
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
+
+
 # Operations that take for rows what are positions of the only example, or its features.
 ON_OTHER_AXES = {
     "linear": (lambda m, x: m.linear(x.mT[0, :, :1]), {"linear": nn.Linear(1, 2)}),

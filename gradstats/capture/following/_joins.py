@@ -16,7 +16,7 @@ from gradstats.capture.following._examples import (
     sole_of,
 )
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._operands import is_of_another
+from gradstats.capture.following._operands import is_of_another, is_padding, sole_example
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import JOINS, PAD_SEQUENCE
@@ -56,7 +56,12 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
         if found is not None or alone == owners:
             return found
         owners = alone
-    return _side_by_side(marks, tensors, owners, dim, stacked=stacked)
+    layout = _side_by_side(marks, tensors, owners, dim, stacked=stacked)
+    if isinstance(layout, Examples) and any([is_padding(marks, item) for item in tensors]):
+        # Beside one example's rows padding is of these, unless it is in the place of its own one's.
+        if layout.owner(result.device).tolist() != [*range(marks.batch_size)]:
+            return sole_example(marks, call.data) or layout
+    return layout
 
 
 def _owners(marks: Marks, tensors: Sequence[Tensor]) -> list[Layout]:

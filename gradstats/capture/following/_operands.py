@@ -54,12 +54,12 @@ def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
     """Return the one example to which data operands belong; None if there is none.
 
     Beside trained operands, others about which nothing is known do not matter (targets,
-    positions within an image): only trained operands receive gradients. Nor do empty ones beside
-    others.
+    positions within an image): only trained operands receive gradients. Nor do empty ones, or
+    padding, beside others.
     """
     if marks.batch_size == 1 or not marks.marked:
         return None
-    data = [item for item in data if item.numel()] or data
+    data = [item for item in data if item.numel() and not is_padding(marks, item)] or data
     known = [item for item in data if item.requires_grad or marks.owned(item) is not None]
     if len(known) < len(data) and not any(item.requires_grad for item in known):
         return None
@@ -68,6 +68,18 @@ def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
     if not isinstance(first, Whole):
         return None
     return first if all(other == first for other in owners) else None
+
+
+def is_padding(marks: Marks, item: Tensor) -> bool:
+    """Whether a tensor has the form of one example's values and holds none, nor learns any.
+
+    Such zeros fill up the rows of other examples too: ``zeros_like(x[0])``.
+    """
+    return (
+        marks.values.was_blank(item)
+        and not item.requires_grad
+        and isinstance(marks.owned(item), Whole)
+    )
 
 
 def by_first(marks: Marks, call: Call) -> Layout | Unchanged:

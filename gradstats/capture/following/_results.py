@@ -16,7 +16,7 @@ from gradstats.capture.following._examples import MIXED
 from gradstats.capture.following._following import follow_layout
 from gradstats.capture.following._layout import FOLLOWED, ON_NESTED
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._operands import sole_example
+from gradstats.capture.following._operands import is_padding, sole_example
 from gradstats.capture.following._reductions import OVER_AXES
 from gradstats.capture.following._returned import follow_gradients, note_beside
 from gradstats.capture.following._sequences import PRESCRIBES
@@ -187,8 +187,9 @@ def _follow_data(
         for tensor in tensors:
             if not any(tensor is item for item in data):
                 follow_layout(marks, Call(func, args, kwargs, data, tensor))
-    if func in BLANKS:
-        marks.values.note(result, blank=True)
+    blank = func in BLANKS or all([is_padding(marks, tensor) for tensor in data])
+    for tensor in tensors if blank else ():
+        marks.values.note(tensor, blank=True)
 
 
 def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) -> None:
