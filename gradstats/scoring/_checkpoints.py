@@ -197,7 +197,8 @@ def _read(source: Path | Content) -> Content:
 def _listed(sources: Any) -> list[tuple[str, Path | Content]]:
     """Return (name, file or content) for each checkpoint."""
     _check_ordered(sources, "the list of checkpoints")
-    entries, listed = _one_by_one(sources), list[tuple[str, Path | Content]]()
+    entries = _one_by_one(sources)
+    listed: list[tuple[str, Path | Content]] = []
     for number, source in enumerate([sources] if entries is None else entries):
         if isinstance(source, Mapping):
             name = f"state dict {number}"
