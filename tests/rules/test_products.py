@@ -604,3 +604,13 @@ def test_a_weight_that_changes_once_it_was_used_on_data_without_a_gradient(kind,
             uneven_loss(plain, batch).mean().backward()
             for one, other in zip(own.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_sparse_data_of_one_example_at_a_time():
+    """With as many rows as there are examples, these were taken for one of each."""
+
+    def function(m, x):
+        rows = [(row.T.to_sparse() @ m.w) for row in x]
+        return torch.stack(rows).sin()
+
+    check_operation(function, {"w": (4, 2)}, normal(3, 4, 3), gradient_of_data=False)

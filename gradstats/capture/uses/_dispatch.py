@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,8 @@ def run_on_tracked(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[s
                     func, nodes[0], "of sparse data has no rule", "Make them dense: x.to_dense()."
                 )
             # The result is dense in either case.
-            args, kwargs = rebuild(args, _dense), rebuild(kwargs, _dense)
+            dense = partial(_dense, tracker)
+            args, kwargs = rebuild(args, dense), rebuild(kwargs, dense)
         if is_complex:
             if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
                 refuse(func, nodes[0], "of complex numbers has no rule")
@@ -186,9 +188,12 @@ def _without_data(tracker: Context, func, args, kwargs, node: Node):
     return derive(tracker, func, args, kwargs)
 
 
-def _dense(item):
-    sparse = isinstance(item, Tensor) and item.layout is not torch.strided
-    return item.to_dense() if sparse else item
+def _dense(tracker: Context, item):
+    if not isinstance(item, Tensor) or item.layout is torch.strided:
+        return item
+    dense = item.to_dense()
+    tracker.marks.place_like(dense, item)
+    return dense
 
 
 def _number(item):
