@@ -343,6 +343,62 @@ def test_hooks_on_the_node_of_a_compiled_model_are_refused_where_they_change_gra
     assert_sqnorms(tracked(model, batch, fused=True, losses_of=losses), expected, 1e-9)
 
 
+class Written(nn.Module):
+    """Parameters written into data in place, by a function of these and the parameter."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.tokens, self.layer = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.row = nn.Parameter(torch.randn(WIDTH))
+        self.head, self.write = nn.Linear(WIDTH, CLASSES), write
+
+    def forward(self, ids):
+        h = self.layer(self.tokens(ids))
+        self.write(h, self.row, ids > 3)
+        return self.head(h.tanh()).mean(1)
+
+
+WRITES = {
+    "where a mask says": lambda h, row, mask: h.__setitem__(mask, row),
+    "at one position": lambda h, row, mask: h.__setitem__((slice(None), 0), row),
+    "added to one position": lambda h, row, mask: h[:, 0].add_(row),
+    "multiplied": lambda h, row, mask: h[:, 1:].mul_(row),
+    "copied": lambda h, row, mask: h[:, :1].copy_(row.expand(B, 1, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_hooks_behind_parameters_written_into_data_change_the_gradients(write, batch):
+    torch.manual_seed(0)
+    model = Written(write).double()
+    handle = model.head.register_full_backward_hook(lambda module, given, _: doubled(given))
+    expected = oracle_sqnorms(model, batch, losses_of)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-9)
+    for fused in (True, False):
+        assert_sqnorms(tracked(model, batch, fused=fused), expected, 1e-9)
+    handle.remove()
+    plain = oracle_sqnorms(model, batch, losses_of)
+    torch.testing.assert_close(expected["row"], 4 * plain["row"])
+
+
+def test_gradients_that_hooks_read_are_freed(batch):
+    """While the graph is still there, as where the losses are."""
+    found = []
+    losses = hooked_where("", lambda node: node.register_hook(lambda handed, _: note(handed)))
+
+    def note(handed):
+        found.extend(ref(each) for each in handed if each is not None)
+
+    model = made(Shifted)
+    with gs.track(model, batch_size=B) as tracker:
+        result = losses(model, batch)
+        tracker.backward(result)
+    model.zero_grad()
+    assert found
+    assert not any(each() is not None for each in found)
+    del result
+
+
 class Passed(torch.autograd.Function):
     """The identity; ``made`` are its nodes, which hold what was computed before them."""
 

@@ -99,7 +99,8 @@ class Watched:
         self._found = _versions(gradients)
 
     def _check(self, gradients: Gradients, *_: Gradients) -> None:
-        pairs = zip(self._found, _versions(gradients), strict=True)
+        found, self._found = self._found, []  # the gradients are not kept for as long as the graph
+        pairs = zip(found, _versions(gradients), strict=True)
         if any(one is not other or before != now for (one, before), (other, now) in pairs):
             raise UnsupportedOperationError(
                 f"a hook on the autograd node of {self._described}, set by a module's backward "

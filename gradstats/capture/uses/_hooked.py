@@ -21,6 +21,7 @@ from gradstats.capture.operations._graph import (
     ADD,
     ADDMM,
     CONVOLUTION,
+    COPY_SLICES,
     EMBEDDING,
     GROUP_NORM,
     LAYER_NORM,
@@ -33,15 +34,12 @@ from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._tensors import TrackedParameter
 from gradstats.capture.uses._decided import Decided
 from gradstats.capture.uses._together import Group, kind_of, norms_of
-from gradstats.capture.uses._uses import Use, check_derivatives
+from gradstats.capture.uses._uses import KEY, Use, check_derivatives
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
 Gradients = tuple[Tensor | None, ...]
-
-# The key of a node's ``Hooked`` in its metadata.
-KEY = "gradstats"
 
 # Of an operation of which it was not asked whether it may wait for others.
 UNDECIDED = object()
@@ -244,5 +242,6 @@ def hooked_on(node: Any) -> Hooked | None:
 
 def use_at(node: Any) -> Use | None:
     """Return the use that a node reports; None for all other nodes."""
-    use = hooked_on(node) or getattr(node, "use", None)
+    partial = type(node) is COPY_SLICES
+    use = node.metadata.get(KEY) if partial else hooked_on(node) or getattr(node, "use", None)
     return use if isinstance(use, Use) else None  # not what a user's Function keeps by this name

@@ -30,6 +30,9 @@ from gradstats.contractions import Contraction, Fused, lean, sqnorm, sqnorm_and_
 from gradstats.contractions._precision import without_autocast
 from gradstats.errors import UnsupportedOperationError
 
+# The key of a ``Use`` in the metadata of an autograd node that is not its own.
+KEY = "gradstats"
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -369,10 +372,16 @@ def tap(
     use = Use(nodes)
     use.lookup = lookup
     if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
-        return attach(Tap)(use, factors_of, result, *saved)
-    # Dispatch modes, such as selective checkpoints, may check that results were not changed.
-    with torch.autograd._unsafe_preserve_version_counter(result):
-        return attach(Tap)(use, factors_of, result, *saved)
+        result = attach(Tap)(use, factors_of, result, *saved)
+    else:
+        # Dispatch modes, such as selective checkpoints, may check that results were not changed.
+        with torch.autograd._unsafe_preserve_version_counter(result):
+            result = attach(Tap)(use, factors_of, result, *saved)
+    base = result._base
+    if base is not None and base.grad_fn is not None and not is_compiling():
+        metadata: Any = base.grad_fn.metadata  # of the node that hides that of the use
+        metadata[KEY] = use
+    return result
 
 
 def free_of_views(tensor: Tensor) -> Tensor:
