@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.oracle import check_model
+import gradstats as gs
+from tests.oracle import are_right, check_model, oracle_sqnorms
 from tests.rules.operation import check_operation, normal
 from tests.rules.test_complex import numbers, real
 
@@ -281,6 +282,56 @@ def test_zeros_in_the_place_of_the_example_whose_form_they_take(rows):
 
     parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
     check_operation(function, parameters, normal(BATCH, POSITIONS, WIDTH))
+
+
+# Rows of examples, in the place of some of which there are zeros of the form of another one's.
+REPLACED = {
+    "stacked": torch.stack,
+    "joined": lambda rows: torch.cat([row[None] for row in rows]),
+    "joined along positions": lambda rows: torch.cat(rows).unflatten(0, (len(rows), -1)),
+}
+
+
+@pytest.mark.parametrize("put_together", REPLACED.values(), ids=REPLACED)
+@pytest.mark.parametrize("form", [0, BATCH - 1, None])
+def test_zeros_in_the_place_of_examples(form, put_together):
+    def function(m, x):
+        zeros = [torch.zeros_like(x[i if form is None else form]) for i in range(len(x))]
+        rows = [row if i % 2 else zeros[i] for i, row in enumerate(x)]
+        return m.layer(put_together(rows))
+
+    check_operation(function, {"layer": nn.Linear(WIDTH, 2)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+@pytest.mark.parametrize("place", [0, BATCH - 1, BATCH])
+def test_zeros_beside_all_examples_that_are_cut_away_again(place):
+    def function(m, x):
+        rows = [*x]
+        rows.insert(place, torch.zeros_like(x[0]))
+        h = m.layer(torch.stack(rows))
+        return torch.cat([h[:place], h[place + 1 :]])
+
+    check_operation(function, {"layer": nn.Linear(WIDTH, 2)}, normal(BATCH, POSITIONS, WIDTH))
+
+
+@pytest.mark.parametrize("put_together", REPLACED.values(), ids=REPLACED)
+@pytest.mark.parametrize("own", [False, True])
+def test_zeros_in_the_place_of_all_examples_but_one(own, put_together):
+    """They are told from zeros that fill up its rows by the examples whose form they have."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(WIDTH, 2).double(), torch.randn(BATCH, POSITIONS, WIDTH).double()
+
+    def losses(model, x):
+        rows = [row if i == 1 else torch.zeros_like(x[i * own]) for i, row in enumerate(x)]
+        weights = torch.arange(1, len(x) + 1)
+        return model(put_together(rows)).exp().sum((1, 2)) * weights
+
+    def norms():
+        with gs.track(model, batch_size=BATCH) as tracker:
+            losses(model, x).mean().backward()
+        return tracker.stats
+
+    assert are_right(norms, oracle_sqnorms(model, x, losses), "zeros") == own
 
 
 # Operations that take for rows what are positions of the only example, or its features.

@@ -57,11 +57,35 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
             return found
         owners = alone
     layout = _side_by_side(marks, tensors, owners, dim, stacked=stacked)
-    if isinstance(layout, Examples) and any([is_padding(marks, item) for item in tensors]):
-        # Beside one example's rows padding is of these, unless it is in the place of its own one's.
-        if layout.owner(result.device).tolist() != [*range(marks.batch_size)]:
-            return sole_example(marks, call.data) or layout
-    return layout
+    padding = [is_padding(marks, item) for item in tensors]
+    if not (isinstance(layout, Examples) and any(padding)):
+        return layout
+    one = sole_example(marks, call.data)
+    fills = [own or owned is None for own, owned in zip(padding, owners, strict=True)]
+    if _are_in_place(marks, owners, fills):
+        if one is None or _are_in_place(marks, owners, [owned is None for owned in owners]):
+            # Each example has its place, whatever the form of what fills it.
+            own = [Whole(place) for place in range(marks.batch_size)]
+            return _side_by_side(marks, tensors, own, dim, stacked=stacked)
+        marks.meetings.suppose(result)  # it may fill up the batch instead of the example's rows
+    elif one is None:
+        held: set[int] = set()
+        for tensor, owned, own in zip(tensors, owners, padding, strict=True):
+            if isinstance(owned, Examples):
+                held.update(owned.owner(tensor.device).tolist())
+            elif isinstance(owned, Whole) and not own:
+                held.add(owned.example)
+        if len(held) < marks.batch_size:
+            marks.meetings.suppose(result)  # it may be in the place of an example that has no rows
+    return one or layout
+
+
+def _are_in_place(marks: Marks, owners: Sequence[Layout], fills: Sequence[bool]) -> bool:
+    """Whether there is a tensor for each example, in the batch's order but for what fills it up."""
+    return len(owners) == marks.batch_size and all(
+        each or owned == Whole(place)
+        for place, (owned, each) in enumerate(zip(owners, fills, strict=True))
+    )
 
 
 def _owners(marks: Marks, tensors: Sequence[Tensor]) -> list[Layout]:
