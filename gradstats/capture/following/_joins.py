@@ -65,8 +65,8 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
     if _are_in_place(marks, owners, fills):
         if one is None or _are_in_place(marks, owners, [owned is None for owned in owners]):
             # Each example has its place, whatever the form of what fills it.
-            own = [Whole(place) for place in range(marks.batch_size)]
-            return _side_by_side(marks, tensors, own, dim, stacked=stacked)
+            places: list[Layout] = [Whole(place) for place in range(marks.batch_size)]
+            return _side_by_side(marks, tensors, places, dim, stacked=stacked)
         marks.meetings.suppose(result)  # it may fill up the batch instead of the example's rows
     elif one is None:
         held: set[int] = set()
