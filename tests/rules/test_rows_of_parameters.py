@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from tests.oracle import check_model, check_products
+from tests.rules.operation import check_operation, normal
 
 EXAMPLES, TOKENS, WIDTH = 3, 5, 4
 ALL = EXAMPLES * TOKENS
@@ -160,6 +161,16 @@ def test_rows_in_which_examples_meet_are_refused(read):
     model, x = made_of_parameters(read)
     with pytest.raises(gs.GradStatsError):
         gs.per_example_norms(model, x, losses)
+
+
+def test_rows_of_parameters_that_keywords_pick():
+    def function(m, x):
+        rows = torch.cat([m.tokens.expand(len(x), -1, -1), x.sin()], 1)
+        picked = torch.index_select(input=rows, dim=1, index=torch.tensor([0, 3]))
+        return m.layer(torch.select(input=picked, dim=1, index=0) + picked[:, 1])
+
+    parameters = {"tokens": (1, 2, WIDTH), "layer": nn.Linear(WIDTH, 2)}
+    check_operation(function, parameters, normal(EXAMPLES, TOKENS, WIDTH))
 
 
 class Frames(nn.Module):

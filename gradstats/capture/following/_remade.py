@@ -86,15 +86,17 @@ def made_of(marks: Marks, item: Any) -> Made | None:
 
 def note_made(marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any], result) -> None:
     """Note what of the result of an operation parameters alone make."""
-    if type(result) is not Tensor or not result.requires_grad or is_compiling():
+    if type(result) is not Tensor or not result.requires_grad:
         return
     if kwargs.get("out") is not None or not args:
         return
     if func in CONCATENATES:
+        if is_compiling():
+            return
         made = _joined(marks, args, kwargs, result)
     else:
         source = next((item for item in args if made_of(marks, item) is not None), None)
-        if source is None or source is result:
+        if source is None or source is result or is_compiling():
             return
         made = _after(marks, func, args, kwargs, source, result)
     if made is not None and made.parts:
@@ -232,12 +234,17 @@ def run_on_parameters(
     marks = tracker.marks
     if type(result) is not Tensor or not result.requires_grad or tracker.settings.exact:
         return None  # gradients would be summed in another order
+    reads = func is Tensor.__getitem__ or func in INDEX_SELECT
+    if reads:
+        source = argument_of(args, kwargs, 0, "input")
+        if made_of(marks, source) is None:
+            return None
+    elif func not in COMBINES or not marks.is_lost(result):
+        return None
     try:
         with tracker.watching():
-            if func is Tensor.__getitem__ or func in INDEX_SELECT:
-                return _by_readers(marks, func, args, kwargs)
-            if func not in COMBINES or not marks.is_lost(result):
-                return None
+            if reads:
+                return _by_readers(marks, func, source, args, kwargs)
             whole: dict[int, Tensor] = {}
             for item in operands_of(args, kwargs):
                 made = made_of(marks, item)
@@ -266,9 +273,8 @@ def _made_again(marks: Marks, item: Tensor, made: Made, part: Part) -> Tensor | 
     return again if same and node_of(again) is not None else None
 
 
-def _by_readers(marks: Marks, func, args, kwargs) -> Tensor | None:
+def _by_readers(marks: Marks, func, source: Tensor, args, kwargs) -> Tensor | None:
     """Read rows at an index, with a row of its own for each place that reads one of parameters."""
-    source = args[0]
     made, layout = made_of(marks, source), marks.layout_of(source)
     if made is None or layout is None or layout.axis != made.axis:
         return None
