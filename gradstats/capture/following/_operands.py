@@ -103,7 +103,8 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     noted = marks.is_marked(source)
     if layout is None and func in EXPANDS and not source.requires_grad:
         axis = marks.batch_dim - result.dim()
-        if -axis > source.dim() or source.shape[axis] == 1:
+        given = -axis > source.dim() or source.shape[axis] == 1
+        if given and marks.has_example_axis(result):
             return UNCHANGED  # given values, which each example gets
     if layout is None and not (noted or marks.is_lost(source)):
         told = marks.values.owner_of(source) is not None  # element by element
