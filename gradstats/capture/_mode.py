@@ -32,7 +32,12 @@ from gradstats.capture.following._derivatives import (
 )
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION, check_flex_attention
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._remade import CONCATENATES, note_made, run_on_parameters
+from gradstats.capture.following._remade import (
+    CONCATENATES,
+    drawn_again,
+    note_made,
+    run_on_parameters,
+)
 from gradstats.capture.following._repeated import follow_repeated
 from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, is_out_of_the_ordinary
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
@@ -155,6 +160,7 @@ class FollowingMode(ContextMode):
         else:
             if tracked:
                 check_nested(func, operands_of(args, kwargs))
+            run = drawn_again(tracker.marks, func, args) if tracker.marks.made else func
             result = func(*args, **kwargs)
         returns = type(result) is Tensor or isinstance(result, (Tensor, tuple, list))
         # The others here may return no tensor, and change an operand instead.
@@ -171,7 +177,7 @@ class FollowingMode(ContextMode):
                     again = run_on_parameters(tracker, func, args, kwargs, result)
                     if again is not None:
                         return again
-                    note_made(tracker.marks, func, args, kwargs, result)
+                    note_made(tracker.marks, run, args, kwargs, result)
                 if func in NORMALISATIONS and node_of(result) is None:
                     settle_format(func, args, kwargs, result)
         return result

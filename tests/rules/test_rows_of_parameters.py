@@ -309,11 +309,46 @@ def test_tokens_that_are_not_of_parameters_alone_are_refused(tokens):
         gs.per_example_norms(model, x, losses)
 
 
-def test_tokens_dropped_at_random_are_refused():
-    """Each copy is another one."""
+def of_the_first_dropped(m, rows, batch):
+    """Each copy lost other elements."""
+    rows = functional.dropout(rows, 0.5)
+    return torch.cat([rows[:, :1].flip(0), rows[:, 1:]], 1)
 
+
+def all_dropped_twice(m, rows, batch):
+    torch.rand(3)
+    rows = functional.dropout(functional.dropout(rows, 0.3), p=0.4, training=True)
+    token = functional.dropout(rows[:, :1].contiguous(), 0.3)
+    return torch.cat([token.flip(0), rows[:, 1:]], 1)
+
+
+def drawn(model, x):
+    torch.manual_seed(1)
+    return losses(model, x)
+
+
+@pytest.mark.parametrize("tokens", [of_the_first_dropped, all_dropped_twice])
+@pytest.mark.parametrize("checkpointed", [None, {"use_reentrant": False}])
+def test_tokens_dropped_at_random(tokens, checkpointed):
+    options = {} if checkpointed is None else {"checkpointed": checkpointed}
+    model, x = made_of_frames(tokens, frames=2, **options)
+    check_model(model, x, drawn, fusing=(True,))
+
+
+def test_numbers_are_drawn_as_without_rows_of_parameters_made_again():
+    model, x = made_of_frames(of_the_first_dropped)
+    torch.manual_seed(1)
+    losses(model, x)
+    expected = torch.get_rng_state()
+    torch.manual_seed(1)
+    gs.per_example_norms(model, x, losses)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+@pytest.mark.parametrize("drop", [functional.alpha_dropout, functional.dropout1d])
+def test_tokens_dropped_otherwise_at_random_are_refused(drop):
     def tokens(m, rows, batch):
-        rows = functional.dropout(rows, 0.5)
+        rows = drop(rows, 0.5, True)
         return torch.cat([rows[:, :1].flip(0), rows[:, 1:]], 1)
 
     model, x = made_of_frames(tokens)

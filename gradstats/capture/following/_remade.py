@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._examples import Examples
@@ -30,7 +31,7 @@ from gradstats.capture.following._slots import (
 )
 from gradstats.capture.operations._nested import argument_of, operands_of, rebuild, replace
 from gradstats.capture.operations._operations import BROADCASTS, IN_PLACE, JOINS, variants
-from gradstats.capture.parameters._drawn import DRAWS
+from gradstats.capture.parameters._drawn import DRAWS, Draw
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import GradStatsError
 
@@ -47,6 +48,7 @@ BY_ELEMENT = ELEMENT_BY_ELEMENT.difference(
         "fake_quantize_per_channel_affine",
     ),
 )  # fmt: skip
+DROPOUTS = frozenset((torch.dropout, functional.dropout))
 COMBINES = (JOINS.keys() | BROADCASTS).difference(IN_PLACE)
 NARROWS, SELECTS = frozenset(variants("narrow")), frozenset(variants("select"))
 
@@ -82,6 +84,17 @@ class Made(NamedTuple):
 def made_of(marks: Marks, item: Any) -> Made | None:
     """Return what of a tensor parameters alone make, if anything was noted."""
     return marks.values.held_by(item).get("made") if type(item) is Tensor else None
+
+
+def drawn_again(marks: Marks, func, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a function that can draw the numbers again of one that drops elements; else it."""
+    if func not in DROPOUTS or not args or made_of(marks, args[0]) is None or is_compiling():
+        return func
+    source: Tensor = args[0]
+    # How memory is laid out decides which element gets which number.
+    if not source.is_contiguous() or source.storage_offset():
+        return func
+    return Draw(func, source.device)
 
 
 def note_made(marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any], result) -> None:
@@ -139,6 +152,10 @@ def _after(marks: Marks, func, args, kwargs, source: Tensor, result: Tensor) -> 
     )
     args, kwargs = replace((args, kwargs), {id(source): ROWS})
     axis = made.axis
+    if isinstance(func, Draw):
+        ones = torch.ones((), dtype=source.dtype, device=source.device).expand(source.shape)
+        drop = partial(_dropped, marks, func, args, kwargs, ones, axis)
+        return made._replace(parts=[p._replace(make=partial(drop, p)) for p in made.parts])
     if func in BY_ELEMENT and result.shape == source.shape:
         along = None if axis is None else axis - source.dim()
         parts = [p._replace(make=_by_element(func, args, kwargs, along, p)) for p in made.parts]
@@ -169,6 +186,17 @@ def _by_element(func, args, kwargs, axis: int | None, part: Part) -> Callable[[]
         return item.narrow(axis, part.start, part.stop - part.start)
 
     return lambda: func(*rebuild(args, own), **rebuild(kwargs, own))
+
+
+def _dropped(
+    marks: Marks, draw: Draw, args, kwargs, ones: Tensor, axis: int | None, part: Part
+) -> Tensor:
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        kept = draw(*(ones.contiguous() if item is ROWS else item for item in args), **kwargs)
+        if axis is not None:
+            kept = kept.narrow(axis, part.start, part.stop - part.start)
+    marks.mark_constant(kept)
+    return part.make() * kept
 
 
 def _items(func, args, kwargs, source: Tensor) -> list[Any] | None:
