@@ -32,12 +32,6 @@ from gradstats.capture.following._derivatives import (
 )
 from gradstats.capture.following._flex_attention import FLEX_ATTENTION, check_flex_attention
 from gradstats.capture.following._marks import Marks
-from gradstats.capture.following._remade import (
-    CONCATENATES,
-    drawn_again,
-    note_made,
-    run_on_parameters,
-)
 from gradstats.capture.following._repeated import follow_repeated
 from gradstats.capture.following._sequences import MULTI_HEAD_ATTENTION, is_out_of_the_ordinary
 from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
@@ -153,14 +147,11 @@ class FollowingMode(ContextMode):
             # The call would end here as well; this saves parsing its arguments once more.
             result = run_followed(func, args, kwargs)
             followed, tracker.followed = tracker.followed, None
-            if tracker.marks.made or func in CONCATENATES:
-                note_made(tracker.marks, func, args, kwargs, result)
             if followed is not None and followed is result:
                 return result
         else:
             if tracked:
                 check_nested(func, operands_of(args, kwargs))
-            run = drawn_again(tracker.marks, func, args) if tracker.marks.made else func
             result = func(*args, **kwargs)
         returns = type(result) is Tensor or isinstance(result, (Tensor, tuple, list))
         # The others here may return no tensor, and change an operand instead.
@@ -173,11 +164,6 @@ class FollowingMode(ContextMode):
                 check_hidden(tracker, func, args, kwargs, result)
             else:
                 follow_repeated(tracker, func, args, kwargs, result)
-                if tracker.marks.made and not tracked:
-                    again = run_on_parameters(tracker, func, args, kwargs, result)
-                    if again is not None:
-                        return again
-                    note_made(tracker.marks, run, args, kwargs, result)
                 if func in NORMALISATIONS and node_of(result) is None:
                     settle_format(func, args, kwargs, result)
         return result

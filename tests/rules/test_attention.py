@@ -29,13 +29,6 @@ def attend(m, query, key, value, **options):
     return m.attention(query, key, value, **options)[0]
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_one_example_of_one_position_beside_biases_of_keys(batch_first):
-    """All is the only example's, also along the axis along which biases are joined to its keys."""
-    attention = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True, batch_first=batch_first)
-    check_operation(lambda m, x: attend(m, x, x, x), {"attention": attention}, normal(1, 1, WIDTH))
-
-
 # Every form with each length and with and without weights, which take turns.
 @pytest.mark.parametrize(
     ("name", "lengths", "need_weights"),

@@ -646,12 +646,12 @@ def test_joins_under_numpys_name_of_the_axis():
     )  # fmt: skip
 
 
-def test_rows_of_parameters_beside_those_of_examples():
-    """Which one of an example, its loss reads, and which one nobody's."""
-    check_operation(
-        lambda m, x: torch.cat([m.w, x, m.v])[1 : BATCH + 1],
-        {"w": (1, 2), "v": (3, 2)},
+def test_joining_along_the_examples_is_refused():
+    check_refused(
+        lambda m, x: torch.cat([m.w, x])[1:],
+        {"w": (1, 2)},
         normal(BATCH, 2),
+        match="cat along the example",
     )
 
 

@@ -33,7 +33,6 @@ _flex_attention  parameters in the functions that modify or mask its scores
 _writes      what an operation writes, and where; _written the layout afterwards, by
 _numbered    the examples' numbers, on which the write is repeated where forms do not tell it
 _slots       rows along two axes, as those of experts' slots, told by the same numbers
-_remade      rows of parameters among those of examples, read by any of these
 _crossed     rows of examples that may have been taken for rows of positions
 _separable   which values of several examples are sums of terms of one example each
 _returned    results of autograd Functions, wrappers and ``grad``

@@ -17,8 +17,8 @@ MADE_OF_THE_BATCH = (
 )
 
 NOBODYS = (
-    "nothing was written to some rows of a tensor, or constants or parameters were joined to its "
-    "rows, so that it is not known to which example they belong"
+    "nothing was written to some rows of a tensor, or constants were joined to its rows, so that "
+    "it is not known to which example they belong"
 )
 
 

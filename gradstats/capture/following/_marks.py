@@ -51,7 +51,6 @@ class Marks:
             its mark, perhaps into another context.
         packed: whether the caller gave packed examples, with different numbers of rows.
         scored: whether any tensor has scores.
-        made: whether rows of parameters may have been joined to data.
         taken: the function that made a tensor during the forward that counts as data only because
             of its size, and the tensor's shape.
         took_entries: whether entries of lists in the batch were taken for those of the examples.
@@ -80,7 +79,7 @@ class Marks:
         self.batch_size = batch_size
         self.batch_dim = batch_dim
         self.packed = segments is not None
-        self.scored = self.made = False
+        self.scored = False
         self.taken: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         self.took_entries = False
         self.doubtful_are_data = True

@@ -44,7 +44,6 @@ class Meetings:
         supposed: autograd nodes, one for each tensor of whose rows some, which are nobody's, were
             supposed to belong to examples: rows of constants, or that nothing was written to. That
             matters to what uses parameters afterwards.
-        rows_of_parameters: those among these in which nobody's rows are of parameters themselves.
     """
 
     def __init__(self, batch_size: int):
@@ -56,7 +55,6 @@ class Meetings:
         self.beside: dict[Any, bool] = {}
         self.crossed: list[GraphNode | None] = []
         self.supposed: list[GraphNode | None] = []
-        self.rows_of_parameters: set[GraphNode | None] = set()
 
     def note(self, result: Tensor) -> None:
         """Note that trained values of one example meet those of another."""
@@ -91,33 +89,21 @@ class Meetings:
         """Whether there are such operations among the nodes of losses' graphs, or may be."""
         return any(node is None or node in nodes for node in self.crossed)
 
-    def suppose(self, tensor: Tensor, *, of_parameters: bool = False) -> None:
-        """Note that rows of a tensor that are nobody's were supposed to belong to examples.
-
-        Args:
-            tensor: of trained values.
-            of_parameters: whether these rows are of parameters.
-        """
-        if self._batch_size == 1:
-            return
-        node = _lasting_node(tensor)
-        self.supposed.append(node)
-        if of_parameters:
-            self.rows_of_parameters.add(node)
+    def suppose(self, tensor: Tensor) -> None:
+        """Note that rows of a tensor that are nobody's were supposed to belong to examples."""
+        self.supposed.append(_lasting_node(tensor))
 
     def is_supposed(self, nodes: Container[GraphNode | None], before: float = math.inf) -> bool:
         """Whether there are such tensors among those that nodes made, or may be.
 
         Args:
             nodes: of losses' graphs.
-            before: the number of a node in the graph; of tensors without rows of parameters, only
-                those count that were made earlier.
+            before: the number of a node in the graph; only tensors that were made earlier count.
         """
-
-        def counts(node: GraphNode) -> bool:
-            return node in self.rows_of_parameters or node._sequence_nr() < before  # type: ignore[attr-defined]
-
-        return any(node is None or (node in nodes and counts(node)) for node in self.supposed)
+        return any(
+            node is None or (node in nodes and node._sequence_nr() < before)  # type: ignore[attr-defined]
+            for node in self.supposed
+        )
 
     def supposes_behind(self, tensor: Tensor) -> bool:
         """Whether a tensor was computed from such ones, or may have been."""

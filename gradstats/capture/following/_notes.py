@@ -29,15 +29,12 @@ class Note(NamedTuple):
 def is_unusual(marks: Marks, tensor: Tensor) -> bool:
     """Whether anything beyond the contract is known about a data tensor.
 
-    Not that its values are drawn, or made of parameters, which what uses it as data need not know.
+    Not that its values are drawn, which what uses it as data need not know.
     """
     written = bool(marks.written.storages) and tensor in marks.written
     if written or marks.is_marked(tensor):
         return True
-    if not hasattr(tensor, VALUES):
-        return False
-    held = marks.values.held_by(tensor).keys()
-    return not held or not held <= {"drawn", "made"}
+    return hasattr(tensor, VALUES) and marks.values.held_by(tensor) != {"drawn": True}
 
 
 def note_of(marks: Marks, tensor: Tensor) -> Note | None:
@@ -53,7 +50,7 @@ def note_of(marks: Marks, tensor: Tensor) -> Note | None:
         return None
     if isinstance(place, Examples) and place.segments is not None:
         return None  # it depends on this tensor's values
-    return Note(False, place, {name: value for name, value in held.items() if name != "made"})
+    return Note(False, place, held)
 
 
 def note_as(marks: Marks, tensor: Tensor, note: Note) -> None:

@@ -67,34 +67,24 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
         item: the tensor.
         owner: the example of each of its elements, 1 standing for whole axes.
     """
-    found = rows_of_one_each(owner)
-    if found is None:
+    if not owner.numel():
         return None
-    axis, own = found
-    if bool((owner == NOBODY).any()):
-        marks.meetings.suppose(item)
-    whose = filled(marks, own).view(-1, *[1] * (owner.dim() - axis - 1))
-    return spread(whose.expand(item.shape), marks.batch_size)
-
-
-def rows_of_one_each(owner: Tensor) -> tuple[int, Tensor] | None:
-    """Return an axis whose rows are each one example's or nobody's, and whose each is.
-
-    Args:
-        owner: the example of each element of a tensor, 1 standing for whole axes.
-    """
-    # First an axis along which they are so as a whole.
-    for whole in (True, False) if owner.numel() else ():
+    # First an axis whose rows are each one example's or nobody's as a whole.
+    for whole in (True, False):
         for axis, size in enumerate(owner.shape):
             rows = owner.movedim(axis, 0).reshape(size, -1)
             own = rows.amax(1)
             fits = (rows == own[:, None]) | ((rows == NOBODY) & (not whole))
-            if bool(fits.all()):
-                return axis, own
+            if not bool(fits.all()):
+                continue
+            filled = _filled(marks, own).view(-1, *[1] * (owner.dim() - axis - 1))
+            if bool((rows == NOBODY).any()):
+                marks.meetings.suppose(item)
+            return spread(filled.expand(item.shape), marks.batch_size)
     return None
 
 
-def filled(marks: Marks, own: Tensor) -> Tensor:
+def _filled(marks: Marks, own: Tensor) -> Tensor:
     """Return the example of each row, nobody's among them, given those of the others."""
     written = own != NOBODY
     places = torch.arange(len(own), device=own.device)

@@ -32,8 +32,6 @@ class Values:
         owner     the example of each element, where each alone tells, as where they lie along no
                   axis; `_numbered.NOBODY`'s are those that hold nothing of any
 
-        made      what of it parameters alone make: see `_remade`
-
     Where a method takes ``writes``, it tells what held before a tensor's last ``writes`` changes.
     """
 

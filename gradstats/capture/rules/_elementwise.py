@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradstats._compiler import is_compiling
 from gradstats._factors import cast, compute_dtype
 from gradstats.capture.following._examples import MIXED, Examples, Whole
-from gradstats.capture.following._numbered import NOBODY
 from gradstats.capture.following._operands import sole_example
-from gradstats.capture.following._slots import filled
 from gradstats.capture.following._taken import as_constants, is_drawn, is_given
 from gradstats.capture.operations._nested import operands_of, rebuild
 from gradstats.capture.operations._operations import (
@@ -37,7 +34,6 @@ from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._slices import repeated_in
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import (
-    as_data,
     cast_for_autocast,
     check_rows,
     common_rows,
@@ -54,7 +50,6 @@ from gradstats.capture.rules._per_example import (
 )
 from gradstats.capture.uses._broadcast import BroadcastUse, on_chip
 from gradstats.capture.uses._decided import decide
-from gradstats.capture.uses._grafted import watched
 from gradstats.capture.uses._hooked import ADDED, MULTIPLIED, hooked
 from gradstats.capture.uses._together import Joinable
 from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
@@ -297,49 +292,17 @@ def join(tracker: Context, func, tensors, dim=0, **kwargs):
     stacked = func is torch.stack
     dim %= dims + stacked
     layouts = [locate(tracker, func, nodes[0], tensor, folds=True) for tensor in data]
-    if not stacked and all(each.axis == dim for each in layouts):
-        return _beside_rows(tracker, func, tensors, dim, kwargs)
     examples = common_rows(func, nodes[0], layouts)
-    layout = ExampleLayout(dims, examples)
-    check_rows(func, nodes[0], layout, tensors)
-    return per_example(tracker, func, layout, (tensors, dim), kwargs)
-
-
-def _beside_rows(tracker: Context, func, tensors: list[Tensor], dim: int, kwargs) -> Tensor:
-    """Rows of parameters joined to rows of examples, as one that fills up others is.
-
-    They are nobody's, and supposed to belong to an example whose rows stand beside them.
-    """
-    marks = tracker.marks
-    if not any(node.value.numel() for node in nodes_of(tensors)):
+    if not stacked and dim == examples.axis:
+        if any(node.value.numel() for node in nodes):
+            refuse(func, nodes[0], "along the example axis has no rule")
         # The empty ones still decide of which dtype the result is.
         return func(
             [value_of(item).detach() if node_of(item) else item for item in tensors], dim, **kwargs
         )
-
-    if is_compiling():
-        refuse(func, first_node(*tensors), "along the example axis has no rule in a compiled graph")
-
-    def numbers(item: Tensor) -> Tensor:
-        own = marks.layout_of(item) if marks.is_of_data(item) else None
-        if own is None:
-            return torch.full((item.shape[dim],), NOBODY, device=item.device)
-        return own.owner(item.device)
-
-    sizes = [item.shape[dim] for item in tensors]
-    owners = filled(marks, torch.cat([numbers(item) for item in tensors])).split(sizes)
-    examples = Examples(tracker.batch_size, dim)
-
-    def rows(item: Tensor, owner: Tensor) -> Tensor:
-        node = node_of(item)
-        if node is None:
-            return item
-        return as_data(tracker, func, node, item, examples.owned_by(owner, dim))
-
-    joined = [rows(*each) for each in zip(tensors, owners, strict=True)]
-    result = watched(tracker, func, joined, dim, **kwargs)
-    marks.meetings.suppose(result, of_parameters=True)
-    return result
+    layout = ExampleLayout(dims, examples)
+    check_rows(func, nodes[0], layout, tensors)
+    return per_example(tracker, func, layout, (tensors, dim), kwargs)
 
 
 def stack_along(tracker: Context, func, tensors):
