@@ -176,10 +176,15 @@ def data_parallel_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | 
     return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
 
 
+def has_processes() -> bool:
+    """Whether this process may be one of several of torch.distributed."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def data_parallel_within(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
     """Return all that is a DistributedDataParallel in a model, itself included."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
+    if not has_processes():
+        return []  # the walk over the modules is saved
     kind = nn.parallel.DistributedDataParallel
     return [module for module in model.modules() if isinstance(module, kind)]
 

@@ -7,18 +7,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradstats.capture._selection import data_parallel_within
+from gradstats.capture._selection import data_parallel_within, has_processes
 from gradstats.errors import TrackingError
-
-
-def are_several() -> bool:
-    """Whether this process may be one of several."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def group_of(model: nn.Module):
     """Return the process group whose processes share the model's optimizer step; None if alone."""
-    if not are_several():
+    if not has_processes():
         return None
     parallel = data_parallel_within(model)
     if any(each._join_config.enable for each in parallel):

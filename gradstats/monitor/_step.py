@@ -11,19 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._factors import Segments
-from gradstats.capture._selection import quoted, select_parameters
+from gradstats.capture._selection import has_processes, quoted, select_parameters
 from gradstats.capture._tracker import Tracker
 from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError
 from gradstats.monitor._gradients import Gradients
 from gradstats.monitor._measured import H_SCALE, Options, Pending
-from gradstats.monitor._ranks import (
-    are_several,
-    check_divisors,
-    gather,
-    processes_with,
-    refuse_to_be_alone,
-)
+from gradstats.monitor._ranks import check_divisors, gather, processes_with, refuse_to_be_alone
 from gradstats.monitor._rates import groups_of, learning_rates, warn_of_another_model
 from gradstats.statistics._arguments import check_workspace
 from gradstats.statistics._loss import loss_scale
@@ -96,7 +90,7 @@ class Collector:
             )
         tracker.listener = self
         tracker.weight = 1.0 if options.loss_reduction == "sum" else 1 / batch_size
-        if self._group is None and are_several():
+        if self._group is None and has_processes():
             refuse_to_be_alone()
             tracker.until_closed(self._model.register_forward_pre_hook(refuse_to_be_alone))
         tracker.open()

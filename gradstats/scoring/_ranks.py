@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from gradstats import errors
+from gradstats.capture._selection import has_processes
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")
@@ -17,12 +18,12 @@ Arguments = ParamSpec("Arguments")
 
 def rank() -> int:
     """Return this process's number, 0 without torch.distributed."""
-    return distributed.get_rank() if _started() else 0
+    return distributed.get_rank() if has_processes() else 0
 
 
 def size() -> int:
     """Return the number of processes."""
-    return distributed.get_world_size() if _started() else 1
+    return distributed.get_world_size() if has_processes() else 1
 
 
 def share(items: Sequence[Item]) -> list[Item]:
@@ -45,7 +46,7 @@ def together(
 
     Errors of gradstats keep their class. Of any error what it says is sent, not what it holds.
     """
-    if not _started():
+    if not has_processes():
         return action(*args, **kwargs)
     result, error = None, None
     try:
@@ -65,7 +66,7 @@ def together(
 
 def gather(item: Item) -> list[Item]:
     """Return what every process has, in the order of their numbers."""
-    if not _started():
+    if not has_processes():
         return [item]
     items: list[Any] = [None] * size()
     distributed.all_gather_object(items, item)
@@ -74,13 +75,9 @@ def gather(item: Item) -> list[Item]:
 
 def add_up(array: np.ndarray) -> None:
     """Replace an array by its sum over the processes; each element is non-zero in one at most."""
-    if not _started():
+    if not has_processes():
         return
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     tensor = torch.from_numpy(array).to(device)
     distributed.all_reduce(tensor)
     array[...] = tensor.cpu().numpy()
-
-
-def _started() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
