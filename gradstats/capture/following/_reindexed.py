@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._examples import Examples, Whole, spread
-from gradstats.capture.following._indexing import items_of, read_at
+from gradstats.capture.following._indexing import INDEX_SELECT, REPEATS, items_of, read_at
 from gradstats.capture.following._reductions import KEYWORD
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._memory import extent
@@ -306,10 +306,10 @@ def _segments(call: Call, source, layout) -> Examples | None:
 PICKS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(
-        variants("index_select"),
+        INDEX_SELECT,
         _along("dim", 1, lambda owner, call: owner[call.argument(2, "index")]),
     ),
-    **dict.fromkeys(variants("repeat_interleave"), _repeated_in_place),
+    **dict.fromkeys(REPEATS, _repeated_in_place),
     **dict.fromkeys(variants("flip"), _along("dims", 1, lambda owner, call: owner.flip(0))),
     **dict.fromkeys(
         variants("roll"),
