@@ -1,4 +1,4 @@
-"""What is computed of convolutions, of copies of their operands where kernels read these faster."""
+"""Convolution statistics prepared for one layout, on copies of operands where that is faster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def channels_last(operand: torch.Tensor) -> torch.Tensor:
     """The operand (B, C, ...) with channels adjacent, copied if they are not."""
     if operand.stride(1) <= 1 or operand.numel() == 0:
         return operand
-    # what is expanded is copied once
+    # copy the elements of an expanded axis once
     own = operand[tuple(slice(0, 1 if step == 0 else None) for step in operand.stride())]
     return own.movedim(1, -1).contiguous().movedim(-1, 1).expand(operand.shape)
 
@@ -30,11 +30,11 @@ def flat_channels_last(g: torch.Tensor) -> torch.Tensor:
 
 
 class Arranged(NamedTuple):
-    """What is computed of a convolution's operands, for those that lie alike.
+    """A computation on a convolution's operands, prepared for all operands of one layout.
 
     Attributes:
-        copy_x, copy_g: make the copies that kernels read; None where they read the operands.
-        compute: called with operands or copies, of which only the memory counts.
+        copy_x, copy_g: make the copies that the kernel reads; None if it reads the operand itself.
+        compute: takes the operands or their copies.
     """
 
     copy_x: Copy | None

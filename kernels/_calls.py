@@ -1,7 +1,7 @@
-"""How a contraction is called: through its torch operator, or directly if that is the same.
+"""Calls of a contraction: through its torch operator, or straight to its launcher.
 
-An operator costs more than a small launch. It is needed in compiled graphs, under modes and
-transforms of torch, and to refuse derivatives; otherwise the launcher is called directly.
+Calling an operator takes longer than a small launch. It is needed in compiled graphs, under modes
+and transforms of torch, and to refuse derivatives; everywhere else the launcher is called.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-# Types of tensors whose memory holds their values, unless these are negated or zero as a whole.
+# Types of tensors whose memory holds their values, unless their negative or zero bit is set.
 PLAIN = frozenset({Tensor, Parameter})
 
-# Types of most options, none of them a tensor.
+# Types that most options have; none is a tensor.
 VALUES = frozenset({type(None), bool, int, float, str, tuple, torch.dtype})
 
 
 def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]]) -> Callable:
-    """The launcher of a contraction, imported at the first call, with its operator's arguments.
+    """Return a contraction's launcher, imported at its first call, behind its operator's signature.
 
     Args:
         name: of the contraction and of its launcher.
@@ -49,7 +49,7 @@ def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]
             args = args[:leading]
         if is_here(args[0]):
             return launch(*args, **kwargs)
-        # a launch goes to the current device, wherever its operands lie
+        # a kernel is launched on the current device, wherever its operands are
         with torch.cuda.device(args[0].device):
             return launch(*args, **kwargs)
 
@@ -57,7 +57,7 @@ def launcher(name: str, module: str, leading: int, names: Callable[[], list[str]
 
 
 def parted(call: Callable) -> Callable:
-    """Give each result memory of its own, all of which it fills.
+    """Copy results that share memory, so that each fills an allocation of its own.
 
     Compiled code assumes that every output of an operator begins its own allocation, and PyTorch
     forbids outputs that alias.
@@ -72,13 +72,13 @@ def parted(call: Callable) -> Callable:
 
 
 def _alone(result: Tensor) -> Tensor:
-    # launchers return one tensor without elements for all results that are not wanted
+    # launchers return the same empty tensor for every result that is not wanted
     own = result.numel() and result.untyped_storage().nbytes() == result.nbytes
     return result if own else result.clone()
 
 
 def at_once(operator: Callable, call: Callable) -> Callable:
-    """The contraction, which calls the launcher directly if the operator would do no more."""
+    """Return a contraction that calls the launcher where the operator would add nothing."""
 
     def contract(*args: Any, **kwargs: Any) -> Any:
         if args and args[0].is_cuda and are_plain(*args, *kwargs.values()):
@@ -89,7 +89,7 @@ def at_once(operator: Callable, call: Callable) -> Callable:
 
 
 def are_plain(*arguments: Any) -> bool:
-    """Whether torch adds nothing to a contraction, all of whose tensors lie in plain memory."""
+    """Whether an operator would add nothing: plain tensors, and no mode or transform of torch."""
     if _observed():
         return False
     for each in arguments:
@@ -103,10 +103,10 @@ def are_plain(*arguments: Any) -> bool:
 
 
 def is_here(tensor: Tensor) -> bool:
-    """Whether a tensor lies where launches go: on no CUDA device but the current one."""
+    """Whether a tensor is on the current CUDA device, where launches go, or on none."""
     device = tensor.device
     if device.type != "cuda" or _has_one_device():
-        return True  # without asking for the current one, which takes longer
+        return True  # asking for the current device takes longer
     return device.index == torch.cuda.current_device()
 
 

@@ -23,7 +23,7 @@ class Segments:
     """How the rows of a pair of operands divide into examples.
 
     Dense operands are (B, T, .): `positions` is T. Packed operands are (N, .): `positions` is the
-    longest segment that the launch provides for, and `cu_seqlens` (B + 1,) lies on the device.
+    longest segment that the launch allows for, and `cu_seqlens` (B + 1,) lies on the device.
     """
 
     batch: int
@@ -40,7 +40,7 @@ class Segments:
         return strides_of(operand, self.ragged)
 
     def adjacent_positions(self, *operands: torch.Tensor) -> int:
-        """As `adjacent`, of the positions of an example; 1 where examples begin at any row."""
+        """As `adjacent`, along positions; 1 for packed rows, whose examples may start anywhere."""
         return 1 if self.ragged else adjacent(1, *operands)
 
 
@@ -64,8 +64,8 @@ def check_operands(
 
     Raises: KernelInputError for anything a kernel cannot serve. Segment bounds that lie on the
     host are checked here and uploaded without waiting for the device. Bounds that lie on the
-    device are copied back and checked, which waits; pass `max_seqlen` to avoid that: then the
-    kernels themselves answer NaN for an example whose bounds are wrong or longer than promised.
+    device are copied back to be checked, which waits for the device. Pass `max_seqlen` to avoid the
+    wait: kernels then return NaN for an example whose bounds are wrong or that is longer.
     """
     for operands in ((a,), (g,)) if mixed and a.device == g.device else ((a, g),):
         check_tensors(*operands)
@@ -105,7 +105,7 @@ def check_pair(
     *,
     mixed: bool = False,
 ) -> Segments:
-    """As `check_operands`, for two operands whose elements meet one by one."""
+    """As `check_operands`, for two operands of one shape that are multiplied elementwise."""
     if x.shape != g.shape:
         raise KernelInputError(
             f"inputs and gradients must have one shape; got {tuple(x.shape)} and "
@@ -120,7 +120,7 @@ def check_rows(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Segments:
-    """As `check_operands`, for the ids of looked-up rows and the gradients of those rows."""
+    """As `check_operands`, for ids and the gradients of the rows they look up."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise KernelInputError(f"ids must be int32 or int64; got {ids.dtype}: cast them")
     if ids.shape != g.shape[:-1] or ids.device != g.device:
@@ -152,7 +152,7 @@ def check_scale(weight: torch.Tensor | None, x: torch.Tensor) -> None:
 
 
 def check_segments(cu_seqlens: torch.Tensor, rows: int, max_seqlen: int | None) -> int:
-    """Checks segment bounds over `rows` packed rows; returns the longest length to provide for."""
+    """Checks segment bounds over `rows` packed rows; returns the longest length to allow for."""
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         raise KernelInputError(
             f"cu_seqlens must be an int32 or int64 vector of B + 1 bounds; got "
@@ -200,7 +200,7 @@ def check_match(first: torch.Tensor, second: torch.Tensor, axis: str) -> None:
 
 
 def check_batches(first: int, second: int) -> None:
-    """Checks that two factors whose i-th examples meet have as many."""
+    """Checks that two factors, whose i-th examples are multiplied, have equal batches."""
     if first != second:
         raise KernelInputError(
             f"examples that meet one by one need equal batches; got {first} and {second}: pass as "
@@ -240,7 +240,7 @@ def precision_of(dtype: torch.dtype) -> str:
     """The input precision of dots: "ieee" for half types, else what torch asks for.
 
     "highest", where torch does not allow tf32, is true fp32 accuracy; which of "ieee" and "tf32x3"
-    serves it is the tile table's choice.
+    serves it is for the tile table to choose.
     """
     if dtype != torch.float32:
         return "ieee"
@@ -298,7 +298,7 @@ def adjacent(axis: int, *operands: torch.Tensor) -> int:
         if operand.stride(axis) != 1:
             return 1
         numbers.append(operand.shape[axis])
-        # where there is one of something it lies at no offset
+        # an axis of size 1 adds no offset
         layout = enumerate(zip(operand.shape, operand.stride(), strict=True))
         numbers += [step for other, (size, step) in layout if other != axis and size > 1]
     return math.gcd(*numbers)

@@ -40,7 +40,7 @@ MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
 MAX_SPLITS = 16
 
-# a step asks the same for each of its layers, every time, while the device waits for launches
+# every layer of every step asks again, while the device waits for the launch
 cached = functools.lru_cache(maxsize=1024)
 
 # bytes of scratch memory for gradients that are formed a chunk of examples at a time
@@ -52,7 +52,7 @@ class TileConfig:
     """One kernel configuration.
 
     `rows` and `columns` are the tile held in registers, `inner` the length of one step of the
-    contraction; what they index is said by what chooses it.
+    contraction; the function that chooses the tile says what they index.
     """
 
     rows: int
@@ -63,30 +63,30 @@ class TileConfig:
     precision: str = "ieee"
 
     def __str__(self) -> str:
-        """As the table writes it; the precision is part of the table's key."""
+        """The tile as the table writes it; the precision is part of the table's key."""
         tile = f"{self.rows}x{self.columns}x{self.inner}"
         return f"{tile}w{self.num_warps}s{self.num_stages}"
 
     @functools.cached_property
     def options(self) -> dict[str, int]:
-        """What every launch with this tile is compiled for."""
+        """Triton's options of every launch with this tile."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     @functools.cached_property
     def of_gradients(self) -> dict[str, Any]:
-        """As `options`, of kernels that form tiles of matrices."""
+        """Constants and options of kernels that form tiles of gradients."""
         sizes = {"ROWS": self.rows, "COLUMNS": self.columns, "INNER": self.inner}
         return {"PRECISION": self.precision, **sizes, **self.options}
 
     @functools.cached_property
     def of_positions(self) -> dict[str, Any]:
-        """As `options`, of kernels that form square tiles of products of positions."""
+        """Constants and options of kernels that form square tiles of products of positions."""
         sizes = {"BLOCK": self.rows, "INNER": self.inner}
         return {"PRECISION": self.precision, **sizes, **self.options}
 
     @functools.cached_property
     def of_streams(self) -> dict[str, int]:
-        """As `options`, of kernels that multiply no matrices."""
+        """Constants and options of kernels that multiply no matrices."""
         return {"COLUMNS": self.columns, "INNER": self.inner, **self.options}
 
     def shared_bytes(self, itemsize: int) -> int:
@@ -99,7 +99,7 @@ class TileConfig:
 
 
 def cdiv(size: int, part: int) -> int:
-    """How many parts a size takes; triton's own takes as long as a small launch."""
+    """size / part, rounded up; triton's own function takes as long as a small launch."""
     return -(-size // part)
 
 
@@ -114,7 +114,7 @@ def family(architecture: int) -> int:
         return architecture
     if architecture == 103:
         return 100
-    # consumer parts after Ampere keep its warp-level matrix instructions, at less shared memory
+    # consumer GPUs after Ampere keep its warp-level matrix instructions, with less shared memory
     return 80
 
 
@@ -166,9 +166,9 @@ def choose(
 ) -> TileConfig:
     """The tile that covers a rows x columns area of each of several factors at least cost.
 
-    Cost is the area covered, padding included, over a tile's efficiency, taken as its size to the
-    power 0.3: twice the tile does the same work in four fifths of the time, by sharing operands.
-    Where there are fewer tiles than processors, those that have none cost as much as the others.
+    Cost is the area covered, padding included, over the tile's efficiency, which is taken to grow
+    as its size to the power 0.3: a tile of twice the size shares operands and needs four fifths of
+    the time. With fewer tiles than processors, an idle processor costs as much as a busy one.
 
     Args:
         operation: of the table, which says what rows, columns and the inner axis of a tile are.
@@ -192,8 +192,8 @@ def choose(
 
 
 def choose_row_splits(row_blocks: int, steps: int, architecture: int = 90) -> int:
-    """Into how many parts rows of `steps` steps are divided: four programs per processor at best,
-    and no part longer than eight steps, which is where a program stops hiding latency better."""
+    """Number of parts that rows of `steps` steps are divided into: enough for four programs per
+    processor, and for at most eight steps a part, beyond which programs hide no more latency."""
     wanted = cdiv(4 * MULTIPROCESSORS[family(architecture)], max(row_blocks, 1))
     return min(steps, max(wanted, cdiv(steps, 8)))
 
@@ -204,8 +204,9 @@ def choose_partition(
 ) -> tuple[int, int]:
     """(examples per program, parts per example) for a walk over examples of `blocks` blocks each.
 
-    A few programs per processor: whole examples where there are enough of them, else as many parts
-    of one as end soonest, for programs beyond what runs at once wait for a whole other round.
+    Aims at a few programs per processor. With enough examples a program takes whole ones. Fewer are
+    divided into the number of parts that finishes first, given that programs beyond those that run
+    at once wait for a whole further round.
     """
     wanted = per_processor * MULTIPROCESSORS[family(architecture)]
     if batch >= wanted:
@@ -229,8 +230,10 @@ def choose_weight_gradient(
     architecture: int = 90,
     aligned: bool = True,
 ) -> TileConfig:
-    """Rows are output features, columns input features, inner positions: the tile with which the
-    processors that take longest take least."""
+    """The tile with which the slowest processor finishes first.
+
+    Rows are output features, columns input features, inner positions.
+    """
     processors = MULTIPROCESSORS[family(architecture)]
 
     def cost(config: TileConfig) -> float:
@@ -238,7 +241,7 @@ def choose_weight_gradient(
         whole, splits = split_tiles(config, tiles, max(1, batch), architecture)
         at_once = programs_at_once(config, architecture)
         examples = cdiv(whole, at_once) * batch + (cdiv(batch, splits) if whole < tiles else 0)
-        # those that run at once share a processor
+        # programs that run at once share a processor
         sharing = cdiv(min(at_once, whole + (tiles - whole) * splits), processors)
         return examples * sharing * (config.rows * config.columns) ** 0.7
 
@@ -251,7 +254,7 @@ def tiles_of(config: TileConfig, rows: int, columns: int) -> int:
 
 
 def programs_at_once(config: TileConfig, architecture: int = 90) -> int:
-    """How many programs that keep two accumulators of a tile the whole device runs at once."""
+    """Number of programs, each with two accumulators of a tile, that the device runs at once."""
     each = max(1, min(8, 128 * 128 // (config.rows * config.columns)))
     return MULTIPROCESSORS[family(architecture)] * each
 
@@ -260,10 +263,10 @@ def programs_at_once(config: TileConfig, architecture: int = 90) -> int:
 def split_tiles(
     config: TileConfig, tiles: int, batch: int, architecture: int = 90
 ) -> tuple[int, int]:
-    """(tiles that one program walks through all examples, parts of the examples for the others).
+    """(tiles whose one program walks all examples, parts that the others' examples are split into).
 
-    Programs fill the device in whole rounds. Tiles that would leave most of it idle in the last
-    round are split, which costs an fp32 copy of a tile for each part, written and read once.
+    Programs run in rounds that fill the device. The tiles of a last, mostly empty round are split
+    over examples, which costs an fp32 copy of the tile for each part, written and read once.
     """
     programs = programs_at_once(config, architecture)
     left = tiles % programs
@@ -273,10 +276,10 @@ def split_tiles(
 
 @cached
 def choose_splits(tiles: int, batch: int, architecture: int = 90) -> int:
-    """Into how many ranges of examples a weight gradient of few tiles is split.
+    """Number of ranges of examples that a weight gradient of few tiles is split into.
 
-    The fewest splits that keep at least four fifths of the best reachable share of the machine
-    busy: every split costs one more fp32 copy of the gradient, written and read once.
+    Every split costs one more fp32 copy of the gradient, written and read once, so this is the
+    smallest number that keeps at least four fifths as much of the device busy as the best one.
     """
     processors = MULTIPROCESSORS[family(architecture)]
 

@@ -1,10 +1,10 @@
-"""Launches with little host overhead, and a cache of what is prepared for them.
+"""Launches with little host overhead, and a cache of the plans that precede them.
 
-At every launch Triton examines all arguments for what a kernel may be specialized for: dtypes,
-which addresses and numbers are multiples of 16, and which numbers are one. Here the result is
-cached for launches that agree in all of that and in every number, and the compiled kernel is
-started as Triton would start it. Triton's own launch is used if anything observes launches or
-changes how kernels are compiled: hooks, the interpreter, a kernel's stand-in.
+At every launch Triton examines all arguments for properties that it specializes kernels on: dtypes,
+which addresses and numbers are multiples of 16, and which numbers are one. Here the compiled kernel
+is cached for launches that agree in all of these and in every number, and is started as Triton
+would start it. Where something observes launches or changes how kernels are compiled (hooks, the
+interpreter, a kernel's stand-in), Triton's own launch is used.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ Options = ParamSpec("Options")
 Result = TypeVar("Result")
 Operands = tuple[torch.Tensor | None, ...]
 
-# Every step repeats the same launches for each of its layers. The cache is cleared when it holds
-# more layouts than this.
+# Layouts that a cache holds before it is cleared. Every step repeats the launches of every layer.
 REMEMBERED = 1024
 
-# What a key holds of an operand that is not there.
+# Stands in a key for an operand that is None.
 NOTHING = (None,)
 
 _driver, _runtime, _compilation = (
@@ -42,7 +41,7 @@ INSPECTS_STAGES = hasattr(_runtime, "add_stages_inspection_hook")
 
 
 class Launch:
-    """A launch of a kernel with everything but its tensors, which are its first arguments."""
+    """A launch of a kernel, complete but for its tensors, which are the first arguments."""
 
     __slots__ = ("compiled", "constants", "kernel", "numbers", "programs", "values")
 
@@ -51,7 +50,7 @@ class Launch:
         self.programs = check_programs(programs)
         self.numbers = numbers
         self.constants = constants
-        # by what tensors may differ in: where they are, their dtypes, and their alignment
+        # by device, dtypes and alignment of the tensors
         self.compiled: dict[tuple, tuple] = {}
         self.values: tuple | None = None
         if type(kernel) is JITFunction:
@@ -69,7 +68,7 @@ class Launch:
         if values is None or _watched(self.kernel):
             self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants)
             return
-        # one of the tensors says which device it is: to ask PyTorch takes longer
+        # read the device off a tensor: asking PyTorch takes longer
         device: Any = None
         pointers, marks = [*tensors], [*tensors]
         for place, tensor in enumerate(tensors):
@@ -100,12 +99,12 @@ class Launch:
         if complete and isinstance(compiled, CompiledKernel):
             if all(hasattr(compiled, part) for part in parts):
                 started = [getattr(compiled, part) for part in parts]
-                # with the kernel itself, which is unloaded when nobody has it
+                # keep the kernel itself: it is unloaded when its last reference is gone
                 self.compiled[known] = *started, _driver.active.get_current_stream, compiled
 
 
 def _mark(descriptor: Any) -> tuple:
-    """Everything about a tensor descriptor that a kernel may be specialized for."""
+    """Everything about a tensor descriptor that Triton may specialize a kernel on."""
     base = descriptor.base
     return (
         base.dtype, base.data_ptr() % 16, *descriptor.shape, *descriptor.strides,
@@ -150,12 +149,12 @@ def launch_kernel(kernel: Any, programs: int, *arguments: Any, **constants: Any)
 
 
 def launch_of(kernel: Any, programs: int, *numbers: float, **constants: Any) -> Launch:
-    """The launch of a kernel, one object for all calls that are equal in everything but tensors.
+    """The launch of a kernel: one object for all calls that are equal in everything but tensors.
 
-    Where no plan is remembered, as of packed examples, whose bounds are values, what was compiled
-    for an earlier call is found by it. So nothing else makes a `Launch`.
+    Nothing else makes a `Launch`. So calls without a remembered plan (packed examples, whose bounds
+    are values) still find the kernel that an earlier call compiled.
     """
-    # one and true and 1.0 are equal, and not the same to a compiler
+    # 1, True and 1.0 are equal in Python, but not to a compiler
     key = (id(kernel), programs, numbers, (*map(type, numbers),), (*constants.items(),))
     found = _launches.get(key)
     if found is None:
@@ -167,11 +166,11 @@ def launch_of(kernel: Any, programs: int, *numbers: float, **constants: Any) -> 
 def remembered(
     prepare: Callable[Concatenate[Any, Operands, Options], Result],
 ) -> Callable[Concatenate[Any, Operands, Options], Result]:
-    """Remember what is prepared for a kernel, operands and options.
+    """Cache a function that prepares a kernel's launches for operands and options.
 
-    Of operands nothing may count but shape, strides, dtype, device and whether the address is a
-    multiple of 16. Nothing is remembered where an option is a tensor, whose values count, or where
-    the kernel is none of Triton's.
+    It may depend on the operands only through shape, strides, dtype, device and whether the address
+    is a multiple of 16. Calls with a tensor among the options, whose values count, or with a
+    stand-in for the kernel are not cached.
     """
     found: dict[tuple, tuple[Any, Result]] = {}
 
@@ -197,7 +196,7 @@ def remembered(
             return found[known][1]
         except KeyError:
             pass
-        # with the kernel, whose id no other can have while it is here
+        # keep the kernel: while it lives, no other has its id
         found_now = kernel, prepare(kernel, operands, *options, **named)
         _store(found, known, found_now)
         return found_now[1]

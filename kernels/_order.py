@@ -1,6 +1,6 @@
-"""Rows of looked-up ids in the order of their ids, so that equal ids of an example stand in a run.
+"""Looked-up rows in the order of their ids, so that equal ids of an example form a run.
 
-Ids are ranked by comparing all of one example on chip; those of long examples are sorted.
+The ids of one example are ranked on chip, each against all others; long examples are sorted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._tile import segment
 
 BLOCK = 16  # ids that one program ranks
-COMPARED = 128  # ids that they are compared with at once
+COMPARED = 128  # ids that these are compared with at once
 
 
 @triton.jit(do_not_specialize=["positions", "total_rows", "blocks"])
@@ -33,8 +33,7 @@ def order_kernel(
     BLOCK: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """The slots of some rows of one example: as many come before as ids are less, or equal and
-    earlier."""
+    """The slots of some rows of one example: how many ids are less, or equal and earlier."""
     index = tl.program_id(0)
     example = index // blocks
     position = (index - example * blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -44,7 +43,7 @@ def order_kernel(
     row = first_row + tl.cast(position, tl.int64)
     own = tl.load(ids_ptr + example * stride_ib + row * stride_it, mask=inside, other=0)
 
-    # lanes are summed once at the end: a reduction inside the loop would stall every load
+    # sum over lanes once, at the end: a reduction inside the loop would stall every load
     less = tl.zeros((BLOCK, COMPARED), tl.int32)
     equal = tl.zeros((BLOCK, COMPARED), tl.int32)
     begins = (index % blocks) * BLOCK
@@ -77,8 +76,8 @@ def places(
 ) -> torch.Tensor:
     """Where the rows of g stand in the order of their examples and ids, int64 (2, N).
 
-    Of each slot: the offset of its row in units of `unit` elements, and the first slot of its run
-    of equal ids; -1 for packed rows of no example.
+    For each slot: the offset of its row in units of `unit` elements, and the first slot of its run
+    of equal ids; -1 for packed rows outside every segment.
     """
     rows = segments.total_rows
     if segments.positions > longest_compared:

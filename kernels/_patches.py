@@ -1,7 +1,7 @@
-"""Image patches addressed where they are needed: geometry on the host, tiles on the device.
+"""Image patches, addressed in place: geometry on the host, tiles on the device.
 
-Everything is lifted to three spatial axes. The columns of a patch are its taps, and within a tap
-the channels, so that a tile of columns reads adjacent channels under one tap.
+All convolutions are lifted to three spatial axes. The columns of a patch are ordered by tap, then
+by channel, so that a tile of columns reads adjacent channels under one tap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradstats.kernels import _check
 from gradstats.kernels._arranged import Arranged, channels_last, flat, flat_channels_last
 from gradstats.kernels._tile import dot
 
-# Channels up to which groups stand side by side in one tile.
+# Channels up to which several groups share one tile.
 SIDE_BY_SIDE = 64
 
 
@@ -85,7 +85,7 @@ def patch_tile(
         + tl.cast(h, tl.int64) * stride_xh
         + tl.cast(w, tl.int64) * stride_xw
     )
-    # Positions are the last axis: where channels come first the compiler cannot see that positions
+    # Positions are the last axis: where channels come first, the compiler cannot see that positions
     # are adjacent, and lets lanes run along the last axis.
     offsets = rows[None, :] + columns[:, None]
     return tl.load(base + offsets, mask=mask, other=0.0).T
@@ -124,7 +124,7 @@ def patch_products(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
-    OWN: tl.constexpr = False,  # both are one: what is read is read once
+    OWN: tl.constexpr = False,  # both factors are one, and are read once
 ):
     """[ROWS, COLUMNS] inner products of patches of the first factor with patches of the second."""
     TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
@@ -164,7 +164,7 @@ def weight_tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """How many tiles the weight of one group has."""
+    """Number of tiles of the weight of one group."""
     if ONE_TAP:
         return tl.cdiv(outputs, ROWS) * tl.cdiv(channels, COLUMNS) * TAPS
     else:
@@ -173,7 +173,7 @@ def weight_tiles(
 
 @triton.jit
 def weight_tile(
-    index,  # which tile of the weight
+    index,  # of the tile within the weight
     channels,
     outputs,
     TAPS: tl.constexpr,
@@ -223,7 +223,7 @@ class Convolution:
         out: sizes of the three axes of positions.
         groups: how channels divide.
         kernel: sizes of the kernel's own axes, as the caller gave them.
-        blocks: how many groups of the layer stand side by side in each of ``groups``.
+        blocks: number of the layer's groups that are put side by side in each of ``groups``.
     """
 
     x: torch.Tensor
@@ -258,9 +258,9 @@ class Convolution:
 
     @property
     def one_tap(self) -> bool:
-        """Whether tiles of columns are channels of one tap.
+        """Whether a tile of columns holds channels of one tap.
 
-        Few channels would leave most of such a tile empty: then it runs over the taps too.
+        With few channels such a tile would be mostly empty, so it runs over taps too.
         """
         return self.channels >= 16
 
@@ -281,12 +281,12 @@ class Convolution:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of x, then of g."""
+        """Strides of x, then of g."""
         return *self.x.stride(), *self.g.stride()
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the three axes of x, of the last two of positions, and the number of positions."""
+        """Sizes of the three axes of x and the last two of positions; number of positions."""
         return *self.x.shape[2:], *self.out[1:], self.positions
 
     @property
@@ -295,10 +295,9 @@ class Convolution:
         return self.channels, self.outputs, self.groups
 
     def arranged(self) -> Convolution:
-        """The same with channels adjacent, copied where the kernels gain more than that costs.
+        """The same with channels adjacent, copied where the kernels gain more than the copy costs.
 
-        Where channels come first no whole vectors can be read of patches. They can of channels that
-        come last, if they are a multiple of 16.
+        Patches can be read in whole vectors only along adjacent channels, in multiples of 16.
         """
         if self.x.shape[1] % 16 or not (self.widened().one_tap or self.channels == 1):
             return self
@@ -310,7 +309,7 @@ class Convolution:
         operands: tuple[torch.Tensor, torch.Tensor],
         compute: Callable[[torch.Tensor, torch.Tensor], Any],
     ) -> Arranged:
-        """What computes this of operands that lie as those of which it was arranged."""
+        """Prepare a computation on this for all operands of the layout it was arranged from."""
         x, g = operands
         copy_x = None if self.x.data_ptr() == x.data_ptr() else channels_last
         copy_g = None
@@ -319,10 +318,10 @@ class Convolution:
         return Arranged(copy_x, copy_g, compute)
 
     def widened(self) -> Convolution:
-        """The same with narrow groups side by side, as many as fill a tile of one tap.
+        """The same with narrow groups put side by side, as many as fill a tile of one tap.
 
-        Of such a tile only the blocks on its diagonal are gradients. Computing the others too costs
-        less than reading few channels at a time.
+        Only the blocks on such a tile's diagonal are gradients. Computing the others too costs less
+        than reading few channels at a time.
         """
         if self.groups == 1 or self.channels <= 1:  # depthwise layers have kernels of their own
             return self
@@ -332,7 +331,7 @@ class Convolution:
         return wide if wide.one_tap else self
 
     def select(self, groups: slice, rows: slice) -> Convolution:
-        """The part of the weight of some whole groups, or of some rows of a single group."""
+        """The part of the weight of some whole groups, or of some rows of one group."""
         x = self.x.unflatten(1, (self.groups, self.channels))[:, groups]
         g = self.g.unflatten(1, (self.groups, self.outputs))[:, groups, rows]
         count = x.shape[1]

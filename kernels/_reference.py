@@ -1,7 +1,7 @@
 """The operators in plain torch: linear layers, convolutions, embeddings.
 
-Gradients are formed for one example after the other, in fp64. What there is of each example comes
-from `IMPLEMENTATIONS` in fp64 too, all else in the precision of the operands. Nothing needs triton.
+Gradients are formed in fp64, one example at a time. `IMPLEMENTATIONS` returns per-example results
+in fp64, all others in the precision of the operands. Nothing here needs triton.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Call = Mapping[str, Any]
 
 
 def result_dtype(operand: Tensor) -> torch.dtype:
-    """What operators return for operands of this dtype, except what is one number an example."""
+    """Dtype of an operator's results, except of those with one number per example."""
     return torch.float64 if operand.dtype == torch.float64 else torch.float32
 
 
@@ -70,7 +70,7 @@ def convolution_gradients(x: Tensor, g: Tensor, *layer: Any) -> Iterator[Tensor]
 
 
 def _alone(operand: Tensor) -> tuple[Tensor, ...]:
-    """The examples as batches of one, fp64; `split` would make one of none at all."""
+    """The examples as batches of one, fp64; of no examples, `split` would make one."""
     return operand.double().unsqueeze(1).unbind(0)
 
 
@@ -83,7 +83,7 @@ def _convolution(call: Call, side: str = "") -> Iterator[Tensor]:
 
 
 def _images(call: Call, side: str = "") -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each example, patches (groups, C / groups * taps, T) and g (groups, O / groups, T)."""
+    """Patches (groups, C / groups * taps, T) and g (groups, O / groups, T) of each example."""
     *geometry, groups = _layer(call)
     for x, g in zip(_alone(call["x" + side]), _alone(call["g" + side]), strict=True):
         outputs = g.flatten(2).unflatten(1, (groups, g.shape[1] // groups))[0]
@@ -134,7 +134,7 @@ def _both_tables(call: Call) -> tuple[Iterator[Tensor], Iterator[Tensor]]:
 
 
 def stacked(values: Iterable[Tensor], *shape: int) -> Tensor:
-    """What each example has of a shape, (B, *shape)."""
+    """Results of one shape, one for each example, as one tensor (B, *shape)."""
     found = list(values)
     return torch.stack(found) if found else torch.zeros((0, *shape), dtype=torch.float64)
 
@@ -173,7 +173,7 @@ def _inner_gram(
 
 
 def _gram(terms: Iterable[Tensor], direct: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """What a Gram form returns, of terms (groups, T, T) and of the direct form's results (B,)."""
+    """Results of a Gram form, from terms (groups, T, T) and the direct form's results (B,)."""
     sums = stacked(
         (
             torch.stack((each.sum(), each.abs().sum(), each.diagonal().sqrt().sum()))

@@ -32,7 +32,7 @@ def _of_groups(blocks: Tensor, x: Tensor) -> Tensor:
 
 
 def _x_hat(call: Call) -> Tensor:
-    """What gradients are multiplied by: the input, normalised as the layer does it."""
+    """The factor of the gradients: the input, normalised as the layer does it."""
     x = (call["g"] if call["x"] is None else call["x"]).double()
     if "eps" not in call:
         normalised = call.get("rstd") is not None
@@ -55,7 +55,7 @@ def _input_gradient(call: Call) -> Tensor:
 
 
 def _norm_gradient(x: Tensor, weighted: Tensor, eps: float, rms: bool) -> Tensor:
-    """The input gradient of rows that are normalised, given the weighted output gradient."""
+    """The input gradient of normalised rows, given the weighted output gradient."""
     x_hat = _normalised(x, eps, rms)
     gradient = weighted - x_hat * (weighted * x_hat).mean(-1, keepdim=True)
     if not rms:
@@ -95,7 +95,7 @@ def _direction(call: Call) -> Tensor:
 
 
 def _backward(call: Call) -> tuple[Tensor, ...]:
-    """The whole backward of a layer; what is not wanted is empty."""
+    """The whole backward of a layer; results that are not wanted are empty."""
     like = call["g"] if call["x"] is None else call["x"]
     gradient, bounds = _input_gradient(call), call.get("cu_seqlens")
     if bounds is not None:

@@ -1,9 +1,9 @@
-"""What launchers return.
+"""Results of launchers.
 
-What belongs to an example is fp64, as it is added up: to round it would be one more operation for
-each layer, as long as many a small kernel. Parts of it are fp64 in memory too, where they are few:
-torch would copy others before it adds them up. Small results that were found together share memory;
-for operators they part (`_calls.py`).
+Per-example results stay fp64, the precision in which they are summed: rounding them would take one
+more operation per layer, as long as many a small kernel. Their partial sums are fp64 in memory too
+where they are few, because torch would copy others before it sums them. Small results of one launch
+share memory; operators copy them apart (`_calls.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def added_pairs(partial: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(ragged: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes the gradient of an input, in its layout."""
-    # rows that belong to no example are written by no program
+    """The function that allocates the gradient of an input, in its layout."""
+    # no program writes rows outside every segment
     return torch.zeros_like if ragged else torch.empty_like
 
 
 def nothing(device: torch.device, *dtypes: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """What is returned for results that are not wanted: one element-less tensor of each dtype."""
+    """An empty tensor of each dtype, for results that are not wanted."""
     return tuple(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Sums of what kernels leave for every row over the rows of each example."""
+"""Sums of per-row results over the rows of each example."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sum_rows(partial: torch.Tensor, segments: _check.Segments) -> torch.Tensor:
 
 
 def nan_where_bounds_decrease(sums: torch.Tensor, segments: _check.Segments) -> torch.Tensor:
-    """The sums; all NaN where bounds decrease, so that rows of any example may have gone astray."""
+    """The sums; all NaN if bounds decrease, as rows of any example may then count for another."""
     if segments.cu_seqlens is None:
         return sums
     return torch.where((segments.cu_seqlens.diff() < 0).any(), float("nan"), sums)

@@ -1,7 +1,7 @@
 """Runs: the rows of one id in one example, and their sums, in the order of tiles of examples.
 
-Where examples meet in tiles, what a tile has of each id has to be found. So rows are sorted by
-(tile, id, example): one 64-bit key, whose lowest bits are the example within its tile.
+A tile of examples looks up its rows by id. So rows are sorted by (tile, id, example): one 64-bit
+key, whose lowest bits are the example within its tile.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gradstats.kernels._tile import load_rows, segment
 EXAMPLE_BITS = tl.constexpr(4)
 EXAMPLES = tl.constexpr(16)  # of a tile
 ID_BITS = tl.constexpr(40)
-NOBODY = tl.constexpr(2**62)  # key of packed rows of no example, after all others
-BLOCK = 256  # rows that one program gives keys
+NOBODY = tl.constexpr(2**62)  # key of packed rows outside every segment, after all others
+BLOCK = 256  # rows whose keys one program computes
 
 
 @triton.jit(do_not_specialize=["positions", "total_rows", "blocks"])
@@ -39,7 +39,7 @@ def run_keys_kernel(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The keys of some rows of one example, and where these rows are."""
+    """The keys and the offsets of some rows of one example."""
     index = tl.program_id(0)
     example = index // blocks
     position = (index - example * blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -63,8 +63,8 @@ def run_keys_kernel(
 def run_sums_kernel(
     g_ptr,
     sorted_ptr,  # int64 (N,): keys in ascending order
-    offsets_ptr,  # int64 (N,): where the rows are, in that order
-    runs_ptr,  # int64 (N - 1,): the run of each slot but the first
+    offsets_ptr,  # int64 (N,): offsets of the rows, in that order
+    runs_ptr,  # int64 (N - 1,): the run of each slot after the first
     keys_ptr,  # int64 (N,), by runs
     sums_ptr,  # fp32 (N, width), by runs
     stride_gd,
@@ -87,7 +87,7 @@ def run_sums_kernel(
         run = tl.load(runs_ptr + slot - 1, mask=slot > 0, other=0)
         within = tl.cast(tile * COLUMNS + tl.arange(0, COLUMNS), tl.int64)
         columns = start + within
-        # most runs are of one row
+        # most runs have one row
         offset = tl.load(offsets_ptr + slot) * UNIT
         sums = tl.load(g_ptr + offset + columns * stride_gd, mask=columns < end, other=0.0)
         sums = sums.to(tl.float32)
@@ -114,7 +114,7 @@ def keys_below(
     size,
     top,  # a power of two, at least half of size + 1
 ):
-    """How many of those in memory are less than each of `keys`."""
+    """Number of the keys in memory that are less than each of `keys`."""
     count = keys * 0
     step = top
     while step > 0:
@@ -134,7 +134,7 @@ class SortedRows:
         keys: (N,) in ascending order.
         offsets: (N,) of the rows in that order, in units of `unit` elements.
         unit: 16 where rows are aligned.
-        runs: (N - 1,) the run of each slot but the first, which has run 0.
+        runs: (N - 1,) the run of each slot after the first, which is of run 0.
     """
 
     g: torch.Tensor
@@ -146,12 +146,12 @@ class SortedRows:
 
     @property
     def count(self) -> int:
-        """How many rows there are, and at most how many runs."""
+        """Number of rows, which is the largest possible number of runs."""
         return self.segments.total_rows
 
     @property
     def top(self) -> int:
-        """Of the search among the keys of runs."""
+        """First step of the search among the keys of runs, a power of two."""
         return 1 << max(0, self.count.bit_length() - 1)
 
     def sums(
@@ -159,7 +159,7 @@ class SortedRows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, sums): int64 (N,) and fp32 (N, width) of each run, over features from `start`.
 
-        Runs take the first places in the order of their keys; NOBODY stands in the others.
+        Runs take the first places, in the order of their keys; the other keys are NOBODY.
         """
         config = config or _streaming.choose_run_sums(width, self.segments.positions)
         device = self.g.device
@@ -191,7 +191,7 @@ class SortedRows:
 
 
 def sort_rows(ids: torch.Tensor, g: torch.Tensor, segments: _check.Segments) -> SortedRows:
-    """Sorts the rows of one factor, without a wait for the device."""
+    """Sorts the rows of one factor, without waiting for the device."""
     rows = segments.total_rows
     unit = 16 if _check.is_aligned(g) else 1
     keys, offsets = (torch.empty(rows, dtype=torch.int64, device=g.device) for _ in range(2))
@@ -216,7 +216,7 @@ def sort_rows(ids: torch.Tensor, g: torch.Tensor, segments: _check.Segments) -> 
             BLOCK=BLOCK,
             num_warps=4,
         )
-    # stable, as rows of one run are added up in the order that they stand in
+    # stable: rows of a run are added in their order
     keys, order = torch.sort(keys, stable=True)
     runs = torch.cumsum(keys[1:] != keys[:-1], 0)
     return SortedRows(g, segments, keys, offsets[order], unit, runs)

@@ -1,8 +1,8 @@
-"""Tiles of kernels that read once and multiply no matrices.
+"""Tiles of kernels that read their operands once and multiply no matrices.
 
-Nothing of them spills or shares memory, so the same serve all architectures and alignments; they
-are set here by hand, while those of matrix products are tuned (`_table.py`). Among an operation's
-tiles the shape picks one.
+These kernels neither spill nor use shared memory, so the same tiles serve all architectures and
+alignments. They are set here by hand; those of matrix products are tuned (`_table.py`). The shape
+picks one of an operation's tiles.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TILES = {
     "depthwise_lines": "4x32x32w4s1 4x32x8w1s1",
 }
 
-LONG = 4096  # positions of examples in which runs are long
+LONG = 4096  # positions from which on runs of equal ids are long
 
 
-MANY_CHANNELS = 16  # of a group, from which on it is walked over
+MANY_CHANNELS = 16  # of a group, from which on it is walked in tiles
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def tiles(operation: str) -> tuple[TileConfig, ...]:
 def _more_than_half_filled(
     operation: str, size: int, axis: Literal["columns", "inner"] = "columns"
 ) -> TileConfig:
-    """The first tile more than half of which holds something along an axis, else the last."""
+    """The first tile that is more than half full along an axis, else the last."""
     configs = tiles(operation)
     return next((each for each in configs if 2 * size > getattr(each, axis)), configs[-1])
 
@@ -77,11 +77,10 @@ def choose_layer_norm(features: int) -> TileConfig:
 def choose_group_norm(features: int, positions: int, vectors: bool) -> TileConfig:
     """Columns are the channels of one group, inner positions, rows unused (1).
 
-    The smallest tile that holds a whole group, else one that is walked over it, smaller where
-    threads cannot add what they load as one vector and keep all of it. Of many channels a third of
-    the group: to bring the threads' sums together costs more the more of them there are, and more
-    than to read again. A tile has one number of elements in the table, and here the shape of the
-    group.
+    The smallest tile that holds a whole group. Longer groups are walked in tiles, smaller ones if
+    threads cannot load vectors, whose elements they would add up, and must keep every element. With
+    many channels a tile is a third of the group: combining the threads' sums then costs more than
+    reading the group again. The table gives the number of elements; the group gives the shape.
     """
     columns, inner = (1 << max(size - 1, 0).bit_length() for size in (features, positions))
     held = (each for each in tiles("group_norm")[::-1] if columns * inner <= each.inner)
@@ -94,8 +93,11 @@ def choose_group_norm(features: int, positions: int, vectors: bool) -> TileConfi
 
 
 def choose_scale(positions: int, features: int, positions_adjacent: bool = False) -> TileConfig:
-    """Columns are features, inner positions, rows unused (1); the axis that is adjacent in memory
-    is the long one, and the only one where there is one position."""
+    """Columns are features, inner positions, rows unused (1).
+
+    Tiles are longest along the axis that is adjacent in memory; with one position they have no
+    other.
+    """
     if positions == 1:
         return _more_than_half_filled("scale_one_position", features)
     if positions_adjacent:
@@ -109,21 +111,23 @@ def choose_rows(features: int) -> TileConfig:
 
 
 def choose_runs(features: int) -> TileConfig:
-    """Columns are features, inner the rows that one program adds up, which its one warp holds in
-    registers, rows unused (1)."""
+    """Columns are features, inner the rows that a program adds up, which its one warp keeps in
+    registers; rows unused (1)."""
     return _more_than_half_filled("runs", features)
 
 
 def choose_run_sums(features: int, positions: int) -> TileConfig:
-    """Columns are features, inner rows of one run that are read at once: most runs are of one row,
-    but the more the longer examples are; rows unused (1)."""
+    """Columns are features, inner rows of a run read at once; rows unused (1).
+
+    Most runs have one row; in longer examples they have more.
+    """
     operation = "long_run_sums" if positions > LONG else "run_sums"
     return _more_than_half_filled(operation, features)
 
 
 def choose_rows_pairs(features: int) -> TileConfig:
-    """Rows are sums of the second factor that one of the first meets at once, columns features,
-    inner ids that are looked up at once."""
+    """Rows are sums of the second factor multiplied at once with one of the first, columns
+    features, inner ids looked up at once."""
     return _more_than_half_filled("rows_pairs", features)
 
 
@@ -134,10 +138,10 @@ def choose_depthwise(positions: int, channels_adjacent: bool = False) -> TileCon
 
 
 def choose_depthwise_lines(positions: int) -> TileConfig:
-    """As `choose_depthwise`, of blocks of lines.
+    """As `choose_depthwise`, for blocks of lines.
 
-    Both operands come to each lane as it multiplies them, without shared memory: 8 channels of one
-    position, of which a warp holds 4 by 8, and other warps other positions.
+    Each lane loads the operands that it multiplies, without shared memory: 8 channels of one
+    position. A warp has 4 such blocks of channels at 8 positions; other warps have other positions.
     """
     several, one = tiles("depthwise_lines")
     return several if positions > 128 else one

@@ -40,10 +40,10 @@ def load_tile(
 
 @triton.jit
 def multiple(number, RUN: tl.constexpr):
-    """A multiple of RUN, with word of that for the compiler.
+    """The number, which is a multiple of RUN, with a hint of that to the compiler.
 
-    Sizes that differ from layer to layer are no part of a kernel: without word nothing that they
-    bound is read in vectors.
+    Kernels are not specialized on sizes that differ from layer to layer. Without the hint, loads
+    that such a size bounds are not vectorised.
     """
     return number // RUN * RUN
 
@@ -75,9 +75,9 @@ def segment(
 ):
     """(first row, length, poison) of one example.
 
-    `poison` is 0, or NaN where the bounds are out of range, decreasing, or longer than the launch
-    provided for. Such an example reads no rows, and the caller adds `poison` to what it writes, so
-    that bounds which only the device knows can never turn into a plausible number.
+    `poison` is 0, or NaN where the bounds are out of range, decrease, or span more than the launch
+    allows for. Such an example reads no rows, and the caller adds `poison` to all that it writes,
+    so that wrong bounds, which only the device knows, never yield a plausible number.
     """
     if RAGGED:
         start = tl.load(cu_seqlens_ptr + example)

@@ -73,7 +73,7 @@ def convolution_gradient(
 
 @triton.jit
 def in_one_group(rows, column, channels, outputs, BLOCKS: tl.constexpr):
-    """[ROWS, COLUMNS]: whether both channels are of the same of the BLOCKS groups side by side."""
+    """[ROWS, COLUMNS]: whether two channels are of one group, of BLOCKS groups side by side."""
     return (rows // (outputs // BLOCKS))[:, None] == (column // (channels // BLOCKS))[None, :]
 
 
@@ -113,13 +113,13 @@ def convolution_kernel(
     MODE: tl.constexpr,
     WINDOW: tl.constexpr,
     ONE_TAP: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of the layer's groups stand side by side in one
+    BLOCKS: tl.constexpr,  # of the layer's groups side by side in one
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Of one tile of one example's weight gradient: its squares, its products, or itself."""
+    """One tile of one example's weight gradient: its squares, its products, or the tile itself."""
     TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
     index = tl.program_id(0)
     tiles = groups * weight_tiles(channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS)
@@ -206,7 +206,7 @@ def convolution_sqnorm(
 
 
 def prepare(x: torch.Tensor, g: torch.Tensor, geometry: tuple) -> Arranged:
-    """What `convolution_sqnorm` does, for operands that lie as these do."""
+    """What `convolution_sqnorm` does, for operands of the same layout."""
     precision = _check.precision_of(x.dtype)
     return _plan_squares(convolution_kernel, (x, g), geometry, precision, None)
 
@@ -276,9 +276,9 @@ def check_two_convolutions(
     g2: torch.Tensor,
     *layer: Sequence[int] | int,
 ) -> tuple[Convolution, Convolution]:
-    """Checks two factors as `check_convolution` does each, and that they are of one weight.
+    """Checks two factors, each as `check_convolution` does, and that their weights have one shape.
 
-    Both come back as `Convolution.arranged` has them.
+    Returns both as `Convolution.arranged` does.
     """
     first, second = check_convolution(x1, g1, *layer), check_convolution(x2, g2, *layer)
     _check.check_tensors(first.x, second.x)
@@ -334,7 +334,7 @@ def _plan_squares(
     kernel: Any,
     operands: tuple[torch.Tensor, torch.Tensor],
     geometry: tuple,
-    _precision: str,  # told apart in what is remembered
+    _precision: str,  # part of the cache's key
     config: _config.TileConfig | None,
 ) -> Arranged:
     layer = check_convolution(*operands, *geometry).arranged()

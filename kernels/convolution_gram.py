@@ -68,7 +68,7 @@ def convolution_gram_kernel(
 
     size = 0.0
     if row_tile == column_tile:
-        # of few positions all tiles are such, and what is read decides
+        # with few positions all tiles are on the diagonal, and reading them takes the time
         products = patch_products(
             x_base, rows, positions, stride_xc, stride_xd, stride_xh, stride_xw,
             depth, height, width, out_height, out_width,
@@ -142,7 +142,7 @@ def convolution_recompute_kernel(
     tolerance,
     WINDOW: tl.constexpr,
     ONE_TAP: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of the layer's groups stand side by side in one
+    BLOCKS: tl.constexpr,  # of the layer's groups side by side in one
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -162,7 +162,7 @@ def convolution_recompute_kernel(
         x_base = x_ptr + tl.cast(example, tl.int64) * stride_xb
         g_base = g_ptr + tl.cast(example, tl.int64) * stride_gb
         squares = first_square(example, batch, groups, pairs, parts)
-        # what is the same of all tiles is computed for each: registers are what there is least of
+        # recompute for each tile what all have in common: registers are the scarcest resource
         for part in tl.range(first_part, parts, programs, disable_licm=True):
             group, first_row, tap, first_column = weight_tile(
                 part, channels, outputs, TAPS, ONE_TAP, ROWS, COLUMNS
@@ -226,7 +226,7 @@ def convolution_gram_sqnorm(
 def prepare(
     x: torch.Tensor, g: torch.Tensor, geometry: tuple, rounding: tuple[float, float, float, float]
 ) -> Arranged:
-    """What `convolution_gram_sqnorm` does, for operands that lie as these do."""
+    """What `convolution_gram_sqnorm` does, for operands of the same layout."""
     precision = _check.precision_of(x.dtype)
     return _plan(convolution_gram_kernel, (x, g), geometry, precision, *rounding, None, None)
 
@@ -236,7 +236,7 @@ def _plan(
     kernel: Any,
     operands: tuple[torch.Tensor, torch.Tensor],
     geometry: tuple,
-    _precision: str,  # told apart in what is remembered
+    _precision: str,  # part of the cache's key
     adding: float,
     products: float,
     cut_off: float,

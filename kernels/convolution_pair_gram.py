@@ -20,7 +20,7 @@ from gradstats.kernels.pairwise import cross_tile, store_pairs
 def packed_positions(
     first, batch, block, positions, EXAMPLES: tl.constexpr, POSITIONS: tl.constexpr
 ):
-    """(example, position) that each tile row stands for; `positions` where there is none."""
+    """(example, position) of each row of the tile; position is `positions` for rows of neither."""
     lane = tl.arange(0, EXAMPLES * POSITIONS)
     example = first + lane // POSITIONS
     position = block * POSITIONS + lane % POSITIONS
@@ -71,7 +71,7 @@ def convolution_pair_gram_kernel(
     blocks1,  # of POSITIONS1 positions
     blocks2,
     column_tiles,
-    ALL_PAIRS: tl.constexpr,  # else the i-th example meets the i-th, one pair to a tile
+    ALL_PAIRS: tl.constexpr,  # else the i-th example with the i-th, one pair to a tile
     WINDOW: tl.constexpr,
     ONE_TAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -213,10 +213,10 @@ def pairwise_convolution_gram(
 
 
 def largest_tile(first: Convolution, second: Convolution) -> int:
-    """Rows, columns and length of a step that leave registers for the addresses of both sides.
+    """Largest rows, columns and step that leave registers for the addresses of both sides.
 
-    They are few where operands are half as wide, whole vectors of them are copied, and no tile of
-    columns has several taps.
+    Addresses take few registers if operands have half precision, are read in whole vectors, and no
+    tile of columns holds several taps.
     """
     aligned = first.aligned and second.aligned
     return 64 if first.x.element_size() == 2 and aligned and first.one_tap else 32

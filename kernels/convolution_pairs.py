@@ -26,7 +26,7 @@ def pairwise_convolution(
     """Inner products of all pairs of per-example weight gradients, chunk by chunk of the weight.
 
     K[i, j] = sum over chunks c of <G1_i[c], G2_j[c]>: the per-example gradients of some output
-    channels are formed in fp32, multiplied over examples, and overwritten by the next ones'.
+    channels are formed in fp32, multiplied over examples, and overwritten by those of the next.
 
     Args, raises: as `convolution.convolution_sqnorm`, for two factors of one layer, and
         workspace: bytes for the chunks of both factors; a chunk is at least one output channel.

@@ -45,7 +45,7 @@ def convolution_weight_gradient_sqnorm(
 
 
 def prepare(x: torch.Tensor, g: torch.Tensor, geometry: tuple) -> Arranged:
-    """What `convolution_weight_gradient_sqnorm` does, for operands that lie as these do."""
+    """What `convolution_weight_gradient_sqnorm` does, for operands of the same layout."""
     return _plan(depthwise.depthwise_kernel, (x, g), geometry, None, None, None)
 
 

@@ -1,4 +1,4 @@
-"""Depthwise convolutions: one input channel in each group, so that nothing is a matrix product.
+"""Depthwise convolutions: one input channel in each group, so there are no matrix products.
 
 G_i[o, tap] = sum_t g_i[o, t] x_i[channel of o, position t under the tap]. The kernels stream.
 """
@@ -50,7 +50,7 @@ def depthwise_gradient(
     tap_h = (tap // WINDOW[2] % WINDOW[1] * WINDOW[10] - WINDOW[7])[:, None]
     tap_w = (tap % WINDOW[2] * WINDOW[11] - WINDOW[8])[:, None]
 
-    # lanes are summed once at the end: a reduction inside the loop would stall every load
+    # sum over lanes once, at the end: a reduction inside the loop would stall every load
     sums = tl.zeros((TAPS, CHANNELS, INNER), tl.float32)
     for start in range(0, positions, INNER):
         position = start + tl.arange(0, INNER)
@@ -108,8 +108,8 @@ def depthwise_gradient_by_lines(
 ):
     """As `depthwise_gradient`, in blocks of LINES lines of an image.
 
-    Whole vectors of channels are read, so that few products share an address: what can be of it is
-    computed once, and no position is divided into axes.
+    Channels are read in whole vectors, so that few products share an address. So its parts are
+    computed once where possible, and positions need not be divided into axes.
     """
     LINES: tl.constexpr = INNER // ACROSS
     inside_rows = (row < rows)[:, None]
@@ -219,7 +219,7 @@ def depthwise_kernel(
     INNER: tl.constexpr,
     ACROSS: tl.constexpr,  # positions of one line in a block, 0 for blocks of any positions
 ):
-    """One tile of a range of examples' weight gradients: squares, products, sums, or all of it."""
+    """One tile of the weight gradients of some examples: squares, products, sums, or the tiles."""
     ALL_TAPS: tl.constexpr = WINDOW[0] * WINDOW[1] * WINDOW[2]
     TAP_TILES: tl.constexpr = (ALL_TAPS + TAPS - 1) // TAPS
     index = tl.program_id(0)
@@ -265,7 +265,7 @@ def depthwise_kernel(
 
 
 def across(height: int, width: int, inner: int) -> int:
-    """How many positions of one line a block of `inner` holds: as cover lines with fewest lanes."""
+    """Positions of one line in a block of `inner`: as many as cover lines with fewest lanes."""
     options = [8 << shift for shift in range(10) if 8 << shift <= inner] or [inner]
 
     def lanes(size: int) -> tuple[int, int]:
@@ -288,7 +288,7 @@ class Plan(NamedTuple):
         return self.both(*operands)[0]
 
     def both(self, *operands: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and the sums, of which there are none unless the mode is "sum"."""
+        """The same and the sums, which are empty unless the mode is "sum"."""
         assert operands[0] is not None
         device = operands[0].device
         output = torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -305,7 +305,7 @@ def plan(
     config: _config.TileConfig | None,
     splits: int | None = None,
 ) -> Plan:
-    """What is launched for operands that lie as these do; a direction is contiguous.
+    """The launch for operands of this layout; a direction is contiguous.
 
     Modes are those of `depthwise_kernel`.
     """

@@ -52,7 +52,7 @@ def diagonal_gram_kernel(
     BLOCK: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """One tile of sum_{t,s} (a1_it . a2_is)(g1_it . g2_is); not symmetric, so every tile counts."""
+    """One tile of sum_{t,s} (a1_it . a2_is)(g1_it . g2_is); not symmetric, so all tiles count."""
     index = tl.program_id(0)
     tiles = row_tiles * column_tiles
     example = index // tiles

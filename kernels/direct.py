@@ -152,7 +152,7 @@ def direct_sqnorm(
 
 
 def prepare(a: torch.Tensor, g: torch.Tensor) -> _Plan:
-    """What `direct_sqnorm` does, for dense operands that lie as these do."""
+    """What `direct_sqnorm` does, for dense operands of the same layout."""
     precision = _check.precision_of(a.dtype)
     return _plan_squares(direct_kernel, (a, g), None, None, precision, None)
 
@@ -185,14 +185,14 @@ def direct_inner(
 
 
 class _Plan(NamedTuple):
-    """All of a call but its tensors; of dense operands there are no bounds."""
+    """All of a call but its tensors; dense operands have no bounds."""
 
     bounds: tuple[torch.Tensor | None, torch.Tensor | None]
     shape: tuple[int, int]  # of the partial results: examples and tiles
     launch: Launch | None  # None where there is nothing to compute
 
     def __call__(self, a: torch.Tensor, g: torch.Tensor, *second: torch.Tensor) -> torch.Tensor:
-        """Of operands that lie as the plan's do; without the second the squares of the first."""
+        """Inner products of two factors of the plan's layout, or squared norms of one."""
         partial = torch.empty(self.shape, dtype=torch.float64, device=a.device)
         if self.launch is not None:
             self.launch(a, g, *(second or (a, g)), *self.bounds, partial)
@@ -205,7 +205,7 @@ def _plan_squares(
     operands: tuple[torch.Tensor, torch.Tensor],
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-    _precision: str,  # told apart in what is remembered
+    _precision: str,  # part of the cache's key
     config: _config.TileConfig | None,
 ) -> _Plan:
     segments = _check.check_operands(*operands, cu_seqlens, max_seqlen)

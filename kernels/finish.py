@@ -1,6 +1,6 @@
 """Sums over all examples, and squared norms of each, from the partial results of a kernel.
 
-One launch instead of one for each sum: a small operation costs the host as much as a kernel.
+One launch does all of it: on the host, one small operation takes as long as another.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton.language as tl
 from gradstats.kernels import _config
 from gradstats.kernels._launching import Launch, launch_of, remembered
 
-# The most parts of an example that are read at once, rows of all examples, and numbers: of few
-# parts the more features, so that a program waits for memory a few times and no more.
+# At most so many parts of an example, rows of all examples, and numbers are read at once. With few
+# parts more features are read, so that a program waits for memory only a few times.
 PARTS, ROWS, NUMBERS = 32, 128, 8192
-COLUMNS = 64  # features that a program of a sum over all examples takes
+COLUMNS = 64  # features of a sum over all examples that one program adds up
 
 
 @triton.jit(do_not_specialize=["batch", "parts"])
@@ -60,7 +60,7 @@ def finish_kernel(
             columns = (index - examples) % tiles * COLUMNS + tl.arange(0, COLUMNS)
             count = batch * parts
             base = partial_ptr + tl.cast(kind, tl.int64) * count * features
-            # lanes are summed once at the end: a reduction inside the loop would stall every load
+            # sum over lanes once, at the end: a reduction inside the loop would stall every load
             sums = tl.zeros((ROWS, COLUMNS), tl.float32)
             for row in range(0, count, ROWS):
                 sums += read(base, row + tl.arange(0, ROWS), count, columns, features)
@@ -82,16 +82,16 @@ def read(base, rows, count, columns, features):
 def finish(
     partial: torch.Tensor, *, sums: bool, squares: bool, dtype: torch.dtype | None = None
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Finishes the results of a kernel for one kind or two.
+    """Finishes a kernel's results, of one kind or two.
 
     Args:
         partial: fp32 (kinds, B, parts, features) contiguous; an example is the sum of its parts.
         sums, squares: which results are wanted.
         dtype: of the sums over everything, which are fp32 until they are stored; None for fp32.
     Returns:
-        (sums over everything, each (features,) in memory of its own, as others may resize
-        gradients of parameters; squared norms of the examples, each fp64 (B,)); what is not wanted
-        is left out.
+        (sums over everything, each (features,) in memory of its own because users may resize
+        parameters' gradients; squared norms of the examples, each fp64 (B,)). Either is empty if
+        not wanted.
     """
     return run(_prepared(finish_kernel, (partial,), sums, squares, dtype), partial)
 
@@ -159,7 +159,7 @@ def _prepared(
 def run(
     plan: Finish, partial: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """As `finish`, of what was prepared for the shape."""
+    """As `finish`, with what was prepared for the shape."""
     count, features, dtype, shape, launch = plan
     device = partial.device
     totals: tuple[torch.Tensor, ...] = ()

@@ -21,14 +21,14 @@ from gradstats.kernels._tile import (
 from gradstats.kernels.direct import GROUP, gradient_tile
 from gradstats.kernels.guard import first_square, is_suspect
 
-# Bounds of rounding errors count a product of two rows' squared norms, and a squared norm, as at
-# least these: one rounding of them, 2^-24, covers what underflow may lose in one product, and in
-# 2^17 products that are added.
+# In bounds of rounding errors, a product of two rows' squared norms, and a squared norm, count as
+# at least these: a rounding error of them, 2^-24, covers what underflow loses in one product, and
+# in a sum of 2^17 products.
 LEAST_PRODUCT = tl.constexpr(2.0**-125)
 LEAST_SQUARE = tl.constexpr(2.0**-107)
 
-# A squared norm of zero may be that of a row whose squares underflow. Multiplied by one of at most
-# this it may count as zero: the product with 2^12 such squares would underflow too.
+# A row whose squared norm is zero may hold values whose squares underflow. Beside a squared norm of
+# at most this the row may count as zero: its product with 2^12 such squares would underflow too.
 MOST_BESIDE_ZERO = tl.constexpr(2.0**12)
 
 
@@ -48,7 +48,7 @@ def gram_tile(
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
     INNER: tl.constexpr,
-    OWN: tl.constexpr = False,  # both are one: what is read is read once
+    OWN: tl.constexpr = False,  # both factors are one, and are read once
 ):
     """[BLOCK, BLOCK] inner products of positions of one example with positions of another."""
     inner = tl.arange(0, INNER)
@@ -67,12 +67,12 @@ def gram_tile(
 
 @triton.jit
 def row_sizes(a_products, g_products, rows, columns):
-    """|a_t| |g_t| of positions t of a tile, [BLOCK], for a bound of rounding errors; of some apart.
+    """(sizes, doubtful), [BLOCK]: |a_t| |g_t| of positions t of a tile, to bound rounding errors.
 
-    Of rows so small that products of theirs leave the range of normal numbers, so much that the
-    bound holds what is lost. Rows that are zero lose nothing and count for nothing. Those whose
-    squares are zero stand in a second tensor where they meet rows so large that much would be lost
-    if they were not zero.
+    Rows so small that their products leave the range of normal numbers get sizes so large that the
+    bound covers the loss. Rows of zeros lose nothing and count for nothing. A row whose squares are
+    zero may be one, or one whose squares underflow: if its partner is so large that much would be
+    lost then, its size is in `doubtful`, and zero in `sizes`.
     """
     diagonal = rows[:, None] == columns[None, :]
     a_squares = tl.sum(tl.where(diagonal, a_products, 0.0), axis=1)
@@ -95,10 +95,10 @@ def unless_zero(
     BLOCK: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Sizes [BLOCK], with 0 for rows of zeros; rows are read only where there is a size.
+    """Sizes [BLOCK], with 0 for rows of zeros; rows are read only if some size is positive.
 
-    Whole examples are without gradient where training masks them, and forming them to be certain
-    takes as long as all others.
+    Training masks whole examples, whose gradients are then zero. Without this they would all be
+    suspect, and forming their gradients takes as long as those of any others.
     """
     if tl.max(sizes, axis=0) > 0.0:
         inner = tl.arange(0, INNER)
@@ -159,7 +159,7 @@ def gram_kernel(
         a_base = example_base(a_ptr, example, stride_ab, first_row, stride_at)
         g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
         if row_tile == column_tile:
-            # of short examples most tiles are such, and what is read decides
+            # most tiles of short examples are on the diagonal, and reading them takes the time
             a_products = gram_tile(
                 a_base, a_base, rows, rows, stride_at, stride_ad, stride_at, stride_ad,
                 length, length, d_in, PRECISION, BLOCK, INNER, OWN=True,
@@ -243,13 +243,13 @@ def recompute_kernel(
         scratch_ptr, result_ptr, example, first_part == 0, batch, groups, pairs, adding, products,
         cut_off, tolerance, GROUPS, PAIRS,
     ):  # fmt: skip
-        # bounds that are wrong leave no number, which is not suspect
+        # wrong bounds leave NaN, which is not suspect
         first_row, length, _ = segment(cu_seqlens_ptr, example, positions, total_rows, RAGGED)
         row_tiles = tl.cdiv(d_out, ROWS)
         column_tiles = tl.cdiv(d_in, COLUMNS)
         tiles = row_tiles * column_tiles
         squares = first_square(example, batch, groups, pairs, parts)
-        # what is the same of all tiles is computed for each: registers are what there is least of
+        # recompute for each tile what all have in common: registers are the scarcest resource
         for part in tl.range(first_part, parts, programs, disable_licm=True):
             factor = example * groups + part // tiles
             row_tile, column_tile = grouped(part % tiles, row_tiles, column_tiles, GROUP_ROWS)
@@ -278,7 +278,7 @@ def gram_sqnorm(
     config: _config.TileConfig | None = None,
     direct_config: _config.TileConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared norms of per-example weight gradients from Gram matrices, doubtful ones formed again.
+    """Squared norms of per-example weight gradients from Gram matrices, doubtful ones recomputed.
 
     sqnorm_i = sum_{t,s} (a_it . a_is)(g_it . g_is),  magnitude_i = the same of absolute terms,
     size_i = sum_t |a_it| |g_it|,
@@ -286,16 +286,15 @@ def gram_sqnorm(
     each summed over the groups of an example. Where bound_i > tolerance * sqnorm_i both are
     replaced: sqnorm_i by that of `direct.direct_sqnorm`, and bound_i by adding * sqnorm_i.
 
-    The sum can cancel: adding terms rounds by about eps * magnitude_i, and the inner products of
-    rows, however small they come out, by eps * |a_it| |a_is|, which is eps * size_i^2 in all. Rows
-    of norms below 1e-16 count for more in size_i than they are, because their products may leave
-    the range of float32.
+    The sum can cancel. Adding its terms rounds by about eps * magnitude_i; the inner products of
+    rows, however small they are, round by eps * |a_it| |a_is|, eps * size_i^2 in all. Rows of norms
+    below 1e-16 are counted larger in size_i, because their products may leave the range of float32.
 
     Args:
         a: layer inputs (B * groups, T, d_in), or packed (N, d_in) with cu_seqlens; bf16, fp16 or
             fp32, any strides.
         g: gradients with respect to the outputs, (B * groups, T, d_out) or (N, d_out), same dtype.
-        groups: factors of one example, which stand side by side; 1 for packed rows.
+        groups: factors of one example, adjacent in the batch; 1 for packed rows.
         adding, products, cut_off, tolerance: as of `guard.Rounding`.
         cu_seqlens: int (B + 1,) first rows of the examples, on the host or the device.
         max_seqlen: with device bounds, the longest segment; avoids a wait for the device.
@@ -319,7 +318,7 @@ def gram_sqnorm(
 def prepare(
     a: torch.Tensor, g: torch.Tensor, rounding: tuple[float, float, float, float]
 ) -> guard.Guarded:
-    """What `gram_sqnorm` does with one group, for dense operands that lie as these do."""
+    """What `gram_sqnorm` does with one group, for dense operands of the same layout."""
     precision = _check.precision_of(a.dtype)
     return _plan(gram_kernel, (a, g), None, None, precision, 1, *rounding, None, None)
 
@@ -330,7 +329,7 @@ def _plan(
     operands: tuple[torch.Tensor, torch.Tensor],
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-    _precision: str,  # told apart in what is remembered
+    _precision: str,  # part of the cache's key
     groups: int,
     adding: float,
     products: float,

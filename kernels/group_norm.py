@@ -1,8 +1,8 @@
 """GroupNorm and InstanceNorm: per-example gradients of scale and shift, and the whole backward.
 
-A program has one group of channels of one example. What fits a tile is read once and held; longer
-groups are read twice, for all sums and for the input gradient, of which only the first comes from
-far away. Operands are (B, T, C); channels that come first are a transposed view.
+A program takes one group of channels of one example. A group that fits a tile is read once and
+kept. Longer groups are read twice, first for the sums, then for the input gradient; the second read
+is mostly from cache. Operands are (B, T, C); channels that come first are a transposed view.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def places(
     row, stride_t, positions, stride_d, features,
     COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr, C_RUN: tl.constexpr,
 ):  # fmt: skip
-    """(offsets, mask) of INNER positions from `row`, with word of what may move as one vector.
+    """(offsets, mask) of INNER positions from `row`, with hints of what may be read as one vector.
 
-    The compiler cannot know it: sizes that differ from layer to layer are no part of a kernel.
+    The compiler cannot know: kernels are not specialized on sizes that differ between layers.
     """
     rows, columns = row + tl.arange(0, INNER), tl.arange(0, COLUMNS)
     offsets = tl.cast(rows, tl.int64)[:, None] * stride_t
@@ -57,9 +57,9 @@ def load_vectors(
 
 @triton.jit
 def sums_of_tile(x, g, pivot, COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN: tl.constexpr):
-    """Of d = x - pivot, of d d, of g d and of g, added over the adjacent positions of one vector.
+    """Sums of d = x - pivot, d d, g d and g over the adjacent positions of one vector.
 
-    These are with one thread: it waits for no other, and keeps few numbers from tile to tile.
+    One thread has these positions: it waits for no other, and keeps few numbers between tiles.
     """
     runs: tl.constexpr = (INNER // T_RUN, T_RUN, COLUMNS)
     apart = tl.reshape(x.to(tl.float32) - pivot, runs)
@@ -74,13 +74,13 @@ def sums_of_tile(x, g, pivot, COLUMNS: tl.constexpr, INNER: tl.constexpr, T_RUN:
 
 @triton.jit
 def two_sums(first, second):
-    """Sums along the first axis, brought together by all warps at once."""
+    """Sums of both along the first axis, which all warps reduce together."""
     return tl.split(tl.sum(tl.join(first, second), axis=0))
 
 
 @triton.jit
 def input_gradient(x, g, weight, mean, rstd, shift_mean, scale_mean):
-    """(g weight - shift_mean - x_hat scale_mean) rstd, all but the tiles multiplied beforehand."""
+    """(g weight - shift_mean - x_hat scale_mean) rstd, with scalars multiplied before the tiles."""
     upstream = g.to(tl.float32) * (weight * rstd)[None, :] - shift_mean * rstd
     return upstream - (x.to(tl.float32) - mean) * (scale_mean * rstd * rstd)
 
@@ -140,10 +140,10 @@ def group_norm_kernel(
         weight = weight.to(tl.float32)
     else:
         weight = tl.full((COLUMNS,), 1.0, tl.float32)
-    # Deviations are taken from the mean of the first tile, so that a mean far larger than the
-    # deviation costs no digits though one pass finds all sums: the mean of a share p of a group is
-    # at most sqrt(1 / p) deviations off. Rounded as x is, it can stand for x past the end; where
-    # that is coarse the x are as coarse, and at least as far from their mean as this is.
+    # One pass finds all sums. Deviations are taken from the mean of the first tile, so that a mean
+    # far larger than the deviation costs no digits: the mean of a share p of a group is at most
+    # sqrt(1 / p) deviations off. The pivot is rounded to x's dtype, to stand for x past the end;
+    # where that is coarse, the x are as coarse, and at least as far from their mean as the pivot.
     in_first_tile = tl.cast(tl.minimum(positions, INNER), tl.float32) * features
     pivot = (tl.sum(x.to(tl.float32)) / in_first_tile).to(x.dtype)
     wide_pivot = pivot.to(tl.float32)
@@ -171,7 +171,7 @@ def group_norm_kernel(
     elements = tl.cast(positions, tl.float32) * features
     off /= elements
     mean = wide_pivot + off
-    # rounding can leave a variance of zero below it
+    # rounding can make a zero variance negative
     variance = tl.maximum(variance / elements - off * off, 0.0)
     rstd = 1.0 / tl.sqrt(variance + eps)
     scale = (scale - off * shift) * rstd
@@ -196,7 +196,7 @@ def group_norm_kernel(
         )
         tl.store(output + offsets, gradient.to(x.dtype), mask=mask)
     else:
-        # the last first: it is the likeliest to be in cache still
+        # backwards: the last tile is the likeliest to be in cache still
         last = (positions - 1) // INNER * INNER
         for before in range(0, positions, INNER):
             row = last - before
@@ -318,7 +318,7 @@ def prepare(
     sums: bool,
     gradient_dtype: torch.dtype | None,
 ) -> Plan | None:
-    """What `scale.run` needs to do as `group_norm_backward`, for operands that lie as these do.
+    """What `scale.run` needs to do as `group_norm_backward`, for operands of the same layout.
 
     None where groups are too wide to be held on chip.
     """

@@ -1,8 +1,8 @@
-"""The guard of Gram forms: bounds of their rounding errors, and what replaces doubtful results.
+"""The guard of Gram forms: bounds of their rounding errors, and replacement of doubtful results.
 
-A Gram form is three launches, and nobody waits for the device. Its own kernel leaves sums of terms
-for tiles. A second kernel adds them up, and of examples whose bound is too large it forms the
-gradient: of others its programs end at once. The last puts what that comes to in their places.
+A Gram form takes three launches, and the host waits for none. Its own kernel writes sums of terms
+for each tile. A second kernel adds these up and forms the gradients of examples whose bound is too
+large; for the other examples its programs end at once. A third writes the replaced results.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from gradstats.kernels._launching import Launch, launch_of
 
 AT_ONCE = 1024  # sums of tiles, or squares of parts, that are read together
 
-# Programs that look after suspects, of all examples together: enough to fill a device. One that
-# finds nothing to do has its multiprocessor for half a microsecond all the same.
+# Programs that recompute suspects, over all examples: enough to fill a device. A program that finds
+# nothing to do still occupies its multiprocessor for half a microsecond.
 PROGRAMS = 512
 
 
 class Rounding(NamedTuple):
-    """What rounding does to a Gram form, and how much of it is accepted.
+    """Rounding errors of a Gram form, and how large an error is accepted.
 
     Attributes:
-        adding: relative error of adding terms up, also those of the form without products of rows.
+        adding: relative error of adding up terms, of the Gram form and of the direct form.
         products: relative error of one product of two numbers.
-        cut_off: what may be cut off an inner product of rows and its partner, relative to both.
+        cut_off: truncation of a product of inner products of rows, relative to it.
         tolerance: largest bound, relative to the squared norm, that is not suspect.
     """
 
@@ -39,7 +39,7 @@ class Rounding(NamedTuple):
 
 @triton.jit
 def exceeds(value, bound, tolerance):
-    """Whether a bound is too large; of what is not a number nothing better can be had."""
+    """Whether a bound is too large; NaN is not suspect, since nothing better can be computed."""
     return bound > value * tolerance
 
 
@@ -59,9 +59,9 @@ def is_suspect(
     GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Sums up what a Gram form left of one example, and says whether its bound is too large.
+    """Adds up a Gram form's sums for one example, and returns whether its bound is too large.
 
-    All programs of a kernel come to the same answer, as they compute the same of the same sums.
+    All programs of an example return the same, as they add the same numbers in the same order.
     """
     kind = tl.cast(batch, tl.int64) * groups * pairs
     values = tl.zeros((GROUPS,), tl.float64)
@@ -84,7 +84,7 @@ def is_suspect(
         of_products = size * size * products
         of_sums = magnitude * cut_off
         values += tl.sum(totals, axis=1)
-        # not `maximum`, which may lose what is not a number
+        # not `maximum`, which may drop NaN
         bounds += magnitude * adding + tl.where(of_sums > of_products, of_sums, of_products)
     value = tl.sum(values)
     bound = tl.sum(bounds)
@@ -96,7 +96,7 @@ def is_suspect(
 
 @triton.jit
 def first_square(example, batch, groups, pairs, parts):
-    """Where the squares of an example's parts begin in scratch: behind the sums of all examples."""
+    """Offset in scratch of the squares of an example's parts: behind the sums of all examples."""
     sums = 3 * tl.cast(batch, tl.int64) * groups * pairs
     return sums + tl.cast(example, tl.int64) * parts
 
@@ -112,7 +112,7 @@ def replace_kernel(
     tolerance,
     PARTS: tl.constexpr,
 ):
-    """The squared norm and the bound of one example, if it is suspect, by the squares' sum."""
+    """Replaces the squared norm and the bound of one example, if suspect, by the sum of squares."""
     example = tl.program_id(0)
     value = tl.load(result_ptr + example)
     bound = tl.load(result_ptr + batch + example)
@@ -132,10 +132,10 @@ class Guarded(NamedTuple):
 
     Attributes:
         batch: number of examples.
-        scratch: fp64 numbers that the launches leave for each other.
-        launches: of the form itself, of the gradients of suspects, and of what replaces their
+        scratch: fp64 numbers that the launches pass to each other.
+        launches: of the Gram form, of the gradients of suspects, and of the replacement of their
             results; None where there is nothing to compute.
-        bounds: what the first two take behind the operands.
+        bounds: of packed examples, which the first two launches take behind the operands.
     """
 
     batch: int
@@ -144,7 +144,7 @@ class Guarded(NamedTuple):
     bounds: tuple[torch.Tensor | None, ...] = ()
 
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(squared norms, bounds), each fp64 (B,), of operands that lie as the plan's do."""
+        """(squared norms, bounds), each fp64 (B,), of operands of the plan's layout."""
         batch, size, launches, bounds = self
         device = operands[0].device
         if launches is None:
@@ -159,10 +159,10 @@ class Guarded(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a Gram form leaves of a batch, and in how many parts suspects are computed again.
+    """The sums that a Gram form writes, and the number of parts in which suspects are recomputed.
 
     Attributes:
-        batch, groups: examples, and factors of each, which stand side by side.
+        batch, groups: examples, and factors of each, adjacent in the batch.
         pairs: tiles of the terms of one factor.
         parts: tiles of the gradient of one example, at least one.
     """
@@ -174,7 +174,7 @@ class Sums(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers they are."""
+        """How many numbers the sums are."""
         return 3 * self.batch * self.groups * self.pairs
 
     def recompute(
@@ -219,5 +219,5 @@ class Sums(NamedTuple):
 
 
 def nothing_to_compute(batch: int) -> Guarded:
-    """Of examples without positions, or of no examples."""
+    """The call for examples without positions, or for no examples."""
     return Guarded(batch, 0, None)

@@ -32,7 +32,7 @@ def normalised(x, inside, valid, features, eps, RMS: tl.constexpr):
     if not RMS:
         mean = tl.sum(x, axis=1) / features
         x = tl.where(inside[None, :], x - mean[:, None], 0.0)
-    # without eps the zeros past the end have no deviation
+    # without eps, rows past the end would be divided by a deviation of zero
     variance = tl.where(valid, tl.sum(x * x, axis=1) / features + eps, 1.0)
     rstd = 1.0 / tl.sqrt(variance)
     return x * rstd[:, None], rstd
@@ -97,7 +97,7 @@ def layer_norm_kernel(
         g_base = example_base(g_ptr, example, stride_gb, first_row, stride_gt)
         if INPUT_GRADIENT:
             o_base = example_base(input_gradient_ptr, example, stride_ob, first_row, stride_ot)
-        # lanes are summed once an example: a reduction over rows in the loop would stall loads
+        # sum over rows once per example: a reduction inside the loop would stall loads
         scale_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         shift_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for row in range(split * ROWS, length, splits * ROWS):
@@ -126,7 +126,7 @@ def layer_norm_kernel(
         scale_sum = tl.sum(scale_sums, axis=0) + poison
         shift_sum = tl.sum(shift_sums, axis=0) + poison
         if SQUARES:
-            # poison reaches lanes past the features too: they must not count as zeros then
+            # poison reaches lanes past the features too, which then must not count as zeros
             tl.store(sqnorm_ptr + example, tl.sum(scale_sum * scale_sum))
             tl.store(sqnorm_ptr + batch + example, tl.sum(shift_sum * shift_sum))
         scale_total += scale_sum
@@ -265,7 +265,7 @@ def prepare(
     sums: bool,
     gradient_dtype: torch.dtype | None,
 ) -> Plan | None:
-    """What `scale.run` needs to do as `layer_norm_backward`, for operands that lie as these do.
+    """What `scale.run` needs to do as `layer_norm_backward`, for operands of the same layout.
 
     None where rows are too long to be held on chip.
     """
@@ -305,7 +305,7 @@ def _plan(
             "choice of the tile to the table"
         )
     blocks = _config.cdiv(segments.positions, config.rows)
-    # every part leaves sums that are added later, so there are no more than hide latency
+    # the sums of every part are added later, so make no more parts than hide latency
     at_once = max(1, 8 // config.num_warps)
     per_program, parts = _config.choose_partition(
         batch, blocks, _check.architecture(x.device), at_once

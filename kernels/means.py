@@ -1,7 +1,7 @@
-"""Means that the input gradient of a norm layer subtracts, of rows and groups of any width.
+"""Means that the input gradient of a norm layer subtracts, for rows and groups of any width.
 
-What one program normalises on chip needs them nowhere but there (`layer_norm.py`, `group_norm.py`);
-wider rows and groups are walked block by block.
+Rows and groups that one program holds on chip need no such pass (`layer_norm.py`, `group_norm.py`);
+wider ones are walked block by block.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def with_means(
     weight: torch.Tensor | None,
     rms: bool = False,
 ) -> Statistics:
-    """Statistics of x, of rows or of groups of channels, with the means of its gradients.
+    """Statistics of x, of rows or of groups of channels, completed by the means of its gradient.
 
     Args:
         statistics: as `row_statistics` or `group_statistics` return them for x.
         x, g: (B, T, C), or packed (N, C) for rows.
         weight: (C,) the layer's scale; None for 1.
-        rms: the mean was not subtracted, so that of g weight is none of the gradient.
+        rms: the mean was not subtracted, so the gradient has no mean of g weight.
     Cost: one read of both operands.
     """
     if x.dim() == 2:

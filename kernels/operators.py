@@ -1,10 +1,10 @@
 """The kernels as operators of torch, `torch.ops.gradstats.<name>`, for eager and compiled code.
 
 Importing this module registers them. On CUDA they launch the Triton kernels, which are imported at
-the first call; elsewhere they compute the same in plain torch. The functions of this module, of the
-same names, call the launchers themselves where torch has nothing to add (`_calls.py`); only they
-return tensors that share memory. Operators have no autograd formula:
-statistics are computed in the backward pass, beside the gradients.
+the first call; elsewhere they compute the same in plain torch. This module's functions of the same
+names call the launchers directly where torch has nothing to add (`_calls.py`); unlike operators
+they may return tensors that share memory. Operators have no autograd formula: statistics are
+computed in the backward pass, beside the gradients.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ ROUNDING = "float adding, float products, float cut_off, float tolerance"
 WORKSPACE = f"SymInt workspace={_config.WORKSPACE}"
 TWO_IMAGES = "Tensor x1, Tensor g1, Tensor x2, Tensor g2"
 
-# What computes on CPUs, by the operator's name.
+# Implementations for CPUs, by the operator's name.
 ON_CPU = _reference.IMPLEMENTATIONS | _reference_norms.IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)
 class Operator:
-    """All that is stated about one operator.
+    """The declaration of one operator.
 
     Attributes:
         schema: its arguments and results as torch writes them.
         module: of this package, with the launcher of the operator's name.
         leading: how many arguments the launcher takes by position: the operands.
-        outputs: what makes the output or outputs, without data, of given arguments.
+        outputs: returns the output or outputs, without data, for given arguments.
     """
 
     schema: str
@@ -62,7 +62,7 @@ class Arguments(dict):
 
     @property
     def operand(self) -> Tensor:
-        """The first operand that is no list of ids: results have its precision."""
+        """The first operand that holds no ids: results have its precision."""
         tensors = (value for value in self.values() if isinstance(value, Tensor))
         return next(tensor for tensor in tensors if tensor.is_floating_point())
 
@@ -305,7 +305,7 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def _fake(name: str) -> Callable:
-    """What the operator returns of tensors without data."""
+    """The operator's results for tensors without data."""
     return lambda *args, **kwargs: OPERATORS[name].outputs(Arguments(name, args, kwargs))
 
 

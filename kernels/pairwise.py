@@ -24,7 +24,7 @@ def packed_rows(
     EXAMPLES: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """Which example and position each of EXAMPLES * POSITIONS tile rows stands for.
+    """Example and position of each of the EXAMPLES * POSITIONS rows of a tile.
 
     Returns (example, position in the block, first row, length, poison), each a vector.
     """
@@ -83,7 +83,7 @@ def store_pairs(
     EXAMPLES1: tl.constexpr,
     EXAMPLES2: tl.constexpr,
 ):
-    """Stores what a split adds to the pairs of examples from (first1, first2) on."""
+    """Stores a split's part of the products of the pairs of examples from (first1, first2) on."""
     rows = first1 + tl.arange(0, EXAMPLES1)
     columns = first2 + tl.arange(0, EXAMPLES2)
     offsets = (
@@ -190,7 +190,7 @@ def pairwise_kernel(
 class PairTiles:
     """How a tile of rows x columns divides into examples and their positions.
 
-    Where an example has fewer positions than the tile has rows, a tile holds several examples.
+    If an example has fewer positions than the tile has rows, the tile holds several examples.
     """
 
     config: _config.TileConfig
@@ -224,7 +224,7 @@ def choose_pair_tiles(
     config: _config.TileConfig | None,
     splits: int | None,
 ) -> PairTiles:
-    """The tiles in which all pairs of two factors are contracted.
+    """The tiles for the products of all pairs of two factors.
 
     Args:
         first, second: how the factors' rows divide into examples.

@@ -104,8 +104,8 @@ def pairwise_direct(
 def chunk_shape(d_out: int, d_in: int, examples: int, workspace: int) -> tuple[int, int]:
     """(rows, columns) of a chunk of the weight whose fp32 copies per example fit the workspace.
 
-    Whole rows where they fit; else at most 64 rows of as many columns as fit, for full tiles. Both
-    are multiples of 16 where that leaves any, so that every chunk of aligned rows is aligned.
+    Whole rows if they fit; else at most 64 rows of as many columns as fit, for full tiles. Both are
+    multiples of 16 unless fewer fit, so that chunks of aligned rows are aligned.
     """
 
     def rounded(size: int, whole: int) -> int:
@@ -126,7 +126,7 @@ def _example_tiles(
     segments: _check.Segments,
     config: _config.TileConfig | None,
 ) -> torch.Tensor:
-    """Per-example gradients of the weights that `a`'s and `g`'s features span, fp32 (B, R C)."""
+    """Per-example gradients of the chunk of weights of `a`'s and `g`'s features, fp32 (B, R C)."""
     d_in, d_out = a.shape[-1], g.shape[-1]
     kind = _check.kind(a, _check.is_aligned(a, g))
     config = config or _config.choose("direct", d_out, d_in, *kind, segments.batch)

@@ -38,7 +38,7 @@ def rank_one_kernel(
     start = tl.cast(split, tl.int64) * features_per_split
     output = partial_ptr + tl.cast(examples, tl.int64) * splits + split
 
-    # lanes are summed once at the end: a reduction inside the loop would stall every load
+    # sum over lanes once, at the end: a reduction inside the loop would stall every load
     squares = tl.zeros((ROWS, INNER), tl.float32)
     for feature in range(start, tl.minimum(start + features_per_split, d_in), INNER):
         a = load_tile(a_ptr, examples, stride_ab, batch, feature + inner, stride_ad, d_in)
@@ -80,7 +80,7 @@ def rank_one_sqnorm(
 
 
 def prepare(a: torch.Tensor, g: torch.Tensor) -> _Plan:
-    """What `rank_one_sqnorm` does, for operands that lie as these do."""
+    """What `rank_one_sqnorm` does, for operands of the same layout."""
     return _plan(rank_one_kernel, (a, g), None, None)
 
 
@@ -91,7 +91,7 @@ class _Plan(NamedTuple):
     launch: Launch | None  # None where there are no examples
 
     def __call__(self, a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """Of operands that lie as the plan's do."""
+        """Squared norms of operands of the plan's layout."""
         partial = torch.empty(self.shape, dtype=torch.float64, device=a.device)
         if self.launch is not None:
             self.launch(a, g, partial)
@@ -120,7 +120,7 @@ def _plan(
     config = config or _streaming.choose_rank_one(widest, a.element_size())
     row_blocks = _config.cdiv(batch, config.rows)
     steps = max(1, _config.cdiv(widest, config.inner))
-    # a long row is shared by several programs, so that few rows still fill the machine
+    # several programs share a long row, so that few rows still fill the device
     splits = min(steps, splits or _config.choose_row_splits(row_blocks, steps, architecture))
     features_per_split = _config.cdiv(steps, splits) * config.inner
     splits = max(1, _config.cdiv(widest, features_per_split))

@@ -1,7 +1,7 @@
-"""Embeddings: only positions of equal ids meet, so nothing of the table's size is ever formed.
+"""Embeddings: only rows of equal ids are combined, so nothing of the table's size is formed.
 
 The per-example gradient of a table is G_i = sum_t e_{id_it} g_it^T. For its norm the rows are read
-in the order of their ids, so that equal ids stand side by side.
+in the order of their ids, which puts equal ids side by side.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from gradstats.kernels._launching import launch_kernel
 from gradstats.kernels._row_sums import nan_where_bounds_decrease, sum_rows
 from gradstats.kernels._tile import load_rows
 
-LONGEST_COMPARED = 8192  # beyond, comparing every id with every other costs more than sorting
-AHEAD = 8  # blocks that a run is followed through at once
+LONGEST_COMPARED = 8192  # beyond, comparing all pairs of ids takes longer than sorting
+AHEAD = 8  # blocks through which a run is followed at once
 
 
 @triton.jit(do_not_specialize=["total_rows", "tiles"])
@@ -32,8 +32,11 @@ def run_squares_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Of a block of slots: the squares of the sums of runs that it holds, at their last slots, and
-    the sums of the run that it goes on with and of the one that goes on after it."""
+    """Sums of the runs in a block of slots.
+
+    Of runs within the block it stores the squares, at their last slots; of a run that began before
+    the block and of one that goes on after it, the sums within the block.
+    """
     index = tl.program_id(0)
     block = tl.cast(index // tiles, tl.int64)
     tile = index % tiles
@@ -48,7 +51,7 @@ def run_squares_kernel(
     sums = tl.zeros((COLUMNS,), tl.float32)
     earlier = tl.zeros((COLUMNS,), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
-    # unrolled, and without a branch or a store between, so that all rows are loaded ahead
+    # unrolled, without branches or stores in between, so that all rows are loaded ahead
     for step in tl.static_range(0, ROWS):
         slot = first + step
         offset = tl.load(places_ptr + slot, mask=slot < total_rows, other=0) * UNIT
@@ -84,7 +87,7 @@ def long_runs_kernel(
     COLUMNS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The square of the sum of the run that begins in a block and goes on after it."""
+    """The squared sum of the run that begins in a block and goes on after it."""
     index = tl.program_id(0)
     block = tl.cast(index // tiles, tl.int64)
     tile = index % tiles

@@ -1,6 +1,6 @@
 """Embeddings in two batches: inner products of the i-th per-example gradients.
 
-Every row of the first factor is multiplied with the sum of the second factor's rows of equal id.
+Every row of the first factor is multiplied by the sum of the second factor's rows of equal id.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sum_of_equal(
     INNER: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """[COLUMNS] sums of the rows whose id is `own`."""
+    """[COLUMNS] sum of the rows whose id is `own`."""
     compared = tl.arange(0, COMPARED)
     inner = tl.arange(0, INNER)
     sums = tl.zeros((INNER, COLUMNS), tl.float32)
@@ -44,7 +44,7 @@ def sum_of_equal(
             mask=block < length,
             other=-1,
         )
-        # most ids occur once: few blocks hold another, and of those few rows
+        # most ids occur once: few blocks hold an equal one, and those hold few
         if tl.sum(tl.where((block < length) & (block_ids == own), 1, 0)) > 0:
             for step in range(0, COMPARED, INNER):
                 positions = start + step + inner
@@ -187,7 +187,7 @@ def rows_inner(
         )
     sums = sum_rows(partial, first)
     if second.ragged:
-        # NaN for examples whose bounds on this side are wrong, else zero
+        # NaN for examples whose bounds in this factor are wrong, else zero
         nothing = torch.zeros((second.total_rows, 1), dtype=torch.float64, device=g2.device)
         sums = sums + sum_rows(nothing, second)
     return nan_where_bounds_decrease(nan_where_bounds_decrease(sums, first), second)

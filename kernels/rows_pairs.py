@@ -1,9 +1,9 @@
 """Inner products of all pairs of per-example gradients of an embedding.
 
-Rows of one id in one example are added up once, and only these sums meet. A program has sixteen
-examples of either side and some of the ids of the first: each is looked up on the second side, and
-its sums there are multiplied with those here. Most ids are in few examples, so that nothing is
-multiplied for those that have not the id.
+Rows of one id in one example are added up once, and only these sums are multiplied. A program takes
+sixteen examples of either factor and some of the ids of the first factor. It looks each id up in
+the second factor and multiplies the sums there with those here. Most ids are in few examples, and
+examples without the id take no products.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def add_products(
     total,  # [EXAMPLES, EXAMPLES]
     keys1_ptr,
     sums1_ptr,
-    begin1,  # first run of the id in the tile of the first side
-    group1,  # what the keys of its runs there share
+    begin1,  # first run of the id in the first factor's tile
+    group1,  # the part that the keys of its runs have in common
     total_rows1,
     keys2_ptr,
     sums2_ptr,
@@ -75,7 +75,7 @@ def add_products(
                 others = load_rows(sums2_ptr, runs2 * width, present, columns, 1, width)
                 products += one[None, :] * others
             each = tl.sum(products, axis=1)
-            # picked, not multiplied by zeros: what is not finite stays with its examples
+            # selected, not multiplied by zeros: infinities and NaN stay with their examples
             picked = tl.where(own2[None, :] == examples[:, None], each[None, :], 0.0)
             own1 = tl.cast(key1 & (EXAMPLES - 1), tl.int32)
             total += tl.where((examples == own1)[:, None], tl.sum(picked, axis=1)[None, :], 0.0)
@@ -229,9 +229,9 @@ def _products(
     config: _config.TileConfig,
     splits: int,
 ) -> torch.Tensor:
-    """What at most `step` features from `start` on add to the products, fp32 (B1, B2)."""
+    """The part of the products of at most `step` features from `start` on, fp32 (B1, B2)."""
     first, second = one.segments, two.segments
-    # rows of sums are read in vectors, and end with zeros
+    # rows of sums are read in vectors, padded with zeros
     width = 16 * _config.cdiv(min(step, one.g.shape[-1] - start), 16)
     keys1, sums1 = one.sums(start, width)
     keys2, sums2 = (keys1, sums1) if two is one else two.sums(start, width)
@@ -269,7 +269,7 @@ def _products(
 
 
 def _is(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    """Whether two tensors are one in memory."""
+    """Whether two tensors are the same memory in the same layout."""
     if first is None or second is None:
         return first is second
     same = (first.data_ptr(), first.dtype, first.shape, first.stride())

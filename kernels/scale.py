@@ -2,8 +2,8 @@
 
 x_hat is the input itself (a scale by broadcasting), or the input normalised by given statistics:
 GroupNorm, InstanceNorm, BatchNorm in evaluation, and LayerNorm of rows too long for
-`layer_norm.py`. One launch yields whatever is wanted of the sums; `scale_gradients.py` and
-`scale_backward.py` say what. Operands are (B, T, C); channels that come first are a transposed
+`layer_norm.py`. One launch yields all that is wanted: see `scale_gradients.py` and
+`scale_backward.py`. Operands are (B, T, C); channels that come first are a transposed
 view.
 """
 
@@ -120,7 +120,7 @@ def scale_kernel(
             if MEANS:
                 shift_mean = channel_values(shift_mean_ptr, place, inside, False)
                 scale_mean = channel_values(scale_mean_ptr, place, inside, False)
-        # lanes are summed once an example: a reduction inside the loop would stall every load
+        # sum over lanes once per example: a reduction inside the loop would stall every load
         scale_sums = tl.zeros((INNER, COLUMNS), tl.float32)
         shift_sums = tl.zeros((INNER, COLUMNS), tl.float32)
         for row in range(split * INNER, length, splits * INNER):
@@ -194,12 +194,12 @@ def check_scaled(
 
 
 class Products(NamedTuple):
-    """What one launch yields as far as it was asked for, of each kind: scale, then shift.
+    """The results of one launch that were asked for, of each kind: scale, then shift.
 
     Attributes:
         input_gradient: like the inputs.
-        sums: fp32 (kinds, parts, splits, C), of the examples of every part of the batch.
-        totals: each (C,), sums of all examples; none of every example alone.
+        sums: fp32 (kinds, parts, splits, C), over the examples of every part of the batch.
+        totals: each (C,), over all examples; empty where every example is wanted alone.
         sqnorm: each fp64 (B,), or products along the direction.
     """
 
@@ -225,10 +225,10 @@ def launch(
     every_example: bool = False,
     gradient_dtype: torch.dtype | None = None,
 ) -> Products:
-    """Launches the kernel for the scale, where there is an x, and the shift, where wanted.
+    """Launches the kernel, for the scale if there is an x, and for the shift if wanted.
 
     Operands and segments are checked already. `weight` is the scale by which the input gradient is
-    multiplied, or the direction with `along`. Sums are those of every example with `every_example`.
+    multiplied, or with `along` the direction. With `every_example`, sums are of each example.
     """
     normalised: Normalised = (None, None, None, None)
     features_per_group, by_position = 1, False
@@ -260,11 +260,11 @@ class Plan(NamedTuple):
 
     Attributes:
         sums: shape of the sums of programs.
-        values: shape of what examples have of each kind, in parts or not; None where the sums are
+        values: shape of the per-example results of each kind, in parts or not; None if the sums are
             squared instead.
-        empty: makes the input gradient of what it is like; None where none is wanted.
+        empty: allocates the input gradient like an operand; None if it is not wanted.
         launch: None where there is nothing to compute.
-        finish: of the sums; None where nothing is left to do.
+        finish: completes the sums; None where nothing is left to do.
     """
 
     sums: tuple[int, int, int, int]
@@ -275,9 +275,9 @@ class Plan(NamedTuple):
 
 
 def run(plan: Plan, like: torch.Tensor, *operands: torch.Tensor | None) -> Products:
-    """Launches what is planned for operands of such layouts; an input gradient is `like` another.
+    """Launches a plan for operands of its layouts; an input gradient is allocated `like` one.
 
-    Operands are all that the kernel reads, in its order.
+    The operands are all tensors that the kernel reads, in its order.
     """
     shape, values, empty, launched, finished = plan
     device = like.device
@@ -307,7 +307,7 @@ def _plan(
     ragged: bool,
     *options: Any,
 ) -> Plan:
-    # kernels find the bounds themselves: here it counts only that there are some
+    # kernels read the bounds: here only their presence counts
     bounds = operands[1] if ragged else None
     return prepare(
         kernel, operands, _check.Segments(batch, positions, total_rows, bounds), *options
@@ -329,7 +329,7 @@ def prepare(
     every_example: bool,
     gradient_dtype: torch.dtype | None,
 ) -> Plan:
-    """What `run` needs; operands are (x, g, weight, *normalised), arguments as of `launch`."""
+    """The plan for `run`; operands are (x, g, weight, *normalised), arguments as of `launch`."""
     x, g, weight, mean, _, shift_mean, _ = operands
     assert g is not None
     batch, positions, ragged = segments.batch, segments.positions, segments.ragged

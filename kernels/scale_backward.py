@@ -74,7 +74,7 @@ def prepare(
     sums: bool = True,
     gradient_dtype: torch.dtype | None,
 ) -> scale.Plan:
-    """What `scale.run` needs to do as `scale_backward`, for dense operands that lie as these do."""
+    """What `scale.run` needs to do as `scale_backward`, for dense operands of the same layout."""
     options = (None, None, None, None, True, input_gradient, sums, gradient_dtype)
     return _plan(scale.scale_kernel, (x, g, weight, mean, rstd), *options).launches
 
@@ -85,7 +85,7 @@ class _Plan(NamedTuple):
     Attributes:
         bounds: of packed examples.
         launches: of the operands.
-        nothing: what is returned for an input gradient, a sum and squares that are not wanted.
+        nothing: stand for an input gradient, a sum and squares that are not wanted.
     """
 
     bounds: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Mean and inverse deviation of groups of channels, and of rows, by which inputs are normalised."""
+"""Mean and inverse deviation of groups of channels and of rows, which normalise inputs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def block_statistics(
 ):
     """(mean, 1 / sqrt(variance + eps)) of a block of positions x features; with RMS the mean is 0.
 
-    Every lane keeps the mean and the squared deviations of what it has seen, so that a mean far
-    larger than the deviation costs no digits; lanes are joined at the end.
+    Every lane keeps a running mean and squared deviations from it, so that a mean far larger than
+    the deviation costs no digits. Lanes are combined at the end.
     """
     inner, lanes = tl.arange(0, INNER), tl.arange(0, COLUMNS)
     count = tl.zeros((INNER, COLUMNS), tl.float32)
@@ -90,12 +90,12 @@ def statistics_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Mean and inverse deviation by which inputs are normalised, fp32 of one shape and layout.
+    """Mean and inverse deviation that normalise inputs, fp32, of one shape and layout.
 
-    With `by_position` (B, T), or (N,) for packed rows; else (B, groups), or (groups,) for all
-    examples alike, where a group is `features_per_group` adjacent channels. The input gradient
-    needs `shift_mean` and `scale_mean` too where they depend on the input: the means of g weight
-    and of g weight x_hat over what is normalised, of the same shape and layout.
+    With `by_position` (B, T), or (N,) for packed rows; else (B, groups), or (groups,) if all
+    examples share them, where a group is `features_per_group` adjacent channels. If they depend on
+    the input, its gradient also needs `shift_mean` and `scale_mean`, of the same shape and layout:
+    the means of g weight and of g weight x_hat over the elements that are normalised together.
     """
 
     mean: torch.Tensor
@@ -116,7 +116,7 @@ def strides_of(statistic: torch.Tensor, by_position: bool) -> tuple[int, int, in
 def given_statistics(
     mean: torch.Tensor | None, rstd: torch.Tensor | None, x: torch.Tensor
 ) -> Statistics | None:
-    """Statistics of channels that the caller has, checked; None where there are none."""
+    """The caller's statistics of channels, checked; None if there are none."""
     if mean is None and rstd is None:
         return None
     layouts = {
@@ -175,7 +175,7 @@ def _statistics(
         strides, positions, features = (*strides[:2], 0, 1), 1, positions * features
     config = _streaming.choose_scale(positions, features)
     output = torch.empty((2, *shape), dtype=torch.float32, device=x.device)
-    if x.numel():  # what has no elements has no statistics that anything is multiplied by
+    if x.numel():  # without elements nothing is multiplied by the statistics
         launch_kernel(
             statistics_kernel,
             output[0].numel(),

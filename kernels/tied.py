@@ -1,7 +1,7 @@
 """An embedding beside the output projection that shares its table: their cross term.
 
-In the products of `diagonal.py` the inputs of an embedding are one-hot; beside the projection they
-are its output gradient at the embedding's ids.
+An embedding is a linear layer of one-hot inputs. Their products with the projection's output
+gradients are the output gradients at the embedding's ids.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradstats.kernels._results import added
 from gradstats.kernels._tile import example_base, segment
 from gradstats.kernels.gram import gram_tile
 
-LARGEST_TILE = 64  # a larger one leaves no registers for the addresses of what is gathered
+LARGEST_TILE = 64  # a larger tile leaves no registers for the addresses to gather from
 
 
 @triton.jit(

@@ -26,7 +26,7 @@ def column_sums(
 ):
     """[COLUMNS] sums over the rows of one example.
 
-    Lanes are summed once at the end: a reduction inside the loop would stall every load.
+    Lanes are summed once, at the end: a reduction inside the loop would stall every load.
     """
     inner = tl.arange(0, INNER)
     sums = tl.zeros((INNER, COLUMNS), tl.float32)
@@ -54,7 +54,7 @@ def vector_kernel(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Over the features of one tile sum_t v_bt, or |sum_t v_bt|^2."""
+    """sum_t v_bt of the features of one tile, or |sum_t v_bt|^2 over them."""
     if RUN > 1:
         positions = multiple(positions, RUN)
         stride_b, stride_d = multiple(stride_b, RUN), multiple(stride_d, RUN)
@@ -116,7 +116,7 @@ def vector_sqnorm(
 
 
 def prepare(v: torch.Tensor) -> _Plan:
-    """What `vector_sqnorm` does, for a dense operand that lies as this one does."""
+    """What `vector_sqnorm` does, for a dense operand of the same layout."""
     return _plan(vector_kernel, (v,), None, None, True, None)
 
 
@@ -129,7 +129,7 @@ class _Plan(NamedTuple):
     launch: Launch | None  # None where there is nothing to compute
 
     def __call__(self, v: torch.Tensor) -> torch.Tensor:
-        """Of an operand that lies as the plan's does."""
+        """Sums or squared norms of an operand of the plan's layout."""
         dtype = torch.float64 if self.squares else torch.float32
         output = torch.empty(self.shape, dtype=dtype, device=v.device)
         if self.launch is not None:

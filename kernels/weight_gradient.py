@@ -4,15 +4,15 @@ Each program owns one tile of the weight gradient and walks the examples inside 
 holds the current example's tile; where an example ends, its squares leave as a partial norm, the
 tile joins the sum over examples, and the accumulator starts again from zero.
 
-On an NVIDIA H100 it takes 1.3 to 1.4 times as long as cuBLAS takes for the sum alone, on an H200
-1.27 to 1.40 times. Two accumulators have no room for a larger tile of powers of two, and tiles of
-128 x 128 read 1.2 GB from L2 for 16 x 1024 positions of 768 and 3072 features, where cuBLAS has
-neighbours share what they read. A pipeline that runs ahead across examples was 11 to 14 % faster
-there, at about 10 TB/s, no faster for 768 x 768 features, and a fifth slower for 4096 x 4096, where
-programs drift apart. Tiles of 128 x 192, as two products in each step, fit without spills and took,
-examples split at best, 1.04 to 1.4 times as long. Rows that start at no multiple of 16 bytes have
-no descriptors: a box must start at one within a row too, or the device finds an illegal
-instruction.
+It takes 1.3 to 1.4 times as long as cuBLAS takes for the sum alone on an NVIDIA H100, and 1.27 to
+1.40 times on an H200. With two accumulators there is no room for a larger tile of powers of two,
+and tiles of 128 x 128 read 1.2 GB from L2 for 16 x 1024 positions of 768 and 3072 features; in
+cuBLAS, neighbours share what they read. A pipeline that runs ahead across examples was 11 to 14 %
+faster there, at about 10 TB/s, no faster for 768 x 768 features, and a fifth slower for 4096 x
+4096, where programs drift apart. Tiles of 128 x 192, computed as two products in each step, fit
+without spills and took 1.04 to 1.4 times as long with the best split of examples. Rows that do not
+start at multiples of 16 bytes cannot have descriptors: a box must start at such a multiple within a
+row too, or the device reports an illegal instruction.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 GROUP = 8  # rows of tiles walked together, so that neighbours share operands in L2
 ADDED_ROWS = 8  # of a tile, whose parts one program adds up
 
-# Multiply-adds of a launch for which the tensor memory accelerator saves more than it costs: it
-# takes a fifth of the time of a large product away, and tens of microseconds of the host.
+# Multiply-adds of a launch from which on the tensor memory accelerator pays: it saves a fifth of
+# the time of a large product, and costs the host tens of microseconds.
 WORTH_DESCRIPTORS = 2**33
 
 
@@ -91,7 +91,7 @@ def weight_gradient_kernel(
         gradient = tl.zeros((ROWS, COLUMNS), tl.float32)
         if DESCRIPTORS:
             for position in range(0, length, INNER):
-                # a three-dimensional box ends with its example: past T it reads zeros
+                # a three-dimensional box reads zeros past T, the end of its example
                 g = g_ptr.load([example, position, row_tile * ROWS]).reshape(INNER, ROWS)
                 a = a_ptr.load([example, position, column_tile * COLUMNS]).reshape(INNER, COLUMNS)
                 gradient = dot(g.T, a, gradient, PRECISION)
@@ -136,7 +136,7 @@ def add_parts_kernel(
     GROUP_ROWS: tl.constexpr,
     ADDED: tl.constexpr,
 ):
-    """A few rows of a tile of the gradient: its parts added, in their order."""
+    """A few rows of a tile of the gradient, the sum of its parts in order."""
     row_tiles = tl.cdiv(d_out, ROWS)
     column_tiles = tl.cdiv(d_in, COLUMNS)
     index = tl.program_id(0) // (ROWS // ADDED)
@@ -157,7 +157,7 @@ def add_parts_kernel(
 
 
 def is_expanded(*operands: torch.Tensor) -> bool:
-    """Whether an axis of an operand stands for many elements in one place."""
+    """Whether an axis of an operand is expanded: many elements at one address."""
     return any(
         stride == 0 and size > 1
         for operand in operands
@@ -200,8 +200,8 @@ def weight_gradient_sqnorm(
     Cost: 2 T d_in d_out flops per example, those of the weight gradient alone, with T rounded up
     to a multiple of the configuration's `inner`: far shorter examples are better served by a plain
     weight gradient beside `gram_sqnorm`, and T = 1 by `rank_one_sqnorm`. Workspace 8 bytes
-    per example and tile, and for tiles whose examples are split 4 bytes per element and part: no
-    more parts at once than programs that the device runs at once.
+    per example and tile, and for tiles whose examples are split 4 bytes per element and part, at
+    most as many parts as the device runs programs at once.
     """
     plan = _plan(
         weight_gradient_kernel, (a, g), cu_seqlens, max_seqlen,
@@ -211,7 +211,7 @@ def weight_gradient_sqnorm(
 
 
 def prepare(a: torch.Tensor, g: torch.Tensor) -> _Plan:
-    """What `weight_gradient_sqnorm` does, for dense operands that lie as these do."""
+    """What `weight_gradient_sqnorm` does, for dense operands of the same layout."""
     precision = _check.precision_of(a.dtype)
     return _plan(weight_gradient_kernel, (a, g), None, None, precision, None, None, None, None)
 
@@ -239,7 +239,7 @@ class _Plan(NamedTuple):
     addition: Launch | None = None
 
     def __call__(self, a: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(gradient, squared norms) of operands that lie as the plan's do."""
+        """(gradient, squared norms) of operands of the plan's layout."""
         device = a.device
         partial = torch.empty(self.partial, dtype=torch.float64, device=device)
         if self.launch is None:
@@ -263,7 +263,7 @@ def _plan(
     operands: tuple[torch.Tensor, torch.Tensor],
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-    _precision: str,  # told apart in what is remembered
+    _precision: str,  # part of the cache's key
     gradient_dtype: torch.dtype | None,
     descriptors: bool | None,
     config: _config.TileConfig | None,
@@ -341,7 +341,7 @@ def _plan(
             TensorDescriptor.from_tensor(g, [1, config.inner, config.rows]),
         )
         for box in boxes:
-            box.base = None  # what is remembered keeps no operand alive
+            box.base = None  # the cached plan must not keep an operand alive
     parts = (splits, split_tiles, config.rows, config.columns)
     return _Plan(*shapes, parts, boxes, launch, addition)
 
