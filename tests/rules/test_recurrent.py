@@ -536,6 +536,75 @@ def test_states_made_of_data_before_constant_steps():
     check_operation(function, parameters, normal(BATCH, WIDTH))
 
 
+STARTS = {
+    "of other examples": lambda h: h.flip(0),
+    "of one example": lambda h: h[:1].expand(BATCH, -1),
+    "the mean of all examples": lambda h: h.mean(0).expand(BATCH, -1),
+    "of unknown examples": lambda h: h[:, :BATCH].T @ h,
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", STARTS)
+def test_frozen_layers_with_initial_states_of_other_examples_are_refused(name, packed):
+    frozen = nn.GRU(WIDTH, HIDDEN, batch_first=True).double().requires_grad_(False)
+
+    def function(m, x):
+        steps = pack_padded_sequence(x, torch.tensor([4, 3, 1]), True) if packed else x
+        return frozen(steps, STARTS[name](m.start(x[:, 0]))[None].contiguous())[1][0]
+
+    check_refused(
+        function,
+        {"start": nn.Linear(WIDTH, HIDDEN)},
+        normal(BATCH, 4, WIDTH),
+        error=gs.ExampleAxisError,
+        match="which loss belongs to which example was lost at torch.*gru",
+    )
+
+
+@pytest.mark.parametrize("count", [1, BATCH])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_frozen_layers_with_initial_states_of_their_own_examples(count, packed):
+    frozen = nn.GRU(WIDTH, HIDDEN, batch_first=True).double().requires_grad_(False)
+
+    def function(m, x):
+        steps = pack_padded_sequence(x, torch.tensor([4, 3, 1][:count]), True) if packed else x
+        output, state = frozen(steps, m.start(x[:, 0])[None])
+        output = pad_packed_sequence(output, True)[0] if packed else output
+        return m.last(output).sum(1) + m.last(state[0])
+
+    parameters = {"start": nn.Linear(WIDTH, HIDDEN), "last": nn.Linear(HIDDEN, 2)}
+    check_operation(function, parameters, normal(count, 4, WIDTH))
+
+
+def test_steps_of_examples_along_the_wrong_axis_are_refused_beside_initial_states():
+    frozen = nn.GRU(WIDTH, HIDDEN).double().requires_grad_(False)  # sequence first
+    check_refused(
+        lambda m, x: frozen(m.layer(x), m.start(x[:, 0])[None])[1][0],
+        {"layer": nn.Linear(WIDTH, WIDTH), "start": nn.Linear(WIDTH, HIDDEN)},
+        normal(BATCH, BATCH, WIDTH),
+        error=gs.ExampleAxisError,
+        match="which loss belongs to which example was lost at torch.*gru",
+    )
+
+
+def test_packed_rows_moved_from_place_to_place_are_refused_by_frozen_layers():
+    frozen = nn.GRU(WIDTH, HIDDEN).double().requires_grad_(False)
+
+    def function(m, x):
+        packed = pack_padded_sequence(m.layer(x), torch.tensor([4, 3, 1]), True)
+        moved = packed._replace(data=packed.data.roll(1, 0))
+        return frozen(moved)[0].data[torch.tensor([0, 2, 3])]  # a row of each example
+
+    check_refused(
+        function,
+        {"layer": nn.Linear(WIDTH, WIDTH)},
+        normal(BATCH, 4, WIDTH),
+        error=gs.ExampleAxisError,
+        match="which loss belongs to which example was lost at torch.*gru",
+    )
+
+
 def test_packed_rows_of_unknown_examples_have_a_fallback():
     def function(m, x):
         rows = x.transpose(0, 1).flatten(0, 1)

@@ -125,23 +125,22 @@ def _of_cell(marks: Marks, args, kwargs, results) -> Layouts:
 def _of_recurrent_layer(marks: Marks, args, kwargs, results) -> Layouts:
     lost: list[Examples | None] = [None] * len(results)
     packed = isinstance(args[3], (list, tuple))
-    if any(map(marks.is_trained, args[3 if packed else 2])):
+    source, hx, weights = args[0], args[2 if packed else 1], args[3 if packed else 2]
+    if any(map(marks.is_trained, weights)):
         return lost
-    if packed:
-        places = packed_places(marks, *args[:2])
-        return [_layout(marks, args[0]), *[places and places.along(1)] * (len(results) - 1)]
-    axis = 0 if args[8] else 1
-    own = _common_along(marks, (args[0],), axis)
-    given = [state for state in states_of(args[1]) if _layout(marks, state) is not None]
-    if given:
-        places = _common_along(marks, given, 1)
-        trained = any(state.requires_grad for state in given)
-        if own is not None and trained and not (places and same_rows(own, places)):
-            return lost
-        own = own or places
-    if own is None:
+    axis = 0 if packed or args[8] else 1
+    own = packed_places(marks, *args[:2]) if packed else _common_along(marks, (source,), axis)
+    states = states_of(hx)
+    trained = any(map(marks.is_trained, states)) and marks.batch_size > 1
+    # Of untrained states, as those of the batch before, it need not be known whose they are.
+    given = [each for each in states if marks.is_trained(each) or _layout(marks, each) is not None]
+    of_states = _common_along(marks, given, 1)
+    if own is None and not (packed or marks.is_trained(source)):
+        own = of_states  # whose steps are constants
+    if own is None or (trained and not (of_states and same_rows(own, of_states))):
         return lost
-    return [own.along(axis), *[own.along(1)] * (len(results) - 1)]
+    output = _layout(marks, source) if packed else own.along(axis)
+    return [output, *[own.along(1)] * (len(results) - 1)]
 
 
 def _of_sort(position: int) -> Callable[..., Layouts]:
