@@ -36,6 +36,13 @@ def in_steps(m):
     return whole
 
 
+def written_across(m):
+    """Write into a constant whose columns, not rows, are contiguous."""
+    whole = torch.zeros(WIDTH, 3).double().t().clone()
+    whole[1] = m.w
+    return whole
+
+
 def written_over(m):
     whole = 1 + m.v
     whole[:, :] = m.w
@@ -74,6 +81,7 @@ MATRICES = {
         lambda m: torch.cat([m.v.exp(), m.w]).tanh().flip(1),
     ),
     "written": ({"v": (WIDTH,), "w": (6,)}, in_steps),
+    "written across": ({"w": (WIDTH,)}, written_across),
     "written over": ({"v": (3, WIDTH), "w": (3, WIDTH)}, written_over),
     "written into": ({"v": (3, WIDTH), "w": (2,)}, written_into),
 }

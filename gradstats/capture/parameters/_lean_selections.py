@@ -32,6 +32,7 @@ from gradstats.capture.operations._operations import JOINS, PADS, variants
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._derived import OutOfPlace
 from gradstats.capture.parameters._lean_normalisations import Flattened
+from gradstats.capture.parameters._lean_products import numbers_of
 from gradstats.capture.parameters._nodes import Node
 
 # Operations whose operands all contribute elements.
@@ -136,7 +137,9 @@ class Numbering:
         else:
             base, index, value = args
             value = numbered(value) if isinstance(value, (Node, Tensor)) else 0
-            args = numbered(base), index, value
+            # With the strides of the base: a write into a view of it is repeated by as_strided.
+            like_base = torch.empty_like(numbers_of(base), **kind)
+            args = like_base.copy_(numbered(base)), index, value
         return node.function(*args, **kwargs)
 
     def places_of(self, operand: Node) -> Places:
