@@ -257,6 +257,16 @@ def test_several_lengths_of_a_weight_normalised_as_a_whole(shape):
     check_operation(function, {"w": (3, 4), "length": shape}, normal(3, 5, 4))
 
 
+@pytest.mark.parametrize("positional", [0, 1])
+def test_weight_norm_of_arguments_by_name(positional):
+    def function(m, x):
+        named = {"v": m.w, "g": m.length}
+        given = [named.pop(name) for name in ("v", "g")[:positional]]
+        return functional.linear(x, torch._weight_norm(*given, **named))
+
+    check_operation(function, {"w": (3, 4), "length": (3, 1)}, normal(3, 5, 4))
+
+
 def test_rows_of_one_element():
     def function(m, x):
         return functional.linear(x, functional.normalize(m.w, eps=10.0))

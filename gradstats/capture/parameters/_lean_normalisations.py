@@ -19,7 +19,7 @@ from gradstats._cost import pays_to_pull_apart
 from gradstats._factors import Factor, Outer, Patches, Tangent, Vector, compute_dtype, tensors_of
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.parameters._derivation import Derived
-from gradstats.capture.parameters._lean_products import Scaled, numbers_of, other_operand, times
+from gradstats.capture.parameters._lean_products import Scaled, numbers_of, times
 from gradstats.capture.parameters._nodes import Node
 from gradstats.contractions import row_products, row_sums
 
@@ -66,14 +66,15 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """g v / ‖v‖, for v and for g."""
-    direction = node.args[0]
     if not isinstance(factor, Scaled) or not _pays(factor):
         return None
     node.check_step()
+    argument = partial(argument_of, node.args, node.kwargs)
+    direction = argument(0, "v")
     weight = _numbers(direction)
-    norm = torch.norm_except_dim(weight, 2, argument_of(node.args, node.kwargs, 2, "dim", 0))
+    norm = torch.norm_except_dim(weight, 2, argument(2, "dim", 0))
     if parent is direction:
-        length = other_operand(node, parent)
+        length = numbers_of(argument(1, "g"))
         if length.shape != norm.shape:
             return None  # several lengths share a norm, or a length several norms
         return _tangent(factor, node, weight / norm, length.to(norm) / norm)
