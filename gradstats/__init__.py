@@ -1,20 +1,20 @@
 """Exact per-example gradient norms and inner products for unmodified PyTorch models.
 
-A (batch, d) gradient is never materialised. With ``import gradstats as gs``, ``help`` of each of
-these gives the formula, arguments, cost and source:
+A (batch, d) gradient is never materialised. After ``import gradstats as gs``, ``help`` on any of
+these names gives its formula, arguments, cost and source:
 
     gs.per_example_norms    the gradient norm of every example of a batch
     gs.track                the same inside your own training step
-    gs.inner_products       of per-example gradients, between batches and checkpoints
-    gs.alignment            inner products with the mean gradient or a given direction
-    gs.Checkpoints          of a training run, with their learning rates
-    gs.self_influence       of every training example, beside its loss, margin and EL2N
-    gs.influence            of every training example on every query
+    gs.inner_products       products of per-example gradients, between batches and checkpoints
+    gs.alignment            products with the mean gradient or with a direction of your own
+    gs.Checkpoints          the checkpoints of a training run, with their learning rates
+    gs.self_influence       scores of every training example, beside its loss, margin and EL2N
+    gs.influence            the influence of every training example on every query
     gs.Monitor              norms, noise scale and alignment while training; gs.monitor.plot
-    gs.verify               check that all of this holds for your model
+    gs.verify               a check of all this on your own model
     gs.register_rule        support for your own operations
-    gs.assign_rows          for data whose rows are assigned to examples by an index
-    gs.errors               what is raised, and when
+    gs.assign_rows          support for data whose rows are assigned to examples by an index
+    gs.errors               every error that is raised, and when
 
 Callbacks for trainers are in ``gradstats.integrations.lightning`` and
 ``gradstats.integrations.transformers``.

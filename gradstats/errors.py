@@ -20,7 +20,7 @@ class LossShapeError(GradStatsError):
 
 
 class ExampleAxisError(GradStatsError):
-    """It cannot be determined which rows of a tensor belong to which example."""
+    """It is not known which rows of a tensor belong to which example."""
 
 
 class CoupledExamplesError(GradStatsError):
@@ -32,7 +32,7 @@ class UnsupportedOperationError(GradStatsError):
 
 
 class CoverageError(GradStatsError):
-    """A parameter's gradient would be missing from, or counted twice in, the statistics."""
+    """A parameter's gradient would be missing from the statistics, or counted twice."""
 
 
 class NonFiniteGradientError(GradStatsError):
@@ -40,11 +40,11 @@ class NonFiniteGradientError(GradStatsError):
 
 
 class BackendError(GradStatsError):
-    """The computation cannot run on this device with what is installed."""
+    """A package that the computation needs on this device is not installed."""
 
 
 class TrackingError(GradStatsError):
-    """A function or a tracking context was used in a way that it does not support."""
+    """A function or a tracking context was given or used in a way that it does not support."""
 
 
 class CheckpointError(GradStatsError):
@@ -52,15 +52,15 @@ class CheckpointError(GradStatsError):
 
 
 class LoaderError(GradStatsError):
-    """A data loader does not identify its examples, or cannot be read again."""
+    """A data loader does not identify its examples, or cannot be read a second time."""
 
 
 class StoreError(GradStatsError):
-    """A results folder does not belong to this call, cannot be read, or cannot be written."""
+    """A results folder belongs to another call, or cannot be read or written."""
 
 
 class ScoreError(GradStatsError):
-    """Scores were asked for something that they do not have."""
+    """Scores were asked for something that they do not hold, or in an invalid way."""
 
 
 class MissingPackageError(GradStatsError):
@@ -68,4 +68,4 @@ class MissingPackageError(GradStatsError):
 
 
 class GradStatsWarning(UserWarning):
-    """A result is what was asked for, but may not mean what it seems to mean."""
+    """A result is what was asked for, but may not mean what it seems to."""

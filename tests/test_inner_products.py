@@ -574,8 +574,8 @@ def test_directions_that_do_not_fit():
     model, batch = mlp(), labelled(B, 4)
     good = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for direction, message in (
-        ({k: v for k, v in good.items() if k != "2.bias"}, r"missing \['2.bias'\]"),
-        ({**good, "3.bias": torch.zeros(3)}, r"not tracked \['3.bias'\]"),
+        ({k: v for k, v in good.items() if k != "2.bias"}, r"\['2.bias'\] are missing"),
+        ({**good, "3.bias": torch.zeros(3)}, r"\['3.bias'\] are not tracked"),
         ({**good, "2.bias": torch.zeros(2)}, r"'2.bias' has shape \(2,\).*\(3,\)"),
         (dict.fromkeys(good), r"None for every parameter, .* before zero_grad\(\) clears them"),
     ):
@@ -595,7 +595,7 @@ def test_a_direction_under_both_names_of_a_tied_parameter():
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     model[2].weight = model[0].weight
     direction = model.state_dict()
-    message = r"not tracked \['2.weight'\].*tied ones under the first name"
+    message = r"\['2.weight'\] are not tracked.*tied parameters have one name, the first"
     with pytest.raises(gs.CoverageError, match=message):
         gs.alignment(model, labelled(B, 3), classification, direction)
     direction.pop("2.weight")

@@ -146,7 +146,7 @@ def test_packed_rows_as_many_as_examples():
         (torch.tensor([1, 9]), "begin with 0"),
         (torch.tensor([0, 5, 4, 9]), "never decrease"),
         # Three rows may be those of the batch, or one for each example.
-        (torch.tensor([0, 1, 1, 3]), "as many rows as examples.*leave out the empty ones"),
+        (torch.tensor([0, 1, 1, 3]), "as many rows as examples.*Leave out the empty examples"),
         (torch.tensor([0, 4]), r"ends with 4 rows.*shape \(9,\)"),
     ],
 )

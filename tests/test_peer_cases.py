@@ -422,7 +422,7 @@ def test_distributed(tmp_path):
             torch.testing.assert_close(got, want.grad)
         assert all(name in ABOUT_EXAMPLES for name in result["exchanged"])
         assert re.search(r"'0.weight'.*DTensor", result["refused"])
-        assert "'0.weight' is spread over processes" in result["not verified"]
+        assert "'0.weight' is sharded over processes" in result["not verified"]
 
 
 def test_input_gradients():

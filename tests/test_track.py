@@ -201,7 +201,7 @@ def test_the_scale_of_a_grad_scaler_is_divided_out(model, batch, own_backward):
 def test_a_grad_scaler_that_scaled_nothing(model, batch):
     """Its scale would be divided out of gradients that never had it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with pytest.raises(gs.TrackingError, match=r"scaled no loss yet.*scaler\.scale\(loss\)"):
+    with pytest.raises(gs.TrackingError, match=r"has not scaled any loss.*scaler\.scale\(loss\)"):
         with gs.track(model, batch_size=B, scaler=scaler):
             losses_of(model, batch).mean().backward()
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -40,12 +40,12 @@ class RuleHandle:
 def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandle:
     """Tell gradstats how your own operation uses its parameters.
 
-    Where ``function`` is called on a tracked parameter and data inside a context, it runs as usual:
-    its values and gradients stay the same. ``decomposition`` runs alongside on the same arguments,
-    and the per-example gradients are computed from its PyTorch operations, given the gradient that
+    When ``function`` is called on a tracked parameter and data inside a context, it runs as usual,
+    with the same values and gradients. ``decomposition`` runs beside it on the same arguments, and
+    per-example gradients are computed from the PyTorch operations in it and from the gradient that
     reaches the result. A ``torch.autograd.Function`` of parameters and constants alone needs no
-    rule: its own backward is used. A rule does not apply to subclasses. Operations that change
-    their operands in place are refused, except for an uninitialised tensor that they fill.
+    rule: its own backward is used. A rule does not apply to subclasses of ``function``. Operations
+    that change an operand in place are refused, unless they fill an uninitialised tensor.
 
         class ScaledSiLU(torch.autograd.Function):          # perhaps a Triton kernel
             @staticmethod
@@ -64,49 +64,49 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
             return torch.nn.functional.silu(x) * weight
 
         gs.register_rule(ScaledSiLU, scaled_silu)            # the model stays as it is
-        gs.verify(model, batch, loss_fn)                     # and is it right?
+        gs.verify(model, batch, loss_fn)                     # checks that the rule is right
 
     Args:
         function: a ``torch.autograd.Function`` class (or its ``apply``), an operator of
             ``torch.library`` or ``torch.ops``, a function of PyTorch without a rule, or a Python
             function that calls ``torch.overrides.handle_torch_function``. A Python function that
             only calls other operations needs no rule: register the operations inside.
-        decomposition: a function of the same arguments that returns the same values and has the
-            same gradient, without side effects or randomness. If that gradient is not the
-            derivative of the values (straight-through estimators), write it accordingly:
-            ``x + (x.round() - x).detach()``. The values are compared, the gradient is not.
+        decomposition: a function of the same arguments with the same values and the same gradient,
+            without side effects or randomness. If the operation's gradient is not the derivative of
+            its values (straight-through estimators), write one that has it too:
+            ``x + (x.round() - x).detach()``. The values are compared in each call, the gradients
+            are not.
 
     Returns:
-        A handle: ``handle.remove()``, or the end of ``with gs.register_rule(...):``, removes the
+        A handle. ``handle.remove()``, or the end of ``with gs.register_rule(...):``, removes the
         rule.
 
     Raises:
-        TrackingError: if ``function`` has a rule already, or its calls cannot be seen.
-        UnsupportedOperationError: when the rule runs, if ``decomposition`` returns other values, or
-            none that depend on a parameter it was given, or if it or the operation changed an
-            operand.
+        TrackingError: ``function`` has a rule already, or its calls cannot be seen.
+        UnsupportedOperationError: when the rule runs: ``decomposition`` returned other values, or
+            none that depend on a parameter it was given; or it or the operation changed an operand.
 
     Cost:
-        The decomposition's forward and backward in addition to the operation's.
+        The decomposition's forward and backward, beside the operation's own.
     """
     if not callable(decomposition):
         raise TrackingError(
-            f"the decomposition is {type(decomposition).__name__}, expected a function that takes "
-            "the same arguments as the operation and is written with PyTorch's own operations."
+            f"decomposition is {type(decomposition).__name__}, expected a function that takes the "
+            "same arguments as the operation and is written with PyTorch's own operations."
         )
     # The class itself, or its ``apply``.
     function_class: Any = function_class_of(getattr(function, "apply", function))
-    # Each class has its own ``apply``, so a rule for their base class would never run.
-    of_class = function_class not in (None, torch.autograd.Function)
-    keys = [function_class.apply] if of_class else _overridable(function)
+    # Every subclass has its own ``apply``, so a rule for the base class would never run.
+    is_class = function_class not in (None, torch.autograd.Function)
+    keys = [function_class.apply] if is_class else _overridable(function)
     for key in keys:
         if key in RULES:
             raise TrackingError(
-                f"{function_name(key)} has a rule already. Expected an operation without one; if "
+                f"{function_name(key)} has a rule already, expected an operation without one. If "
                 "you registered that rule, remove it first with its handle's remove()."
             )
     name, undo = function_name(keys[0]), list[Callable[[], Any]]()
-    if of_class:
+    if is_class:
         apply, restore = _make_visible(function_class)
         keys, undo = [apply], [restore]
     rule = Registered(decomposition)
@@ -117,34 +117,34 @@ def register_rule(function: Any, decomposition: Callable[..., Any]) -> RuleHandl
 
 
 class Compiled(Registered):
-    """The rule of a function of TorchScript: the Python function that it was compiled from."""
+    """The rule of a TorchScript function: the Python function that it was compiled from."""
 
     def _wrong(self, func, node, problem: str) -> UnsupportedOperationError:
         return UnsupportedOperationError(
             f"{function_name(func)} on {node.describe()}: the Python function that it was compiled "
-            f"from {problem}. Call one in the model that does the same with and without TorchScript"
-            f", or leave the parameter out by name with exclude={node.names!r}.",
+            f"from {problem}. Write it so that it does the same with and without TorchScript, or "
+            f"leave the parameter out by name with exclude={node.names!r}.",
             node.names,
         )
 
 
 def follow_through(script: Any, source: Callable[..., Any]) -> None:
-    """Follow a function of TorchScript through the Python function that it was compiled from."""
+    """Follow a TorchScript function through the Python function that it was compiled from."""
     if script not in RULES:
         RULES[script] = Compiled(source)
 
 
 class VisibleApply(staticmethod):
-    """The ``apply`` of a class with a rule; its subclasses, with other forwards, keep their own."""
+    """The ``apply`` of a class with a rule. Subclasses, with other forwards, keep their own."""
 
     def __init__(self, apply: Callable[..., Any], function_class: type, before: Any):
-        """Keep the ``apply`` that the class itself defined ``before``; None if it had none."""
+        """Keep ``before``, the ``apply`` that the class itself defined; None if it had none."""
         super().__init__(apply)
         self._class: Any = function_class
         self._before = before
 
     def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Any]:
-        if owner is None:  # as torch.compile asks, with the class in the instance's place
+        if owner is None:  # torch.compile passes the class as the instance
             owner = instance
         if owner is self._class:
             return self.__func__
@@ -154,13 +154,13 @@ class VisibleApply(staticmethod):
 
 
 def _make_visible(function_class) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """Let contexts see calls of an autograd Function; return its ``apply`` and how to undo that."""
+    """Make calls of an autograd Function visible; return its new ``apply`` and an undo function."""
     inner = function_class.apply
 
     def apply(*args, **kwargs):
         if has_torch_function(args):
             return handle_torch_function(apply, args, *args, **kwargs)
-        return note_shown(inner(*args, **kwargs))  # the inner one may be hidden from contexts
+        return note_shown(inner(*args, **kwargs))  # contexts may not see ``inner``
 
     apply.__self__ = function_class  # type: ignore[attr-defined]
     before = function_class.__dict__.get("apply")

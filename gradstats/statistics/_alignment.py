@@ -73,40 +73,40 @@ def alignment(
 ) -> Tensor | dict[str, Tensor]:
     """Return the exact inner product of every example's gradient with one direction.
 
-    ⟨∇ℓ_i, v⟩ = Σ_p ⟨∇_p ℓ_i, v_p⟩ over the parameters p, not divided by any norm. Divided by the
-    norms of ``per_example_norms`` and by ‖v‖ they are cosines; with the mean gradient these are
+    ⟨∇ℓ_i, v⟩ = Σ_p ⟨∇_p ℓ_i, v_p⟩ over the parameters p. To get cosines, divide by ‖v‖ and by the
+    norms of ``per_example_norms``; cosines with the mean gradient are
     ``per_example_norms(..., alignment=True).cosine``.
 
         loss_fn(model, validation).mean().backward()
         named = model.named_parameters()
         direction = {name: p.grad for name, p in named if p.requires_grad}
-        along = gs.alignment(model, batch, loss_fn, direction)     # above zero: a step on i helps
+        along = gs.alignment(model, batch, loss_fn, direction)     # positive: a step on i helps
 
     Args:
         model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, nonfinite: as
             for per_example_norms.
-        direction: v as name → tensor of the parameter's shape, for every tracked parameter: the
-            mean gradient of validation data, an update, a task vector; None means zeros, as in
-            ``.grad``. Or "mean", the mean of the batch's own gradients, (1/B) Σ_j ∇ℓ_j.
+        direction: v as a mapping from the name of every tracked parameter to a tensor of its shape,
+            or to None for zeros, as in ``.grad``: the mean gradient of validation data, an update,
+            a task vector. Or "mean", for the mean of the batch's own gradients, (1/B) Σ_j ∇ℓ_j.
         per_parameter: return name → (B,) inner products over that parameter instead of their sum.
 
     Returns:
-        (B,) float32, float64 for float64 models; in units of loss times those of v, with "mean" of
-        loss².
+        (B,) float32, or float64 for float64 models; in units of loss times units of v, which for
+        "mean" is loss².
 
     Raises:
         CoverageError: the direction's names or shapes are not those of the tracked parameters, or
             it is None for all of them.
         NonFiniteGradientError: an inner product is NaN or infinite.
-        ExampleAxisError: for example, losses of which it is not known whose they are.
-        TrackingError: an argument of the wrong type or value, or losses that use none of the
+        ExampleAxisError: it is not known which rows, or which losses, belong to which example.
+        TrackingError: an argument has the wrong type or value, or the losses use none of the
             parameters.
-        See gradstats.errors for what the batch is checked for.
+        The other errors that per_example_norms raises.
 
     Cost:
         A forward and a backward without weight gradients, and about one more forward pass for the
-        products with v; with "mean" also the weight gradients. Memory: the plain step's, v and the
-        workspace.
+        products with v; with "mean" also the weight gradients. Memory: that of the plain step, v,
+        and the workspace.
 
     Source:
         Goodfellow, arXiv 1510.01799; Pruthi et al., arXiv 2002.08484.
@@ -142,9 +142,9 @@ def alignment(
     whole = torch.stack(list(by_parameter.values())).sum(0).to(dtype)
     if nonfinite == "raise" and not bool(whole.isfinite().all()):
         raise NonFiniteGradientError(
-            f"the inner product with the direction is not finite for {examples_named(whole)}. "
-            'Look at these examples\' losses and at the direction, or pass nonfinite="keep" to '
-            "have the values returned."
+            f"the inner product with the direction is not finite for {examples_named(whole)}. Look "
+            'at their losses and at the direction, or pass nonfinite="keep" to get the values as '
+            "they are."
         )
     if per_parameter:
         return {name: value.to(dtype) for name, value in by_parameter.items()}
@@ -171,28 +171,27 @@ def check_direction(
     missing = [name for name in shapes if name not in named]
     extra = [name for name in named if name not in shapes]
     if missing or extra:
+        both = ((missing, "are missing"), (extra, "are not tracked"))
+        found = " and ".join(f"{which[:5]} {problem}" for which, problem in both if which)
         raise CoverageError(
-            f"the direction does not name the tracked parameters: missing {missing[:5]}, not "
-            f"tracked {extra[:5]}. Give one tensor for every parameter, for tied ones under the "
-            "first name, as model.named_parameters() has it; zeros where you want none of it; or "
-            "leave parameters out of both with exclude=."
+            f"the direction does not name the tracked parameters: {found}. Expected one tensor, or "
+            "None for zeros, for each name that model.named_parameters() has (tied parameters have "
+            "one name, the first). To leave parameters out of both, pass exclude=."
         )
     given = {name: value for name, value in named.items() if value is not None}
     if not given:
         raise CoverageError(
-            "the direction is None for every parameter, expected a tensor for one at least. Of "
-            "gradients, run their backward first, and take them before zero_grad() clears them."
+            "the direction is None for every parameter, expected a tensor for at least one. If it "
+            "is made of gradients, read them after the backward and before zero_grad() clears them."
         )
     for name, value in given.items():
         if not isinstance(value, Tensor):
+            unfit: str | None = type(value).__name__
+        else:
+            unfit = None if value.is_sparse else unlike_numbers(value)
+        if unfit is not None:
             raise TrackingError(
-                f"the direction for {name!r} is {type(value).__name__}, expected a tensor of the "
-                f"parameter's shape {shapes[name]}."
-            )
-        found = None if value.is_sparse else unlike_numbers(value)
-        if found is not None:
-            raise TrackingError(
-                f"the direction for {name!r} is {found}, expected a tensor of the parameter's "
+                f"the direction for {name!r} is {unfit}, expected a tensor of the parameter's "
                 f"shape {shapes[name]}."
             )
         if real_shape(value) != shapes[name]:
@@ -205,5 +204,5 @@ def check_direction(
             raise TrackingError(
                 f"the direction for {name!r} has dtype {value.dtype}, expected floating point."
             )
-    # As gradients of embeddings with sparse=True are not.
+    # Gradients of embeddings with sparse=True are sparse.
     return {name: value.to_dense() if value.is_sparse else value for name, value in given.items()}

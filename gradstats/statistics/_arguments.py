@@ -20,7 +20,7 @@ from gradstats.capture._selection import patterns_of, select_parameters
 from gradstats.capture._tracker import DEFAULT_WORKSPACE
 from gradstats.errors import TrackingError
 
-# Of a model and a batch, whose types are the caller's own.
+# Takes a model and a batch, whose types are the caller's own.
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -34,24 +34,24 @@ class Choices(TypedDict, total=False):
 
 
 class Options(Choices, total=False):
-    """The same for one batch."""
+    """Arguments of all functions that run a loss function on one batch."""
 
     cu_seqlens: Tensor | None
 
 
 def shapes_of(model: nn.Module, options: Options) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of every parameter to be tracked, in real numbers."""
+    """Return name → shape of every parameter to track; complex ones end in an axis of two."""
     selected = select_parameters(model, options.get("parameters"), options.get("exclude", ()))
     return {name: real_shape(parameter) for name, parameter in selected.items()}
 
 
 def excluding(exclude: Sequence[str] | str, names: Iterable[str]) -> list[str]:
-    """Return ``exclude`` extended by patterns for some named parameters."""
+    """Return the patterns of ``exclude`` and those of further names."""
     return [*patterns_of("exclude", exclude), *map(glob.escape, names)]
 
 
 def check_call(model: Any, loss_fn: Any) -> None:
-    """Raise unless the gradients of a loss function can be measured on a model, here and now."""
+    """Raise unless a loss function's gradients can be measured on a model here."""
     check_model(model)
     check_loss_function(loss_fn)
     check_recording()
@@ -64,21 +64,21 @@ def check_model(model: Any, name: str = "model") -> None:
         if not isinstance(model, (str, Path, Mapping)):
             raise TrackingError(f"{name} is {got}, expected a torch.nn.Module.")
         raise TrackingError(
-            f"{name} is {got}, expected a torch.nn.Module. Of a checkpoint pass a copy of the "
-            "model that holds it: other = copy.deepcopy(model), "
+            f"{name} is {got}, expected a torch.nn.Module. For a checkpoint, pass a copy of the "
+            "model that holds its weights: other = copy.deepcopy(model), "
             "other.load_state_dict(torch.load(...))."
         )
 
 
 def check_loss_function(loss_fn: Any) -> None:
     """Raise unless it can be called with a model and a batch."""
-    # Losses of PyTorch are called with outputs and targets; what is derived from one may not be.
-    own = getattr(loss_fn, "__module__", None) == functional.__name__
-    if not callable(loss_fn) or type(loss_fn).__module__ == _Loss.__module__ or own:
-        got = f"torch.nn.functional.{loss_fn.__name__}" if own else type(loss_fn).__name__
+    # PyTorch's losses take outputs and targets. A user's subclass of one may take something else.
+    native = getattr(loss_fn, "__module__", None) == functional.__name__
+    if not callable(loss_fn) or type(loss_fn).__module__ == _Loss.__module__ or native:
+        got = f"torch.nn.functional.{loss_fn.__name__}" if native else type(loss_fn).__name__
         raise TrackingError(
-            f"loss_fn is {got}, expected a function that runs the model: loss_fn(model, batch) -> "
-            "(B,) unreduced losses, such as lambda model, batch: "
+            f"loss_fn is {got}, expected a function that runs the model and returns (B,) unreduced "
+            "losses: loss_fn(model, batch), such as lambda model, batch: "
             'cross_entropy(model(batch[0]), batch[1], reduction="none").'
         )
 
@@ -87,15 +87,14 @@ def check_recording() -> None:
     """Raise if PyTorch does not record gradients here."""
     if torch.is_inference_mode_enabled():
         raise TrackingError(
-            "gradients were asked for under torch.inference_mode(), where PyTorch records none. "
-            "Call from outside of it; torch.no_grad() does no harm to functions that run the "
-            "forward themselves."
+            "the call is under torch.inference_mode(), where PyTorch records no gradients. Call "
+            "from outside it. (Under torch.no_grad(), functions that run the forward themselves "
+            "work.)"
         )
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raise unless it is None or scales losses."""
-    # The class itself has the method too, but no scale.
+    """Raise unless a scaler is None or an instance that scales losses."""
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "scale")):
         raise TrackingError(f"scaler is {scaler!r}, expected a torch.amp.GradScaler instance.")
 
@@ -121,6 +120,6 @@ def check_workspace(workspace: Any) -> int:
     number = integer(workspace, 1)
     if number is None:
         raise TrackingError(
-            f"workspace is {workspace!r}, expected a positive integer, a number of bytes."
+            f"workspace is {workspace!r}, expected a positive integer: a number of bytes."
         )
     return number

@@ -82,15 +82,14 @@ def inner_products(
 ) -> Tensor | dict[str, Tensor]:
     """Return the exact inner products ⟨∇ℓ_i(w_a), ∇ℓ_j(w_b)⟩ without forming the gradients.
 
-    The two models have one architecture and different weights, such as two checkpoints, or are one
-    model given twice. If both models and both batches are the same objects, one backward is run,
-    and each product ⟨i, j⟩ = ⟨j, i⟩ is computed once. Otherwise one backward is run per side, one
-    after the other.
+    The models are two checkpoints of one architecture, or one model given twice. If both models
+    and both batches are the same objects, one backward is run, and each ⟨i, j⟩ = ⟨j, i⟩ is computed
+    once. Otherwise each side runs one forward and one backward, one side after the other.
 
     Args:
-        model_a, model_b: modules with the same parameters; both are left unchanged, except for
-            buffers that their own forwards write to: each side runs one forward.
-        batch_a, batch_b: what ``loss_fn`` takes; their sizes and lengths may differ.
+        model_a, model_b: modules with parameters of the same names and shapes. Both are left
+            unchanged, except for buffers that their own forwards write to.
+        batch_a, batch_b: whatever ``loss_fn`` takes; their sizes and lengths may differ.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         pairs: "all" for every i of ``batch_a`` with every j of ``batch_b``, or "diagonal" for the
             i-th with the i-th.
@@ -104,20 +103,21 @@ def inner_products(
         per_parameter: return name → inner products over that parameter instead of their sum.
 
     Returns:
-        (B_a, B_b), or (B,) on the diagonal; float32, float64 for float64 models; in units of loss².
+        (B_a, B_b), or (B,) for the diagonal; float32, or float64 for float64 models; in units of
+        loss².
 
     Raises:
         CoverageError: the models' parameters differ in name or shape.
         ExampleAxisError: ``pairs="diagonal"`` with batches of different sizes.
-        TrackingError: an argument of the wrong type or value, or losses that use none of the
+        TrackingError: an argument has the wrong type or value, or the losses use none of the
             parameters.
-        See gradstats.errors for what both batches are checked for.
+        The other errors that per_example_norms raises.
 
     Cost:
-        A forward and a backward without weight gradients for each side. Each weight then takes the
-        smaller of T·T'·(d_in + d_out) for every pair and d_in·d_out·(T·B_a + T'·B_b + B_a·B_b).
-        Memory: the layer inputs and output gradients of ``batch_a``, kept until the backward of
-        ``batch_b`` has consumed them, layer by layer; and the workspace.
+        For each side a forward and a backward without weight gradients. For all pairs, each weight
+        then costs the smaller of B_a·B_b·T·T'·(d_in + d_out) and d_in·d_out·(T·B_a + T'·B_b +
+        B_a·B_b) multiply-adds. Memory: the workspace, and the layer inputs and output gradients of
+        ``batch_a``, which the backward of ``batch_b`` frees layer by layer.
 
     Source:
         Pruthi et al., arXiv 2002.08484 (TracIn); the identity ⟨g aᵀ, g' a'ᵀ⟩ = (a·a')(g·g') of
@@ -141,7 +141,7 @@ def inner_products(
     bounds = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
     if len(bounds) != 2:
         raise ExampleAxisError(
-            f"cu_seqlens has {len(bounds)} entries, expected a pair, one for each batch; or one "
+            f"cu_seqlens is a tuple of {len(bounds)}, expected a pair, one for each batch, or one "
             "tensor for both."
         )
     size_a, _ = examples_in(batch_a, batch_dim, bounds[0], model_a)
@@ -149,8 +149,8 @@ def inner_products(
     diagonal = pairs == "diagonal"
     if diagonal and size_a != size_b:
         raise ExampleAxisError(
-            f'pairs="diagonal" pairs the i-th examples of two batches, but these have {size_a} and '
-            f'{size_b} examples. Pass batches of equal size, or pairs="all".'
+            f'pairs="diagonal" pairs the i-th examples of both batches, but these have {size_a} '
+            f'and {size_b} examples. Pass batches of equal size, or pairs="all".'
         )
     options_a: Options = {**options, "cu_seqlens": bounds[0]}
     options_b: Options = {**options, "cu_seqlens": bounds[1]}
@@ -177,8 +177,8 @@ def inner_products(
     if nonfinite == "raise" and not bool(narrow.isfinite().all()):
         raise NonFiniteGradientError(
             f"an inner product is {result.abs().max().item():.3g}, which {dtype} cannot hold. "
-            "Divide the losses by a constant, use model.double(), or pass "
-            'nonfinite="keep" to have the values returned.'
+            'Divide the losses by a constant, use model.double(), or pass nonfinite="keep" to get '
+            "the values as they are."
         )
     if not per_parameter or parts is None:
         return narrow

@@ -1,4 +1,4 @@
-"""Checks of losses and batches: what the caller must say is never guessed."""
+"""Checks of losses and batches, which never guess what the caller has to say."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def check_losses(losses, batch_size: int) -> Tensor:
     if losses.dim() == 0:
         raise LossShapeError(
             f"the loss is a scalar, expected shape ({batch_size},): one unreduced loss for each "
-            'example. Pass reduction="none" to the loss function; for losses of several positions, '
-            "sum or average them over the positions of each example. Where a model returns its own "
-            "mean, as those of Hugging Face do, compute the losses from its logits."
+            'example. Pass reduction="none" to the loss function, and sum or average over the '
+            "positions of each example. If the model returns its own mean, as Hugging Face's do, "
+            "compute the losses from its logits instead."
         )
     if tuple(losses.shape) != (batch_size,):
         raise LossShapeError(
@@ -58,13 +58,13 @@ def check_losses(losses, batch_size: int) -> Tensor:
 
 
 def order_here(rows: Tensor) -> Tensor | None:
-    """Return the example of each of B rows (B,), in the current context.
+    """Return which example each of B rows belongs to, (B,), as the current context knows it.
 
-    None where they stand in the batch's order, and where there are not B of them.
+    None if they are in the batch's order, and if there are not B of them.
 
     Raises:
-        ExampleAxisError, CoupledExamplesError: where they are not one of each example, or not known
-            to be.
+        ExampleAxisError, CoupledExamplesError: the rows are not one of each example, or are not
+            known to be.
     """
     mode = innermost_mode()
     assert mode is not None
@@ -98,7 +98,7 @@ def check_batch_dim(batch_dim: int) -> int:
 
 
 def _shown(value: Any) -> str:
-    """Describe an argument for an error: a tensor's values would fill the screen."""
+    """Describe an argument for an error, without a tensor's values, which would fill the screen."""
     return type(value).__name__ if getattr(value, "ndim", 0) else reprlib.repr(value)
 
 
@@ -111,10 +111,10 @@ def plain_tensors_in(batch) -> list[Tensor]:
 
 
 def infer_batch_size(batch, batch_dim: int) -> int:
-    """Return the number of examples of a batch, the example axis of its first tensor.
+    """Return the number of examples of a batch: the size of its first tensor's example axis.
 
-    A batch of lists has as many as these have entries; so has one that begins with a list of
-    tensors of other lengths, such as bags or sequences, beside as many labels.
+    In a batch of lists of images and targets, and in one that begins with a list of tensors of
+    different lengths (bags, sequences) beside as many labels, it is the number of entries.
     """
     for tensor in plain_tensors_in(batch):
         if tensor.dim() > 0:
@@ -128,8 +128,8 @@ def infer_batch_size(batch, batch_dim: int) -> int:
             return len(lists[0]) if lists else listed_with_labels(batch, batch_dim) or size
     if isinstance(batch, (Iterator, DataLoader, Dataset)):
         raise ExampleAxisError(
-            f"the batch is {type(batch).__name__}, from which batches are taken, expected one of "
-            "them: next(iter(loader)), or each in turn. Of a data set make a loader first: "
+            f"the batch is {type(batch).__name__}, which yields batches, expected one batch, such "
+            "as next(iter(loader)). For a data set make a loader first: "
             "torch.utils.data.DataLoader(data, batch_size=64)."
         )
     held = {type(item).__name__ for item in opaque_in(batch) if item is not batch}
@@ -137,21 +137,20 @@ def infer_batch_size(batch, batch_dim: int) -> int:
     raise ExampleAxisError(
         f"the batch is {type(batch).__name__}{of} and holds no tensor with an example axis, so the "
         "number of examples is not known. Expected a tensor, or a tuple, list, mapping or "
-        "dataclass of tensors: convert arrays with torch.as_tensor. For anything else pass "
-        "cu_seqlens=, the rows at which the examples begin, as graphs in one batch have them "
-        "(batch.ptr)."
+        "dataclass of tensors: convert arrays with torch.as_tensor. For any other type, such as "
+        "graphs in one batch, pass cu_seqlens=, the rows at which the examples begin (batch.ptr)."
     )
 
 
 def examples_in(
     batch, batch_dim: int, cu_seqlens: Tensor | None, model: nn.Module
 ) -> tuple[int, Segments | None]:
-    """Return the number of examples of a batch and, of packed ones, whose each row is."""
+    """Return a batch's number of examples and, if they are packed, which example each row is of."""
     if cu_seqlens is None:
         return infer_batch_size(batch, batch_dim), None
     tensors = plain_tensors_in(batch)
     segments = packed_segments(cu_seqlens, model)
-    if not opaque_in(batch):  # else these may not be all
+    if not opaque_in(batch):  # else there may be other tensors
         check_packed(tensors, batch_dim, segments)
     return segments.batch, segments
 
@@ -186,13 +185,13 @@ def checked_bounds(cu_seqlens: Tensor) -> Tensor:
 def packed_segments(
     cu_seqlens: Tensor, model: nn.Module, batch_size: int | None = None
 ) -> Segments:
-    """Return whose each row of packed examples is, or raise.
+    """Return which example each row of packed examples belongs to, or raise.
 
     Args:
         cu_seqlens: (B + 1,) integers, the rows at which the examples begin; the last is the number
             of rows.
-        model: the data are where its parameters are.
-        batch_size: B as the caller has it, if that is given beside the bounds.
+        model: its parameters are on the device of the data.
+        batch_size: B, if the caller gave it beside the bounds.
     """
     bounds = checked_bounds(cu_seqlens)
     lengths = bounds.diff()
@@ -203,9 +202,9 @@ def packed_segments(
         )
     if int(bounds[-1]) == len(lengths) and bool((lengths != 1).any()):
         raise ExampleAxisError(
-            f"cu_seqlens is {bounds.tolist()[:8]}…: as many rows as examples, some of which have "
-            "no row. A tensor of that size could hold one number for each row or one for each "
-            "example. Expected examples with at least one row: leave out the empty ones."
+            f"cu_seqlens is {bounds.tolist()[:8]}…: as many rows as examples, though some examples "
+            "have no row. It cannot be told whether a tensor of that size holds one number for "
+            "each row or for each example. Leave out the empty examples."
         )
     owner = torch.arange(len(lengths), device=bounds.device).repeat_interleave(lengths)
     device = next((parameter.device for parameter in model.parameters()), owner.device)
@@ -213,7 +212,7 @@ def packed_segments(
 
 
 def check_packed(tensors: Iterable[Tensor], batch_dim: int, segments: Segments) -> None:
-    """Raise where the tensors of a batch hold other rows than its segments say."""
+    """Raise unless the first tensor of a batch has as many rows as its segments say."""
     for tensor in tensors:
         if tensor.dim() > batch_dim:
             sizes = tuple(tensor.shape[batch_dim : batch_dim + 2])
@@ -227,25 +226,24 @@ def check_packed(tensors: Iterable[Tensor], batch_dim: int, segments: Segments) 
 
 
 def loss_scale(scaler, device: torch.device) -> Tensor | float:
-    """Return what a torch.amp.GradScaler multiplies the loss by as it stands, on the device.
+    """Return the factor by which a torch.amp.GradScaler multiplies the loss now.
 
-    In float64; 1 without a scaler.
+    () float64 on the device; 1.0 without a scaler.
     """
     if scaler is None:
         return 1.0
-    # One that is not enabled has none.
+    # A disabled scaler has no such attribute.
     if getattr(scaler, "_scale", device) is None:
         raise TrackingError(
-            "scaler= is a GradScaler that has scaled no loss yet, so that its scale was not in "
-            "this backward. Expected scaler.scale(loss).backward(), as its step() does too; "
-            "without it leave scaler= out."
+            "scaler= is a GradScaler that has not scaled any loss, so this backward is not "
+            "scaled. Run scaler.scale(loss).backward(), or leave scaler= out."
         )
     # Not get_scale(), which waits for the device.
     return scaler.scale(torch.ones((), dtype=torch.float64, device=device))
 
 
 def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -> Tensor | float:
-    """Return what multiplies each ℓ_i in the caller's scalar, by how they say it was formed."""
+    """Return the weight of each ℓ_i in the caller's scalar, as they say they formed it."""
     if weights is not None:
         expected = (
             f"expected ({batch_size},) finite, real, non-zero numbers: scalar = Σ weights_i ℓ_i"
@@ -265,9 +263,9 @@ def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -
         if not bool((weights.isfinite() & (weights != 0)).all()):
             raise LossShapeError(
                 f"weights are {reprlib.repr(weights.tolist())}, {expected}. An example of weight "
-                "zero leaves no gradient to measure: leave it out of the batch."
+                "zero has no gradient to measure: leave it out of the batch."
             )
-        # A copy: the caller may write the next batch's into the same memory.
+        # A copy: the caller may write the next batch's weights into the same memory.
         return weights.to(torch.float64, copy=True)
     if isinstance(loss_reduction, str):
         if loss_reduction == "mean":
@@ -276,5 +274,5 @@ def loss_weights(loss_reduction: str, weights: Tensor | None, batch_size: int) -
             return 1.0
     raise TrackingError(
         f'loss_reduction is {loss_reduction!r}, expected "mean" (scalar = (1/B) Σ ℓ_i) or "sum"; '
-        "for anything else pass weights=, with scalar = Σ weights_i ℓ_i."
+        "for any other scalar pass weights=, with scalar = Σ weights_i ℓ_i."
     )

@@ -61,37 +61,37 @@ def per_example_norms(
 ) -> GradientNorms:
     """Return the exact norm of every example's gradient, ‖∇ℓ_i(w)‖, without forming the gradients.
 
-    Hooks on parameters (``register_hook``), or on autograd nodes and modules for what these pass on
-    to parameters, may change what arrives in ``.grad``; ∇ℓ_i is the gradient before such hooks, and
-    norms alone need not call them. Hooks on activations that change gradients are part of the
-    backward: they are assumed to do so linearly, for each example separately.
+    ∇ℓ_i is the gradient before any hook on a parameter changes it (``register_hook``, or a hook on
+    an autograd node or a module that changes what reaches parameters); such hooks may not be called
+    at all. Hooks that change the gradients of activations are part of the backward: they are
+    assumed to act linearly, on each example separately.
 
     Args:
-        model: any module; it is left unchanged, including its training mode, except for buffers
-            that its own forward writes to.
-        batch: what ``loss_fn`` takes: a tensor, or nested tuples, lists, mappings of tensors. In a
-            list of one entry for each example, as targets for detection are, these are in order.
-        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It may be called again: if
-            tensors that the forward creates from values (``torch.tensor([...])``) or finds in
-            closures and globals were taken for data and turn out not to be, for some compiled
-            models, and with ``fallback``.
+        model: any module. It is left unchanged, training mode included, except for buffers that its
+            own forward writes to.
+        batch: whatever ``loss_fn`` takes: a tensor, or nested tuples, lists and mappings of
+            tensors. A list may hold one entry for each example (detection targets, say), in order.
+        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It may be called twice: with
+            ``fallback``, for some compiled models, and where a tensor that the forward makes from
+            values (``torch.tensor([...])``) or finds in a closure or global was taken for data and
+            turns out to be a constant.
         batch_dim: the example axis of the data.
-        cu_seqlens: (B + 1,) integers for examples of different lengths packed into one row, as in
-            padding-free training: example i is rows cu_seqlens[i] to cu_seqlens[i + 1] (exclusive)
-            of data of shape (rows, *) or (1, rows, *). There is one loss per example, and the
-            model must keep the rows of different examples apart: attention masks and weights of
-            products over rows are read to check this. Graphs in one batch are packed examples,
-            whose rows are nodes: torch_geometric has their bounds in ``batch.ptr``; for edge
-            features see ``assign_rows``.
+        cu_seqlens: (B + 1,) integers, for examples of different lengths packed into one row as in
+            padding-free training. Example i has rows cu_seqlens[i] to cu_seqlens[i + 1] (exclusive)
+            of data of shape (rows, *) or (1, rows, *), and one loss. The model must not mix rows of
+            different examples; attention masks and weights of products over rows are read to check
+            this. Several graphs in one batch are packed examples too: their rows are nodes, and
+            torch_geometric has their bounds in ``batch.ptr``. For edge features see
+            ``assign_rows``.
         parameters: fnmatch patterns over parameter names; all that require grad by default.
-        exclude: fnmatch patterns of parameters to leave out.
-        workspace: bytes of scratch memory that may be used beyond the step's own; 256 MiB by
-            default.
+        exclude: fnmatch patterns over the names of parameters to leave out.
+        workspace: bytes of scratch memory on top of what the step itself uses; 256 MiB by default.
         nonfinite: "raise" an error for gradients with NaN or infinity, or "keep" them.
-        fallback: "vmap" computes parameters without a rule by torch.func.vmap, as many examples at
-            a time as the workspace allows, or one at a time where vmap fails. One more forward and
-            backward of the whole batch checks that these gradients add up to its own. For norms
-            only, without ``alignment`` and ``gram``. By default such parameters are an error.
+        fallback: "vmap" forms the per-example gradients of parameters without a rule by
+            torch.func.vmap, as many examples at a time as the workspace allows, or one at a time
+            where vmap fails. One more forward and backward of the whole batch checks that they add
+            up to its gradient. Cannot be combined with ``alignment`` or ``gram``. By default, a
+            parameter without a rule is an error.
         alignment: also return ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for the mean gradient Ḡ = (1/B) Σ_j ∇ℓ_j. This
             costs the weight gradients and about one more forward pass.
         gram: also return the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
@@ -102,13 +102,13 @@ def per_example_norms(
     Raises:
         LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
         CoverageError, NonFiniteGradientError: see gradstats.errors.
-        TrackingError: an argument of the wrong type or value, or losses that use none of the
+        TrackingError: an argument has the wrong type or value, or the losses use none of the
             parameters.
 
     Cost:
         One forward and one backward without weight gradients, plus at most the cost of the weight
-        gradients. Memory: the plain step's and the workspace; for parameters that are transformed
-        by more than views and casts before use, also their gradients of one example.
+        gradients. Memory: that of the plain step and the workspace; for parameters that are
+        transformed before use by more than views and casts, also one example's gradient of them.
 
     Source:
         Goodfellow, arXiv 1510.01799; Rochette et al., arXiv 1912.06015; Li et al., arXiv
@@ -133,7 +133,7 @@ def per_example_norms(
         loss_fn = on_a_copy(loss_fn)  # it may be called again
 
     def lean(**options: Any) -> tuple[GradientNorms, Tensor | None]:
-        """Return the norms, and the example of each loss where these are in another order."""
+        """Return the norms, and which example each loss is of if the model reordered them."""
         consumer = within_batch(alignment, gram)
         run = partial(run_examples, model, batch, loss_fn, consumer, scratch, **options)
         before = State(model) if compiled else None
@@ -152,14 +152,14 @@ def per_example_norms(
     for name, wanted in (("alignment", alignment), ("gram", gram)):
         if wanted:
             raise UnsupportedOperationError(
-                f"fallback={fallback!r} together with {name} is not supported: expected norms "
-                "alone. Exclude the parameters without a rule instead."
+                f"fallback={fallback!r} was given together with {name}=True, which it does not "
+                f"support. Leave out {name}, or exclude the parameters without a rule instead."
             )
     return Fallback(model, batch, loss_fn, options, scratch).norms(lean, nonfinite)
 
 
 class _ScaleAtBackward:
-    """Notes the loss scale as the backward starts: it may be updated before the context closes."""
+    """Reads the loss scale when the backward starts: it may change before the context closes."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None, device: torch.device):
         self._scaler, self._device = scaler, device
@@ -169,7 +169,7 @@ class _ScaleAtBackward:
         self.value = loss_scale(self._scaler, self._device)
 
     def after_backward(self) -> None:
-        """The gradients are not looked at."""
+        """Do nothing: only the scale is of interest."""
 
 
 class track:
@@ -183,52 +183,52 @@ class track:
         tracker.stats.norm
 
     Args:
-        model: any module; outside the context it is unchanged.
+        model: any module; it is unchanged once the context has closed.
         batch_size: number of examples B.
         batch_dim: the example axis of the data.
         cu_seqlens: (B + 1,) bounds of packed examples; see per_example_norms.
-        loss_reduction: how the scalar was formed if you run ``loss.backward()`` yourself. "mean"
-            means scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i: with a mean over the N tokens of the
+        loss_reduction: how you formed the scalar, if you run ``loss.backward()`` yourself. "mean"
+            means scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i. So for a mean over the N tokens of the
             batch, ℓ_i is B/N times the sum of its token losses; where accelerate's ``backward``
-            divides by the number of accumulated steps, ℓ_i is divided too. "sum" means scalar =
-            Σ ℓ_i. A penalty on the parameters that is added to the scalar is in all ℓ_i, alike.
-            This is trusted; a scalar that is not known to be a sum over the examples is refused.
-            What a custom autograd Function or a TorchScript function computes from a loss is
-            trusted to be such a sum.
+            divides by the number of accumulated steps, so is ℓ_i; and a penalty added to the scalar
+            is part of every ℓ_i. "sum" means scalar = Σ ℓ_i. Your word is trusted, but a scalar
+            that is not known to be a sum over the examples is refused. What a custom autograd
+            Function or a TorchScript function computes from a loss is taken for such a sum.
         weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i, in the order of the
-            batch (with ``tracker.backward``, in that of the losses it is given).
-        scaler: the torch.amp.GradScaler of the step, whose scale is divided out of the statistics.
-            ``tracker.backward`` applies the scale, so pass it unscaled losses; if you run the
-            backward yourself, scale as usual: ``scaler.scale(loss).backward()``.
-        fused: compute weight gradients in the same pass over the data as the norms, and with
-            whichever of PyTorch's libraries is faster. With False, derivatives of the network in
-            the loss, torch.vmap and some forms of attention are refused.
+            batch, or of the losses that ``tracker.backward`` is given.
+        scaler: the torch.amp.GradScaler of the step; its scale is divided out of the statistics.
+            ``tracker.backward`` applies the scale itself, so pass it unscaled losses. If you run
+            the backward yourself, scale as usual: ``scaler.scale(loss).backward()``.
+        fused: compute weight gradients in the same pass over the data as the norms, with whichever
+            of PyTorch's libraries is faster. With False, losses that contain derivatives of the
+            network, torch.vmap and some forms of attention are refused.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
-        nonfinite: "keep" gradients with NaN or infinity, the default here since a scaled step may
-            overflow, or "raise" an error when the context closes.
+        nonfinite: "keep" gradients with NaN or infinity (the default here, since a scaled step may
+            overflow), or "raise" an error when the context closes.
         alignment: also measure ⟨∇ℓ_i, Ḡ⟩ and ‖Ḡ‖² for Ḡ = Σ_j weight_j ∇ℓ_j, the gradient of this
             context's training loss, before any scaling or averaging over processes. This costs
             about one more forward pass.
-        gram: also measure the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩. Either of these makes a compiled
-            model run eagerly inside the context.
+        gram: also measure the (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩. With ``alignment`` or ``gram``, a
+            compiled model runs eagerly inside the context.
 
     Attributes:
         stats: GradientNorms, once the context has closed. Examples are in the order of the losses
-            given to ``tracker.backward``, or, after ``loss.backward()``, in that of the batch.
+            that ``tracker.backward`` was given, or in the order of the batch if you ran
+            ``loss.backward()``.
 
     Raises:
         LossShapeError, ExampleAxisError, CoupledExamplesError, UnsupportedOperationError,
         CoverageError, NonFiniteGradientError: see gradstats.errors.
-        TrackingError: an argument of the wrong type or value; a second backward or batch in one
-            context, or one after it has closed; a backward of the sum of the losses, as
-            ``losses.backward(torch.ones(B))``, where that of their mean is expected.
+        TrackingError: an argument has the wrong type or value; a second backward or batch in one
+            context; a backward after the context has closed; or the backward of the sum of the
+            losses (``losses.backward(torch.ones(B))``) where that of their mean was announced.
 
     Cost:
-        The plain step, plus for each weight the cheaper of squaring per-example tiles on the way to
-        the weight gradient and products between pairs of positions. Memory: the plain step's and
-        the workspace; for parameters that are transformed by more than views and casts before use,
-        also their gradients of one example.
+        The plain step, plus for each weight the cheaper of two: squaring per-example tiles on the
+        way to the weight gradient, or products between pairs of positions. Memory: that of the
+        plain step and the workspace; for parameters that are transformed before use by more than
+        views and casts, also one example's gradient of them.
 
     Source:
         As for per_example_norms.
@@ -290,8 +290,8 @@ class track:
     def __enter__(self) -> track:
         if self._opened or self._tracker.closed:
             raise TrackingError(
-                "this tracking context is open, or was used before. One context serves one batch: "
-                "open a new one."
+                "this tracking context is open already, or has been used. One context serves one "
+                "batch: call gs.track again for the next."
             )
         check_recording()
         try:
@@ -313,17 +313,17 @@ class track:
             )
 
     def backward(self, losses: Tensor) -> None:
-        """Run the backward of the mean of ``losses``; with weights, of Σ weights_i losses_i.
+        """Run the backward of the mean of ``losses``, or of Σ weights_i losses_i with weights.
 
-        With a scaler, that is multiplied by its scale.
+        With a scaler, the scalar is first multiplied by its scale.
 
         Args:
             losses: (B,) unreduced losses, one for each example, not scaled.
 
         Raises:
             LossShapeError: the losses are not (B,) differentiable numbers.
-            ExampleAxisError, CoupledExamplesError: a loss depends on other examples than its own.
-            TrackingError: called outside the context.
+            ExampleAxisError, CoupledExamplesError: a loss depends on examples other than its own.
+            TrackingError: the call is outside the context.
         """
         if not self._opened or self._tracker.closed:
             raise TrackingError(
@@ -333,7 +333,7 @@ class track:
         with torch._C.DisableTorchFunction():
             losses = check_losses(losses, self._batch_size)
             self._tracker.note_losses(losses)
-            # What multiplies each loss is divided out as its dtype holds it: low precision rounds.
+            # The weights are divided out as the losses' dtype rounds them.
             if isinstance(self._weights, Tensor):
                 factors = self._weights.to(losses)
                 total = (losses * factors).sum()
@@ -361,5 +361,5 @@ class track:
 
 
 def within_batch(alignment: bool, gram: bool) -> WithinBatch | None:
-    """Return what takes the inner products that are wanted; None for norms alone."""
+    """Return the consumer that computes the requested products; None for norms alone."""
     return WithinBatch(alignment=alignment, gram=gram) if alignment or gram else None

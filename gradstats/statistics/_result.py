@@ -17,36 +17,36 @@ from gradstats.capture.parameters._consumers import WithinBatch
 from gradstats.errors import NonFiniteGradientError
 
 
-# Tensors cannot be compared for a bool: two results are equal where they are one.
+# Results compare by identity: comparing their tensors would give no bool.
 @dataclass(frozen=True, eq=False)
 class GradientNorms:
     """Per-example gradient norms of one batch, ‖∇ℓ_i(w)‖ over all tracked parameters.
 
-    Squares are accumulated in float32 (float64 for float64 models) and added up in float64: norms
-    from about 1e-19 to 1e19 have full precision, where the activations and output gradients that
-    they are products of have such norms too. Below, squares lose digits and then vanish, which
-    ``error_bound`` reflects for all that are not zero; above, they overflow.
+    Squares are accumulated in float32 (float64 for float64 models) and added up in float64. Norms
+    from about 1e-19 to 1e19 therefore have full precision, if the activations and output gradients
+    that they are products of lie in that range too. Squares of smaller norms lose digits and then
+    vanish (``error_bound`` tells, except for norms that became zero); squares of larger ones
+    overflow.
 
     Attributes:
-        norm: (B,) norms, in units of loss; rounded once, and not limited to the range of
-            ``sqnorm``'s dtype.
+        norm: (B,) norms, in units of loss. They are rounded once, from float64, so they may exceed
+            what ``sqnorm``'s dtype can hold squared.
         sqnorm: (B,) squared norms, float32 (float64 for float64 models), in units of loss².
         loss: (B,) the losses; None if you ran the backward of your own scalar.
         by_parameter: name → (B,) squared norms; zeros for parameters that the loss did not use.
-        error_bound: (B,) bound on the relative error of ``sqnorm`` (about half of it for
-            ``norm``) from rounding and underflow in the contractions, compared with the gradient
-            ∇ℓ_i as float32 (float64) sums form it. It does not include the rounding of those sums
-            over positions and uses, which is large where terms cancel and which a weight gradient
-            has too, nor that of forward and backward. Zero for norms of zero, NaN for NaN and
-            infinity.
+        error_bound: (B,) bound on the relative error of ``sqnorm`` (``norm`` has about half of it)
+            against the gradient ∇ℓ_i as float32 (float64) sums form it. It covers rounding and
+            underflow in the contractions, but not the rounding of those sums over positions and
+            uses, which is large where terms cancel and which a weight gradient has too, nor that of
+            forward and backward. Zero for norms of zero, NaN for NaN and infinity.
         names: of the parameters, in the model's order.
         rows: (parameters, B) the values of ``by_parameter`` as one matrix.
-        alignment: (B,) ⟨∇ℓ_i, Ḡ⟩, inner products with the gradient of the training loss of this
-            context, Ḡ = Σ_j weight_j ∇ℓ_j (the mean gradient without weights). None unless
-            requested, as is everything below.
+        alignment: (B,) inner products ⟨∇ℓ_i, Ḡ⟩ with the gradient of the training loss, Ḡ = Σ_j
+            weight_j ∇ℓ_j (the mean gradient without weights). This and all that follows is None
+            unless you asked for it.
         alignment_by_parameter: name → (B,) the parameter's part of ``alignment``.
         mean_sqnorm: () float64, ‖Ḡ‖².
-        cosine: (B,) ⟨∇ℓ_i, Ḡ⟩ / (‖∇ℓ_i‖ ‖Ḡ‖).
+        cosine: (B,) ⟨∇ℓ_i, Ḡ⟩ / (‖∇ℓ_i‖ ‖Ḡ‖); NaN where a gradient is zero.
         gram: (B, B) inner products ⟨∇ℓ_i, ∇ℓ_j⟩.
     """
 
@@ -108,11 +108,11 @@ def statistics_of(
     Args:
         tracker: the context after its backward.
         loss: (B,) losses or None.
-        weights: what multiplied each loss in the training loss, which defines Ḡ; divided out.
+        weights: the weight of each loss in the training loss, which defines Ḡ; divided out.
         nonfinite: "raise" or "keep".
-        scale: what multiplied the training loss before it was differentiated, a number or a tensor
-            () float64; divided out.
-        divisor: what Σ_j weights_j ∇ℓ_j is divided by to give Ḡ.
+        scale: the factor by which the training loss was multiplied before its backward, a number or
+            a () float64 tensor; divided out.
+        divisor: Ḡ is Σ_j weights_j ∇ℓ_j divided by this.
     """
     values = tracker.reports.sqnorm_by_parameter()
     total = values.sum(0)
@@ -137,8 +137,8 @@ def statistics_of(
         norms = replace(norms, gram=gram.to(dtype))
     if within.with_sum:
         unused = torch.zeros_like(total)
-        own = weight * scale**2 * divisor
-        parts = [within.with_sum.get(name, unused).to(device) / own for name in names]
+        factor = weight * scale**2 * divisor
+        parts = [within.with_sum.get(name, unused).to(device) / factor for name in names]
         sqnorms = [value.to(device) for value in within.sum_sqnorm.values()]
         norms = replace(
             norms,
@@ -166,10 +166,10 @@ def summarise(
         names: of the parameters.
         values: (parameters, B) squared norms, float64.
         total: (B,) their sum.
-        relative: finds (B,) a bound on its rounding error, relative to it.
+        relative: returns (B,) bounds on the rounding errors of ``total``, relative to it.
         loss: (B,) losses or None.
         nonfinite: "raise" or "keep".
-        wide: the model is in float64, and so are the results.
+        wide: whether results are float64, as for a float64 model; else float32.
     """
     rounded = Tensor.double if wide else Tensor.float
     sqnorm = rounded(total)
@@ -186,7 +186,7 @@ def summarise(
 
 
 def result_dtype(*models: nn.Module) -> torch.dtype:
-    """Return float64 where a model has a float64 parameter, else float32."""
+    """Return float64 if any of the models has a float64 parameter, else float32."""
     wide = any(any_double(model.parameters()) for model in models)
     return torch.float64 if wide else torch.float32
 
@@ -194,7 +194,7 @@ def result_dtype(*models: nn.Module) -> torch.dtype:
 def finite_sqnorms(tracker: Tracker, nonfinite: str) -> Tensor:
     """Return the squared norms that a tracker's backward reported, (parameters, B) float64.
 
-    Raise where an example's is not finite, unless ``nonfinite`` is "keep".
+    Raise if one is not finite, unless ``nonfinite`` is "keep".
     """
     values = tracker.reports.sqnorm_by_parameter()
     if nonfinite == "raise":
@@ -203,14 +203,14 @@ def finite_sqnorms(tracker: Tracker, nonfinite: str) -> Tensor:
 
 
 def examples_named(values: Tensor) -> str:
-    """Return which examples have a value (B,) that is not finite, for a message."""
+    """Name, for a message, the examples whose value (B,) is not finite."""
     bad = (~values.isfinite()).nonzero().squeeze(1).tolist()
     return f"example {bad[0]}" if len(bad) == 1 else f"examples {bad}"
 
 
 def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
-    """Raise where a sum over parameters is not finite; given what ``summarise`` is given."""
-    # Of what is not finite nor is the sum, and one number is soon looked at.
+    """Raise if an example's sum over the parameters is not finite; arguments as ``summarise``."""
+    # The sum over the examples is finite only if all are: usually, one number is read back.
     if math.isfinite(total.sum().item()) or bool(total.isfinite().all()):
         return
     finite = values.to(total.dtype).isfinite().all(1).tolist()
@@ -220,13 +220,12 @@ def check_total(names: Sequence[str], values: Tensor, total: Tensor) -> None:
         where = f"{len(spoilt)} of {len(names)} parameters ({quoted(spoilt)})"
     if bool((total[~total.isfinite()] == torch.inf).all()):
         raise NonFiniteGradientError(
-            f"the squared norm of {examples_named(total)} is infinite: it overflowed float32, in "
-            "which squares are accumulated (norms above 1.8e19 do), or the gradient itself is "
-            f"infinite. It came to infinity in {where}. Divide the losses by a constant, use "
-            "model.double(), look at these examples and their losses, or pass "
-            'nonfinite="keep" to have the values returned.'
+            f"the squared norm of {examples_named(total)} is infinite in {where}: the gradient is "
+            "infinite, or its square overflowed float32, as for norms above 1.8e19. Look at the "
+            "losses of these examples. If they are finite, divide all losses by a constant or use "
+            'model.double(). Or pass nonfinite="keep" to get the values as they are.'
         )
     raise NonFiniteGradientError(
-        f"the gradient of {examples_named(total)} is not finite, in {where}. Look at these "
-        'examples and their losses, or pass nonfinite="keep" to have the values returned.'
+        f"the gradient of {examples_named(total)} is not finite in {where}. Look at these examples "
+        'and their losses, or pass nonfinite="keep" to get the values as they are.'
     )

@@ -1,4 +1,4 @@
-"""Checking gradstats, and the loss, on the user's own model."""
+"""A check of gradstats, and of the loss, on the user's own model."""
 
 from __future__ import annotations
 
@@ -52,45 +52,45 @@ def verify(
     examples: int = 3,
     tolerance: float | None = None,
 ) -> VerifyReport:
-    """Check on your own model that its per-example norms are complete, exact and meaningful.
+    """Check that the per-example norms of your own model are complete, exact and meaningful.
 
         print(gs.verify(model, batch, loss_fn))
 
     - *loss*: ``loss_fn`` returns one differentiable loss for each example;
     - *coverage*: every parameter that requires grad is counted, unused or excluded; the report
       shows which operations used it;
-    - *exactness*: ‖∂ℓ_i/∂w‖² of each parameter against plain autograd of ``losses[i]``, for a
+    - *exactness*: ‖∂ℓ_i/∂w‖² of each parameter agrees with plain autograd of ``losses[i]``, for a
       sample of examples, in float64 on a copy of the model where one can be made;
     - *coupling*: each example has the same loss and gradient alone as in its batch. This fails with
-      batch normalisation in training mode, contrastive losses, or losses divided by a quantity of
-      the whole batch. What other modules that the loss uses make in training mode is taken as
-      given, if it is the same with these in eval mode. If the forward is random (dropout), the
-      example is instead compared with itself among its own copies, under the same random numbers,
-      where all examples have one size;
-    - *padding*: where the batch is a mapping with an ``attention_mask``, an example without its
-      trailing padding has the same loss and gradient;
+      batch normalisation in training mode, contrastive losses, and losses divided by a quantity of
+      the whole batch. If the forward is random (dropout), the example is instead compared with
+      itself among its own copies, under the same random numbers; this needs examples of one size.
+      If only other modules that the loss uses couple the examples, and only in training mode (a
+      generator before a discriminator), their output is taken as given;
+    - *padding*: an example without its trailing padding has the same loss and gradient, where the
+      batch is a mapping with an ``attention_mask``;
     - *determinism*: two runs on the model itself give the same bits;
     - *precision*: how far the model's own dtype changes the norms.
 
     Args:
         model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, fallback: as
-            for per_example_norms. The model's parameters, buffers, gradients, mode and the random
-            generators are left as they were, and the buffers of other modules that the loss uses;
+            for per_example_norms. Parameters, buffers, gradients, training mode and random
+            generators are left as they were, as are buffers of other modules that the loss uses;
             your hooks run as in any forward.
         examples: how many examples to compare, spread over the batch.
-        tolerance: largest relative error of a squared norm; by default 1e-6 in float64, 1e-3 in
-            float32, 0.05 in float16, 0.1 in bfloat16.
+        tolerance: the largest relative error of a squared norm that passes; by default 1e-6 in
+            float64, 1e-3 in float32, 0.05 in float16, 0.1 in bfloat16.
 
     Returns:
-        VerifyReport: ``ok``, ``rows``, ``checks``; ``print`` shows them as tables.
+        VerifyReport: ``ok``, ``rows`` and ``checks``; ``print`` shows them as tables.
 
     Raises:
-        ExampleAxisError, CoverageError, TrackingError: invalid arguments. An unsupported model or
-        loss is reported, not raised.
+        ExampleAxisError, CoverageError, TrackingError: an argument is invalid. An unsupported model
+            or loss is reported, not raised.
 
     Cost:
-        About ten forwards of the batch and two backwards per compared example; memory for the copy
-        and two whole gradients in float64.
+        About ten forwards of the batch and two backwards per compared example. Memory: the copy and
+        two whole gradients in float64.
     """
     check_call(model, loss_fn)
     check_choice("fallback", fallback, (None, "vmap"))
@@ -110,8 +110,8 @@ def verify(
     sharded = [name for name, parameter in selected.items() if is_sharded(parameter)]
     if sharded:
         raise TrackingError(
-            f"parameter {sharded[0]!r} is spread over processes, so that there is no plain "
-            "gradient to compare with. Expected a whole model: verify it before it is sharded."
+            f"parameter {sharded[0]!r} is sharded over processes, so there is no plain gradient to "
+            "compare with. Expected a whole model: call gs.verify before sharding it."
         )
     count = min(wanted, batch_size)
     chosen = sorted({round(k * (batch_size - 1) / max(1, count - 1)) for k in range(count)})
@@ -161,7 +161,7 @@ class Verification:
         self.refused: dict[str, str] = {}
         self.errors: dict[str, float] = {}
         self.operations: dict[str, list[str]] = {}
-        # Parameters used where neither a forward nor torch.autograd.grad shows it.
+        # Parameters whose use neither a forward nor torch.autograd.grad shows.
         self.hidden: list[str] = []
         self.subject = choose_subject(model, batch, loss_fn, state, beside)
         self.tolerance = TOLERANCE[self.subject.dtype] if tolerance is None else tolerance
@@ -180,7 +180,7 @@ class Verification:
                 padding = elsewhere.padding()
         except (torch.OutOfMemoryError, NotImplementedError, RecursionError):
             raise
-        except RuntimeError as error:  # as of a graph that the model kept from an earlier forward
+        except RuntimeError as error:  # for example, the model kept a graph of an earlier forward
             detail = f"plain autograd failed with {summary(error)}"
             self.checks += [self._coverage(stats), Check("exactness", False, detail)]
             return self._report(computed=False)
@@ -221,8 +221,8 @@ class Verification:
         bad = (~losses.isfinite()).nonzero().flatten().tolist()
         if bad:
             detail = (
-                f"the losses of examples {bad[:8]} are not finite, which spoils plain autograd's "
-                "gradients of all. Leave them out of this batch"
+                f"the losses of examples {bad[:8]} are not finite, which spoils the gradients that "
+                "plain autograd computes for all. Leave these examples out of the batch"
             )
             self.checks.append(Check("loss", False, detail))
             return False
@@ -230,7 +230,7 @@ class Verification:
         return True
 
     def _survey(self) -> Survey | None:
-        """Return what happens to each parameter; None where no context can be opened."""
+        """Return what happens to each parameter; None if no context can be opened."""
         self.subject.state.restore()
         options = {name: self.options[name] for name in ("batch_dim", "parameters", "exclude")}
         if self.division.bounds is not None:
@@ -242,8 +242,8 @@ class Verification:
                 batch_size=self.batch_size, **options,
             )  # fmt: skip
         except GradStatsError as error:
-            # Perhaps for what a refused operation led to, which the survey let pass: the call
-            # itself names that operation.
+            # A survey lets refused operations pass, so this may be a consequence of one. The
+            # measurement itself stops at, and names, the operation that is to blame.
             reason = str(error)
             try:
                 self._norms(self.subject.model, self.subject.batch, self.subject.state)
@@ -255,7 +255,7 @@ class Verification:
         return found
 
     def _stats(self, found: Survey | None) -> GradientNorms | None:
-        """Return gradstats' own numbers, parameters that are refused left out."""
+        """Return the norms, refused parameters left out; None if the call itself is refused."""
         if found is None:
             return None
         try:
@@ -266,7 +266,7 @@ class Verification:
             return None
 
     def _norms(self, model: nn.Module, batch: Any, state: State) -> GradientNorms:
-        """Return the norms, parameters left out that are refused and that no fallback serves."""
+        """Return the norms; without a fallback, refused parameters are left out."""
         options = dict(self.options)
         if options["fallback"] is None:
             options["exclude"] = excluding(options["exclude"], self.refused)
@@ -274,7 +274,7 @@ class Verification:
         return per_example_norms(model, batch, self.loss_fn, nonfinite="keep", **options)
 
     def _not_reached(self, stats: GradientNorms, examples: list[Example]) -> list[str]:
-        """Return the parameters that have gradients, of which plain autograd finds none."""
+        """Return the parameters that have a norm, but no gradient by plain autograd."""
         return [
             name
             for column, name in enumerate(self.selected)
@@ -299,7 +299,7 @@ class Verification:
     def _exactness(
         self, stats: GradientNorms | None, examples: list[Example], coupling: Check
     ) -> Check:
-        """Whether the squared norms are those of plain autograd; notes each parameter's error."""
+        """Compare squared norms with plain autograd, and note each parameter's error."""
         if stats is None:
             return Check("exactness", None, NOT_COMPARED)
         for column, name in enumerate(self.selected):
@@ -315,9 +315,9 @@ class Verification:
             ]
             self.errors[name] = max(errors)
         left_out = (
-            f"not compared: {self.hidden[:4]}, of which torch.autograd.grad finds no gradient: an "
-            "autograd Function runs a part of the model whose backward runs one of its own, as "
-            "checkpoints of other libraries do"
+            f"not compared: {self.hidden[:4]}, for which torch.autograd.grad finds no gradient: "
+            "an autograd Function runs a part of the model and, in its backward, a backward of its "
+            "own, as checkpoints of other libraries do"
         )
         if not self.errors:
             return Check("exactness", None, left_out)
@@ -327,8 +327,8 @@ class Verification:
         if error > self.tolerance:
             operations = ", ".join(self.operations.get(worst, ())) or "no operation"
             detail += (
-                ". The examples are coupled (see below): their losses have no gradients of their "
-                "own"
+                ". The examples are coupled (see below), so their losses have no gradients of "
+                "their own"
                 if coupling.ok is False
                 else f". The examples are not coupled, so gradstats, or a rule registered with it, "
                 f"is wrong here: {worst} is used by {operations}. Exclude it, and please report it"
@@ -348,8 +348,8 @@ class Verification:
         assert first.loss is not None and second.loss is not None
         if not same_bits(first.loss, second.loss):
             detail = (
-                "two forwards with the same random numbers gave other losses: the model itself is "
-                "not deterministic. Try torch.use_deterministic_algorithms(True)"
+                "two forwards with the same random numbers gave different losses: the model itself "
+                "is not deterministic. Try torch.use_deterministic_algorithms(True)"
             )
             return [Check("determinism", False, detail)]
         different = [
@@ -364,18 +364,18 @@ class Verification:
         return checks
 
     def _precision(self, found: GradientNorms, reference: GradientNorms) -> Check:
-        """How far the norms in the model's own precision are from those in float64."""
+        """Compare the norms in the model's own precision with those in float64."""
         both = zip(found.sqnorm.tolist(), reference.sqnorm.tolist(), strict=True)
         gap = max(_relative_error(got, expected, 0.0) for got, expected in both)
         own = lowest_precision(self.model)
         detail = f"{str(own).removeprefix('torch.')} against float64: {gap:.1e} of a squared norm"
         limit = 30 * TOLERANCE[own]
-        # Low precision changes the gradient itself, at every layer: that is for information.
+        # Half precision changes the gradient itself, at every layer: information, not a failure.
         ok = None if own in (torch.float16, torch.bfloat16) else not gap > limit
         if ok is False:
             detail += (
-                ". The model in its own precision has other gradients than in float64: is its loss "
-                "badly conditioned, or is part of it computed in lower precision?"
+                ". The model's gradients in its own precision differ from those in float64: is the "
+                "loss badly conditioned, or is a part of it computed in lower precision?"
             )
         return Check("precision", ok, detail)
 

@@ -10,7 +10,7 @@ from gradstats._tables import aligned
 from gradstats.errors import GradStatsError
 
 MARKS = {True: "ok", False: "FAILED", None: "-"}
-# What a check found may be a paragraph; columns in a terminal.
+# Columns of text: what a check found may be a paragraph.
 WIDTH = 100
 
 
@@ -21,8 +21,8 @@ class ParameterRow:
     Attributes:
         name: as in model.named_parameters().
         shape: of the parameter.
-        status: "counted"; "unused" by the loss; "excluded" by the caller; "fallback", its
-            per-example gradients are formed; "refused", with the reason among the checks;
+        status: "counted"; "unused" by the loss; "excluded" by the caller; "fallback" if its
+            per-example gradients are formed; "refused", for a reason that the checks give; or
             "unknown" if the loss could not be computed.
         operations: names of the operations that used it, in order.
         error: largest relative error of its squared norms over the compared examples, with a
@@ -45,7 +45,7 @@ class Check:
 
     Attributes:
         name: "loss", "coverage", "exactness", "coupling", "padding", "determinism", "precision".
-        ok: None if it could not be checked or there is nothing to check.
+        ok: whether it passed; None if nothing could be, or had to be, checked.
         detail: what was found and, if the check failed, what to do.
     """
 
@@ -56,13 +56,13 @@ class Check:
 
 @dataclass(frozen=True)
 class VerifyReport(Printed):
-    """The result of gs.verify; ``print`` shows it as tables, ``bool`` is ``ok``.
+    """The result of gs.verify: ``print`` shows it as tables, and its truth value is ``ok``.
 
     Attributes:
         rows: one for each parameter that requires grad, in the model's order.
-        checks: the checks of the whole.
+        checks: of model, loss and batch as a whole.
         examples: which examples were compared with plain autograd.
-        reference: in which precision, and whether on a copy of the model.
+        reference: the precision of that comparison, and whether a copy of the model was used.
     """
 
     rows: tuple[ParameterRow, ...]
@@ -76,7 +76,7 @@ class VerifyReport(Printed):
         return all(row.ok for row in self.rows) and all(c.ok is not False for c in self.checks)
 
     def __bool__(self) -> bool:
-        # Or ``assert gs.verify(...)`` would hold whatever was found.
+        # So that ``assert gs.verify(...)`` means what it says.
         return self.ok
 
     def check(self, name: str) -> Check:
@@ -126,7 +126,7 @@ class VerifyReport(Printed):
 
 
 def _wrapped(table: list[str]) -> list[str]:
-    """Return a table's lines, the long ones broken below the beginning of its last column."""
+    """Return a table's lines, wrapping long ones within the last column."""
     indent = " " * table[0].index("found")
     return [
         part
@@ -138,7 +138,7 @@ def _wrapped(table: list[str]) -> list[str]:
 
 
 def summary(error: BaseException) -> str:
-    """Return an error's name and what it says, on one line; what others say is cut short."""
+    """Return an error's type and message on one line; messages that are not ours are cut short."""
     message = " ".join(str(error).split())
     if len(message) > 400 and not isinstance(error, GradStatsError):
         message = message[:400] + " …"
