@@ -210,6 +210,7 @@ class Data:
         # Workers that persist serve one pass at a time: those of the caller's loader stay there.
         own = copy.copy(loader)
         own.generator = _own_generator()
+        own.in_order = True  # the position of a batch says which examples it holds
         own._iterator = None
         return iter(own)
 

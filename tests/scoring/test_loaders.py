@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
 
@@ -621,6 +622,28 @@ def test_an_iterable_data_set_in_several_workers_is_in_another_order(setting):
     table = score(setting, loader, loss=loss, ids=2)
     assert table.ids.tolist() != list(range(11))
     np.testing.assert_allclose(table.self_influence, reference(setting)[table.ids], rtol=1e-12)
+
+
+class SlowFirst(Rows):
+    """Whole batches, of which the first takes longest to read."""
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        time.sleep(0.5 * (index == 0))
+        return self.data[index]
+
+
+def test_workers_that_give_batches_as_they_finish(setting):
+    data = SlowFirst(setting.train_batches)
+    loader = DataLoader(data, batch_size=None, num_workers=2, in_order=False)
+    checkpoints = gs.Checkpoints(setting.states[:1], lr=0.1)
+    scores = [
+        gs.self_influence(setting.model, each, loss_fn, checkpoints, progress=False).self_influence
+        for each in (loader, setting.train_batches)
+    ]
+    np.testing.assert_array_equal(*scores)
 
 
 class Shuffling(IterableDataset):
