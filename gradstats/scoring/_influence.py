@@ -30,7 +30,7 @@ DEFAULT_BUDGET = 1024**3
 
 
 class InfluenceOptions(Choices, total=False):
-    """What ``influence`` takes in either of its forms; it says what each means."""
+    """The options that both overloads of ``influence`` take; its docstring explains them."""
 
     query_checkpoints: Any
     normalize: str | None
@@ -96,47 +96,46 @@ def influence(
 ) -> InfluenceScores | TopScores:
     """Return Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩ for every training example i and query j.
 
-    A positive score says that steps on i lowered the loss of j (a proponent), a negative one that
-    they raised it (an opponent). With ``normalize="cosine"`` each checkpoint's product is divided
-    by both norms before the sum, Σ_c η_c ⟨∇ℓ_i, ∇ℓ_j⟩ / (‖∇ℓ_i‖‖∇ℓ_j‖); otherwise examples with
-    large gradients, such as mislabelled ones, top every query's list. Both forms come from one
-    pass: ``scores.raw`` and ``scores.cosine``. With a learning rate per parameter, η_c⟨·,·⟩ is
+    A positive score says that steps on i lowered the loss of j (i is a proponent), a negative one
+    that they raised it (an opponent). With ``normalize="cosine"``, each checkpoint's product is
+    divided by both norms before the sum, Σ_c η_c ⟨∇ℓ_i, ∇ℓ_j⟩ / (‖∇ℓ_i‖‖∇ℓ_j‖); otherwise examples
+    with large gradients, such as mislabelled ones, top every query's list. One pass computes both
+    forms: ``scores.raw`` and ``scores.cosine``. With a learning rate per parameter, η_c⟨·,·⟩ is
     Σ_p η_cp ⟨∇_p ℓ_i, ∇_p ℓ_j⟩, and the norms are unweighted.
 
     Args:
         model: any module; scored in eval mode; its weights, buffers and mode are restored.
-        train_loader, query_loader: DataLoaders in the order of their data sets, or lists of
-            batches. They must yield the same batches in each pass, which is checked. Under
-            torch.distributed every process passes the whole data, which is checked; the train side
-            is divided between them and the result is the same.
+        train_loader, query_loader: DataLoaders that do not shuffle, or lists of batches. Every pass
+            must yield the same batches, which is checked. Under torch.distributed every process
+            passes the whole data, which is checked; the processes divide the train side, and each
+            returns the whole result.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses.
         checkpoints: gs.Checkpoints, with the learning rates.
         query_checkpoints: weights for the query side, as many as ``checkpoints``: gs.Checkpoints
             (their rates are ignored), or files or state dicts, which may repeat. Scores are then
             Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w'_c)⟩.
-        normalize: None or "cosine": which form the result shows first. float32 gradients with
-            norms below 1e-19 have cosines with fewer digits, or zero, because their squares
-            underflow (see GradientNorms), as products times a learning rate below 1e-38 do; for
-            these use ``model.double()``.
+        normalize: None or "cosine": the form that the result shows first. In float32, squares of
+            norms below 1e-19, and products times a learning rate below 1e-38, underflow: such
+            scores lose digits or become zero. Use ``model.double()`` for these.
         out: a folder for the matrix: one plain .npy file per checkpoint, written in tiles of a
-            train batch by a query batch. With ``resume``, a call that was killed resumes there with
-            bit-identical results, given the same versions, device, precision and workspace
-            (half-done checkpoints and lists are refused with others) and, on a CPU, the same
-            processor and number of threads (not checked). Further checkpoints add to the folder,
-            also from several calls at once; other data, models or options are refused with the
+            train batch by a query batch. With ``resume``, a call that was killed continues there,
+            and calls with further checkpoints, also several at once, add to the folder. A resumed
+            result is bit-identical, given the same versions, device, precision and workspace (a
+            half-done checkpoint or list is refused with others) and, on a CPU, the same processor
+            and number of threads (not checked). Other data, models or options are refused with the
             difference. Data are identified by their sizes and a hash of their contents, which takes
-            one more pass over them (``load`` of the results reads no data). Model and loss are
-            identified by their names and shapes and, at checkpoints already in the folder, by the
-            losses of the first training batch up to rounding (√eps): a change that leaves these as
-            they are is not seen, nor one that affects only a further checkpoint.
+            one more pass over them (``load`` reads no data). Model and loss are identified by their
+            names and shapes and, at checkpoints already in the folder, by the losses of the first
+            training batch, up to rounding (√eps): a change that keeps these losses, or that affects
+            only a further checkpoint, goes unnoticed.
         resume: False refuses a folder that holds results.
         top_k: keep only this many proponents and opponents for every query, and never form the
             matrix. With ``out`` their lists are written after each chunk of training data.
         train_ids, query_ids: where a batch holds the ids of its examples: a key, a position, or a
-            function of the batch. This takes one more pass over the data, shared with ``out``.
-            Positions by default.
+            function of the batch. This takes one more pass over the data, shared with ``out``, and
+            allows shuffling. By default an example's position is its id.
         budget: bytes of query gradients, kept as factors, and of scores with ``top_k``; 1 GiB by
-            default. Each time the query side fills it, the training data are passed over again.
+            default. Each time the query gradients fill it, the training data are read once more.
         batch_dim: the example axis of the data.
         cu_seqlens: where a batch, of either side, holds the bounds of examples packed into one row
             (see per_example_norms): a key, a position, or a function of the batch, such as
@@ -158,14 +157,14 @@ def influence(
         ScoreError: ``normalize``, ``top_k`` or ``budget`` is invalid.
 
     Cost:
-        For each checkpoint and each time the budget is full, a forward and a backward of every
-        training example without weight gradients; the products as in gs.inner_products. Batches
-        that do not fit into memory are halved, including those that are lists with an entry for
-        each example. With ``top_k``, checkpoints are loaded once beforehand and once for each chunk
-        of training data whose scores fit the budget; with ``out``, each takes one more forward of
-        the first training batch. Memory: the factors of the kept queries, which fit the budget, and
-        of one training batch; a tile of gradients; and, unless the checkpoint is the model's own
-        state dict, a second copy of the weights on their device.
+        At each checkpoint, a forward and backward of every query, once, and of every training
+        example, each time the budget is full, without weight gradients; and the products, as in
+        gs.inner_products. Batches that do not fit into memory are halved, including those that are
+        lists with an entry for each example. With ``top_k``, checkpoints are loaded once beforehand
+        and once for each chunk of training data whose scores fit the budget; with ``out``, each
+        takes one more forward of the first training batch. Memory: the factors of the kept queries,
+        which fit the budget, and of one training batch; a tile of gradients; and, unless the
+        checkpoint is the model's own state dict, a second copy of the weights on their device.
 
     Source:
         TracIn: Pruthi et al., arXiv 2002.08484. Renormalised influence (the cosine form):

@@ -40,7 +40,7 @@ from gradstats.statistics._norms import per_example_norms
 from gradstats.statistics._result import GradientNorms
 from gradstats.statistics._state import random_numbers_kept
 
-# Seconds from which a trial is not repeated.
+# A trial that takes this many seconds is not repeated.
 LONG_TRIAL = 1.0
 
 
@@ -68,19 +68,19 @@ def self_influence(
 
     Args:
         model: any module; scored in eval mode; its weights, buffers and mode are restored.
-        loader: a DataLoader in the order of its data set, or a list of batches. It must yield the
-            same batches in each pass, which is checked. Under torch.distributed every process
-            passes the whole data, which is checked too, and takes its share of it.
+        loader: a DataLoader that does not shuffle, or a list of batches. Every pass must yield the
+            same batches, which is checked. Under torch.distributed every process passes the whole
+            data, which is checked too; each scores its share and returns the whole table.
         loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. Margin and EL2N are computed
-            from what it gives to ``cross_entropy`` or ``nll_loss`` or, as of two classes, to a
-            ``binary_cross_entropy``.
+            from the arguments of its one call of ``cross_entropy`` or ``nll_loss``, or of a
+            ``binary_cross_entropy``, which is taken for two classes.
         checkpoints: gs.Checkpoints, each loaded once.
         ids: where a batch holds the ids of its examples: a key, a position, or a function of the
-            batch. This takes one more pass over the data, shared with ``out``. By default an
-            example's position is its id.
-        out: a folder for results; with ``resume``, a call that was killed resumes there, and
-            further checkpoints add to it. Data, model and loss are identified as in gs.influence,
-            with one more pass over the data.
+            batch. This takes one more pass over the data, shared with ``out``, and allows
+            shuffling. By default an example's position is its id.
+        out: a folder for the results. With ``resume``, a call that was killed continues there, and
+            calls with further checkpoints add to the folder. Data, model and loss are identified as
+            in gs.influence, which takes one more pass over the data.
         resume: False refuses a folder that holds results.
         batch_dim: the example axis of the data.
         cu_seqlens: where a batch holds the bounds of examples packed into one row (see
@@ -116,7 +116,7 @@ def self_influence(
 
 
 class _Scoring:
-    """What one call measures: all examples at all checkpoints."""
+    """Scores all examples at all checkpoints, for one call."""
 
     def __init__(self, work: Work, data: Data):
         self._work, self._data = work, data
@@ -127,7 +127,7 @@ class _Scoring:
         self._tiling = Tiling(arrays, data.spans, [slice(0, len(FIELDS))])
 
     def table(self) -> SelfInfluence:
-        """Return the results, of which some may be there."""
+        """Return the results, some of which an earlier call may have left on disk."""
         work, data, count = self._work, self._data, len(self._work.checkpoints)
         folder = None
         if work.out is not None:
@@ -186,13 +186,13 @@ class _Scoring:
         )
 
     def _trial(self, number: int, checkpoint: Checkpoint) -> float:
-        """Return the seconds that a batch takes, after one for what only the first has to do."""
+        """Return the seconds that a batch takes, not counting what only the first has to do."""
         spent: list[float] = []
         while not spent or (len(spent) == 1 and spent[0] < LONG_TRIAL):
             start = time.perf_counter()
             ((_, batch),) = self._data.read([number])
-            # Workers read beside what is computed, once they have started.
-            start = time.perf_counter() if self._data.workers else start
+            if self._data.workers:
+                start = time.perf_counter()  # once started, workers read while this one computes
             self._measured(batch, int(self._data.sizes[number]), checkpoint)
             spent.append(time.perf_counter() - start)
         return spent[-1]
@@ -209,10 +209,9 @@ class _Scoring:
 
     def _measured(self, batch: Any, size: int, checkpoint: Checkpoint) -> np.ndarray:
         """Return one row of FIELDS for each example, at the weights that the model has."""
+        work = self._work
 
         def part(batch: Any) -> np.ndarray:
-            work = self._work
-
             def measure() -> np.ndarray:
                 stats = per_example_norms(
                     work.model, batch, self._losses, nonfinite="keep", **work.options_of(batch)
@@ -221,13 +220,13 @@ class _Scoring:
 
             return work.usage.measured("training", measure, self._rows)
 
-        batch = to_device(batch, self._work.device)
+        batch = to_device(batch, work.device)
         return np.concatenate(self._halving.run(part, batch, size))
 
     def _rows(
         self, losses: Tensor | None, stats: GradientNorms | None = None, rates: Rates | None = None
     ) -> np.ndarray:
-        """Return them from what was measured; without ``stats`` the gradients are zero."""
+        """Return one row of FIELDS for each example; without ``stats`` the gradients are zero."""
         assert losses is not None
         size = len(losses)
         columns = {name: np.zeros(size) for name in ("weighted", "sqnorm")}
