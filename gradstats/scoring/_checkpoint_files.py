@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gradstats.errors import CheckpointError
 
-# Where the Trainer of transformers and accelerate's save_state keep optimizers' states, beside the
-# files of weights; accelerate numbers the second of each and later ones.
+# The files beside the weights in which the Trainer of transformers and accelerate's save_state keep
+# optimizers' states; accelerate numbers them from the second on.
 OPTIMIZER_FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 
 # Weights in several files, as large models have them: model-00001-of-00004.safetensors, …, and
@@ -27,7 +27,7 @@ OPTIMIZER_FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 INDEX_SUFFIX = ".index.json"
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.[a-z]+$)")
 
-# Names of files of weights in folders that hold other files too.
+# The usual names of files of weights.
 WEIGHTS_FILES = ("model.safetensors", f"model.safetensors{INDEX_SUFFIX}", "pytorch_model.bin")
 
 # Where training loops keep the weights and the optimizer's state in one file.
@@ -49,13 +49,13 @@ class Content:
 
 
 def find_files(pattern: str | Path) -> list[Path]:
-    """Return the files of a path or a glob, numbers in their names counted as numbers."""
+    """Return the files that a path or a glob names, in natural order."""
     if Path(pattern).is_file():
         return [Path(pattern)]
     paths = [Path(path) for path in glob.glob(str(pattern), recursive=True)]
     files = sorted((path for path in paths if path.is_file()), key=_natural)
     if Path(pattern).is_dir() or (paths and not files):
-        # In the folder itself, or one below: a run holds the folders of its checkpoints.
+        # Weights lie in the folder itself, or, where a run has a folder per checkpoint, one below.
         usual = (*WEIGHTS_FILES, "*.safetensors", *(f"*/{name}" for name in WEIGHTS_FILES))
         known = (name for name in usual if any(any(path.glob(name)) for path in paths))
         raise CheckpointError(
@@ -71,8 +71,8 @@ def find_files(pattern: str | Path) -> list[Path]:
     if beside and len(beside) < len(files):
         weights = (name for name in WEIGHTS_FILES if (beside[0].parent / name).is_file())
         raise CheckpointError(
-            f"{pattern} matches {beside[0]} too, which holds an optimizer's state, expected files "
-            "of weights alone. Pass a glob of these, such as "
+            f"{pattern} also matches {beside[0]}, which holds an optimizer's state, expected files "
+            "of weights only. Pass a glob that matches only these, such as "
             f"'{Path(pattern).parent / next(weights, '*.safetensors')}'."
         )
     return files
@@ -100,7 +100,7 @@ def read_file(path: Path) -> Content:
 
 
 def index_of(path: str) -> Path | None:
-    """Return the index of the files that a file is one part of; None where it is none."""
+    """Return the index of the checkpoint that a file is one part of; None if it is whole."""
     whole = PART.sub("", path)
     index = Path(f"{whole}.index.json")
     return index if whole != path and index.is_file() else None
@@ -113,7 +113,7 @@ def _parts(index: Path) -> list[Path]:
         parts = sorted(index.with_name(name) for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{index} is no index of a checkpoint in several files ({type(error).__name__}: "
+            f"{index} is not the index of a checkpoint in several files ({type(error).__name__}: "
             f"{error}), expected the names of files in its folder under 'weight_map'."
         ) from error
     missing = [p.name for p in parts if p.name.endswith(INDEX_SUFFIX) or not p.is_file()]
@@ -126,9 +126,9 @@ def _parts(index: Path) -> list[Path]:
 
 
 def read_optimizer_beside(path: Path) -> tuple[Any, ...]:
-    """Return the states of optimizers that stand in files of their own beside the weights."""
+    """Return the optimizers' states in the files beside a checkpoint's weights."""
     beside = (file for file in path.parent.iterdir() if OPTIMIZER_FILE.fullmatch(file.name))
-    # What the optimizer remembers of each parameter is not wanted, and stays on the disk.
+    # Memory mapped: moments and the like, which are as large as the weights, are never read.
     return tuple(_load(file, mmap=True) for file in beside)
 
 
@@ -142,22 +142,22 @@ def _load(path: Path, **options: bool) -> Any:
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be read: {type(error).__name__}: {_reason(error)}\n"
-        "Expected a safetensors file, or a torch file of tensors and plain values; files that hold "
-        "other objects are not opened, because unpickling them may run code. Save "
-        "model.state_dict() and optimizer.state_dict(), or read files that you trust yourself: "
+        "Expected a safetensors file, or a torch file of tensors and plain values; other objects "
+        "are not unpickled, because that may run code. Save model.state_dict() and "
+        "optimizer.state_dict(), or read a file that you trust yourself: "
         "gs.Checkpoints([torch.load(path, weights_only=False), ...], lr=...)."
     )
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of what went wrong."""
-    # torch.load puts advice to read the file with weights_only=False before its own reason.
-    own = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
-    return next(iter(str(own or error).strip().splitlines()), "")
+    """Return the first line of an error's message."""
+    # torch.load wraps the reason in advice to read the file with weights_only=False.
+    reason = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
+    return next(iter(str(reason or error).strip().splitlines()), "")
 
 
 def parse(content: Any, name: str) -> Content:
-    """Return what a state dict holds, or a dict with one and perhaps an optimizer's state."""
+    """Return the content of a state dict, or of a dict with one and perhaps an optimizer's."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{name} holds {type(content).__name__}, expected a state dict, or a dict with one "
@@ -166,22 +166,23 @@ def parse(content: Any, name: str) -> Content:
     held = [key for key in WEIGHTS_KEYS if isinstance(content.get(key), Mapping)]
     if len(held) > 1:
         raise CheckpointError(
-            f"{name} holds weights under each of {held}. Pass the state dict that you mean instead "
-            "of the file: gs.Checkpoints([torch.load(path, weights_only=True)[key], ...], lr=...)."
+            f"{name} holds weights under each of {held}, expected one of these. Pass the state "
+            "dict that you mean: gs.Checkpoints([torch.load(path, weights_only=True)[key], ...], "
+            "lr=...)."
         )
     weights = content[held[0]] if held else content
     if not any(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(
             f"{name} holds no weights: its keys are {list(content)[:8]}, expected parameter names, "
-            f"or a state dict under one of {WEIGHTS_KEYS}. Where weights and optimizer stand under "
-            "other names, pass them: gs.Checkpoints([{'model': ..., 'optimizer': ...}, ...], "
-            'lr="optimizer"), of what torch.load(path, weights_only=True) gives.'
+            f"or a state dict under one of {WEIGHTS_KEYS}. If weights and optimizer have other "
+            "keys, load the file with torch.load(path, weights_only=True) and pass "
+            "gs.Checkpoints([{'model': ..., 'optimizer': ...}, ...], lr=\"optimizer\")."
         )
     for key in weights:
         if not isinstance(key, str):
             raise CheckpointError(
-                f"{name} holds {reprlib.repr(key)} beside its weights, expected parameter names, "
-                "as model.state_dict() has them."
+                f"{name} has the key {reprlib.repr(key)} beside its weights, expected only names "
+                "of parameters and buffers, as in model.state_dict()."
             )
     if not held:
         return Content(weights)

@@ -37,9 +37,9 @@ class Checkpoint:
     """One checkpoint, loaded.
 
     Attributes:
-        name: its file, or its place in the list.
+        name: its file, or its position in the list.
         weights: name → value.
-        rates: of each parameter, None where the call has no use for them.
+        rates: its learning rates; None on the query side, which needs none.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Checkpoints:
         gs.Checkpoints("run/checkpoint-*/adapter_model.safetensors", lr="optimizer")   # and peft
         gs.Checkpoints([{**model.state_dict(), **load_file(f)} for f in saved], lr=1e-4)
 
-    Each checkpoint must hold the model's whole state dict, except that adapters of peft, which must
-    be all that is trained, may stand alone. The last line takes what was not trained and not saved
-    from the model, which needs no memory; the names must be those of the model.
+    Each checkpoint must hold the model's whole state dict; only adapters of peft may stand alone,
+    if nothing else is trained. The last line takes what was neither trained nor saved from the
+    model itself, which needs no memory; the saved names must be the model's.
 
     Args:
         sources: a glob (matches in natural order: epoch-2 before epoch-10), a file, a state dict,
@@ -67,23 +67,23 @@ class Checkpoints:
             (read with ``weights_only=True``: nothing is unpickled), or, for weights in several
             files, the index that lists them (``*.index.json``). Weights may be at the top level or
             under "model", "model_state_dict" or "state_dict"; the optimizer's state under
-            "optimizer", "optimizer_state_dict" or "optimizer_states", or in a separate file,
-            ``optimizer.pt`` (transformers) or ``optimizer.bin`` (accelerate), in the same folder,
-            which then must hold no other checkpoint: none in the list, and none whose file name
-            differs only in numbers.
+            "optimizer", "optimizer_state_dict" or "optimizer_states", or in a separate file of the
+            same folder, ``optimizer.pt`` (transformers) or ``optimizer.bin`` (accelerate). A folder
+            with such a file must hold no other checkpoint: none in the list, and none whose file
+            name differs only in numbers.
         lr: the learning rates η_c. A number; a list with one entry per checkpoint; a mapping
             {fnmatch pattern over parameter names: number} in place of a number; or "optimizer",
             which reads the rate of each parameter group from the optimizer's state in the
-            checkpoint. If the rates of groups differ, the optimizer must have been built from
-            ``model.named_parameters()``; otherwise it is not known which group a parameter is
-            in. One with ``maximize=True`` is refused: whether it raised the losses or their
+            checkpoint. If the rates of groups differ, build the optimizer from
+            ``model.named_parameters()``; otherwise it is not known which group a parameter is in.
+            An optimizer with ``maximize=True`` is refused: whether it raised the losses or their
             negatives is not known. A checkpoint whose rates are all zero gives a warning.
 
     Raises:
         CheckpointError: no file matches, a file is listed twice, or a learning rate is missing.
             When a checkpoint is loaded: it cannot be read, does not fit the model, lacks a learning
-            rate, or holds the same weights as another in the list, which would count twice; or
-            the rates of all checkpoints are zero.
+            rate, or holds the same weights as another in the list and would count twice; or the
+            rates of all checkpoints are zero.
 
     Cost:
         A file is read into host memory each time its checkpoint is needed, and not before. State
@@ -115,7 +115,7 @@ class Checkpoints:
         Args:
             index: position of the checkpoint.
             model: the model that the weights are for.
-            names: of its parameters whose rates are needed.
+            names: the parameters whose rates are needed.
 
         Returns:
             Checkpoint: ``name``, ``weights`` and ``rates``.
@@ -150,8 +150,8 @@ class Checkpoints:
         return rate
 
     def _optimizers_beside(self, index: int) -> tuple[Any, ...]:
-        """Return what a file beside the weights says, where no other checkpoint lies there too."""
-        folders = [held.parent if isinstance(held, Path) else None for held in self._sources]
+        """Return the optimizers' states in the weights' folder, if it holds no other checkpoint."""
+        folders = [each.parent if isinstance(each, Path) else None for each in self._sources]
         file = self._sources[index]
         if not isinstance(file, Path) or folders.count(file.parent) > 1 or _is_of_several(file):
             return ()
@@ -159,28 +159,34 @@ class Checkpoints:
 
 
 def _is_of_several(file: Path) -> bool:
-    """Whether files lie beside a checkpoint whose names differ from its own in numbers alone."""
+    """Whether a file beside a checkpoint differs from it only in the numbers of its name."""
     names = [each.name for each in file.parent.iterdir() if each.name != file.name]
     return _unnumbered(file.name) in map(_unnumbered, names)
 
 
 def _unnumbered(name: str) -> str:
-    """Return a name without its numbers: model_1.safetensors lies beside model.safetensors."""
+    """Return a name without its numbers: model_1.safetensors becomes model.safetensors."""
     return re.sub(r"[-_]?\d+", "", name)
 
 
 class WeightsOnly:
-    """Checkpoints whose learning rates play no part, each of which goes with one of others."""
+    """The query side's checkpoints, whose learning rates play no part.
 
-    def __init__(self, sources: Any, others: Checkpoints):
+    Args:
+        sources: as for ``Checkpoints``, or a ``Checkpoints``.
+        train: the train side's; each goes with the one at the same position.
+    """
+
+    def __init__(self, sources: Any, train: Checkpoints):
         if isinstance(sources, Checkpoints):
             self.names, self._sources = sources.names, sources._sources
         else:
             self.names, self._sources = zip(*_listed(sources), strict=True)
-        if len(self._sources) != len(others):
+        if len(self._sources) != len(train):
             raise CheckpointError(
-                f"there are {len(others)} checkpoints and {len(self._sources)} query checkpoints, "
-                "expected equal numbers: the c-th of one goes with the c-th of the other."
+                f"there are {len(train)} checkpoints and {len(self._sources)} query checkpoints, "
+                "expected equal numbers: each query checkpoint goes with the checkpoint at its "
+                "position."
             )
 
     def load(self, index: int, model: nn.Module) -> Checkpoint:
@@ -204,7 +210,7 @@ def _listed(sources: Any) -> list[tuple[str, Path | Content]]:
             name = f"state dict {number}"
             listed.append((name, parse(source, name)))
         elif isinstance(source, (str, Path)):
-            # Not to be lost where the working directory changes before a file is read.
+            # Absolute: the working directory may change before a file is read.
             listed.extend((str(path), path.absolute()) for path in find_files(source))
         else:
             raise CheckpointError(
@@ -220,7 +226,7 @@ def _listed(sources: Any) -> list[tuple[str, Path | Content]]:
 
 
 def _one_by_one(given: Any) -> list[Any] | None:
-    """Return what is listed in an argument, None where it is one thing."""
+    """Return the entries of an iterable argument; None if it is a single source or rate."""
     # Iterating over a tensor may fail, and gives no checkpoints.
     if isinstance(given, (str, bytes, Path, Mapping, Tensor)):
         return None
@@ -232,21 +238,22 @@ def _one_by_one(given: Any) -> list[Any] | None:
 
 
 def _check_ordered(given: Any, what: str) -> None:
-    """Raise for sets: checkpoints go with learning rates, and with query checkpoints, by place."""
+    """Raise for sets: the order says which rate or query checkpoint goes with a checkpoint."""
     if isinstance(given, (set, frozenset)):
         raise CheckpointError(
-            f"{what} is a {type(given).__name__}, which has no order, expected a list: the c-th "
-            "learning rate goes with the c-th checkpoint."
+            f"{what} is a {type(given).__name__}, which has no order, expected a list: each "
+            "learning rate goes with the checkpoint at its position."
         )
 
 
 def _check_once(names: Sequence[str], sources: Sequence[Path | Content]) -> None:
+    """Raise where a file is listed twice."""
     seen: dict[Path, str] = {}
-    for name, held in zip(names, sources, strict=True):
-        if isinstance(held, Path):
-            file = held.resolve()
+    for name, source in zip(names, sources, strict=True):
+        if isinstance(source, Path):
+            file = source.resolve()
             if file in seen:
-                also = "" if seen[file] == name else f", as {seen[file]} too"
+                also = "" if seen[file] == name else f", also as {seen[file]}"
                 raise CheckpointError(
                     f"the checkpoint {name} is listed more than once{also}, so it would count more "
                     "than once. List each file once, with globs that do not overlap."
@@ -289,4 +296,4 @@ def _rates_of(lr: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _all_zero() -> CheckpointError:
-    return CheckpointError(f"every learning rate is zero, so every score would be. {REMEDY}")
+    return CheckpointError(f"every learning rate is zero, so every score would be too. {REMEDY}")
