@@ -35,7 +35,7 @@ class ParameterGroup:
     Attributes:
         rate: its learning rate when the checkpoint was written.
         count: how many parameters it holds.
-        names: theirs, None where the optimizer was not given named parameters.
+        names: their names; None if the optimizer was not given named parameters.
     """
 
     rate: float
@@ -45,11 +45,11 @@ class ParameterGroup:
 
 def check_rate(rate, of: str) -> float:
     """Return a learning rate as a float, or raise."""
-    held = None if not isinstance(rate, Tensor) else unlike_numbers(rate)
-    if held is None and isinstance(rate, (Tensor, np.ndarray)) and rate.ndim == 0:
+    kind = unlike_numbers(rate) if isinstance(rate, Tensor) else None
+    if kind is None and isinstance(rate, (Tensor, np.ndarray)) and rate.ndim == 0:
         rate = rate.item()
     if not is_real(rate):
-        shown = held or reprlib.repr(rate)
+        shown = kind or reprlib.repr(rate)
         raise CheckpointError(f"the learning rate of {of} is {shown}, expected a number. {REMEDY}")
     number = float(rate)
     if not math.isfinite(number) or number < 0:
@@ -64,25 +64,25 @@ def from_patterns(
 ) -> Rates:
     """Return the rate of each parameter, by the one pattern that matches its name.
 
-    Patterns may match several names of a tied parameter, if they give it one rate.
+    Different patterns may match the names of a tied parameter, if they give it the same rate.
 
     Args:
-        patterns: pattern → rate; each matches some parameter of the model, measured or not.
-        model: of the parameters.
-        names: of those that are measured.
-        checkpoint: what a message calls the checkpoint.
+        patterns: pattern → rate, as ``check_rate`` returns it; each must match some parameter of
+            the model, measured or not.
+        model: whose names the patterns match.
+        names: the measured parameters.
+        checkpoint: its name in messages.
     """
     prefix, names_of = wrapper_prefix(model), dict[int, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(clean_name(name, prefix))
-    own = [*chain.from_iterable(names_of.values())]
     aliases = {name: each for each in names_of.values() for name in each}
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in own):
+        if not any(fnmatchcase(name, pattern) for name in aliases):
             raise CheckpointError(
-                f"{checkpoint}: the pattern {pattern!r} of lr matches no parameter, so its rate "
-                f"would count nowhere. Expected a pattern of whole names, of one of {own[:8]}"
-                f"{' …' if len(own) > 8 else ''}."
+                f"{checkpoint}: the pattern {pattern!r} of lr matches no parameter. Expected a "
+                f"pattern that matches a whole name, such as one of {[*aliases][:8]}"
+                f"{' …' if len(aliases) > 8 else ''}."
             )
     rates = {}
     for name in names:
@@ -91,7 +91,7 @@ def from_patterns(
             for alias in aliases[name]
         ]
         matching = list(dict.fromkeys(chain.from_iterable(by_name)))
-        found = {check_rate(patterns[each], f"{name!r} in {checkpoint}") for each in matching}
+        found = {patterns[each] for each in matching}
         if len(found) != 1 or max(map(len, by_name)) > 1:
             tied = f", tied as {aliases[name]}," if len(aliases[name]) > 1 else ""
             raise CheckpointError(
@@ -106,12 +106,12 @@ def from_patterns(
 def from_optimizer(
     optimizers: Sequence[Any], model: nn.Module, names: Sequence[str], checkpoint: str
 ) -> Rates:
-    """Return the rates that an optimizer's state says, or raise where it does not."""
+    """Return the rates in an optimizer's state, or raise where it does not tell them."""
     groups = _parameter_groups(optimizers, checkpoint)
     if all(group.names is not None for group in groups):
-        held = {name: group.rate for group in groups for name in group.names or ()}
-        known = matching_names(held, names)
-        rates = {known[name]: rate for name, rate in held.items()}
+        saved = {name: group.rate for group in groups for name in group.names or ()}
+        own_names = matching_names(saved, names)
+        rates = {own_names[name]: rate for name, rate in saved.items()}
         missing = [name for name in names if name not in rates]
         if missing:
             raise CheckpointError(
@@ -143,23 +143,23 @@ def _parameter_groups(optimizers: Sequence[Any], checkpoint: str) -> list[Parame
     """Return the parameter groups of the one optimizer whose state a checkpoint holds."""
     if not optimizers:
         raise CheckpointError(
-            f'{checkpoint} holds no optimizer state, and lr="optimizer" asks for the learning rate '
-            "in it. Save {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, or "
-            "the latter as optimizer.pt in a folder with these weights alone; or pass the learning "
-            "rates: lr=0.1, or one for each checkpoint."
+            f'{checkpoint} holds no optimizer state, from which lr="optimizer" reads the learning '
+            "rate. Pass the learning rates: lr=0.1, or one for each checkpoint; or save "
+            "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, or the latter as "
+            "optimizer.pt in a folder with these weights alone."
         )
     states = [
         state[0] if isinstance(state, Sequence) and len(state) == 1 else state
         for state in optimizers
     ]
-    held = states[0].get("param_groups") if isinstance(states[0], Mapping) else None
-    if len(states) > 1 or not isinstance(held, Sequence) or not all(map(_is_group, held)):
+    saved = states[0].get("param_groups") if isinstance(states[0], Mapping) else None
+    if len(states) > 1 or not isinstance(saved, Sequence) or not all(map(_is_group, saved)):
         raise CheckpointError(
             f"{checkpoint} holds an optimizer state that is not that of one "
             "torch.optim.Optimizer. Pass the learning rates: lr=0.1, or one for each checkpoint."
         )
     groups = []
-    for number, group in enumerate(held):
+    for number, group in enumerate(saved):
         if "lr" not in group:
             raise CheckpointError(
                 f"{checkpoint}: parameter group {number} of the optimizer has no 'lr', expected "
@@ -167,26 +167,25 @@ def _parameter_groups(optimizers: Sequence[Any], checkpoint: str) -> list[Parame
             )
         if group.get("maximize"):
             raise CheckpointError(
-                f"{checkpoint}: parameter group {number} of the optimizer has maximize=True, so "
-                "its steps raise what it was given, and whether that was the losses of loss_fn or "
-                "their negatives is not known. Pass lr= numbers, with a loss_fn that returns what "
-                "training was to lower."
+                f"{checkpoint}: parameter group {number} of the optimizer has maximize=True, and "
+                "it is not known whether it raised the losses of loss_fn or their negatives. Pass "
+                "lr= numbers, with a loss_fn that returns what training lowered."
             )
-        own = group.get("param_names")
+        names = group.get("param_names")
         groups.append(
             ParameterGroup(
                 rate=check_rate(group["lr"], f"parameter group {number} in {checkpoint}"),
                 count=len(group["params"]),
-                names=None if own is None else tuple(own),
+                names=None if names is None else tuple(names),
             )
         )
     return groups
 
 
-def _is_group(held: Any) -> bool:
-    if not (isinstance(held, Mapping) and isinstance(held.get("params"), Sequence)):
+def _is_group(saved: Any) -> bool:
+    if not (isinstance(saved, Mapping) and isinstance(saved.get("params"), Sequence)):
         return False
-    names = held.get("param_names")
+    names = saved.get("param_names")
     return names is None or all(isinstance(name, str) for name in names)
 
 
@@ -196,7 +195,7 @@ def weighed(rates: Rates, whole: Tensor, parts: Mapping[str, Tensor] | None) -> 
     Args:
         rates: η.
         whole: Σ_p x_p.
-        parts: name → x_p; needed where the rates of parameters differ.
+        parts: name → x_p; needed if the rates of parameters differ.
     """
     if not isinstance(rates, dict):
         return rates * as_numpy(whole)
@@ -210,6 +209,6 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def simplify(rates: dict[str, float]) -> Rates:
-    """Return one number where all parameters share it."""
+    """Return one number if all parameters have the same rate."""
     values = set(rates.values())
     return values.pop() if len(values) == 1 else rates

@@ -15,11 +15,12 @@ from gradstats.capture._selection import matching_names, wrapper_prefix
 
 
 def in_own_names(model: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a checkpoint's weights by the model's names, where its library saved others."""
+    """Return a checkpoint's weights under the model's names, if its library saved other ones."""
     inner = model.get_submodule(wrapper_prefix(model).rstrip("."))
-    names = matching_names(saved, own := inner.state_dict().keys())
+    own_names = inner.state_dict().keys()
+    names = matching_names(saved, own_names)
     weights = {names[name]: value for name, value in saved.items()}
-    if weights.keys() <= own:
+    if weights.keys() <= own_names:
         return saved
     modelling, peft = (sys.modules.get(name) for name in ("transformers.modeling_utils", "peft"))
     found = None
@@ -31,33 +32,33 @@ def in_own_names(model: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _with_adapters(model: Any, weights: dict[str, Any], peft: Any) -> dict[str, Any] | None:
-    """Return a state dict with peft's adapters, None where these are not all that is trained.
+    """Return a state dict with peft's adapters; None if they are not all that is trained.
 
-    The rest is the model's own: peft applies adapters to whatever model they are given.
+    All other weights are the model's: peft applies adapters to whatever model it is given.
     """
     state, adapter = model.state_dict(), model.active_adapters[0]
     saved = peft.get_peft_model_state_dict(
         model, state, adapter_name=adapter, save_embedding_layers=False
     )
     names = {id(value): name for name, value in state.items()}
-    own = {name: names.get(id(value), "") for name, value in saved.items()}
-    # Of a prompt peft saves the values: a copy of a table, where no network makes them.
-    if "prompt_embeddings" in own:
-        own["prompt_embeddings"] = f"prompt_encoder.{adapter}.embedding.weight"
-    # Embeddings that adapters were put on are saved with these, under their own names.
-    others = {name: value for name, value in weights.items() if name not in saved}
-    held = {own[name]: value for name, value in weights.items() if name in saved}
+    own_names = {name: names.get(id(value), "") for name, value in saved.items()}
+    # Of a prompt peft saves the values: a copy of a table, unless a network makes them.
+    if "prompt_embeddings" in own_names:
+        own_names["prompt_embeddings"] = f"prompt_encoder.{adapter}.embedding.weight"
+    adapters = {own_names[name]: value for name, value in weights.items() if name in saved}
+    # Embeddings below adapters are saved with them, under the model's names.
+    below = {name: value for name, value in weights.items() if name not in saved}
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
-    if not (own.keys() <= weights.keys() and others.keys() <= state.keys() - held.keys()):
+    if not (own_names.keys() <= weights.keys() and below.keys() <= state.keys() - adapters.keys()):
         return None
-    return {**state, **others, **held} if trained <= held.keys() <= state.keys() else None
+    return {**state, **below, **adapters} if trained <= adapters.keys() <= state.keys() else None
 
 
 def _loaded(model: Any, weights: dict[str, Any], logging: Any) -> dict[str, Any] | None:
-    """Return the state dict of a copy with these weights, None where they do not fit.
+    """Return the state dict of a copy with these weights; None if they do not fit.
 
-    ``save_pretrained`` gives the weights of many models (ViT, Swin) the names, and those of experts
-    (Mixtral) the shapes, that they had in earlier versions, and ``from_pretrained`` knows them.
+    ``save_pretrained`` saves many models (ViT, Swin) under the names, and experts (Mixtral) in the
+    shapes, of earlier versions; ``from_pretrained`` converts them.
     """
     floating = [
         value.dtype
@@ -66,17 +67,17 @@ def _loaded(model: Any, weights: dict[str, Any], logging: Any) -> dict[str, Any]
     ]
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
-    logging.set_verbosity(logging.CRITICAL)  # names that do not fit are an error of our own
+    logging.set_verbosity(logging.CRITICAL)  # the caller has an error for names that do not fit
     try:
         made, misfits = _made_as(model).from_pretrained(
             None,
             config=copy.deepcopy(model.config),
             state_dict=weights,
-            # No digits are lost, whatever the configuration says.
+            # Whatever the configuration says, no digits are lost.
             dtype=functools.reduce(torch.promote_types, floating, torch.float32),
             output_loading_info=True,
         )
-    except Exception:  # of whichever class: the names do not fit, which the caller says
+    except Exception:  # of any class: the weights do not fit, as the caller's error says
         return None
     finally:
         logging.set_verbosity(level)
@@ -86,10 +87,10 @@ def _loaded(model: Any, weights: dict[str, Any], logging: Any) -> dict[str, Any]
 
 
 def _made_as(model: Any) -> Any:
-    """Return a class that makes, of whatever arguments, a copy of a model without its numbers.
+    """Return a class whose instances, whatever their arguments, are a copy of a model on "meta".
 
-    A model may have been changed since it was made, such as by another head, and its class may need
-    other arguments than a configuration.
+    The model's own class will not do: the model may have been changed since it was made, such as
+    by a new head, and its class may need arguments beside a configuration.
     """
     empty = copy.deepcopy(
         model,
@@ -99,5 +100,5 @@ def _made_as(model: Any) -> Any:
         }
         | {id(each): each.to("meta") for each in model.buffers()},
     )
-    empty._keys_to_ignore_on_load_missing = None  # these would be made up
+    empty._keys_to_ignore_on_load_missing = None  # missing weights would be made up
     return type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: empty})

@@ -266,7 +266,7 @@ def test_rates_that_cannot_be_known_are_errors(setting):
         (optimizer_content(setting, parameters[:2]),
          "holds 2 parameters without names, the model has 6"),
         (optimizer_content(setting, named[:2]), r"does not hold \['2.weight', '2.bias', "),
-        (setting.states[:1], 'holds no optimizer state, and lr="optimizer"'),
+        (setting.states[:1], 'holds no optimizer state, from which lr="optimizer"'),
         ([{"model": setting.states[0], "optimizer": [1, 2]}], "not that of one torch.optim"),
         ([{"model": setting.states[0], "optimizer": {"param_groups": [{"params": [0]}]}}],
          "parameter group 0 of the optimizer has no 'lr'"),
