@@ -24,7 +24,7 @@ Source = str | int | Callable[[Any], Any] | None
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors on a device.
 
-    A batch that cannot be looked into moves itself: a copy does, because some are changed by it.
+    A batch that cannot be looked into moves by its own method, on a copy: some move in place.
     """
     if not can_be_looked_into(batch) and hasattr(batch, "to"):
         return copy.copy(batch).to(device)
@@ -32,7 +32,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def look_up(batch: Any, source: str | int | Callable[[Any], Any], what: str) -> Any:
-    """Return what a batch holds at a place; ``what`` that should be, a message says."""
+    """Return what a batch holds at a place; ``what`` names it in the message of the error."""
     try:
         return source(batch) if callable(source) else batch[source]
     except (KeyError, IndexError, TypeError) as error:
@@ -47,8 +47,8 @@ class BatchLayout:
     """Where the examples of all batches of a call lie.
 
     Attributes:
-        batch_dim: the axis of their slices, or of packed rows.
-        cu_seqlens: where a batch holds the bounds of packed examples; None where each has a slice.
+        batch_dim: the example axis, or the axis of packed rows.
+        cu_seqlens: where a batch holds the bounds of packed examples; None if they are not packed.
     """
 
     batch_dim: int = 0
@@ -58,8 +58,8 @@ class BatchLayout:
         source = self.cu_seqlens
         if not (source is None or isinstance(source, (str, int)) or callable(source)):
             raise LoaderError(
-                f"cu_seqlens is {type(source).__name__}, expected where each batch holds "
-                "the bounds of its own examples: a key of the batch, a position in it, or a "
+                f"cu_seqlens is {type(source).__name__}, expected the place where each batch "
+                "holds the bounds of its examples: a key of the batch, a position in it, or a "
                 "function of it."
             )
 
@@ -69,7 +69,7 @@ class BatchLayout:
         return self.cu_seqlens is not None
 
     def bounds(self, batch: Any) -> Tensor | None:
-        """Return the rows at which a batch's examples begin, and their number; None if unpacked."""
+        """Return a batch's bounds as integers, checked; None if its examples are not packed."""
         found = self._found(batch)
         return None if found is None else checked_bounds(found)
 
@@ -79,11 +79,11 @@ class BatchLayout:
         return infer_batch_size(batch, self.batch_dim) if bounds is None else len(bounds) - 1
 
     def options(self, batch: Any) -> Options:
-        """Return where a batch's examples lie, as options of the core's calls, which check them."""
+        """Return where a batch's examples lie, as options of the core's calls, which check it."""
         return {"batch_dim": self.batch_dim, "cu_seqlens": self._found(batch)}
 
     def part(self, batch: Any, start: int, stop: int, size: int) -> Any:
-        """Return some examples of a batch of so many, or raise where it cannot be divided."""
+        """Return examples start … stop - 1 of a batch of ``size``; raise if it is indivisible."""
         bounds = self.bounds(batch)
         division = Division(
             size, self.batch_dim, None if bounds is None else tuple(bounds.tolist())
@@ -92,41 +92,41 @@ class BatchLayout:
         if obstacle is not None:
             packed = "" if bounds is None else "packed "
             raise LoaderError(
-                f"a batch of {size} {packed}examples cannot be divided: {obstacle}. Let the loader "
-                "give smaller batches."
+                f"a batch of {size} {packed}examples cannot be divided: {obstacle}. Use smaller "
+                "batches in the loader."
             )
         return division.take(batch, list(range(start, stop)))
 
     def _found(self, batch: Any) -> Any:
-        """Return what a batch holds for its bounds; None where examples are not packed."""
+        """Return what a batch holds as its bounds; None if examples are not packed."""
         if self.cu_seqlens is None:
             return None
         return look_up(batch, self.cu_seqlens, "cu_seqlens")
 
 
 def pick(batch: Any, ids: str | int | Callable[[Any], Any], size: int) -> list[int | str]:
-    """Return the ids that a batch of so many examples carries, as a list."""
+    """Return the ids of a batch of ``size`` examples, as a list."""
     values = _plain(look_up(batch, ids, "ids"))
     expected = (
-        "expected one integer or string for each example, in a list, an array or a tensor. Let "
-        "ids= name where the batch holds them: a key, a position or a function of the batch."
+        "expected one integer or string for each example, in a list, an array or a tensor. Pass "
+        "as ids= where the batch holds them: a key, a position or a function of the batch."
     )
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise LoaderError(
             f"ids={ids!r} gives {_shown(values)} for a batch of {size} examples, {expected}"
         )
-    named = [_plain(each) for each in values]
-    for each in named:
+    found = [_plain(each) for each in values]
+    for each in found:
         if not isinstance(each, (int, str)) or isinstance(each, bool):
             raise LoaderError(f"ids={ids!r} gives {_shown(each)} for an example, {expected}")
-    if len(named) != size:
-        count = f"{len(named)} id{'' if len(named) == 1 else 's'}"
+    if len(found) != size:
+        count = f"{len(found)} id{'' if len(found) == 1 else 's'}"
         raise LoaderError(f"ids={ids!r} gives {count} for a batch of {size} examples, {expected}")
-    return named
+    return found
 
 
 def _plain(value: Any) -> Any:
-    """Return the numbers of a tensor or an array as Python's."""
+    """Return a tensor or array as Python's numbers, anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

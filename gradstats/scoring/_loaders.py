@@ -1,4 +1,4 @@
-"""Data that is read several times, in parts, with every example at a known position."""
+"""Data that is read several times, in whole or in part, with every example at a known position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradstats.scoring._batches import BatchLayout, Source, pick
 from gradstats.scoring._content import ContentHash
 from gradstats.scoring._order import check_order, chooses_batches, index_lists, warn_of_dropped
 
-# Batches are compared at every reading, larger tensors by about so many of their elements.
+# A batch is compared with its first reading each time; larger tensors by about this many elements.
 COMPARED = 1 << 18
 
 
@@ -26,11 +26,10 @@ class Data:
     Attributes:
         layout: where the examples of each batch lie.
         sizes: (batches,) number of examples in each batch.
-        ids: (N,) what names each example; its position where the caller gave no ids.
-        fingerprint: a hash of the sizes, the ids and the contents by which data are the same. Of
-            the contents of every batch if all had to be read to count examples (packed ones always)
-            or to collect ids, or once ``cover`` was called; else of the first, the middle and the
-            last.
+        ids: (N,) the id of each example; its position if the caller gave no ids.
+        fingerprint: a hash of the sizes, the ids and the contents. It covers every batch if all had
+            to be read, to collect ids or to count examples (always if they are packed), or once
+            ``cover`` was called; else the first, the middle and the last batch.
     """
 
     def __init__(self, loader: Any, role: str, ids: Source, layout: BatchLayout):
@@ -41,12 +40,12 @@ class Data:
         lists = (
             index_lists(loader, role, named=ids is not None) if chooses_batches(loader) else None
         )
-        # Loaders of other classes may do more between sampler and batch, so they are read in order.
+        # Subclasses may do more between sampler and batch, so they are read from the start.
         self._index_lists = lists if type(loader) is DataLoader else None
         content = ContentHash()
         self._hashes: dict[int, str] = {}
         self._counted = self._covered = True
-        named: list[int | str] = []
+        found: list[int | str] = []
         seen: set[int | str] = set()
         if self._index_lists is not None and ids is None and not layout.packed:
             # The sampler says how many examples each batch has.
@@ -58,7 +57,7 @@ class Data:
                 content.add(batch)
         else:
             sizes, lists = [], self._index_lists
-            reading = self._begun() if lists is None else _again(loader, lists)
+            reading = self._from_start() if lists is None else _loader_of(loader, lists)
             for number, batch in enumerate(reading):
                 size = layout.count(batch)
                 sizes.append(size)
@@ -67,32 +66,32 @@ class Data:
                 if layout.packed:
                     content.add(layout.bounds(batch))
                 if ids is not None:
-                    own = pick(batch, ids, size)
-                    named.extend(own)
-                    if not seen.isdisjoint(own):
-                        break  # refused below; a loader that goes round has no end
-                    seen.update(own)
+                    new = pick(batch, ids, size)
+                    found.extend(new)
+                    if not seen.isdisjoint(new):
+                        break  # refused below; a loader that repeats itself may have no end
+                    seen.update(new)
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
-        self.ids = np.arange(self.examples) if ids is None else _as_ids(named)
+        self.ids = np.arange(self.examples) if ids is None else _as_ids(found)
         if self._index_lists is not None:
             warn_of_dropped(loader, role, self.examples)
         content.add([self.sizes, self.ids])
         self.fingerprint, self._unread = content.hexdigest(), content.unread
 
     def uncovered(self) -> range:
-        """Return the batches whose contents the fingerprint is to cover and does not."""
+        """Return the numbers of the batches to pass to ``contents`` before ``cover``."""
         return range(0 if self._covered else self.batches)
 
     def contents(self, numbers: Iterable[int]) -> Iterator[tuple[int, str, set[str]]]:
-        """Yield the hashes of some batches, with the types in each whose contents are not known."""
+        """Yield (number, hash, unread types) of some batches; see ``ContentHash``."""
         for number, batch in self.read(numbers):
             content = ContentHash()
             content.add(batch)
             yield number, content.hexdigest(), content.unread
 
     def cover(self, contents: Iterable[tuple[int, str, set[str]]]) -> None:
-        """Have the fingerprint cover the contents of every batch, as ``contents`` gave them."""
+        """Make the fingerprint cover every batch, given what ``contents`` yields for all."""
         whole = ContentHash()
         whole.add(self.fingerprint)
         for number, digest, unread in sorted(contents, key=lambda each: each[0]):
@@ -104,16 +103,16 @@ class Data:
         """Return what identifies the data, for a manifest.
 
         Raises:
-            LoaderError: if the batches hold objects whose contents are not known.
+            LoaderError: if the batches hold objects whose contents cannot be hashed.
         """
-        assert self._covered, "a manifest has to tell any batch from another"
+        assert self._covered, "a manifest must identify every batch"
         if self._unread:
             raise LoaderError(
                 f"the batches of the {self._role} loader hold objects of type "
-                f"{', '.join(sorted(self._unread))}, whose contents are not known, so results on "
-                "disk could not be told from those of other data. Let batches be nested tuples, "
-                "lists, mappings and dataclasses of tensors, arrays, strings and numbers, or do "
-                "not pass out=."
+                f"{', '.join(sorted(self._unread))}, whose contents cannot be hashed, so results "
+                "on disk could not be told from those of other data. Use batches of nested tuples, "
+                "lists, mappings and dataclasses of tensors, arrays, strings and numbers, or leave "
+                "out out=."
             )
         return {"examples": self.examples, "batches": self.batches, "hash": self.fingerprint}
 
@@ -124,7 +123,7 @@ class Data:
 
     @property
     def workers(self) -> int:
-        """Number of processes that read beside this one."""
+        """Number of the loader's worker processes."""
         return getattr(self._loader, "num_workers", 0)
 
     @property
@@ -144,32 +143,31 @@ class Data:
         if not wanted:
             return
         if self._index_lists is not None:
-            chosen = _again(self._loader, [self._index_lists[number] for number in wanted])
+            chosen = _loader_of(self._loader, [self._index_lists[number] for number in wanted])
             pairs: Iterable[tuple[int, Any]] = zip(wanted, chosen, strict=True)
         elif isinstance(self._loader, Sequence):
             pairs = ((number, self._loader[number]) for number in wanted)
         else:
-            members = {*wanted, self.batches}
-            pairs = ((n, batch) for n, batch in enumerate(self._begun()) if n in members)
-        count, again = 0, "Give a loader that yields the same batches each time."
+            members = {*wanted, self.batches}  # one more, to notice a loader that has more now
+            pairs = ((n, batch) for n, batch in enumerate(self._from_start()) if n in members)
+        count, remedy = 0, "Pass a loader that yields the same batches each time."
         for number, batch in pairs:
             if number == self.batches:
                 raise LoaderError(
                     f"the {self._role} loader gave more than the {self.batches} batches of its "
-                    f"first pass. {again}"
+                    f"first pass. {remedy}"
                 )
             size = self.layout.count(batch)
             if size != self.sizes[number]:
                 reason = (
-                    "when it was first read. Give a loader that yields the same batches each time"
+                    f"when it was first read. {remedy}"
                     if self._counted
-                    else "its sampler chooses. If collate_fn leaves some out or adds others, say "
-                    "where a batch holds the ids of its examples, or pass list(loader), whose "
-                    "examples are counted as they come"
+                    else "its sampler chooses. If collate_fn leaves some out or adds others, pass "
+                    "ids=, or list(loader), whose examples are counted as they come."
                 )
                 raise LoaderError(
                     f"batch {number} of the {self._role} loader has {size} examples, expected "
-                    f"{self.sizes[number]} as {reason}; for another example axis pass batch_dim=, "
+                    f"{self.sizes[number]} as {reason} For another example axis pass batch_dim=, "
                     "for examples packed into one row cu_seqlens=."
                 )
             self._compare(number, batch)
@@ -180,50 +178,49 @@ class Data:
         if count < len(wanted):
             raise LoaderError(
                 f"the {self._role} loader gave {count} of the {len(wanted)} batches that were "
-                f"asked for. {again}"
+                f"asked for. {remedy}"
             )
 
     def example(self, position: int) -> Any:
-        """Return the batch that holds an example, and its place there."""
+        """Return the batch that holds an example, and the example's position in it."""
         number = int(np.searchsorted(np.cumsum(self.sizes), position, side="right"))
         ((_, batch),) = self.read([number])
         return batch, position - self.spans[number].start
 
     def _compare(self, number: int, batch: Any) -> None:
-        """Raise unless a batch holds what it held when it was first read."""
+        """Raise unless a batch holds the same data as when it was first read."""
         content = ContentHash(COMPARED)
         content.add(batch)
         if self._hashes.setdefault(number, content.hexdigest()) != content.hexdigest():
             raise LoaderError(
                 f"batch {number} of the {self._role} loader holds other data than when it was "
-                "first read, so a score would be of different data at different checkpoints. Give "
-                "a loader that yields the same batches each time, without shuffling and random "
-                "augmentation, or read it once and pass list(loader); and a loss_fn that does not "
-                "write into the batch."
+                "first read, so a score would be of different data at different checkpoints. Pass "
+                "a loader without shuffling and random augmentation, or list(loader), which reads "
+                "them once. If loss_fn writes into the batch, let it work on a copy."
             )
 
-    def _begun(self) -> Iterator[Any]:
+    def _from_start(self) -> Iterator[Any]:
         """Return the loader's batches from the start."""
         loader = self._loader
         if not isinstance(loader, DataLoader):
             return iter(loader)
-        # Workers that persist serve one pass at a time: those of the caller's loader stay there.
-        own = copy.copy(loader)
-        own.generator = _own_generator()
-        own.in_order = True  # the position of a batch says which examples it holds
-        own._iterator = None
-        return iter(own)
+        # A copy without persistent workers, which serve one pass at a time and are the caller's.
+        loader = copy.copy(loader)
+        loader.generator = _own_generator()
+        loader.in_order = True  # the position of a batch says which examples it holds
+        loader._iterator = None
+        return iter(loader)
 
     def _check_any(self) -> None:
         if len(self.sizes) == 0:
             raise LoaderError(
-                f"the {self._role} loader is empty: it gives no batch. Expected at least one: pass "
-                "data, or drop_last=False where they are fewer than batch_size."
+                f"the {self._role} loader is empty: it gives no batch. Expected at least one. With "
+                "fewer examples than batch_size pass drop_last=False."
             )
 
 
-def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
-    """Return a loader of some of the batches of another, made in the same way."""
+def _loader_of(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
+    """Return a loader of the batches with these indices, made in the same way as another."""
     return DataLoader(
         loader.dataset,
         batch_sampler=index_lists,
@@ -239,30 +236,32 @@ def _again(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
 
 
 def _own_generator() -> torch.Generator:
-    """Return what a loader draws the seed of its workers from as it begins.
+    """Return a generator from which a loader draws the seed of its workers.
 
-    Not the caller's random numbers, and others in each pass, so that what is random in them shows.
+    It spares the caller's random numbers, and differs in each pass, so that random augmentation
+    shows as other data.
     """
     generator = torch.Generator()
     generator.seed()
     return generator
 
 
-def _as_ids(named: list) -> np.ndarray:
-    kinds = {type(each) for each in named}
+def _as_ids(values: list) -> np.ndarray:
+    """Return ids as an array, or raise unless they are of one kind and unique."""
+    kinds = {type(each) for each in values}
     if {int, str} <= kinds:
         raise LoaderError("the ids are integers and strings, expected all of one kind.")
-    # Of integers on both sides of 2^63 NumPy would make rounded ones.
-    large = kinds == {int} and 2**63 <= max(named) < 2**64 and min(named) >= 0
-    ids = np.array(named, dtype=np.uint64 if large else None)
+    # NumPy would round integers on both sides of 2^63 to float64.
+    large = kinds == {int} and 2**63 <= max(values) < 2**64 and min(values) >= 0
+    ids = np.array(values, dtype=np.uint64 if large else None)
     if ids.dtype.kind not in "iuU":
         raise LoaderError(
             f"the ids have dtype {ids.dtype}, expected strings, or integers of 64 bits."
         )
-    if len(np.unique(ids)) != len(ids):
-        values, counts = np.unique(ids, return_counts=True)
+    distinct, counts = np.unique(ids, return_counts=True)
+    if len(distinct) != len(ids):
         raise LoaderError(
-            f"the ids are not unique: {values[counts > 1][:4].tolist()} occur more than once. "
+            f"the ids are not unique: {distinct[counts > 1][:4].tolist()} occur more than once. "
             "Expected each example once."
         )
     return ids

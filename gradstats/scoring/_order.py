@@ -17,14 +17,14 @@ from gradstats._warnings import warn
 from gradstats.errors import LoaderError
 from gradstats.scoring._batches import Source
 
-WHERE_IDS = (
-    "where a batch holds the ids of its examples with ids= (train_ids= and query_ids= in "
-    "gs.influence): a key, a position or a function of the batch."
+PASS_IDS = (
+    "pass as ids= (train_ids= and query_ids= in gs.influence) where a batch holds the ids of its "
+    "examples: a key, a position or a function of the batch."
 )
 
 
 def check_order(loader: Any, role: str, ids: Source) -> None:
-    """Raise where what was passed is no loader, or cannot be read in the order of its data set."""
+    """Raise if an argument is no loader, or does not give examples in the data set's order."""
     single = _single_batch(loader)
     if single is not None:
         raise LoaderError(
@@ -42,8 +42,9 @@ def check_order(loader: Any, role: str, ids: Source) -> None:
         )
     if isinstance(loader, Iterator):
         raise LoaderError(
-            f"the {role} loader is an iterator ({type(loader).__name__}), which can be read once, "
-            "and each checkpoint reads the data again. Give a DataLoader or a list of batches."
+            f"the {role} loader is an iterator ({type(loader).__name__}), which can be read only "
+            "once, but each checkpoint reads the data again. Pass a DataLoader or a list of "
+            "batches."
         )
     sampler = getattr(loader, "sampler", None)
     iterable = isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
@@ -57,13 +58,13 @@ def check_order(loader: Any, role: str, ids: Source) -> None:
     if ids is None and iterable and workers > 1:
         raise LoaderError(
             f"the {role} loader reads an iterable data set in {workers} workers, whose batches "
-            "alternate, so that an example's position among them is not that in the data set. Pass "
-            f"num_workers=0, or say {WHERE_IDS}"
+            "alternate, so an example's position in the loader is not its position in the data "
+            f"set. Pass num_workers=0, or {PASS_IDS}"
         )
 
 
 def _check_whole_batches(loader: DataLoader, role: str) -> None:
-    """Raise where the whole batches that a data set gives are not in its order."""
+    """Raise if a loader without a batch sampler does not go through its data set in order."""
     with _undrawn(loader):
         drawn = [*islice(loader.sampler, length_hint(loader.dataset, sys.maxsize))]
     lists = (each if isinstance(each, Iterable) else [each] for each in drawn)
@@ -77,7 +78,7 @@ def _check_in_order(lists: Iterable[Iterable[int]], role: str, chooser: str) -> 
 
 
 def _single_batch(loader: Any) -> str | None:
-    """Return what kind of batch was passed as a loader; None where it may well be a loader."""
+    """Return what kind of batch was passed as a loader; None if it may be a loader."""
     name = type(loader).__name__
     if isinstance(loader, (torch.Tensor, np.ndarray, Mapping)):
         return name
@@ -93,14 +94,14 @@ def _single_batch(loader: Any) -> str | None:
 def _unordered(role: str, reason: str) -> LoaderError:
     return LoaderError(
         f"the {role} loader does not give the examples in the order of its data set ({reason}), so "
-        "scores could not be told apart. Pass a DataLoader with shuffle=False (it need not be the "
-        "one you train with; under torch.distributed every process passes the whole data), or say "
-        f"{WHERE_IDS}"
+        "it is not known which example a score is of. Pass a DataLoader with shuffle=False (it "
+        "need not be the one you train with; under torch.distributed every process passes the "
+        f"whole data), or {PASS_IDS}"
     )
 
 
 def chooses_batches(loader: Any) -> bool:
-    """Whether a sampler says which examples of a data set stand in which batch."""
+    """Whether a loader's batch sampler says which examples each batch holds."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None
@@ -109,15 +110,15 @@ def chooses_batches(loader: Any) -> bool:
 
 
 def index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
-    """Return which examples stand in which batch.
+    """Return the indices of the examples in each batch.
 
-    Where the examples carry their names (``named``), a shuffled loader is read in the order of its
-    data set, so that another process can go on; otherwise one out of this order is refused.
+    If the examples have ids (``named``), a shuffled loader is read in sorted order, so that a
+    resumed call has the same batches; otherwise a loader that is out of order is refused.
     """
     batches = loader.batch_sampler
     if not named or type(batches) is not BatchSampler:
-        # Loaders of other classes may keep their workers by a sampler that never ends, and say
-        # themselves how many batches a pass has.
+        # Some subclasses keep their workers alive with a sampler that never ends; their own length
+        # says how many batches a pass has.
         most = None if type(loader) is DataLoader else length_hint(loader, sys.maxsize)
         with _undrawn(loader):
             lists = list(islice(_drawn(loader, role), most))
@@ -125,22 +126,23 @@ def index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
             _check_in_order(lists, role, "batch sampler")
         return lists
     with _undrawn(loader):
-        indices, others = ([i for b in _drawn(loader, role) for i in b] for _ in range(2))
-    with suppress(TypeError):  # keys of no order are to be drawn in the same one
-        indices, others = sorted(indices), sorted(others)
-    if indices != others:
+        indices, again = ([i for b in _drawn(loader, role) for i in b] for _ in range(2))
+    with suppress(TypeError):  # keys that have no order must be drawn in the same order twice
+        indices, again = sorted(indices), sorted(again)
+    if indices != again:
         raise LoaderError(
             f"the {role} loader draws other examples in each pass (its sampler is "
-            f"{type(batches.sampler).__name__}, drop_last={batches.drop_last}), so another call "
-            "could not go on with their scores. Give a DataLoader of the examples that you mean, "
-            "such as one with torch.utils.data.Subset, with shuffle=False or drop_last=False."
+            f"{type(batches.sampler).__name__}, drop_last={batches.drop_last}), so scores at "
+            "different checkpoints would be of different examples. Pass a DataLoader of the "
+            "examples that you mean, such as a torch.utils.data.Subset, with shuffle=False or "
+            "drop_last=False."
         )
     size = batches.batch_size
     return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
 def warn_of_dropped(loader: DataLoader, role: str, examples: int) -> None:
-    """Warn where a loader leaves out a short last batch, whose examples then have no score."""
+    """Warn if a loader leaves out a short last batch, whose examples then have no score."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler or not batches.drop_last:
         return
@@ -154,7 +156,7 @@ def warn_of_dropped(loader: DataLoader, role: str, examples: int) -> None:
 
 
 def _drawn(loader: DataLoader, role: str) -> Iterator[list[int]]:
-    """Yield which examples a sampler draws for each batch, no more than the data set has."""
+    """Yield the indices that a batch sampler draws; raise beyond the data set's length."""
     assert loader.batch_sampler is not None
     most, count = length_hint(loader.dataset, sys.maxsize), 0
     for indices in loader.batch_sampler:
@@ -163,8 +165,8 @@ def _drawn(loader: DataLoader, role: str) -> Iterator[list[int]]:
         except TypeError as error:
             raise LoaderError(
                 f"the batch sampler of the {role} loader gives {indices!r} for a batch, expected a "
-                "list of its examples' indices: where a data set takes slices or gives whole "
-                "batches, pass its batches in a list, or list the indices."
+                "list of its examples' indices. If the data set takes slices or gives whole "
+                "batches, pass a list of its batches."
             ) from error
         yield drawn
         count += len(drawn)
@@ -172,15 +174,15 @@ def _drawn(loader: DataLoader, role: str) -> Iterator[list[int]]:
             raise LoaderError(
                 f"the {role} loader draws more examples than the {most} of its data set (its "
                 f"sampler is {type(loader.sampler).__name__}, its batch sampler "
-                f"{type(loader.batch_sampler).__name__}): with repetitions, perhaps without end. "
-                "Expected each example once: give a DataLoader of the same data set with "
-                "shuffle=False and no sampler of its own."
+                f"{type(loader.batch_sampler).__name__}), so some are repeated, perhaps without "
+                "end. Expected each example once: pass a DataLoader of the same data set with "
+                "shuffle=False and no sampler."
             )
 
 
 @contextmanager
 def _undrawn(loader: DataLoader) -> Iterator[None]:
-    """Restore, after a block, the generators that a sampler draws from."""
+    """Restore the generators that a loader's samplers have drawn from in the context."""
     batches = loader.batch_sampler
     holders = (loader, loader.sampler, batches, getattr(batches, "sampler", None))
     found = {id(each): each for each in (getattr(h, "generator", None) for h in holders)}

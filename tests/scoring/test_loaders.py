@@ -613,7 +613,7 @@ def test_an_iterable_data_set_in_several_workers_is_in_another_order(setting):
     def loss(model, batch):
         return loss_fn(model, batch[:2])
 
-    with pytest.raises(gs.LoaderError, match=r"2 workers, .* num_workers=0, or say .* ids="):
+    with pytest.raises(gs.LoaderError, match=r"2 workers, .* num_workers=0, or pass as ids="):
         score(setting, loader, loss=loss)
     for workers in (0, 1):
         ordered = DataLoader(Shared(setting.train), batch_size=4, num_workers=workers)
@@ -707,14 +707,14 @@ def test_a_loss_that_writes_into_the_batch_is_refused(setting):
         batch[0].mul_(2)
         return loss_fn(model, batch)
 
-    with pytest.raises(gs.LoaderError, match="does not write into the batch"):
+    with pytest.raises(gs.LoaderError, match="If loss_fn writes into the batch"):
         score(setting, setting.train_batches, writing)
 
 
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (iter([]), "is an iterator .*can be read once"),
+        (iter([]), "is an iterator .*can be read only once"),
         ([], "is empty: it gives no batch"),
         (DataLoader(TensorDataset(torch.ones(0, 5))), "is empty: it gives no batch"),
         (3, "is int, expected a DataLoader"),

@@ -236,7 +236,11 @@ def test_batches_that_cannot_be_looked_into(packed):
 @pytest.mark.parametrize(
     "source, error, message",
     [
-        (torch.tensor([0, 3, 4, 8]), LoaderError, "cu_seqlens is Tensor, expected where each"),
+        (
+            torch.tensor([0, 3, 4, 8]),
+            LoaderError,
+            "cu_seqlens is Tensor, expected the place where each",
+        ),
         ("ends", LoaderError, "has no cu_seqlens at 'ends'"),
         ("x", ExampleAxisError, "cu_seqlens has dtype torch.float64"),
         (lambda batch: batch["bounds"][:-1], ExampleAxisError, "cu_seqlens ends with 4 rows"),
