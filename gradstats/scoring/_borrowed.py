@@ -1,4 +1,4 @@
-"""Lending the user's model to a computation: other memory for a while, then restored."""
+"""Borrowing the user's model: it is given other memory for a while, then restored."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from gradstats.statistics._surroundings import Surroundings, ordinary_modules
 
 @contextmanager
 def borrowed(model: nn.Module, renewal: Renewal, losses: Callable[[], Tensor]) -> Iterator[None]:
-    """Put the model into eval mode, and give it back with its weights, state, attributes and mode.
+    """Put the model into eval mode, and restore its weights, state, attributes and mode.
 
-    The user's tensors keep their memory, and nothing is written to it: the model is given other
-    memory in the meantime. So a state dict of the model as it was still says what it said. What
-    modules keep in plain attributes may be computed from a checkpoint's weights: it goes with them.
+    Nothing is written to the user's memory: meanwhile the tensors are given other memory, so state
+    dicts taken before keep their values. Plain attributes may hold what modules computed from a
+    checkpoint's weights; they are restored as well.
 
     Args:
-        renewal: is told of the model.
-        losses: computes those of a batch, for what the user's code does as it sets the mode.
+        renewal: tries out whether setting the mode renews caches, if it runs the user's code.
+        losses: computes the losses of a batch, for that trial.
 
     Raises:
-        CheckpointError: if eval mode changes weights, as layers do that merge their adapters then
-            (or have merged): a checkpoint's would not be computed with as they were; or if it is
-            not known whether what the model holds is of its weights.
+        CheckpointError: if eval mode changes weights, as layers do that merge adapters into them:
+            a checkpoint's weights would be changed too; or if it is not known whether something
+            that the model holds was computed from its weights.
     """
     modes = [(module, module.training) for module in model.modules()]
     overridden = overrides_modes(model)
     surroundings = Surroundings(model)
-    # Copies: a module may hand out what it goes on to change.
+    # Copies: a module may return an object that it changes later.
     states = [
         (module, copy.deepcopy(module.get_extra_state()))
         for module in model.modules()
@@ -49,40 +49,40 @@ def borrowed(model: nn.Module, renewal: Renewal, losses: Callable[[], Tensor]) -
     _replace_sparse(model)
     tensors = model_tensors(model)
     memory = [tensor.data for tensor in tensors]
-    # Autograd may have saved them in a graph of the user's, and counts what is written elsewhere.
+    # A graph of the user's may have saved these tensors: writes to other memory must not count.
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     with _unsafe_preserve_version_counter(counted):
         try:
-            # Code of the user's that changes the mode may write to all; else parameters move when
-            # a checkpoint is loaded.
+            # The user's code that sets the mode may write to any tensor. Without such code,
+            # parameters are moved only when a checkpoint is loaded.
             move(tensors, set(map(id, tensors if overridden else _written(model))))
             model.eval()
             if overridden:
-                held = [*zip(tensors, memory, strict=True)]
-                changed = [each for each, own in held if not same_bits(each.detach(), own)]
+                pairs = [*zip(tensors, memory, strict=True)]
+                changed = [each for each, before in pairs if not same_bits(each.detach(), before)]
                 if changed:
                     raise merging(model, changed)
-                _ranks.together(renewal.try_out, model, held, losses)
+                _ranks.together(renewal.try_out, model, pairs, losses)
             renewal.begin(Surroundings(model))
             yield
         finally:
             try:
-                renewal.renew(model)  # objects of its own may hold what is of other weights
-                # From the outside in: what a module sets for its parts, they set anew.
+                renewal.renew(model)  # the user's objects may hold caches of other weights
+                # From the outside in: setting a module's mode also sets that of its parts.
                 for module, training in modes:
                     if module.training != training:
                         module.train(training)
             finally:
-                for tensor, own in zip(tensors, memory, strict=True):
-                    tensor.data = own
+                for tensor, before in zip(tensors, memory, strict=True):
+                    tensor.data = before
                 surroundings.restore()
-                # Last, since a forward may have changed what an attribute holds.
+                # Last, since a forward may have changed an object that an attribute holds.
                 for module, state in states:
                     module.set_extra_state(state)
 
 
 def _replace_sparse(model: nn.Module) -> None:
-    """Give modules copies of their sparse buffers, which cannot be given other memory."""
+    """Replace sparse buffers by copies, since they cannot be given other memory."""
     for module in ordinary_modules(model):
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.layout != torch.strided:
@@ -90,7 +90,7 @@ def _replace_sparse(model: nn.Module) -> None:
 
 
 def _written(model: nn.Module) -> list[Tensor]:
-    """Return what a forward writes to: buffers, and tables whose rows it shortens."""
+    """Return the tensors that a forward may write to: buffers, and tables with ``max_norm``."""
     written = (*model.buffers(), *shortened_tables(model.modules()))
     return [part for each in written for part in parts_of(each)]
 
@@ -105,24 +105,25 @@ def overrides_modes(model: nn.Module) -> bool:
 
 def model_tensors(model: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers, and the tensors in attributes that share their memory."""
-    own = [part for each in (*model.parameters(), *model.buffers()) for part in parts_of(each)]
-    places = {memory_of(tensor) for tensor in own}
-    held = (each for module in model.modules() for each in kept_by(module).values())
-    others = (tensor for attribute in held for tensor in tensors_kept(attribute))
-    return [*own, *(tensor for tensor in others if memory_of(tensor) in places)]
+    registered = (*model.parameters(), *model.buffers())
+    tensors = [part for each in registered for part in parts_of(each)]
+    memory = {memory_of(tensor) for tensor in tensors}
+    attributes = (each for module in model.modules() for each in kept_by(module).values())
+    kept = (tensor for attribute in attributes for tensor in tensors_kept(attribute))
+    return [*tensors, *(tensor for tensor in kept if memory_of(tensor) in memory)]
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's memory; of the tensor itself if it has none."""
+    """Return an identifier of a tensor's memory, or of a tensor that has no memory of its own."""
     if tensor.layout != torch.strided:
         return id(tensor)
     return tensor.untyped_storage()._cdata
 
 
 def move(tensors: Sequence[Tensor], chosen: set[int]) -> None:
-    """Copy the memory of the chosen tensors; tensors that share memory still do afterwards.
+    """Give the chosen tensors copies of their memory; tensors that share memory still share it.
 
-    Sparse ones stay where they are: see ``_replace_sparse``.
+    Sparse tensors are left alone: see ``_replace_sparse``.
     """
     sharing: dict[int, list[Tensor]] = {}
     for tensor in tensors:

@@ -1,9 +1,9 @@
 """Caches that a model computes from its weights in eval mode, and renewing them.
 
-Some models cache what they compute from their parameters, such as relative positions, until they
-are trained again. For another checkpoint's weights the cache would be wrong, and one that belongs
-to a forward's graph cannot be differentiated in the next. Setting the mode to training and back
-makes such models drop it, but may do more: exchange weights, reset statistics, or lose calibrated
+Some models in eval mode cache what they compute from their parameters, such as relative positions.
+At another checkpoint's weights the cache would be wrong, and a cache that is part of one forward's
+graph cannot be differentiated in the next. Such models drop their caches when the mode is set to
+training and back. But this may do more: exchange weights, reset statistics, or lose calibrated
 values. So it is tried out first, and done only if a batch has the same losses afterwards.
 """
 
@@ -24,23 +24,23 @@ from gradstats.statistics._surroundings import Surroundings
 
 
 class Renewal:
-    """Makes a borrowed model drop what it has computed from other weights."""
+    """Makes a borrowed model drop what it computed from other weights."""
 
     def __init__(self) -> None:
         self._resets_mode = False
         self._surroundings: Surroundings | None = None
 
     def begin(self, surroundings: Surroundings) -> None:
-        """Note what a model holds before the first forward at a checkpoint's weights."""
+        """Keep what a model holds before the first forward at a checkpoint's weights."""
         self._surroundings = surroundings
 
     def begin_anew(self) -> None:
-        """Restore what was noted: what forwards cached since belongs to other weights."""
+        """Undo what forwards have cached since ``begin``: it belongs to other weights."""
         assert self._surroundings is not None
         self._surroundings.restore()
 
     def renew(self, model: nn.Module) -> None:
-        """Have a model in eval mode drop its caches before a forward, if that is all it does."""
+        """Set the mode to training and back, if in the trial this did nothing but drop caches."""
         if self._resets_mode:
             model.train(True)
             model.eval()
@@ -55,12 +55,12 @@ class Renewal:
 
         Args:
             model: in eval mode.
-            memory: its tensors, each with one that holds its numbers.
-            losses: computes those of a batch.
+            memory: each of its tensors with one that holds its original values.
+            losses: computes the losses of a batch.
 
         Raises:
-            CheckpointError: if eval mode changes weights that training mode changes back, or if the
-                model drops tensors that a forward makes again, and more with them.
+            CheckpointError: if eval mode changes weights that training mode changes back, or if
+                setting the mode drops tensors that a forward makes again, but changes more.
         """
         surroundings = Surroundings(model)
         modes = [(module, module.training) for module in model.modules()]
@@ -72,19 +72,19 @@ class Renewal:
             parts, held = _parts(model), _tensors_held(model)
             versions = Versions((*model.parameters(), *model.buffers()))
             model.train(True)
-            changed = [each for each, own in memory if not same_bits(each.detach(), own)]
+            changed = [each for each, values in memory if not same_bits(each.detach(), values)]
             unmerged = [each.detach().clone() for each in changed]
             model.eval()
             pairs = zip(changed, unmerged, strict=True)
-            merged = [each for each, other in pairs if not same_bits(each.detach(), other)]
+            merged = [each for each, values in pairs if not same_bits(each.detach(), values)]
             now = _tensors_held(model)
             dropped = held.keys() - now.keys()
             known = {id(tensor) for tensors in held.values() for tensor in tensors}
-            # They may be made of the weights, by the mode that is set.
+            # Setting the mode may have computed new tensors from the weights.
             made = any(id(tensor) not in known for tensors in now.values() for tensor in tensors)
-            others = made or versions.changed or _parts(model) != parts
-            self._resets_mode = _agree(losses(), before, model) and not others
-        except Exception:  # the user's: it may not be meant to be trained, or need what it dropped
+            more = made or versions.changed or _parts(model) != parts
+            self._resets_mode = _agree(losses(), before, model) and not more
+        except Exception:  # of the user's code, such as a model that cannot be put in training mode
             pass
         made_again = dropped & _tensors_held(model).keys()
         surroundings.restore()
@@ -92,41 +92,41 @@ class Renewal:
             module.training = training
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
-        for tensor, own in memory:
-            if not same_bits(tensor.detach(), own):
-                tensor.detach().copy_(own)
+        for tensor, values in memory:
+            if not same_bits(tensor.detach(), values):
+                tensor.detach().copy_(values)
         if merged:
             raise merging(model, merged)
         if made_again and not self._resets_mode:
             raise CheckpointError(
                 f"the model drops {quoted(sorted(made_again))} in training mode and computes it "
-                "again, but has other losses or parts then, so that it is not known what of it "
-                "goes with a checkpoint's weights. If it was computed from weights that the model "
-                "had before, call model.train() and model.eval(). If something else changes with "
-                "it, keep that as it is in training mode."
+                "anew in eval mode, but its losses or parts also change, so it is not known what "
+                "was computed from its weights. If these are caches of earlier weights, call "
+                "model.train() and model.eval() before. If training mode changes something else "
+                "too, prevent that."
             )
 
 
 def merging(model: nn.Module, changed: Sequence[Tensor]) -> CheckpointError:
-    """Return the error for tensors of a model that eval mode changes."""
+    """Return the error for a model whose tensors eval mode changes."""
     named = (*model.named_parameters(), *model.named_buffers())
     places = set(map(id, changed))
     names = [name for name, each in named if not places.isdisjoint(map(id, parts_of(each)))]
     return CheckpointError(
-        f"model.eval() changes {quoted(names)}, so that a checkpoint's weights would not be "
-        "computed with as they were. Expected weights that do not depend on the mode: have "
-        "adapters not merged into them (loralib: merge_weights=False)."
+        f"model.eval() changes {quoted(names)}, so it would change a checkpoint's weights too. "
+        "Expected weights that do not depend on the mode: do not merge adapters into them "
+        "(loralib: merge_weights=False)."
     )
 
 
 def _parts(model: nn.Module) -> list[object]:
-    """Return what tells whether a model has other modules or parameters, or trains others."""
+    """Return identifiers of a model's modules and parameters, with which of these are trained."""
     trained = ((id(each), each.requires_grad) for each in model.parameters())
     return [*map(id, model.modules()), *trained]
 
 
 def _tensors_held(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the tensors of each plain attribute and buffer that holds any, by its name."""
+    """Return the tensors in each buffer and plain attribute, by its name."""
     found = {name: [buffer] for name, buffer in model.named_buffers(remove_duplicate=False)}
     for path, module in model.named_modules():
         for name, held in kept_by(module).items():

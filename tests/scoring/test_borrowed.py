@@ -612,7 +612,7 @@ def test_what_was_kept_in_eval_mode_is_refused_where_the_mode_does_more():
     with torch.no_grad():
         model(batch[0])
     checkpoints = gs.Checkpoints([disturbed(model.state_dict())], lr=1.0)
-    with pytest.raises(gs.CheckpointError, match=r"drops 'cache'.* losses or parts then"):
+    with pytest.raises(gs.CheckpointError, match=r"drops 'cache'.* losses or parts also change"):
         gs.self_influence(model, [batch], loss_fn, checkpoints, progress=False)
     assert not model.head.weight.requires_grad
 
