@@ -1,4 +1,4 @@
-"""Margin and EL2N of a classifier's probabilities, observed while losses run."""
+"""Margin and EL2N, from the logits and labels that a loss function gives to a cross-entropy."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.overrides import TorchFunctionMode
 from gradstats.errors import GradStatsError
 from gradstats.statistics._loss import order_here
 
-# Losses of one class among several, by the probabilities (B, K) that they make of their input; the
-# first arguments of these by position, and the label that they ignore by default.
+# Losses of one class among several, with what turns their input into probabilities (B, K); the
+# names of their first arguments, and the label that they ignore by default.
 SEVERAL = {
     functional.cross_entropy: lambda logits: logits.softmax(1),
     functional.nll_loss: lambda logarithms: logarithms.exp(),
 }
 ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index")
 IGNORED = -100
-# Losses of two classes, likewise: probabilities (B, 2) of an input (B,). An example has one number.
+# Losses of two classes, with what turns their input (B,) into probabilities (B, 2).
 BINARY = {
     functional.binary_cross_entropy_with_logits: lambda logits: torch.stack(
         [-logits, logits], 1
@@ -46,18 +46,18 @@ def el2n(probability: np.ndarray, given: np.ndarray) -> np.ndarray:
 
 
 class CrossEntropyWatch(TorchFunctionMode):
-    """Sees the logits and labels that reach a loss of classes inside the context.
+    """Sees the logits and labels that are given to a cross-entropy inside the context.
 
-    A binary cross-entropy is that of two classes, where there is no other.
+    A binary cross-entropy counts, as one of two classes, only if there is no other cross-entropy.
 
     Attributes:
-        reason: why labels of some examples are not known, None where they are.
+        reason: why the labels of some examples are unknown; None if all are known.
     """
 
     def __init__(self):
         super().__init__()
         self._seen: list[tuple[Callable, Tensor, Tensor, int]] = []
-        # The example of each of the logits' rows, None for the batch's order; why it is not known.
+        # Which example each row of the logits is of, None for the batch's order; why it is unknown.
         self._order: Tensor | None = None
         self._problem: str | None = None
         self.reason: str | None = None
@@ -80,7 +80,7 @@ class CrossEntropyWatch(TorchFunctionMode):
             self._settle()
 
     def _settle(self) -> None:
-        """Find the examples of the logits' rows; for compiled functions, known after they ran."""
+        """Find which example each row of the logits is of: compiled functions tell when done."""
         self._order = self._problem = None
         self._seen = [seen for seen in self._seen if seen[0] in SEVERAL] or self._seen
         for _, logits, *_ in self._seen[:1]:
@@ -90,10 +90,10 @@ class CrossEntropyWatch(TorchFunctionMode):
                 self._problem = str(error)
 
     def columns(self, batch_size: int) -> dict[str, np.ndarray]:
-        """Return column → (B,) of a classification, NaN where not known; {} and ``reason`` if none.
+        """Return column → (B,), NaN where unknown; {}, with a ``reason``, without a classification.
 
         The columns are margin, el2n, label, predicted (the class of highest probability), and
-        classes, their number.
+        classes (their number).
         """
         seen, self._seen = self._seen, []
         if len(seen) != 1:
@@ -111,7 +111,7 @@ class CrossEntropyWatch(TorchFunctionMode):
             )
             return {}
         if self._problem is not None:
-            self.reason = f"which example the logits are of is not known: {self._problem}"
+            self.reason = f"which example each row of the logits is of is unknown: {self._problem}"
             return {}
         logits, labels = logits.detach().double(), labels.detach()
         if self._order is not None:
@@ -127,7 +127,7 @@ class CrossEntropyWatch(TorchFunctionMode):
         labelled = (label != ignored) & (label >= 0) & (label < classes)
         if not labelled.all():
             self.reason = "some labels are ignored by the cross-entropy"
-        # One example's label and logits say nothing of the others.
+        # An unknown label or infinite logit makes only its own example's values unknown.
         finite = np.isfinite(probability).all(1)
         probability, given = np.where(finite[:, None], probability, 0), np.where(labelled, label, 0)
         found = {

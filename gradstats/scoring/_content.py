@@ -1,4 +1,4 @@
-"""Hashes of what batches and checkpoints hold: equal where the contents are, pickling nothing."""
+"""Hashes of the contents of batches and checkpoints, computed without pickling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradstats.capture.operations._memory import parts_of, wraps_others
 
-# Their repr says everything that they hold.
+# Types whose repr shows their whole value.
 PLAIN = (
     str, bytes, bytearray, bool, int, float, complex, type(None), range, slice, enum.Enum,
     decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath,
@@ -29,12 +29,12 @@ class ContentHash:
     """A SHA-256 over nested containers of tensors, arrays and plain values.
 
     Args:
-        elements: of each larger tensor or array about so many elements, evenly spread, stand for
-            all; None for every one.
+        elements: hash about this many elements, evenly spread, of each larger tensor or array; None
+            for all.
 
     Attributes:
-        unread: names of the types of values whose contents are not known; these types count, the
-            values do not.
+        unread: names of the types of values whose contents cannot be read; of such a value the hash
+            covers only the type.
     """
 
     def __init__(self, elements: int | None = None):
@@ -43,7 +43,7 @@ class ContentHash:
         self.unread: set[str] = set()
 
     def add(self, value: Any) -> None:
-        """Feed a value with everything that it holds."""
+        """Add a value with everything in it to the hash."""
         if isinstance(value, Tensor) and value.is_nested:
             self.add(value.unbind())
         elif isinstance(value, Tensor) and wraps_others(value):
@@ -70,7 +70,7 @@ class ContentHash:
             for item in value:
                 self.add(item)
         elif isinstance(value, Set):
-            self._say("set", *sorted(self._apart(item) for item in value))
+            self._say("set", *sorted(self._hash_of(item) for item in value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             self._say("dataclass", type(value).__name__)
             for field in dataclasses.fields(value):
@@ -84,8 +84,8 @@ class ContentHash:
         """Return the hash of all that was added, in order."""
         return self._digest.hexdigest()
 
-    def _apart(self, item: Any) -> str:
-        """Return the hash of one item alone, for items without an order."""
+    def _hash_of(self, item: Any) -> str:
+        """Return the hash of one item alone."""
         content = ContentHash(self._elements)
         content.add(item)
         self.unread |= content.unread
@@ -100,16 +100,16 @@ class ContentHash:
         self._digest.update(np.ascontiguousarray(flat[:: self._step(flat.size)]).tobytes())
 
     def _step(self, count: int) -> int:
-        # Odd, so that rows of an even length are not met at one column alone.
+        # Odd: an even step could meet rows of an even length in the same column each time.
         return 1 if self._elements is None else (count // self._elements) | 1
 
     def _say(self, *words: Any) -> None:
-        # Every entry tells its own length, so that two sequences of entries never read the same.
+        # With its length: otherwise different sequences of entries could read the same.
         text = " ".join(map(str, words)).encode()
         self._digest.update(b"%d:%b" % (len(text), text))
 
 
 def _is_readable(value: Any) -> bool:
-    """Whether ``dict(value)`` would hold all that it offers, as of batches of graphs."""
+    """Whether a value can be read like a mapping, as batches of graphs can."""
     instance = not isinstance(value, type)
     return instance and callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")

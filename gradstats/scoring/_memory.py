@@ -15,7 +15,7 @@ from gradstats.scoring._batches import BatchLayout
 
 Result = TypeVar("Result")
 
-# What PyTorch says where the memory that is short is not the device's.
+# What PyTorch says when the host, not the device, runs out of memory.
 HOST_MESSAGES = ("not enough memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -28,13 +28,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 class Halving:
-    """Runs work on batches, or on parts of them once whole ones have not fitted.
+    """Runs work on whole batches, or in parts once a batch has not fitted into memory.
 
-    A batch is halved until its parts are smaller than all that have not fitted, so that how it is
-    divided depends on itself and the memory, not on the batches before: a result's bits do too.
+    A batch is halved until its parts are smaller than any that failed. So its division, and with
+    it the bits of a result, follow from its size and from what fits, not from earlier batches.
 
     Attributes:
-        failed: fewest examples at once that have not fitted, None before memory ran out.
+        failed: fewest examples at once that did not fit; None before memory ran out.
     """
 
     def __init__(self, what: str, layout: BatchLayout):
@@ -61,15 +61,15 @@ class Halving:
                 if not is_out_of_memory(error) or stop - start == 1:
                     raise
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            # Outside the except clause: the traceback would keep what has to be freed.
+            # After the except clause: inside it, the traceback keeps tensors alive.
             self.failed = stop - start
             let_go()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             tqdm.write(
-                f"out of memory with {self.failed} {self._what} at once ({reason}): going on with "
-                f"{self.failed // 2} at once",
+                f"out of memory with {self.failed} {self._what} at once ({reason}): continuing "
+                f"with {self.failed // 2} at once",
                 file=sys.stderr,
             )
         return results

@@ -1,7 +1,7 @@
 """How well a score finds flipped labels.
 
-Examples of equal scores are inspected together. Read off between two such steps, areas and
-fractions are those in expectation of ties that are broken at random.
+Examples of equal scores are inspected together. Curves are linear between such groups, so areas
+under them and fractions read off them are expectations over ties broken at random.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ class Detection:
     """What is found when examples are inspected from the most suspicious down.
 
     Attributes:
-        inspected: (P,) numbers of examples inspected, from 0 to N; whole groups of equal scores.
+        inspected: (P,) numbers of examples inspected, from 0 to N, after each group of equal
+            scores.
         found: (P,) numbers of flipped labels among them.
     """
 

@@ -1,7 +1,7 @@
 """Whether the losses use any of the parameters that are scored.
 
-Those of a batch may use none, such as an expert that none of its examples was sent to: its
-gradients are zero. Where that holds of all batches, other parameters were meant.
+The losses of one batch may use none, such as an expert to which none of its examples was sent:
+their gradients are zero. If no batch uses any, the caller probably meant other parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Usage:
-    """What is known of the batches that were measured so far."""
+    """Records, for each role, whether some measured batch used any of the parameters."""
 
     def __init__(self) -> None:
         self._used: dict[str, bool] = {}
@@ -27,12 +27,12 @@ class Usage:
     def measured(
         self, role: str, measure: Callable[[], Result], zeros: Callable[[Tensor], Result]
     ) -> Result:
-        """Return what is measured of a batch, or what it is where all gradients are zero.
+        """Return what ``measure`` does, or ``zeros`` if a batch's losses use no parameter.
 
         Args:
             role: of the batch, "training" or "query".
-            measure: raises NothingUsedError where its losses use none of the parameters.
-            zeros: takes the (B,) values of the losses.
+            measure: raises NothingUsedError if the losses use none of the parameters.
+            zeros: given the (B,) values of the losses, returns the result for zero gradients.
         """
         try:
             result = measure()
@@ -47,16 +47,16 @@ class Usage:
         return zeros(losses)
 
     def note_used(self, *roles: str) -> None:
-        """Note that a batch uses some; of those that an earlier call measured it is not asked."""
+        """Note that a batch uses some; batches that an earlier call measured count as such."""
         self._used.update(dict.fromkeys(roles, True))
 
     def check(self) -> None:
-        """Raise in every process unless some batch of each role uses some, in whichever process."""
+        """Raise in every process unless some batch of each role, in any process, uses some."""
         found = _ranks.gather(self._used)
         for role in dict.fromkeys(role for each in found for role in each):
             if not any(each.get(role) for each in found):
                 raise TrackingError(
-                    f"no {role} batch uses any of the parameters that are scored, so that all "
-                    "their gradients are zero, while other parameters of the model are used. Do "
-                    "parameters= and exclude= leave only what the losses do not depend on?"
+                    f"no {role} batch uses any of the parameters that are scored, so all their "
+                    "gradients are zero, while other parameters of the model are used. Expected "
+                    "parameters that the losses depend on: check parameters= and exclude=."
                 )

@@ -662,7 +662,7 @@ def test_out_of_memory_halves_the_batch(setting, capsys, limit):
     assert_scores(scores.cosine, oracle_influence(setting, cosine=True))
     printed = capsys.readouterr().err
     assert "out of memory with 4 query examples at once (CUDA out of memory" in printed
-    assert "going on with 2 at once" in printed
+    assert "continuing with 2 at once" in printed
     assert "out of memory with 4 training examples at once" in printed
     # Whole batches are not tried again and again.
     assert printed.count("out of memory with 4 training examples") == 1

@@ -250,7 +250,7 @@ def beside_rows_of_another(model, batch):
         (several_labels, r"logits of shape \(3, 3\) and labels of shape \(3, 3\)"),
         (smoothed, r"labels of shape \(3, 3\)"),
         (in_pairs, r"of 3 examples sees logits of shape \(6, 3\)"),
-        (beside_rows_of_another, r"which example the logits are of .* \[0, 0, 1\]"),
+        (beside_rows_of_another, r"which example each row of the logits is of .* \[0, 0, 1\]"),
     ],
 )
 def test_where_the_loss_shows_no_classification(setting, loss, reason):
@@ -615,7 +615,7 @@ def test_out_of_memory_halves_the_batch(setting, capsys):
     np.testing.assert_allclose(got._values, expected._values, rtol=1e-10)
     printed = capsys.readouterr().err
     assert "out of memory with 4 examples at once (DefaultCPUAllocator" in printed
-    assert "going on with 1 at once" in printed
+    assert "continuing with 1 at once" in printed
 
 
 @pytest.mark.parametrize(("first", "expected"), [(0.9, "0.12 s"), (9.0, "1.8 min")])
