@@ -532,6 +532,10 @@ NO_SUMS = {
     "power of two": lambda h: 2 ** h.norm(),
     "between two sums, by a third": lambda h: torch.lerp(h.sum(), h.exp().sum(), h.sin().sum()),
     "square of a norm of sums": lambda h: h.mean(0).norm() ** 2,
+    "square of a spectral norm": lambda h: torch.linalg.norm(h, 2).square(),
+    "square of a spectral norm over given axes": lambda h: torch.linalg.norm(
+        h[:, None, :], ord=2, dim=(0, 2)
+    ).square(),
     "squared derivative by one scale": lambda h: by_scale(h.sin()).square(),
     "distance": lambda h: torch.dist(h, h.detach() + 1),
     "squares of each and the mean": lambda h: torch.cat([h, h.mean(0)[None]]).square().sum(),
@@ -1245,8 +1249,14 @@ SUMS = {
         lambda h, i, given: h.sin().exp() * h.sin() / BATCH / WIDTH,
     ),
     "square of a norm": (
-        lambda h: h.norm() ** 2 + torch.linalg.norm(h).square() + torch.norm(h, dim=0).pow(2).sum(),
-        lambda h, i, given: 3 * h.square(),
+        lambda h: (
+            h.norm() ** 2
+            + torch.linalg.norm(h).square()
+            + torch.linalg.norm(h, 2, dim=0).square().sum()
+            + torch.linalg.norm(h.sum(1), ord=2).square()
+            + torch.norm(h, dim=0).pow(2).sum()
+        ),
+        lambda h, i, given: 4 * h.square() + h.sum(1, keepdim=True).square() / WIDTH,
     ),
     "square of a root": (
         lambda h: h.square().mean().sqrt().pow(2) / 2,

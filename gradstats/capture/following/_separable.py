@@ -181,12 +181,22 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
 
 
 def is_root(marks: Marks, call: Call) -> bool:
-    """Whether an operation gives what is the root of a sum over examples, as of their squares."""
+    """Whether an operation takes the root of a sum over examples, as norms do of squares."""
     operand = call.data[0]
     if call.func in ROOTS:
         return marks.values.is_sum(operand)
-    of_squares = call.func in NORMS and call.argument(1, NORMS[call.func]) in (None, 2, "fro")
-    return of_squares and isinstance(marks.owned(operand), Examples)
+    if call.func not in NORMS or not isinstance(marks.owned(operand), Examples):
+        return False
+    order = call.argument(1, NORMS[call.func])
+    return order in (None, "fro") or (order == 2 and not _is_spectral(call))
+
+
+def _is_spectral(call: Call) -> bool:
+    """Whether a norm of order 2 is that of matrices, which is their largest singular value."""
+    axes = call.argument(2, "dim")
+    if axes is None:
+        axes = range(call.data[0].dim())
+    return call.func is torch.linalg.norm and not isinstance(axes, int) and len(axes) == 2
 
 
 def is_square(call: Call) -> bool:
