@@ -584,6 +584,24 @@ def test_derivatives_by_what_is_not_used():
     check_model(model, torch.randn(4, 3).double(), losses, fusing=(True,))
 
 
+def test_derivatives_of_zeros_that_stand_for_what_is_not_used():
+    """As in PyTorch, they can be differentiated again if a graph was asked for."""
+
+    def losses(model, x):
+        x, unused = x.clone().requires_grad_(), x.clone().requires_grad_()
+        slope, zeros = torch.autograd.grad(
+            model(x).sum(), (x, unused), create_graph=True, materialize_grads=True
+        )
+        (again,) = torch.autograd.grad(
+            zeros.sum(), x, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        assert torch.equal(again, torch.zeros_like(x))
+        return slope.square().sum(1) + again.sum(1)
+
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    check_model(model, torch.randn(4, 3).double(), losses, fusing=(True,))
+
+
 def points(**options):
     return torch.linspace(0, 1, 5, dtype=torch.float64, **options)[:, None]
 

@@ -107,7 +107,10 @@ def gradients(
         found = find(grad_outputs=grad_outputs, **options)
     if materialize_grads:
         pairs = zip(found, map(value_of, inputs), strict=True)
-        found = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
+        found = [
+            torch.zeros_like(value, requires_grad=create_graph) if grad is None else grad
+            for grad, value in pairs
+        ]
     if transform_level() is None:
         told = {"grad_outputs": grad_outputs, "is_grads_batched": is_grads_batched}
         follow_results(tracker, torch.autograd.grad, (outputs, inputs), told, (*found,))
