@@ -596,7 +596,12 @@ def test_derivatives_of_zeros_that_stand_for_what_is_not_used():
             zeros.sum(), x, create_graph=True, allow_unused=True, materialize_grads=True
         )
         assert torch.equal(again, torch.zeros_like(x))
-        return slope.square().sum(1) + again.sum(1)
+        directions = torch.ones(2, len(x), 1).double()
+        _, each = torch.autograd.grad(
+            model(x), (x, unused), directions, create_graph=True, is_grads_batched=True,
+            materialize_grads=True,
+        )  # fmt: skip
+        return slope.square().sum(1) + again.sum(1) + each.sum(1)
 
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     check_model(model, torch.randn(4, 3).double(), losses, fusing=(True,))

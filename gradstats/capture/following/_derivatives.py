@@ -105,15 +105,18 @@ def gradients(
     else:
         options = {"retain_graph": retain_graph, "is_grads_batched": is_grads_batched}
         found = find(grad_outputs=grad_outputs, **options)
-    if materialize_grads:
-        pairs = zip(found, map(value_of, inputs), strict=True)
-        found = [
-            torch.zeros_like(value, requires_grad=create_graph) if grad is None else grad
-            for grad, value in pairs
-        ]
-    if transform_level() is None:
+    followed = transform_level() is None
+    if followed:
         told = {"grad_outputs": grad_outputs, "is_grads_batched": is_grads_batched}
         follow_results(tracker, torch.autograd.grad, (outputs, inputs), told, (*found,))
+    if materialize_grads:
+        found = [*found]
+        for place, item in enumerate(inputs):
+            if found[place] is None:
+                value = value_of(item)
+                zeros = found[place] = torch.zeros_like(value, requires_grad=create_graph)
+                if followed:
+                    follow_results(tracker, torch.zeros_like, (value,), {}, zeros)
     return (*found,)
 
 
