@@ -11,23 +11,23 @@ from gradstats._factors import Segments
 
 # For messages about an unexpected number of rows.
 IF_A_CONSTANT = (
-    "If a constant from outside the batch met it there, with as many rows as there are examples, "
-    "it was taken for data: keep it in the model (register_buffer), or compute it inside the call "
-    "where it is made of parameters. In a context what another module keeps is from outside too, "
-    "such as the buffers of a discriminator's spectral norms, whatever their size: open it on "
+    "A constant from outside the batch with as many rows as there are examples is taken for data: "
+    "keep it in the model (register_buffer), or compute it inside the call if it is made of "
+    "parameters. In a context, buffers of another module count as data whatever their size, such "
+    "as those of a discriminator's spectral norms: open the context on "
     'torch.nn.ModuleList([model, other]) with parameters="0.*".'
 )
 
 IF_KNOWN = (
-    "If you know whose each row is, say so with gs.assign_rows: of a graph's edges; of the i-th of "
-    "a list of tensors, one for each example: gs.assign_rows(x, torch.full((len(x),), i)); or of "
-    "an input whose examples lie along another axis than batch_dim= says, as those of a mask (B, "
-    "T) beside (T, B, d): gs.assign_rows(mask, torch.arange(B), 0)."
+    "If you know which example each row belongs to, say so with gs.assign_rows: for the edges of "
+    "graphs; for x, the i-th of a list with one tensor for each example, gs.assign_rows(x, "
+    "torch.full((len(x),), i)); for an input whose examples lie along another axis than batch_dim= "
+    "says, such as a mask (B, T) beside (T, B, d), gs.assign_rows(mask, torch.arange(B), 0)."
 )
 
 IF_ATTENDING = (
-    "Packed rows attend to those of their own example under a mask that says so. Hugging Face's "
-    "models make one of position_ids, if they are passed use_cache=False."
+    "Packed rows need a mask that lets them attend to rows of their own example only. Hugging "
+    "Face's models make one from position_ids if they are passed use_cache=False."
 )
 
 WHERE_THE_NUMBER_IS_FROM = (
@@ -43,9 +43,9 @@ class Examples:
     Attributes:
         batch: number of examples B.
         axis: the example axis.
-        fold: how many rows of ``axis`` belong to each example; they are adjacent.
+        fold: how many adjacent rows of ``axis`` belong to each example.
         segments: the example of each row, if examples differ in their number of rows or the rows of
-            one are not adjacent; None if ``fold`` describes the layout.
+            an example are not adjacent; None if ``fold`` describes the layout.
     """
 
     batch: int
@@ -75,15 +75,15 @@ class Examples:
 
     @property
     def order(self) -> Tensor | None:
-        """The rows in the order of the examples; None where they are in that order already."""
+        """The rows sorted by example; None if they are sorted already."""
         return None if self.segments is None else self.segments.order
 
     def along(self, axis: int) -> Examples:
-        """Return the same with the examples along another axis."""
+        """Return this layout with the examples along another axis."""
         return self if axis == self.axis else replace(self, axis=axis)
 
     def behind(self, axes: int) -> Examples:
-        """Return the same for a tensor with so many more axes in front."""
+        """Return this layout for a tensor with ``axes`` more axes in front."""
         return self.along(self.axis + axes)
 
     @property
@@ -106,7 +106,8 @@ class Examples:
     def first(self, tensor: Tensor) -> Tensor:
         """Return the tensor as (B, *), or as (B, most, *) where an example may have several rows.
 
-        It is a view, unless examples differ in their number of rows: those are padded with zeros.
+        The result is a view, unless examples differ in their number of rows: then they are padded
+        with zeros.
         """
         tensor = self.lead(tensor)
         if self.segments is not None:
@@ -131,11 +132,11 @@ class Examples:
         return values if self.fold == 1 else self._apart(values).sum(1)
 
     def _apart(self, tensor: Tensor) -> Tensor:
-        # As unflatten does, in a third of the time.
+        # This takes a third of the time of unflatten.
         return tensor.view(self.batch, self.fold, *tensor.shape[1:])
 
     def on(self, device: torch.device) -> Examples:
-        """Return the same for a tensor on a device."""
+        """Return this layout with its tensors on a device."""
         if self.segments is None or self.segments.owner.device == device:
             return self
         return replace(self, segments=Segments(self.owner(device), self.batch))
@@ -147,12 +148,12 @@ class Examples:
         return torch.arange(self.batch, device=device).repeat_interleave(self.fold)
 
     def of_elements(self, tensor: Tensor) -> Tensor:
-        """Return the example of each element of a tensor, int32 in the tensor's shape, expanded."""
+        """Return the example of each element of a tensor: int32, expanded to the tensor's shape."""
         owner = self.owner(tensor.device).int()
         return owner.view([-1, *(1 for _ in tensor.shape[self.axis + 1 :])]).expand(tensor.shape)
 
     def owned_by(self, owner: Tensor, axis: int) -> Examples:
-        """Return the layout of rows along ``axis`` that belong to these examples."""
+        """Return the layout of rows along ``axis``, given the example that each belongs to."""
         batch = self.batch
         if owner.numel() and owner.numel() % batch == 0:
             fold = owner.numel() // batch
@@ -162,14 +163,16 @@ class Examples:
         return Examples(batch, axis, 1, Segments(owner, batch))
 
     def in_pieces(self, starts: Tensor) -> Examples | None:
-        """Return the layout along axis 0 of consecutive pieces of the rows.
+        """Return the layout along axis 0 of a tensor with one row for each piece of these rows.
 
         Args:
-            starts: where each begins; the last one ends with the rows.
+            starts: the first row of each of the consecutive pieces; the last one ends with the
+                rows.
 
         Returns:
             The layout; None unless each piece has rows of one example only. A piece without rows
-            belongs to the example with its number, if all others are in order.
+            belongs to the example with its number, provided that there is one piece for each
+            example, in order.
         """
         owner = self.owner(starts.device)
         lengths = torch.diff(starts, append=starts.new_tensor([self.rows]))
@@ -185,7 +188,7 @@ class Examples:
         return self.owned_by(owners, 0)
 
     def whole(self, row: int) -> Whole:
-        """Return the owner of one row of the axis."""
+        """Return the layout of one row of the axis, taken alone."""
         row %= self.rows
         owner = row // self.fold if self.segments is None else self.segments.owner[row]
         return Whole(int(owner))
@@ -196,10 +199,10 @@ class Scores(Examples):
     """The layout of scores: values for pairs of rows of packed examples.
 
     Attributes:
-        columns: the layout of the second rows of the pairs, along another axis. Further columns
-            beside the scores, as attention sinks are, are nobody's: their owner is ``batch``.
-        fixed: whether scores between different examples do not depend on trained values, as after
-            masking.
+        columns: the layout of the second rows of the pairs, along another axis. Columns that stand
+            for no row, such as attention sinks, are nobody's: their owner is ``batch``.
+        fixed: whether scores between different examples are independent of trained values, as they
+            are after masking.
     """
 
     columns: Examples = field(kw_only=True)
@@ -231,19 +234,22 @@ class Mixed:
 
 MIXED = Mixed()
 
-# All layouts of tensors; None where it is not known.
+# All layouts of tensors; None if the layout is not known.
 Layout = Examples | Whole | Mixed | None
 
-# Layouts in which each value belongs to one example; scores to that of their row.
+# Layouts in which each value belongs to one example; a score belongs to that of its row.
 APART = (Examples, Whole)
 
 
 def spread(owner: Tensor, batch: int) -> Examples | Whole | None:
-    """Return where the examples lie in a tensor, given the example of each of its elements.
+    """Return the layout of a tensor, given the example of each of its elements.
 
     Args:
-        owner: in the tensor's shape.
+        owner: the examples, in the tensor's shape.
         batch: number of examples B.
+
+    Returns:
+        The layout; None if the examples differ along several axes.
     """
     axes = axes_of(owner)
     if len(axes) > 1:
@@ -255,7 +261,7 @@ def spread(owner: Tensor, batch: int) -> Examples | Whole | None:
 
 
 def axes_of(owner: Tensor) -> list[int]:
-    """Return along which axes the examples of elements differ."""
+    """Return the axes along which the examples of elements differ."""
     return [
         axis
         for axis in range(owner.dim())
@@ -278,7 +284,7 @@ def same_rows(first: Examples, second: Examples) -> bool:
 
 
 def sole_of(owned: Layout) -> Layout:
-    """Return a layout, as a ``Whole`` if all rows belong to one example."""
+    """Return a layout, or a ``Whole`` in its place if all of its rows belong to one example."""
     if isinstance(owned, Examples) and owned.segments is not None:
         sole = owned.segments.sole
         if sole is None or (isinstance(owned, Scores) and sole_of(owned.columns) != Whole(sole)):

@@ -35,8 +35,8 @@ SERIALS = itertools.count()
 # may save the tensors.
 CONSTANTS: dict[int, ref[Tensor]] = {}
 
-
-# The attribute of marks on data tensors, tuples that begin with the context's serial number.
+# The attribute of data tensors that holds their mark: the context's serial number, the layout, the
+# operation at which the layout was lost, and how often examples had been moved in memory.
 LAYOUT = "_gradstats_layout"
 
 
@@ -51,25 +51,25 @@ class Marks:
             its mark, perhaps into another context.
         packed: whether the caller gave packed examples, with different numbers of rows.
         scored: whether any tensor has scores.
-        taken: the function that made a tensor during the forward that counts as data only because
-            of its size, and the tensor's shape.
+        taken: the function that made a tensor which counts as data only because of its size, and
+            the tensor's shape.
         took_entries: whether entries of lists in the batch were taken for those of the examples.
-        doubtful_are_data: whether tensors count as data that may be constants: tensors of given or
-            drawn values, if they have the size of data, and tensors from closures and globals of
-            the model's code; and whether entries of lists are taken for those of the examples. If
-            not, results are exact too, but take longer to compute.
+        doubtful_are_data: whether tensors that may be constants count as data: those of given or
+            drawn values that have the size of data, and those from closures and globals of the
+            model's code; and whether entries of lists are taken for those of the examples. Results
+            are exact either way, but take longer to compute if this is False.
         meetings: the operations in which trained values of different examples met.
         values: properties of the values of data tensors.
-        contract: where the examples lie in data of which nothing was noted.
+        contract: the layout of data without a mark.
         constants: tensors that the model keeps, except tracked ones, by id. They are kept alive:
-            the id of a freed one might be reused by a data tensor.
-        written, rearranged: the memory that data were written into, and that in which examples
-            were moved.
+            a data tensor might reuse the id of a freed one.
+        written: the memory that data were written into.
+        rearranged: the memory in which examples were moved.
         marked: the data tensors that carry a mark.
-        noted_nodes: the numbers in the autograd graph of those whose examples do not lie as the
-            contract says, where an operation may not be seen.
-        knows_losses: whether there are losses of one example each, which would contradict what is
-            wrong.
+        noted_nodes: the sequence numbers of the autograd nodes of tensors whose examples do not lie
+            as the contract says; kept only where operations may run unseen.
+        knows_losses: whether there are losses of one example each, whose layouts tell what a loss
+            over all examples does not.
         enclosed: tensors in the closures and globals of the loss function and the model's code.
     """
 
@@ -134,9 +134,10 @@ class Marks:
         return id(tensor) not in CONSTANTS
 
     def may_hold_rows(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor may hold values of examples, also beside parameters alone.
+        """Whether a plain tensor may hold values of examples, even if it only meets parameters.
 
-        A single number holds those of one example at most, which is noted where it is taken out.
+        A single number holds those of one example at most, and has a mark if it was picked from
+        data.
         """
         if not self.is_data(tensor):
             return False
@@ -160,7 +161,7 @@ class Marks:
         return self.by_contract(tensor) is not None
 
     def by_contract(self, tensor: Tensor) -> Examples | None:
-        """Return the layout of data by contract, if their shape fits it; else None."""
+        """Return the contract's layout for a tensor; None if the tensor's shape does not fit."""
         if self.contract.fits(tensor):
             return self.contract
         axis = self.batch_dim
@@ -175,21 +176,25 @@ class Marks:
             CONSTANTS[id(tensor)] = ref(tensor, partial(CONSTANTS.pop, id(tensor)))
 
     def mark_data(self, tensor: Tensor) -> None:
-        """Remember that data were written into a tensor, and all others that share its memory."""
+        """Remember that a tensor, and all others that share its memory, hold data from now on."""
         if not self.is_data(tensor):
             self.written.add(tensor)
 
     def is_additive(self, tensor: Tensor, writes: int = 0) -> bool:
-        """Whether a tensor held values of one example each, or sums of such, before its changes.
+        """Whether each value of a tensor is of one example, or a sum of terms of one each.
 
-        For parameters used inside the context, tensors from outside always count as such.
+        Tensors without a mark, such as those from outside, count as such.
+
+        Args:
+            tensor: of data.
+            writes: how many of its last changes to undo before asking for sums.
         """
         found = self.owned(tensor)
         apart = isinstance(found, APART) and not isinstance(found, Scores)
         return apart or not self.is_marked(tensor) or self.values.is_sum(tensor, writes)
 
     def layout_of(self, tensor: Tensor) -> Examples | None:
-        """Return where the examples lie in a tensor of data; None where that is not known."""
+        """Return where the examples lie in a tensor of data; None if along no known axis."""
         mark = self.mark_of(tensor)
         if mark is None:
             if self.written.storages and tensor in self.written and not self.is_distinct(tensor):
@@ -201,7 +206,7 @@ class Marks:
         return layout if isinstance(layout, Examples) else None
 
     def rows_of_one(self, tensor: Tensor, axis: int) -> Examples | None:
-        """Return the layout along ``axis`` of a tensor of a single example; else None."""
+        """Return the layout along ``axis`` of a tensor that belongs to one example; else None."""
         owned = sole_of(self.owned(tensor))
         if not isinstance(owned, Whole):
             return None
@@ -222,13 +227,13 @@ class Marks:
     def note_rearranged(self, tensor: Tensor) -> None:
         """Note that a write moved the examples of a tensor.
 
-        Layouts noted so far on other tensors that share its memory are invalid.
+        This invalidates the marks of other tensors that share its memory.
         """
         if self.batch_size > 1:
             self.rearranged.add(tensor)
 
     def owned(self, tensor: Tensor) -> Layout:
-        """Return to which examples a tensor of data belongs; None where that is not known."""
+        """Return the layout of a tensor of data; None if it is not known."""
         mark = self.mark_of(tensor)
         found = self.layout_of(tensor) if mark is None else mark[0]
         return Whole(0) if found is None and self.batch_size == 1 else found
@@ -238,16 +243,16 @@ class Marks:
         return sum(size == self.contract.rows for size in tensor.shape) == 1
 
     def is_lost(self, tensor: Tensor) -> bool:
-        """Whether it is unknown which examples a computed data tensor belongs to.
+        """Whether a computed data tensor has no known layout.
 
-        Tensors computed inside an autograd Function, unseen, have no mark.
+        It may have no mark either, if it was computed unseen inside an autograd Function.
         """
         if self.owned(tensor) is not None:
             return False
         return self.is_marked(tensor) or tensor.grad_fn is not None
 
     def lost_at(self, tensor: Tensor) -> str | None:
-        """Return the operation at which the examples of a tensor of data were lost, if known."""
+        """Return the operation at which the layout of a tensor of data was lost, if known."""
         if self.mark_of(tensor) != (None,):
             return None
         mark: Any = getattr(tensor, LAYOUT, None)
@@ -264,16 +269,15 @@ class Marks:
             at: the name of the operation at which the layout was lost.
         """
         known = layout == self.by_contract(tensor) and self.mark_of(tensor) is None
-        # A tensor without an example axis that was computed from trained data has lost its
-        # examples.
+        # Trained data without an example axis have lost their examples.
         lost = layout is None and tensor.requires_grad and self.batch_size > 1
         if not known or lost or (self.written.storages and tensor in self.written):
             self.mark(tensor, layout, at)
 
     def mark(self, tensor: Tensor, layout: Layout, at: str | None = None) -> None:
-        """Do the same, even if it is what is assumed of a tensor of which nothing is noted."""
+        """Do the same, even if the layout is the one that a tensor without a mark has."""
         if isinstance(layout, Examples):
-            layout = layout.on(tensor.device)  # it may be a copy from another device
+            layout = layout.on(tensor.device)  # the tensor may be a copy from another device
             self.scored = self.scored or isinstance(layout, Scores)
         setattr(tensor, LAYOUT, (self.serial, layout, at, self.rearranged.count))
         self.marked.append(ref(tensor))
@@ -283,16 +287,16 @@ class Marks:
 
     @contextmanager
     def aside(self, tensor: Tensor) -> Iterator[None]:
-        """Take what is noted on a tensor off it, so that it is neither copied nor saved with it."""
-        held = vars(tensor)
-        own = {name: held.pop(name) for name in (LAYOUT, VALUES) if name in held}
+        """Take the notes off a tensor for a while, so that they are not copied or saved with it."""
+        attributes = vars(tensor)
+        notes = {name: attributes.pop(name) for name in (LAYOUT, VALUES) if name in attributes}
         try:
             yield
         finally:
-            held.update(own)
+            attributes.update(notes)
 
     def place_like(self, tensor: Tensor, source: Tensor) -> None:
-        """Note on a tensor that was computed row by row from another what is known about that."""
+        """Note on a tensor what is known about another from which it was computed row by row."""
         if not self.is_data(source):
             self.mark_constant(tensor)
         elif self.is_marked(source) or self.layout_of(source) != self.by_contract(tensor):
@@ -304,17 +308,17 @@ class Marks:
                 self.values.note(tensor, owner=owner)
 
     def known_of(self, rows: int) -> Iterator[Examples]:
-        """Yield where packed examples lie in living tensors of so many rows, each layout once."""
+        """Yield the different layouts with so many rows that living tensors are marked with."""
         seen: list[Examples] = []
         for reference in self.marked:
             marked = reference()
             mark = None if marked is None else self.mark_of(marked)
-            own = None if mark is None else mark[0]
-            if type(own) is not Examples or own.rows != rows:
+            layout = None if mark is None else mark[0]
+            if type(layout) is not Examples or layout.rows != rows:
                 continue
-            if not any(same_rows(own, other) for other in seen):
-                seen.append(own)
-                yield own
+            if not any(same_rows(layout, other) for other in seen):
+                seen.append(layout)
+                yield layout
 
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether anything was noted about a tensor of data."""

@@ -1,4 +1,4 @@
-"""What a context notes about the values of data tensors, which holds until these change."""
+"""What a context notes about the values of data tensors; it holds until these change."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from weakref import ref
 
 from torch import Tensor
 
-# The attribute of marks on tensors: the context's serial number, the tensor's version, properties.
+# The attribute of tensors that holds the context's serial number, the tensor's version when the
+# properties were noted, and the properties.
 VALUES = "_gradstats_values"
 NOTHING: dict[str, Any] = {}
 
 
 def unmark(marked: list[ref[Tensor]], attribute: str, serial: int) -> None:
-    """Remove a context's marks from tensors, and forget which these are."""
+    """Remove a context's attribute from tensors, and empty the list of them."""
     for reference in marked:
         tensor = reference()
         if tensor is not None and getattr(tensor, attribute, (None,))[0] == serial:
@@ -22,49 +23,49 @@ def unmark(marked: list[ref[Tensor]], attribute: str, serial: int) -> None:
 
 
 class Values:
-    """Properties of the values of data tensors, noted on these.
+    """Properties of the values of data tensors, noted on the tensors.
 
-        blank     it has the shape of data, but holds no example's values yet
+        blank     the tensor has the shape of data, but holds no example's values yet
         sum       it is a sum of terms that depend on one example each
-        given     it is of given values, or of such alone, and counts as data because of its size
-        drawn     the same of drawn values, perhaps with given ones
-        of_one    it was lost whose it is where one example's values met others
-        owner     the example of each element, where each alone tells, as where they lie along no
-                  axis; `_numbered.NOBODY`'s are those that hold nothing of any
+        given     it counts as data because of its size, but was made of given values alone
+        drawn     the same, but of drawn values, or of drawn and given ones
+        of_one    its layout was lost where values of a single example met others
+        owner     the example of each element, if the examples lie along no axis;
+                  `_numbered.NOBODY` for elements that hold no example's values
 
-    Where a method takes ``writes``, it tells what held before a tensor's last ``writes`` changes.
+    Methods that take ``writes`` tell what held before a tensor's last ``writes`` changes.
     """
 
     def __init__(self, serial: int):
         self._serial = serial
         self._marked: list[ref[Tensor]] = []
-        self.slots = False  # whether an owner was noted where the examples lie along no axis
+        self.slots = False  # whether an owner was noted because examples lie along no axis
 
     def was_blank(self, tensor: Tensor, writes: int = 0) -> bool:
         """Whether a tensor held no example's values."""
         return "blank" in self.held_by(tensor, writes)
 
     def is_sum(self, tensor: Tensor, writes: int = 0) -> bool:
-        """Whether a tensor of several examples was such a sum."""
+        """Whether a tensor of several examples was a sum of terms of one example each."""
         return "sum" in self.held_by(tensor, writes)
 
     def is_of_one(self, tensor: Tensor) -> bool:
-        """Whether it was lost whose a tensor is where one example's values met others."""
+        """Whether a tensor's layout was lost where values of a single example met others."""
         return "of_one" in self.held_by(tensor)
 
     def owner_of(self, tensor: Tensor, writes: int = 0) -> Tensor | None:
-        """Return the example of each element of a tensor, 1 standing for whole axes, if noted."""
+        """Return the example of each element, if noted; axes of size 1 stand for whole axes."""
         return self.held_by(tensor, writes).get("owner")
 
     def note(self, tensor: Tensor, **found: Any) -> None:
-        """Add properties to those that hold."""
+        """Add properties to those that a tensor has."""
         if found and not tensor.is_inference():
             found = {**self.held_by(tensor), **found}
             setattr(tensor, VALUES, (self._serial, tensor._version, found))
             self._marked.append(ref(tensor))
 
     def held_by(self, tensor: Tensor, writes: int = 0) -> dict[str, Any]:
-        """Return the properties."""
+        """Return the properties that a tensor has, or had."""
         mark: Any = getattr(tensor, VALUES, None)
         # Check for marks first: inference tensors have no version.
         held = mark is not None and mark[:2] == (self._serial, tensor._version - writes)
