@@ -936,6 +936,34 @@ def test_trained_rows_of_others_beside_inputs_in_a_new_tensor_are_refused(write)
     )  # fmt: skip
 
 
+INTO_A_RESULT = {
+    "added": lambda h, x: h.index_add(0, ORDER, x),
+    "added in place": lambda h, x: h.index_add_(0, ORDER, x),
+    "multiplied": lambda h, x: h.scatter_reduce(0, ROWS.expand_as(x), x, "prod"),
+}
+
+
+@pytest.mark.parametrize("write", INTO_A_RESULT.values(), ids=INTO_A_RESULT)
+def test_rows_of_others_written_into_what_a_layer_returned_are_refused(write):
+    """It may be a view of a tensor that nobody saw, which is not one that held nothing."""
+    check_refused(
+        lambda m, x: write(m.first(x), x),
+        {"first": nn.Linear(WIDTH, WIDTH)},
+        normal(BATCH, 3, WIDTH),
+        error=gs.ExampleAxisError, match="which loss belongs to which example was lost",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_of_their_own_examples_written_into_what_a_layer_returned(in_place):
+    def function(m, x):
+        add = torch.Tensor.index_add_ if in_place else torch.index_add
+        return m.last(add(m.first(x), 0, torch.arange(BATCH), x))
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, parameters, normal(BATCH, 3, WIDTH))
+
+
 @pytest.mark.parametrize("back", ["by an index", "by a write"])
 @pytest.mark.parametrize("drawn", range(3))
 def test_packed_rows_in_groups(back, drawn):

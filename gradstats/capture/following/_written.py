@@ -100,18 +100,21 @@ def _stays_sum(marks: Marks, change: Change) -> bool:
     writes = int(change.in_place)
     blank = not before or marks.values.was_blank(target, writes)
     kept = blank or marks.values.is_sum(target, writes) or isinstance(marks.owned(target), Whole)
-    kept = kept or _had_no_gradient(change)
+    kept = kept or not _had_gradient(change, target)
     given = [item for item in write.values if marks.is_trained(item)]
     return kept and all(map(marks.is_additive, given))
 
 
-def _had_no_gradient(change: Change) -> bool:
-    """Whether a tensor had no gradient to pass on before, as a total that begins at a number."""
-    given = {value.grad_fn for value in change.write.values if isinstance(value, Tensor)}
-    node = change.after.grad_fn
-    return node is not None and all(
-        behind is None or behind in given for behind, _ in node.next_functions
-    )
+def _had_gradient(change: Change, tensor: Tensor) -> bool:
+    """Whether the operand, or what it is a view of, had a gradient to pass on before a write.
+
+    A total that begins at a number had none.
+    """
+    if not change.in_place:
+        return tensor.requires_grad
+    node = tensor.grad_fn
+    # The first operand of an operation in place is the tensor as it was before.
+    return node is not None and node.next_functions[0][0] is not None
 
 
 def _is_brought_back(marks: Marks, write: Write, target: Tensor) -> bool:
@@ -129,7 +132,7 @@ def _place_written(marks: Marks, change: Change) -> None:
     if before and numbers is None and (one := sole_example(marks, [target, *values])):
         marks.place(after, one)
         return
-    fresh = not before or _shows_unknown(marks, target)
+    fresh = not before or _shows_unknown(marks, change)
     if not fresh and write.read is None and not any(map(marks.is_marked, (target, *values))):
         if all(value.shape == target.shape for value in values):
             return  # as every ``x += y`` and ``relu_``
@@ -236,14 +239,15 @@ def _place_after(marks: Marks, change: Change, layout: Layout, *, fresh: bool = 
     marks.place(change.after, layout)
 
 
-def _shows_unknown(marks: Marks, tensor: Tensor) -> bool:
-    """Whether a tensor is, or shows, data of which nothing was noted and shape says nothing.
+def _shows_unknown(marks: Marks, change: Change) -> bool:
+    """Whether the operand is, or shows, data of which nothing was noted and shape says nothing.
 
-    Such data have no example axis by contract, as inputs may have none, and pass on no gradient.
+    Such data are inputs without an example axis. Not so what an operation made to return a view of
+    it, as linear layers do of more than two axes.
     """
-    base = tensor if tensor._base is None else tensor._base
+    base = change.target if change.target._base is None else change.target._base
     unmarked = marks.is_of_data(base) and not marks.is_marked(base)
-    return unmarked and marks.layout_of(base) is None
+    return unmarked and marks.layout_of(base) is None and not _had_gradient(change, base)
 
 
 def _place_base(
