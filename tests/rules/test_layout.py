@@ -4,6 +4,7 @@ import copy
 import functools
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -465,6 +466,37 @@ def test_indices_of_the_batch(index, same, written):
         oracle_sqnorms(model, x, losses(same)),
         1e-12,
     )
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8:UserWarning")
+@pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
+def test_masks_of_bytes(written):
+    """PyTorch takes them for masks of truth values."""
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.uint8)
+
+    def function(m, x):
+        h = m.first(x)
+        if written:
+            h = h.clone()
+            h[mask] = x[mask.bool()]
+            return m.last(h)
+        return m.last(h[mask]).view(BATCH, 2, 2)
+
+    parameters = {"first": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+    check_operation(function, parameters, normal(BATCH, 3, 4), gradient_of_data=False)
+
+
+@pytest.mark.parametrize("number", [np.int64(1), np.array(1), 1], ids=repr)
+@pytest.mark.parametrize("positions", [2, BATCH])
+def test_a_table_with_a_number_before_indices_of_data(positions, number):
+    """A number of NumPy takes an axis, as any other."""
+
+    def function(m, ids):
+        table = torch.arange(40, dtype=torch.float64).view(2, 5, 4)
+        return m.last(table[number, ids])
+
+    ids = torch.arange(BATCH * positions).view(BATCH, positions) % 5
+    check_operation(function, {"last": nn.Linear(4, 2)}, ids)
 
 
 def test_values_made_like_a_tensor_of_data():

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from gradstats.capture.following._examples import Examples, Layout, Whole
-from gradstats.capture.following._indexing import places_of_index, places_of_mask
+from gradstats.capture.following._indexing import MASKS, places_of_index, places_of_mask
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reductions import ROW_LOSSES
 from gradstats.capture.following._taken import is_given
@@ -95,7 +94,7 @@ def note_picked(
         layout, after: where the examples lie in its first operand, and in what it picks.
     """
     for index in indices:
-        masks = index.dtype == torch.bool
+        masks = index.dtype in MASKS
         own = layout if masks else after
         places = places_of_mask(call, index) if masks else places_of_index(call, index)
         if isinstance(own, Examples) and places is not None:

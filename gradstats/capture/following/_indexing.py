@@ -18,6 +18,9 @@ REPEATS = frozenset(variants("repeat_interleave"))
 # Operations whose result has the layout of the indices.
 ALONG_INDICES = frozenset(variants("gather", "take_along_dim", "take"))
 
+# Types of the numbers of masks; PyTorch still takes uint8, which it warns of.
+MASKS = frozenset({torch.bool, torch.uint8})
+
 
 def items_of(source: Tensor, index) -> list:
     """Return the items of source[index], sequences as tensors and an ellipsis as slices."""
@@ -32,7 +35,10 @@ def items_of(source: Tensor, index) -> list:
 def _as_item(item):
     if is_sequence(item):
         return torch.as_tensor(item, dtype=None if len(item) else torch.long)
-    return of_numbers(item) if isinstance(item, slice) else item
+    if isinstance(item, slice):
+        return of_numbers(item)
+    is_numpys = not isinstance(item, Tensor) and getattr(item, "ndim", None) == 0
+    return item.item() if is_numpys else item
 
 
 def as_tuple(index) -> tuple:
@@ -101,7 +107,7 @@ def read_at(source: Tensor, items: list, layout: Examples) -> Examples | Whole |
 def _is_ordinary(item) -> bool:
     """Whether an item is None or takes axes; a bool, also as a 0-dim tensor, adds one."""
     if isinstance(item, Tensor):
-        return item.dim() > 0 or item.dtype != torch.bool
+        return item.dim() > 0 or item.dtype not in MASKS
     return item is None or (isinstance(item, (int, slice)) and not isinstance(item, bool))
 
 
@@ -126,7 +132,7 @@ def places_of_index(call: Call, index: Tensor) -> Sequence[int] | None:
         return [call.argument(1, "dim") % call.args[0].dim()]
     if call.func is not Tensor.__getitem__:
         return range(index.dim()) if call.func in ALONG_INDICES else None
-    if index.dtype == torch.bool:
+    if index.dtype in MASKS:
         return None
     before, dims = found_at(items_of(*call.args))
     return range(before + dims - index.dim(), before + dims)
@@ -162,7 +168,7 @@ def found_at(items: list) -> tuple[int, int]:
 
 
 def _is_number(item) -> bool:
-    return isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool
+    return isinstance(item, Tensor) and item.dim() == 0 and item.dtype not in MASKS
 
 
 def axis_of(items: list, index: Tensor) -> int:
@@ -174,11 +180,11 @@ def axis_of(items: list, index: Tensor) -> int:
 def _axes_taken(item) -> int:
     if item is None:
         return 0
-    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+    return item.dim() if isinstance(item, Tensor) and item.dtype in MASKS else 1
 
 
 def _selected_shape(item: Tensor) -> tuple[int, ...]:
-    return (int(item.sum()),) if item.dtype == torch.bool else tuple(item.shape)
+    return (int(item.count_nonzero()),) if item.dtype in MASKS else tuple(item.shape)
 
 
 def _selected(items, first_axis, dims, after, layout, source) -> Examples | None:
@@ -188,7 +194,7 @@ def _selected(items, first_axis, dims, after, layout, source) -> Examples | None
     while offset >= _axes_taken(item):
         offset -= _axes_taken(item)
         item, *others = others
-    index = item.nonzero()[:, offset] if item.dtype == torch.bool else item
+    index = item.nonzero()[:, offset] if item.dtype in MASKS else item
     owner = layout.owner(source.device)[index.to(source.device).expand(dims)]
     if owner.dim() > 1:
         # The index has several axes: each row along its first one must belong to one example.
