@@ -364,6 +364,20 @@ def test_bags_of_other_examples_trained_rows_are_refused():
     )
 
 
+def test_bags_of_weights_with_the_examples_along_the_axis_that_is_summed_are_refused():
+    """Rows of a table may be as wide as there are examples."""
+    ids, table = torch.tensor([[0, 1, 2], [2, 3, 1], [4, 0, 1]]), normal(ROWS, 3)
+
+    def function(m, x):
+        weights = m.layer(x)[..., 0].T
+        return functional.embedding_bag(ids, table, mode="sum", per_sample_weights=weights).T
+
+    check_refused(
+        function, {"layer": nn.Linear(4, 2)}, normal(3, 3, 4),
+        error=gs.ExampleAxisError, match="which loss belongs to which example was lost",
+    )  # fmt: skip
+
+
 def test_embedding_bag_of_weighted_bags_at_each_position():
     def function(m, x):
         share, ids = (x.flatten(0, 1) @ m.keys.T).topk(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
-from torch.nn.functional import bilinear
 
 from gradstats.capture.following._apart import packs, scores, without_columns
 from gradstats.capture.following._crossed import (
@@ -33,6 +32,7 @@ from gradstats.capture.operations._operations import (
     OPAQUE,
     READS_ONLY_FIRST,
     RESHAPES,
+    SHARED_WEIGHT,
     UNFOLLOWED,
     is_trusted,
 )
@@ -98,8 +98,8 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
     if any(item.dim() < dims for item in data if item is source or item.requires_grad):
         lost = True  # it may be broadcast, which counts axes from the right
-    if func is bilinear and layout is not None and layout.axis == source.dim() - 1:
-        lost = True  # the examples' axis is summed
+    if func in SHARED_WEIGHT and layout is not None and layout.axis == source.dim() - 1:
+        lost = True  # these operations sum over the last axis
     noted = marks.is_marked(source)
     if layout is None and func in EXPANDS and not source.requires_grad:
         axis = marks.batch_dim - result.dim()

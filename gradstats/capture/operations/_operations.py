@@ -195,7 +195,8 @@ LOOKS_AT_FIRST = frozenset(
     {functional.linear, functional.embedding, *variants("prelu", "isin"), *CONVOLUTIONS}
 )
 
-# Operations on several data operands, with the position of the operand that all examples share.
+# Operations on several data operands that sum over the last axis of the first one, with the position
+# of the operand that all examples share.
 SHARED_WEIGHT = {
     functional.bilinear: 2,
     functional.embedding_bag: 1,
