@@ -66,15 +66,14 @@ def normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """g v / ‖v‖, for v and for g."""
-    if not isinstance(factor, Scaled) or not _pays(factor):
+    if len(node.args) < 2 or not isinstance(factor, Scaled) or not _pays(factor):
         return None
     node.check_step()
-    argument = partial(argument_of, node.args, node.kwargs)
-    direction = argument(0, "v")
+    direction, length = node.args[:2]
     weight = _numbers(direction)
-    norm = torch.norm_except_dim(weight, 2, argument(2, "dim", 0))
+    norm = torch.norm_except_dim(weight, 2, argument_of(node.args, node.kwargs, 2, "dim", 0))
     if parent is direction:
-        length = numbers_of(argument(1, "g"))
+        length = numbers_of(length)
         if length.shape != norm.shape:
             return None  # several lengths share a norm, or a length several norms
         return _tangent(factor, node, weight / norm, length.to(norm) / norm)
