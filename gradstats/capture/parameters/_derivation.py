@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
 # Operations of quantisation-aware training. Autograd saves which elements were in range, but not
-# the scales, which observers overwrite whenever the weight is used.
+# the scales, which observers overwrite at every use of the weight.
 QUANTISES = variants(
     "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine",
     "fused_moving_avg_obs_fake_quant",
 )  # fmt: skip
 
-# Operations that may change operands other than the first: running statistics.
+# Operations that may change operands other than the first, such as running statistics.
 UPDATES = NORMALISATIONS | {torch.fused_moving_avg_obs_fake_quant}
 
-# The backward of a matrix exponential computes that of a matrix with twice as many rows and
-# columns: so many elements for each element of the result.
+# The backward of a matrix exponential computes the exponential of a matrix with twice as many rows
+# and columns, which takes this many elements for each element of the result.
 EXPONENTIALS = {*variants("matrix_exp"), torch.linalg.matrix_exp}
 ELEMENTS_OF_EXPONENTIAL = 8
 
 # Operations that only add, move or cast: their derivative is constant, or their result shows every
-# change of an operand. The result of any other may stay the same while its derivative changes, as
-# that of a square whose operand changes its sign, or of a multiple of zeros.
+# change of an operand. The derivative of any other may change while its result stays the same, as
+# of a square whose operand changes its sign, or of a multiple of zeros.
 SHOWS_CHANGES = ADDS | CASTS | JOINS.keys() | TRANSPOSES | RESHAPES
 
 
@@ -57,17 +57,16 @@ class Derived(Node):
     Attributes:
         function, args, kwargs: the operation, with nodes in place of tracked operands.
         operands: these nodes, each once.
-        parents: the operands on which this result depends, as often as they are given; for a
-            derivative the parameters.
+        parents: the operands that this result depends on, repeated if they were given repeatedly;
+            of a derivative, the parameters.
         index: which of the operation's outputs this is; None for a single output.
         shown: returns the tensor that the user's code has for this; None once it is gone.
         aliased: whether a tensor that is not tracked shares its memory.
-        version: version counter of the shown tensor if that has its own memory: if it has moved on,
-            the tensor was changed unseen.
-        widest: elements of the largest of this and the tensors between the roots and this, each of
-            which has a gradient when one is pulled back; or of what the backward of one needs.
-        has_function: whether a custom autograd Function was involved in computing it.
-        depth: the longest chain of operations from a parameter to this, including this one.
+        version: version counter of the shown tensor if that has memory of its own: if the counter
+            has moved on, the tensor was changed unseen.
+        widest: elements of the largest tensor that a backward from here to the roots holds.
+        has_function: whether it was computed with the help of a custom autograd Function.
+        depth: length of the longest chain of operations from a parameter to this.
     """
 
     def __init__(
@@ -95,9 +94,9 @@ class Derived(Node):
         operands = [node for node in leaves if isinstance(node, Node)]
         self.operands = tuple(dict.fromkeys(operands))
         self._parameter_versions = self._versions_of_parameters()
-        # A derivative is computed from what its operands were computed from.
+        # A derivative depends on what its operands were computed from.
         differentiates = function is torch.autograd.grad
-        # Operands may give no more than a dtype or a shape, or belong to another of the results.
+        # An operand may give only a dtype or a shape, or matter only to another result.
         self.parents = tuple(reached(value, unique_roots(operands) if differentiates else operands))
         self.paths = {}
         for node in self.parents:
@@ -130,19 +129,19 @@ class Derived(Node):
         return self._value
 
     def once(self, factor: Any, compute: Callable[[], Any]) -> Any:
-        """Return what is computed from a factor of this, once for all operands that need it."""
+        """Return ``compute()``, computed once from a factor of this for all operands."""
         if self._products is None or self._products[0] is not factor:
             self._products = factor, compute()
         return self._products[1]
 
     def forget(self) -> None:
-        """Forget what was computed from a factor, once all operands have it."""
+        """Forget what ``once`` computed, when all operands have it."""
         self._products = None
 
     def take_numbers(self, numbers: Tensor) -> None:
         """Take other values with the same gradient, as ``tensor.data = numbers`` gives them.
 
-        Gradients that are pulled back by computing this again are then refused.
+        Pulling gradients back by computing this again is refused from then on.
         """
         self._value.data = numbers.detach()
 
@@ -151,28 +150,28 @@ class Derived(Node):
         if self.aliased or any(same_storage(root.value, self._value) for root in self.roots):
             return False
         visible = self.tracker.visible
-        for other in [node for node in visible if not node.aliased and node.shown() is None]:
-            del visible[other]  # so that each is visited once, however many changes there are
+        for gone in [node for node in visible if not node.aliased and node.shown() is None]:
+            del visible[gone]  # so that later changes do not visit it again
         return not any(
-            other is not self and same_storage(other.value, self._value) for other in visible
+            node is not self and same_storage(node.value, self._value) for node in visible
         )
 
     def describe(self) -> str:
         name, roots = function_name(self.function), list(self.roots)
         first = ", ".join(root.describe() for root in roots[:4])
-        others = f" and {len(roots) - 4} more" if len(roots) > 4 else ""
-        return f"a tensor derived by {name} from {first}{others}"
+        rest = f" and {len(roots) - 4} more" if len(roots) > 4 else ""
+        return f"a tensor derived by {name} from {first}{rest}"
 
     def replay(self, known: dict[Any, Tensor], copies: bool = False) -> Tensor:
         """Compute this tensor again from the given values of some of the nodes it depends on.
 
         Args:
             known: node → value. Values computed on the way are added: each node is computed once,
-                however many paths lead to it, and operands that were the same tensor are so again,
-                which matters to attention and recurrent layers.
-            copies: copy all other tensors, which may change later.
+                however many paths lead to it, and operands that were one tensor are one again,
+                which attention and recurrent layers ask for.
+            copies: copy all other tensors, so that they may change later.
         """
-        # Not recursive: thousands of steps may lie between a parameter and this.
+        # A loop, since thousands of steps may lie between a parameter and this.
         waiting: list[Node] = [self]
         while waiting:
             node = waiting.pop()
@@ -186,13 +185,13 @@ class Derived(Node):
                 known[node] = node._again(known, copies)
             else:
                 value = node.value.detach()
-                # Requires grad, as in the forward: which kernel PyTorch uses for a product, and so
-                # its rounding, depends on that.
+                # It requires grad as in the forward: PyTorch chooses the kernel of a product by
+                # that, and so its rounding.
                 known[node] = (value.clone() if copies else value).requires_grad_()
         return known[self]
 
     def _again(self, known: dict[Any, Tensor], copies: bool) -> Tensor:
-        """Run the operation again on the known values of its operands."""
+        """Run the operation again on known values of its operands."""
         updates = self.function in UPDATES or function_class_of(self.function) is not None
 
         def resolve(item):
@@ -225,7 +224,7 @@ class Derived(Node):
     ) -> tuple[list[Tensor], Tensor]:
         """Return new leaves with the roots' values, and this tensor computed from them.
 
-        Complex tensors are returned as real ones, with a last axis of size 2.
+        Complex tensors are returned as pairs of real numbers, along a last axis of size 2.
         """
         leaves, known = [], {}
         with torch.enable_grad():
@@ -245,18 +244,21 @@ class Derived(Node):
     def check_step(self) -> None:
         """Raise unless this tensor's operands still give its values.
 
-        Once for all uses: parameters that are updated during the backward are updated after it has
-        passed all of them.
+        Checked once for all uses: hooks that update a parameter during the backward run after it
+        has passed all of these.
         """
         if not self._checked:
             self.step()
 
     def slope(self, operand: Node) -> Tensor:
-        """Return the derivative of each element with respect to an operand's, if elementwise."""
+        """Return the derivative with respect to each element of an operand.
+
+        Each must enter one element of this alone, as with elementwise functions and reductions.
+        """
         again, known = self.step()
         value, ones = known[operand], torch.ones_like(again)
         (slope,) = torch.autograd.grad(again, value, ones, allow_unused=True)
-        # There may be none, as of the sign of a determinant.
+        # The sign of a determinant, for one, has no derivative.
         return torch.zeros_like(value) if slope is None else slope
 
     def step(self) -> tuple[Tensor, dict[Any, Tensor]]:
@@ -273,11 +275,11 @@ class Derived(Node):
         return [node.parameter._version for node in self.operands if isinstance(node, Root)]
 
     def _check_operands(self) -> None:
-        """Raise if operands were written into since, as autograd would.
+        """Raise if an operand has been written into since, as autograd would.
 
-        Not if the result shows every change: then comparing values is enough.
+        Where every change shows in the result, comparing values is enough.
         """
-        # alpha=, which may be a tensor, multiplies.
+        # With alpha=, which may be a tensor, additions multiply too.
         if self.function in SHOWS_CHANGES and "alpha" not in self.kwargs:
             return
         if self._is_written() or self._parameter_versions != self._versions_of_parameters():
@@ -290,19 +292,20 @@ class Derived(Node):
     def check_constants(self) -> None:
         """Raise if a constant operand has been written into since, as autograd would.
 
-        This compares no values, which would wait for a GPU.
+        It compares version counters: comparing values would wait for the GPU.
         """
         if self._is_written():
             raise self._differs()
 
     def _check_fixed(self) -> None:
-        """Raise unless the operation surely gives the same in a graph, which cannot compare."""
-        own = function_class_of(self.function) is not None or self.function in UPDATES
-        if own or isinstance(self.function, Draw) or self._is_written():
+        """Raise unless the operation surely gives the same again: a graph compares no values."""
+        custom = function_class_of(self.function) is not None
+        random = isinstance(self.function, Draw)
+        if custom or random or self.function in UPDATES or self._is_written():
             raise UnsupportedOperationError(
-                f"{self.describe()} is computed again in a compiled graph, where the result cannot "
-                "be compared, by an operation that is random or of the user's own, or from "
-                "something that was changed in place. Expected neither.",
+                f"{self.describe()} cannot be computed again in a compiled graph, which compares "
+                "no values: it is the result of a random operation, an autograd Function or a "
+                "normalisation, or an operand was changed in place. Expected none of these.",
                 self.names,
             )
 
@@ -329,19 +332,18 @@ class Derived(Node):
     def _differs(self) -> UnsupportedOperationError:
         return UnsupportedOperationError(
             f"{self.describe()} cannot be computed again with the same result, so per-example "
-            "gradients cannot be pulled back through it. Is the operation random, or was one of "
-            "its inputs changed in place, or given other numbers by .data? Exclude the parameter, "
-            "or compute the tensor without randomness and out of place: a counter that moves on as "
-            "int(counter), a buffer that is written anew as buffer.clone(), other numbers under "
-            "the same gradient as x + (numbers - x).detach()."
+            "gradients cannot be pulled back through it: the operation is random, or an input was "
+            "changed in place or through .data. Expected inputs that stay as they are: pass a copy "
+            "of what changes (int(counter), buffer.clone()), write x + (numbers - x).detach() "
+            "instead of x.data = numbers, or leave the parameter out with exclude=."
         )
 
 
 class OneOfSeveral(torch.autograd.Function):
-    """One of a custom Function's results; the gradients of the others are zeros.
+    """One of a custom Function's results, which gives the others gradients of zeros.
 
-    Otherwise these would be None, and the Function's backward might take another branch than in the
-    backward of the batch.
+    Without it they would have None, and the Function's backward might take another branch than in
+    the backward of the batch.
     """
 
     @staticmethod
@@ -359,17 +361,17 @@ def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def reached(value: Tensor, parents: Sequence[Node]) -> list[Node]:
-    """Return the operands of an operation on which one of its results depends."""
+    """Return the operands that one of an operation's results depends on."""
 
     def edge_of(tensor: Tensor) -> tuple[Any, int]:
         node: Any = tensor.grad_fn
         return (get_gradient_edge(tensor).node if node is None else node), tensor.output_nr
 
     edges = [edge_of(parent.value) for parent in parents]
-    ends, met, pending = {*edges}, set(), [edge_of(value)]
+    ends, visited, pending = {*edges}, set(), [edge_of(value)]
     while pending:
         edge = pending.pop()
-        if edge not in met and edge[0] is not None:
-            met.add(edge)
+        if edge not in visited and edge[0] is not None:
+            visited.add(edge)
             pending += [] if edge in ends else edge[0].next_functions
-    return [parent for parent, edge in zip(parents, edges, strict=True) if edge in met]
+    return [parent for parent, edge in zip(parents, edges, strict=True) if edge in visited]

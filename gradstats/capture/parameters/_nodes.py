@@ -1,9 +1,8 @@
-"""Tracked tensors: what they have in common, and parameters, which are their roots.
+"""The nodes of tracked tensors, and of these the roots: parameters.
 
-A backward must know when a parameter's last use has delivered its factor, since the factors of
-several uses are contracted together, cross terms included. Before it starts, the graph of the
-losses is walked and the uses in it are counted (see ``_coverage``); every use that the backward
-reaches delivers, and the last one contracts their sum.
+The factors of all uses of a parameter are contracted together, cross terms included, so the
+backward must know which use delivers last. Before it starts, ``_coverage`` counts the uses in the
+graph of the losses. Each use delivers when the backward reaches it; the last one contracts the sum.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
     from gradstats.capture._context import Context
     from gradstats.capture._reports import GraphReport
 
-# PyTorch's own, before it is replaced by what shows it to contexts.
+# PyTorch's own method: contexts replace it, so that they see its calls.
 AS_SUBCLASS = Tensor.as_subclass
 
-# The message for a second contraction of one root within one context.
+# Raised when a root is contracted twice within one context.
 ARRIVED_TWICE = (
     "the gradient of {} arrived in two backwards within one context. One context serves one batch "
     "and one backward: open one context for each micro-batch. If the parameter is shared between "
@@ -40,8 +39,8 @@ class Node:
 
     Attributes:
         tracker: the context it belongs to.
-        roots: the parameters it is computed from; a root is its own.
-        paths: how many ways lead from each of them to here through the computation.
+        roots: the parameters it is computed from; of a root, itself.
+        paths: for each root, the number of ways through the computation from it to here.
     """
 
     __slots__ = ()
@@ -78,7 +77,7 @@ def closed_before(node: Node) -> TrackingError:
     )
 
 
-# Replaces a closed context in the nodes of parameters, which would keep it alive.
+# Takes the place of a context in its roots when it closes: they would keep it alive.
 CLOSED = SimpleNamespace(closed=True)
 
 
@@ -92,19 +91,19 @@ class Root(Node):
         alias_nodes: the autograd nodes of all its aliases so far.
         registered: number of uses in the forward.
         counted: number of uses in the graph of the losses.
-        expected: number of these that have not delivered yet.
-        postponed: whether the graph may contain more uses than were counted, so that factors can
-            only be contracted when the backward has ended.
-        of_slices: whether gradients of slices of it were delivered (see ``_slices``), which are
-            pulled back together when the backward has ended.
+        expected: number of counted uses that have not delivered yet.
+        postponed: whether the graph may contain more uses than were counted. Then factors are
+            contracted after the backward.
+        of_slices: whether uses delivered gradients of slices (see ``_slices``), which are pulled
+            back together after the backward.
         lookups: the counted uses that are look-ups.
-        places: the parameter's memory before it was given other values through ``.data``, and after
-            each time; empty if that has not happened.
-        delivered: what uses have delivered and is not contracted yet.
+        places: the parameter's place in memory before the first assignment to its ``.data`` and
+            after each one; empty without any.
+        delivered: factors that uses have delivered and that are not contracted yet.
         result: the squared norms, once all uses have delivered.
     """
 
-    # Without slots, all of a model's roots would have dictionaries as soon as uses are counted.
+    # Without slots, counting uses would give each of a model's roots a dictionary.
     __slots__ = (
         "_alias_version", "_first", "alias", "alias_nodes", "counted", "delivered", "expected",
         "graph", "lookups", "name", "of_slices", "parameter", "places", "postponed", "registered",
@@ -127,7 +126,7 @@ class Root(Node):
         self.result: Contraction | None = None
         self.delivered: tuple[Factor | Fused | Projected, ...] = ()
 
-    # Computed: a root that held itself would only be freed by the garbage collector.
+    # Computed, not stored: only the garbage collector would free a root that holds itself.
     @property
     def roots(self) -> tuple[Root, ...]:  # type: ignore[override]
         return (self,)
@@ -138,20 +137,20 @@ class Root(Node):
 
     @property
     def value(self) -> Tensor:
-        # Every tracked use reads this alias, so that the autograd graph shows uses that were not
-        # seen: as edges to the parameter that do not come through the alias.
+        # All tracked uses read this alias, so any other edge to the parameter in the autograd graph
+        # is a use that was not seen.
         alias = self.alias
         if alias is None or self._is_outdated(alias, self._alias_version):
             return self._renewed()
         return alias
 
     def _renewed(self) -> Tensor:
-        # If the parameter has its first values again, its uses continue with the first alias, so
-        # that their gradients are added up in PyTorch's order.
+        # When the parameter has its first values again, its uses continue with the first alias, so
+        # that autograd adds up their gradients in the same order as without a context.
         first = self._first
         if first is None or self._is_outdated(*first):
             alias = AS_SUBCLASS(self.parameter, Tensor)
-            if alias.grad_fn is None:  # no gradient is recorded here, but may be later
+            if alias.grad_fn is None:  # grad mode is off here, but later uses may need the graph
                 with torch.enable_grad():
                     alias = AS_SUBCLASS(self.parameter, Tensor)
             self.alias_nodes = (*self.alias_nodes, alias.grad_fn)
@@ -163,20 +162,20 @@ class Root(Node):
         return alias
 
     def _is_outdated(self, alias: Tensor, version: int) -> bool:
-        # The parameter was given other memory, as by ``parameter.data = ...``. The backward of
-        # earlier computations needs the earlier values.
+        # ``parameter.data = ...`` gave the parameter other memory. The backward of earlier uses
+        # needs the earlier values.
         if _place(alias) != _place(self.parameter):
             return True
-        # After an in-place change of a view, PyTorch replaces its node by that of a strided view,
+        # When a view was changed in place, PyTorch replaces its node by that of a strided view,
         # which takes no sparse gradients.
         return alias._version != version
 
     def note_place(self, numbers: Tensor) -> None:
-        """Note that the parameter is about to get other values, by ``parameter.data = ...``."""
+        """Note that ``parameter.data = numbers`` is about to run."""
         self.places = (*(self.places or (_place(self.parameter),)), _place(numbers))
 
     def is_at(self, time: int) -> bool:
-        """Whether the parameter has the values that it had when there were so many places."""
+        """Whether the parameter is where it was when ``places`` had ``time`` entries."""
         return self.places[max(time - 1, 0)] == _place(self.parameter)
 
     def describe(self) -> str:
@@ -191,18 +190,18 @@ class Root(Node):
     @property
     def is_projection(self) -> bool:
         """Whether the graph of the losses contains look-ups and exactly one other use."""
-        others = self.counted - len(self.lookups)
-        return bool(self.lookups) and others == 1 and not self.postponed
+        other_uses = self.counted - len(self.lookups)
+        return bool(self.lookups) and other_uses == 1 and not self.postponed
 
     def deliver(self, factor: Factor | Fused, parts: int = 1) -> None:
-        """Take one of the ``parts`` factors that a use contributes."""
+        """Take a factor of a use, which delivers ``parts`` of them."""
         kept: Factor | Fused | Projected = factor
         if parts == 1 and self.is_projection:
             kept = self.tracker.reports.shrink(self, factor)
         before = self.delivered
         last = before[-1] if before else None
         if isinstance(kept, Vector) and isinstance(last, Vector) and adds_to(last, kept):
-            # The sum takes no more memory than one: a bias may be used once for each example.
+            # Their sum takes the memory of one: a bias may be used once for each example.
             kept, before = add_vectors([last, kept]), before[:-1]
         self.delivered = (*before, kept)
 
@@ -239,7 +238,7 @@ class Root(Node):
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a tensor's place in memory, without an operation that a mode would see."""
+    """Return where a tensor lies in memory, without an operation that a mode would see."""
     if tensor.layout != torch.strided:
         return ()
     return tensor.data_ptr(), tensor.shape, tensor.stride()
@@ -249,20 +248,17 @@ def same_storage(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors share their memory."""
     if not first.layout == second.layout == torch.strided:
         return False
-    one, other = first.untyped_storage(), second.untyped_storage()
-    if one._cdata == other._cdata:
+    storages = first.untyped_storage(), second.untyped_storage()
+    if storages[0]._cdata == storages[1]._cdata:
         return True
-    # Two storages may have one address; while a graph is traced none has any.
-    return not is_compiling() and one.data_ptr() == other.data_ptr()
+    # Two storages may share an address; while a graph is traced they have none.
+    return not is_compiling() and storages[0].data_ptr() == storages[1].data_ptr()
 
 
 def same_form(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors agree in shape, strides and dtype."""
-    return (first.shape, first.stride(), first.dtype) == (
-        second.shape,
-        second.stride(),
-        second.dtype,
-    )
+    alike = first.dtype == second.dtype and first.shape == second.shape
+    return alike and first.stride() == second.stride()
 
 
 def unique_roots(nodes: Sequence[Node]) -> tuple[Root, ...]:

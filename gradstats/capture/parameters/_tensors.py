@@ -1,4 +1,4 @@
-"""The tensor classes whose operations gradstats sees."""
+"""The tensor classes whose operations contexts see."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import AS_SUBCLASS, Node
 
-# What the compiler is to record for functions written in Python: it looks into these, and cannot
-# follow their own dispatch on operands' classes. Methods and operators reach it as functions of its
-# own, which only share their names.
+# What the compiler is to record for functions that are written in Python: it traces into them, and
+# cannot follow how they dispatch on the classes of operands. Methods and operators it calls by
+# functions of its own, which share only their names.
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.pad: torch._C._nn.pad,
     functional.rms_norm: torch.rms_norm,
@@ -42,7 +42,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 class TrackedParameter(torch.nn.Parameter):
     """A parameter of the user's model inside a context: the same object, with its class changed."""
 
-    _gradstats: Node | None = None  # of a copy, which belongs to no context
+    _gradstats: Node | None = None  # a copy belongs to no context
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -79,14 +79,14 @@ class DerivedTensor(torch.Tensor):
         return run(func, args, kwargs or {})
 
     def __reduce_ex__(self, proto):
-        # What is made of it is a leaf, as of any tensor, and belongs to no context.
+        # A copy is a leaf, as of any tensor, and belongs to no context.
         return AS_SUBCLASS(self, torch.Tensor).__reduce_ex__(proto)
 
     def __format__(self, spec):
-        # A number of a subclass is not formatted.
+        # PyTorch formats the number in a 0-d tensor only for plain tensors.
         return format(AS_SUBCLASS(self, torch.Tensor), spec)
 
-    # Gradients arrive at the value, which uses read.
+    # Uses read the value, so gradients arrive there.
     def retain_grad(self) -> None:
         self._gradstats.value.retain_grad()  # type: ignore[attr-defined]
 
@@ -103,7 +103,7 @@ class DerivedTensor(torch.Tensor):
         self._gradstats.value.grad = gradient  # type: ignore[attr-defined]
 
 
-# The last is what graphs are traced with, where any tensor may be tracked.
+# Graphs are traced with the last, of which any may be tracked.
 TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor, FunctionalTensor})
 
 
@@ -142,7 +142,7 @@ def replace_as_subclass() -> None:
     Tensor.as_subclass = as_subclass  # type: ignore[method-assign]
 
 
-# Not empty once the compiler leaves ``as_subclass`` alone, which would call itself in such a frame.
+# Not empty once the compiler compiles no frame of ``as_subclass``, which would call itself there.
 TRACED: list[bool] = []
 
 
@@ -152,7 +152,7 @@ def as_subclass(self, cls):
     Replaces ``Tensor.as_subclass``.
     """
     if TRACED and torch.compiler.is_dynamo_compiling():
-        return self.as_subclass(cls)  # as a method the compiler knows PyTorch's own
+        return self.as_subclass(cls)  # the compiler takes the method for PyTorch's own
     shown = torch._C._len_torch_function_stack() and not torch._C._is_torch_function_all_disabled()
     mode = innermost_mode() if shown else None
     if mode is None:
@@ -166,17 +166,16 @@ def as_subclass(self, cls):
 
 
 def run(func, args, kwargs):
-    """Run an operation on tracked tensors as their context prescribes."""
+    """Run an operation on tracked tensors, inside a compiled function or not."""
     if torch.compiler.is_dynamo_compiling():
         return _record(func, args, kwargs)
     return run_followed(func, args, kwargs)
 
 
 def run_followed(func, args, kwargs):
-    """Do the same where the compiler records nothing."""
-    # The context of the first tracked operand handles it; copies of parameters belong to none.
+    """Have the context of the first tracked operand run an operation; copies belong to none."""
     node = _first_open([*args, *kwargs.values()] if kwargs else args)
-    node = node or _first_open(operands_of(args, kwargs))  # of arguments that hold several
+    node = node or _first_open(operands_of(args, kwargs))  # also inside lists
     if node is not None:
         return node.tracker.dispatch(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -184,7 +183,7 @@ def run_followed(func, args, kwargs):
 
 
 def _first_open(items: Iterable[Any]) -> Node | None:
-    """Return the node of the first item that an open context tracks; None without one."""
+    """Return the node of the first item that an open context tracks, if any."""
     for item in items:
         if type(item) in TRACKED_TYPES:
             node: Node | None = getattr(item, "_gradstats", None)
@@ -199,11 +198,10 @@ def _record(func, args, kwargs):
         if isinstance(func.__self__, FunctionType):
             if func.__self__.__name__ in METHODS:
                 return partial(METHODS[func.__self__.__name__], args[0])
-            # PyTorch 2.11 asks for methods written in Python this way, and cannot trace the answer.
+            # PyTorch 2.11 looks up methods written in Python this way, and cannot trace the answer.
             leave_graph("a method of a parameter that is written in Python")
-        # With a mode on, the compiler calls this for every property of a subclass. Not merged with
-        # the block below: the compiler of PyTorch 2.11 would then disable the mode for the whole
-        # graph.
+        # With a mode on, the compiler calls this for every property of a subclass. It is a block of
+        # its own, since PyTorch 2.11 would otherwise disable the mode for the whole graph.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
     func = OPERATORS.get(getattr(func, "__name__", ""), FUNCTIONS.get(func, func))
@@ -217,12 +215,12 @@ def node_of(item) -> Node | None:
 
 
 def nodes_of(items: Iterable[Any]) -> list[Node]:
-    """Return the nodes of the tracked tensors among several items, in order."""
+    """Return the nodes of the tracked tensors among some items, in order."""
     return [node for node in map(node_of, items) if node is not None]
 
 
 def first_node(*items) -> Node:
-    """Return the node of the first tracked tensor among several; at least one is tracked."""
+    """Return the node of the first tracked tensor among some items, of which one is tracked."""
     return nodes_of(items)[0]
 
 
@@ -232,18 +230,18 @@ def wrap(node: Derived) -> torch.Tensor:
     value = node.value
     traced = isinstance(value, FunctionalTensor)
     tensor = value.view_as(value) if traced else AS_SUBCLASS(value, DerivedTensor)
-    # Tracked uses read the node's value, so an edge in the autograd graph to the tensor returned
+    # Tracked uses read the node's value, so an edge of the autograd graph to the tensor returned
     # here is a use that was not seen.
     node.tracker.shown[tensor.grad_fn] = node
-    show(node, tensor)  # from now on, users ask for what made the value
+    show(node, tensor)  # from now on, tensor.grad_fn is that of the value
     return tensor
 
 
 def show(node: Derived, tensor: torch.Tensor) -> None:
     """Have a tensor in the user's code represent a derived node."""
-    before = vars(tensor).get("_gradstats")
+    before = vars(tensor).get("_gradstats")  # the tensor's node until it was changed in place
     if before is not None and before.value.retains_grad:
-        node.value.retain_grad()  # it was changed in place
+        node.value.retain_grad()
     tensor._gradstats = node  # type: ignore[attr-defined]
     node.shown = ref(tensor)
     node.tracker.visible[node] = None
