@@ -568,9 +568,7 @@ def test_losses_of_another_shape_alone_are_those_of_one_example(batch):
     def squeezed(model, batch):
         return classify(model, batch).squeeze()
 
-    message = (
-        r"not example 0 alone, .*: LossShapeError: the loss is a scalar, expected shape \(1,\)"
-    )
+    message = r"not example 0 alone \(LossShapeError: the loss is a scalar, expected shape \(1,\)"
     with pytest.raises(gs.ExampleAxisError, match=message):
         gs.per_example_norms(Awkward(False).double(), batch, squeezed, fallback="vmap")
 
@@ -782,6 +780,6 @@ def test_what_a_survey_cannot_end_is_refused_where_a_function_may_hide_uses():
         return dual(nn.Sequential(model[1], nn.Tanh(), model[2]), rows)
 
     with pytest.raises(
-        gs.UnsupportedOperationError, match=r"no gradient was found for .* not used"
+        gs.UnsupportedOperationError, match=r"no gradient was found for .* do not use them"
     ):
         gs.per_example_norms(model, x, losses, fallback="vmap")

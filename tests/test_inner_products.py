@@ -787,7 +787,7 @@ def test_layers_without_outputs_have_no_gradients(pairs):
     model, x = nn.Linear(3, 1), torch.randn(4, 2, 3)
     model.weight, model.bias = (nn.Parameter(each[:0]) for each in model.parameters())
     for other in (perturbed(model), model):
-        with pytest.raises(gs.TrackingError, match="or what has no elements"):
+        with pytest.raises(gs.TrackingError, match="or that have no elements"):
             gs.inner_products(model, x, other, x, lambda m, x: m(x).sum((1, 2)), pairs=pairs)
 
 

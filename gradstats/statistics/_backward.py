@@ -35,9 +35,9 @@ class NothingUsedError(TrackingError):
     def __init__(self, losses: Tensor | None):
         super().__init__(
             "the losses use none of the tracked parameters: no backward reached them. Expected "
-            "losses computed with the model that loss_fn is given, its first argument. Does it "
-            "use another model, or do parameters= and exclude= leave only what it does not use, or "
-            "what has no elements?"
+            "losses computed with the model that loss_fn is given as its first argument. Does "
+            "loss_fn use another model? Or do parameters= and exclude= leave only parameters that "
+            "it does not use, or that have no elements?"
         )
         self.losses = losses
 
@@ -71,11 +71,12 @@ def run_examples(
     workspace: int,
     **options: Any,
 ) -> tuple[Tracker, Tensor]:
-    """Do the same where the number of examples is known.
+    """Do the same as ``run``, for a known number of examples.
 
     Args:
-        workspace: bytes.
-        options: all others of Tracker.
+        model, batch, loss_fn, consumer: as for ``run``.
+        workspace: bytes of scratch memory.
+        options: the other arguments of Tracker.
 
     Raises:
         NothingUsedError: if the losses use none of the tracked parameters.
@@ -93,9 +94,9 @@ def run_examples(
         doubtful = took_doubtful(tracker.marks, loss_fn, model, given.tensors)
         if not doubtful or tracker.backward_ran or again is None or not start.restore():
             raise
-        # The forward made or drew as many values as there are examples, which may not belong to
-        # them, or layers used tensors from closures or globals, or a list in the batch has as many
-        # entries as there are examples, which may belong to none.
+        # Something was taken for data that may be none: as many values as examples that the forward
+        # made or drew, tensors from closures or globals, or a list in the batch with as many
+        # entries as examples. Run the forward once more with these as constants.
         tracker = Tracker(model, settings=settings, doubtful_are_data=False, **options)
         try:
             losses = _differentiate(tracker, start, model, *again, given.tensors, loss_fn)
@@ -138,11 +139,11 @@ def _differentiate(
                         raise NothingUsedError(losses.detach() if used else None)
             finally:
                 if tracker.derived:
-                    # What is left is made plain.
+                    # Closing makes plain tensors of those that cannot be dropped.
                     tracker.derived = not start.drop_derived()
                 tracker.close()
         finally:
-            tracker.close()  # once more, where an interrupt came as the call before began
+            tracker.close()  # again, in case an interrupt hit the call above as it began
         with torch._C.DisableTorchFunction():
             measured = losses.detach()
     del losses, total

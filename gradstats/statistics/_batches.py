@@ -1,4 +1,4 @@
-"""Batches: searched, copied, and converted to another precision."""
+"""Searching and copying batches, and converting them to another precision."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def map_tensors(
 
     Args:
         batch: tensors in tuples, lists, mappings and dataclasses.
-        change: of a tensor.
-        replace: of all else inside the batch: what stands in its place, in a tuple, or None to look
-            into it.
+        change: called with each tensor.
+        replace: called with everything else inside the batch. Returns its replacement in a tuple,
+            or None to search it.
     """
 
     def inside(item: Any) -> Any:
@@ -45,14 +45,14 @@ def map_tensors(
         changed = {key: inside(item) for key, item in batch.items()}
         if type(batch) is dict:
             return changed
-        # A mapping may offer more than its items (attributes, methods): change a copy.
+        # A mapping may have attributes and methods too: change a copy of it.
         again: Any = copy.copy(batch)
         try:
             for key, item in changed.items():
                 held = batch[key]
                 again[key] = item
                 if batch[key] is not held:
-                    # A copy that is no copy: the batch itself was written to.
+                    # copy.copy returned the batch itself, which was written to: undo that.
                     again[key] = held
                     return changed
         except TypeError:
@@ -61,7 +61,7 @@ def map_tensors(
     if isinstance(batch, (tuple, list)):
         return with_items(batch, [inside(item) for item in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        # A constructor may change what it is given, and takes not all fields.
+        # Not by the constructor, which may change its arguments and need not take all fields.
         again = copy.copy(batch)
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
@@ -72,7 +72,7 @@ def map_tensors(
 
 
 def with_items(batch: tuple | list, items: list[Any]) -> Any:
-    """Return a tuple or list of the same type and attributes that holds other items."""
+    """Return a tuple or list of the same type, with the same attributes but other items."""
     if isinstance(batch, list):
         if type(batch) is list:
             return items
@@ -96,10 +96,10 @@ def with_items(batch: tuple | list, items: list[Any]) -> Any:
 def copied(batch: Any) -> tuple[Any] | None:
     """Return, in a tuple, a copy of a batch's containers with the same tensors.
 
-    None if it is of a type of the user's that does not let itself be made again.
+    None if a type of the user's cannot be copied.
     """
     if type(batch) is tuple and all([isinstance(item, Tensor) for item in batch]):
-        return (batch,)  # it cannot be changed
+        return (batch,)  # immutable
     try:
         return (map_tensors(batch, lambda tensor: tensor),)
     except Exception:
@@ -107,9 +107,9 @@ def copied(batch: Any) -> tuple[Any] | None:
 
 
 def on_a_copy(loss_fn: LossFunction) -> LossFunction:
-    """Return a loss function that is given a copy of the batch, if one can be made.
+    """Return a loss function that passes on a copy of its batch, if one can be made.
 
-    What it takes out of it (``batch.pop("labels")``) is there the next time it is called.
+    What the original takes out of the batch (``batch.pop("labels")``) is there in the next call.
     """
     return lambda model, batch: loss_fn(model, *(copied(batch) or (batch,)))
 
@@ -124,7 +124,7 @@ class Given:
     def __init__(self, batch: Any):
         self.tensors = tensors_in(batch)
         self._versions = Versions(self.tensors)
-        # What cannot be looked into would not be copied.
+        # Objects that cannot be searched would not be copied.
         self._copy = None if opaque_in(batch) else copied(batch)
 
     def again(self) -> tuple[Any] | None:
@@ -132,7 +132,7 @@ class Given:
         return None if self._versions.changed else self._copy
 
 
-# What holds no examples.
+# Types whose values hold no examples.
 PLAIN = (
     str, bytes, numbers.Number, np.generic, type(None), torch.dtype, torch.device, enum.Enum, slice,
     range, FunctionType, BuiltinFunctionType,
@@ -148,7 +148,7 @@ def opaque_in(batch: Any) -> list[Any]:
 
 
 def can_be_looked_into(item: Any) -> bool:
-    """Whether all that an item holds is known, but for what is inside containers."""
+    """Whether it is known what an item holds, apart from what is inside containers."""
     if isinstance(item, (Tensor, Mapping, tuple, list, type, *PLAIN)):
         return True
     if isinstance(item, np.ndarray):
@@ -160,14 +160,14 @@ def can_be_looked_into(item: Any) -> bool:
 
 
 def model_to_float64(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with its numbers in double precision.
+    """Return a copy of the model in double precision.
 
     Raises:
         ValueError: if the copy shares tensors with the model, which would be converted too.
     """
     wide = copy.deepcopy(model)
-    own = set(map(id, (*model.parameters(), *model.buffers())))
-    if not own.isdisjoint(map(id, (*wide.parameters(), *wide.buffers()))):
+    originals = set(map(id, (*model.parameters(), *model.buffers())))
+    if not originals.isdisjoint(map(id, (*wide.parameters(), *wide.buffers()))):
         raise ValueError("its tensors are the model's own")
     wide.double()
     for tensor in (*wide.parameters(), *wide.buffers()):

@@ -1,4 +1,4 @@
-"""Plain autograd, by ``torch.autograd.grad``, of models that are trained by ``backward()``."""
+"""``torch.autograd.grad`` on models that are meant for ``backward()``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gradstats.capture.parameters._checkpoints import checkpoints_differentiable
 
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
-    """Have a model run so that torch.autograd.grad finds the gradients of its parameters.
+    """Run a model so that torch.autograd.grad finds the gradients of its parameters.
 
-    The gradients are to be taken inside as well: checkpoints run again then, and those of other
-    libraries add to the parameters' own, which are put back.
+    Take the gradients inside the block too. Checkpoints run again there, and those of other
+    libraries add to the parameters' ``.grad``, which is put back.
     """
     aside = gradients_aside(list(model.parameters()))
     with (
@@ -31,10 +31,10 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 
 
 def apart_from_training(model: nn.Module) -> AbstractContextManager[None]:
-    """Have what is DistributedDataParallel take nothing that runs inside for a training step.
+    """Keep DistributedDataParallel from taking a backward inside for its first training step.
 
-    With ``static_graph=True`` the first backward tells it when the gradients are complete from then
-    on. After one that computes none it would never average any.
+    With ``static_graph=True`` it learns from its first backward when gradients are complete. From
+    one that computes no gradients it would learn never to average any.
     """
     parallel = [each for each in data_parallel_within(model) if each.static_graph]
     return _untold(parallel) if parallel else nullcontext()
@@ -54,10 +54,10 @@ def _untold(parallel: list[nn.parallel.DistributedDataParallel]) -> Iterator[Non
 
 @contextmanager
 def _recurrence_differentiable(model: nn.Module) -> Iterator[None]:
-    """Have recurrent layers in evaluation mode run without cuDNN, which refuses their gradients.
+    """Run without cuDNN if recurrent layers are in eval mode, where it refuses their gradients.
 
-    Where there are none, cuDNN stays for everything else. torch.backends.cudnn.flags would reset
-    the user's other settings with it, TF32 and deterministic convolutions among them.
+    Not by torch.backends.cudnn.flags, which would reset the user's other settings, such as TF32 and
+    deterministic convolutions.
     """
     refused = any(isinstance(m, nn.RNNBase) and not m.training for m in model.modules())
     if not (refused and torch.backends.cudnn.enabled):

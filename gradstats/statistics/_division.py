@@ -1,4 +1,4 @@
-"""How batches divide into examples."""
+"""How a batch divides into examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradstats.statistics._batches import can_be_looked_into, map_tensors, with_
 
 
 def _is_alike(entries: Sequence[Any]) -> bool:
-    """Whether entries are of one kind, as those of examples are."""
+    """Whether all entries are of one kind, as one entry for each example would be."""
     if len({*map(type, entries)}) > 1:
         return False
     if isinstance(entries[0], Tensor):
@@ -28,7 +28,7 @@ def _is_alike(entries: Sequence[Any]) -> bool:
 
 
 def _is_list(item: Any) -> bool:
-    """Whether an item is a list, or a tuple without names."""
+    """Whether an item is a list or a plain tuple, not a named one."""
     return isinstance(item, list) or type(item) is tuple
 
 
@@ -43,10 +43,9 @@ class Division:
 
     Attributes:
         batch_size: number of examples B.
-        batch_dim: the example axis; a tensor of fewer axes counts examples along its last, as
-            labels do.
-        bounds: where packed examples begin, and the number of rows; None where each example is
-            one slice.
+        batch_dim: the example axis; in a tensor of fewer axes, such as labels, it is the last.
+        bounds: where packed examples begin, and the number of rows; None if each example is one
+            slice.
     """
 
     batch_size: int
@@ -54,7 +53,7 @@ class Division:
     bounds: tuple[int, ...] | None = None
 
     def axis(self, tensor: Tensor) -> int | None:
-        """Return the axis of one slice for each example, None if all share the tensor."""
+        """Return the axis with one slice for each example; None if all share the tensor."""
         axis = self._axis(tensor)
         return axis if tensor.dim() > 0 and tensor.shape[axis] == self.batch_size else None
 
@@ -62,11 +61,11 @@ class Division:
         return min(self.batch_dim, values.ndim - 1)
 
     def entries(self, held: Any) -> int | None:
-        """Return how many entries of examples a list, tuple or array holds; None if it holds none.
+        """Return the length of a list, tuple or array of entries of examples; None for any other.
 
-        There is one for each example, or for each packed row: strings, numbers, tensors of one
-        example each, which are all alike. A list whose tensors hold all examples has no entries of
-        examples, nor has a tuple of numbers, such as a size.
+        Such a list holds one entry for each example or packed row, all of one kind: strings,
+        numbers, or tensors of one example each. A list of tensors that hold all examples is none,
+        nor is a tuple of numbers, such as a size.
         """
         if isinstance(held, np.ndarray):
             count = held.shape[self._axis(held)] if held.ndim else -1
@@ -83,21 +82,21 @@ class Division:
         return self.axis(tensor) is not None or self.packed_axis(tensor) is not None
 
     def has_entries(self, batch: Any) -> bool:
-        """Whether a batch holds entries of examples outside of tensors that hold all."""
+        """Whether a batch holds lists or arrays of entries of examples."""
         return bool(self._parts(batch)[1])
 
     def lists_of_entries(self, batch: Any) -> list[Any]:
         """Return the lists and tuples in a batch that hold one entry for each example."""
         held = held_by(batch)
         if held is None or all([isinstance(each, Tensor) for each in held]):
-            return []  # as for most batches
+            return []  # most batches
         return list(filter(_is_list, self._parts(batch)[1]))
 
     def lists_with_targets(self, batch: Any) -> list[Any]:
-        """Return the lists of which a batch consists, such as images and their targets, or none.
+        """Return the lists that make up a batch of images and targets; empty for other batches.
 
-        The targets are mappings of tensors, some of which do not divide. They show that an entry of
-        each list is an example, even if the images have as many channels as there are examples.
+        The targets are mappings with tensors that do not divide. They show that an entry of each
+        list is an example, even if the images have as many channels as there are examples.
         """
         held = batch.values() if isinstance(batch, Mapping) else batch
         lists = list(held) if isinstance(held, Iterable) and not isinstance(held, Tensor) else []
@@ -107,7 +106,7 @@ class Division:
         return [] if all(map(self._is_divided, tensors_in(targets))) else lists
 
     def _entries_in(self, batch: Any) -> Callable[[Any], int | None]:
-        """Return ``entries`` for what a batch holds."""
+        """Return a function that does what ``entries`` does for the items of a batch."""
         lists = [held for held in self.lists_with_targets(batch) if len(held) == self.batch_size]
         known = dict.fromkeys(map(id, lists), self.batch_size)
         return lambda held: known.get(id(held)) or self.entries(held)
@@ -128,13 +127,13 @@ class Division:
                 others.append(held)
                 return None
             entries.append(held)
-            return (held,)  # what they are is not looked into
+            return (held,)  # the entries are not searched
 
         map_tensors(batch, see, ask)
         return tensors, entries, others
 
     def packed_axis(self, tensor: Tensor) -> int | None:
-        """Return the axis of packed rows, perhaps the one after an axis of size 1."""
+        """Return the axis of packed rows, which may follow an axis of size 1; None if none is."""
         if self.bounds is None or tensor.dim() <= self.batch_dim:
             return None
         sizes = tensor.shape[self.batch_dim : self.batch_dim + 2]
@@ -143,7 +142,7 @@ class Division:
         return self.batch_dim + 1 if tuple(sizes) == (1, self.bounds[-1]) else None
 
     def obstacle(self, batch: Any) -> str | None:
-        """Return why ``take`` may not return the examples of a batch; None if it does."""
+        """Return why ``take`` may fail to pick out examples of a batch; None if it does not."""
         tensors, _, others = self._parts(batch)
         for held in (batch, *others):
             if not can_be_looked_into(held):
@@ -155,13 +154,13 @@ class Division:
             axis = self.axis(tensor) if self.packed_axis(tensor) is None else 0
             if not known and axis is None and tensor.dim() > 0 and not tensor.is_floating_point():
                 return (
-                    f"the batch holds integers of shape {tuple(tensor.shape)}, which may be "
-                    "numbers of rows or examples (edges of graphs) that are others in another batch"
+                    f"the batch holds integers of shape {tuple(tensor.shape)}, which may number "
+                    "rows or examples (edges of graphs) and would be wrong in another batch"
                 )
         return None
 
     def has_sizes(self, batch: Any) -> bool:
-        """Whether examples of a batch, packed or in lists, have different sizes."""
+        """Whether packed examples, or examples in lists, have different sizes."""
         if self.bounds is not None and len(set(self._lengths)) > 1:
             return True
         lists = self._parts(batch)[1]
@@ -169,20 +168,20 @@ class Division:
         return any(entry != held[0] for held in shapes for entry in held)
 
     def doubt(self, batch: Any) -> str | None:
-        """Return what ``take`` may wrongly leave undivided; None if there is nothing.
+        """Return what ``take`` may wrongly divide or leave whole; None if there is no doubt.
 
-        It divides what has the size of the examples; of what has not, it does not know.
+        It goes by sizes alone: what has as many slices or entries as there are examples is divided.
         """
         tensors, entries, others = self._parts(batch)
         for held in entries:
             if len(held) and isinstance(held[0], numbers.Number):
                 return (
-                    f"it holds a {type(held).__name__} of {len(held)} numbers, which may be others "
-                    "than one for each example (if they are, make it a tensor)"
+                    f"it holds a {type(held).__name__} of {len(held)} numbers, which may not be "
+                    "one for each example (if they are, make it a tensor)"
                 )
         for held in filter(_is_list, others):
             of_tensors = bool(tensors_in(held))
-            # As many tensors that have rows of all examples may be one for each after all.
+            # As many tensors as examples may be one for each, though each has rows for all.
             if len(held) == self.batch_size or (held and not (of_tensors or _is_size(held))):
                 what = "tensors" if of_tensors else "entries"
                 return f"it holds a {type(held).__name__} of {len(held)} {what}"
@@ -200,7 +199,7 @@ class Division:
         return None
 
     def _bounds_in(self, tensor: Tensor) -> int:
-        """Return how many bounds a tensor holds: all, all but the last as bags have them, or 0."""
+        """Return how many of the bounds a tensor holds: all, all but the last (bags), or 0."""
         if self.bounds is None or tensor.dim() != 1 or tensor.is_floating_point():
             return 0
         count = len(tensor)
@@ -209,7 +208,7 @@ class Division:
         return count if known else 0
 
     def _is_owner(self, tensor: Tensor) -> bool:
-        """Whether a tensor says whose each row is."""
+        """Whether a tensor holds the example of each row."""
         if self.bounds is None or max(self._lengths) < 2 or tensor.is_floating_point():
             return False
         return tuple(tensor.shape) in ((self.bounds[-1],), (1, self.bounds[-1])) and (
@@ -263,10 +262,10 @@ def _owners(lengths: Sequence[int]) -> list[int]:
 
 
 def listed_with_labels(batch: Any, batch_dim: int) -> int | None:
-    """Return how many tensors the list has with which a batch begins, if these are its examples.
+    """Return the length of a batch's first list, if its tensors are one example each; else None.
 
-    They are if other tensors of the batch, such as labels, have as many rows, and not all have as
-    many as each tensor of the list does.
+    They are if another tensor of the batch, such as labels, has as many rows as the list has
+    entries, unless the tensors of the list agree in their rows and another tensor has as many.
     """
     held = list(batch.values()) if isinstance(batch, Mapping) else batch
     first = next(iter(held), None) if _is_list(held) else None

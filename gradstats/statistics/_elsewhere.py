@@ -1,4 +1,4 @@
-"""Whether an example is the same alone, among other examples, and without padding."""
+"""Whether an example has the same loss and gradient alone, in other batches, and unpadded."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Elsewhere:
         names: of the parameters whose gradients are compared.
 
     Attributes:
-        random: whether each forward draws other random numbers, once examples were compared.
+        random: whether the forward is random; known once examples were compared.
     """
 
     def __init__(self, subject: Subject, division: Division, names: list[str]):
         self._subject, self._division = subject, division
         self._parameters = subject.parameters(names)
-        # Up to which relative difference two losses or gradients count as the same.
+        # The relative difference up to which two losses or gradients count as the same.
         self._tolerance = TOLERANCE[subject.dtype]
         self.random = False
 
     def compare(self, numbers: Sequence[int]) -> tuple[list[Example], Check]:
-        """Return numbered examples as they are in their batch, and whether they depend on it."""
+        """Return some examples in their batch, and a check that they do not depend on it."""
         self.random = self._is_random()
         examples, check = self._compare(numbers)
         if check.ok is False:
@@ -45,7 +45,7 @@ class Elsewhere:
     def _is_random(self) -> bool:
         """Whether other random numbers give other losses or gradients.
 
-        Dropout before an adapter that is zero changes gradients alone.
+        Both are compared: dropout before an adapter that is still zero changes gradients only.
         """
         subject, found = self._subject, []
         for same in (True, False):
@@ -56,9 +56,10 @@ class Elsewhere:
         return changed is not None or not same_bits(losses, others)
 
     def _as_given(self, numbers: Sequence[int]) -> Check | None:
-        """Return what is found with other modules in eval mode; None if the same, or none trains.
+        """Return what is found with other modules in eval mode; None if that changes nothing.
 
-        A generator in training mode may normalise by the batch what a discriminator is given.
+        A generator in training mode, for example, may normalise a discriminator's input by the
+        batch.
         """
         beside = self._subject.beside
         training = [inner for each in beside for inner in each.modules() if inner.training]
@@ -73,8 +74,8 @@ class Elsewhere:
                 module.training = True
         names = ", ".join(dict.fromkeys(type(module).__name__ for module in beside))
         detail = (
-            f"{found.detail}, with the modules beside the model ({names}) in eval mode: what they "
-            "make of the whole batch in training mode is taken as given"
+            f"{found.detail}, with the modules beside the model ({names}) in eval mode: their "
+            "output in training mode, which depends on the whole batch, is taken as given"
         )
         return None if found.ok is False else Check("coupling", found.ok, detail)
 
@@ -82,27 +83,24 @@ class Elsewhere:
         examples: list[Example] = []
         checks: list[Check] = []
         for number in numbers:
-            # A forward of its own: restoring buffers spoils the graph of an earlier one.
+            # One forward for each example: restoring buffers spoils the graph of an earlier one.
             losses = self._subject.losses(self._subject.batch)
             example = Example(number, losses[number], self._parameters)
             examples.append(example)
             if self._division.batch_size > 1:
                 checks.append(self._coupling(example))
-            # Only one example's whole gradient is kept: the padding check makes its own again.
+            # At most one example's whole gradient is kept; the padding check forms its own.
             example.release()
         if not checks:
             return examples, Check(
                 "coupling", None, "a batch of one example: nothing to couple with"
             )
-        # Report failures first, then what is not known.
+        # Report a failure if there is one, else a check that could not be made.
         return examples, min(checks, key=lambda each: (each.ok is not False, each.ok is not None))
 
     def padding(self) -> list[Check]:
-        """Compare an example with itself without its trailing padding, where there is a mask.
-
-        A forward that is random draws other numbers for a shorter example.
-        """
-        if self.random:
+        """Compare an example with itself without its trailing padding, if there is a mask."""
+        if self.random:  # a shorter example would draw other random numbers
             return []
         mask = _attention_mask(self._subject.batch)
         size = self._division.batch_size
@@ -134,7 +132,7 @@ class Elsewhere:
         return [Check("padding", not problem, detail)]
 
     def _coupling(self, example: Example) -> Check:
-        """Return whether an example is the same without its batch."""
+        """Check that an example is the same without its batch."""
         number, reason = example.number, "the forward is random"
         if not self.random:
             try:
@@ -144,19 +142,19 @@ class Elsewhere:
             else:
                 problem = example.difference(alone, self._tolerance, "alone")
                 if problem and (doubt := self._division.doubt(self._subject.batch)):
-                    problem += f". Or the batch was not divided as its examples are: {doubt}"
-                how = "each checked loss and gradient alone is that in the batch"
+                    problem += f". Or the batch was not divided into its examples: {doubt}"
+                how = "each checked example has the same loss and gradient alone as in the batch"
                 return Check("coupling", problem is None, problem or how)
         obstacle = self._division.obstacle(self._subject.batch)
         if self.random and self._division.has_sizes(self._subject.batch):
             obstacle = (
-                "the examples have different sizes, so that each would draw other random numbers "
-                "in another batch; call model.eval()"
+                "the examples have different sizes, so each would draw other random numbers in "
+                "another batch; call model.eval()"
             )
         if obstacle is not None:
             return Check("coupling", None, f"not checked: {obstacle} ({reason})")
-        # The random numbers of an example's place in the batch stay the same, so its neighbours
-        # are exchanged for copies of itself.
+        # Replace the example's neighbours by copies of itself: in its own place in the batch it
+        # draws the same random numbers.
         try:
             among = self._taken([number] * self._division.batch_size, number, number)
         except Exception as error:
@@ -164,25 +162,25 @@ class Elsewhere:
             return Check("coupling", False, detail)
         problem = example.difference(among, self._tolerance, "among copies of itself")
         how = (
-            f"each checked example among copies of itself is as in the batch ({reason}, so a "
-            "constant factor that comes from the size of the batch cannot be seen; call "
+            f"each checked example is the same among copies of itself as in the batch ({reason}, "
+            "so a factor that depends on the size of the batch alone would not be seen; call "
             "model.eval() to check that too)"
         )
         return Check("coupling", problem is None, problem or how)
 
     def _taken(self, rows: list[int], place: int, number: int) -> Example:
-        """Return the example at a place of a batch that is made of some of the examples."""
+        """Return the example at a place of the batch that consists of some of the examples."""
         batch = self._division.take(self._subject.batch, rows)
         return self._in_batch(batch, len(rows), place, number)
 
     def _in_batch(self, batch: Any, size: int, place: int, number: int) -> Example:
-        """Return the example at a place of another batch of so many."""
+        """Return the example at a place of another batch, of ``size`` examples."""
         losses = check_losses(self._subject.losses(batch), size)
         return Example(number, losses[place], self._parameters)
 
 
 def _attention_mask(batch: Any) -> Tensor | None:
-    """Return the mask of a batch that is a mapping, or holds one."""
+    """Return the attention mask in a batch that is a mapping, or holds one; else None."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     for part in parts:
         if isinstance(part, Mapping) and isinstance(part.get("attention_mask"), Tensor):

@@ -1,7 +1,7 @@
-"""Parameters without a rule: their gradients one example at a time, a few at once.
+"""Parameters without a rule, whose per-example gradients are formed.
 
-Only the gradients of these parameters are formed, for as many examples as the workspace holds,
-squared and freed; every other parameter is measured as usual.
+They are formed for as many examples at a time as the workspace holds, squared and freed. All other
+parameters are measured as usual.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from gradstats.statistics._result import GradientNorms, summarise
 from gradstats.statistics._state import State
 from gradstats.statistics._verify_report import summary
 
-# By how much a loss or a gradient may differ between an example alone and in its batch, by the
-# coarsest dtype; float32 may come from half precision inside.
+# The relative difference allowed between an example alone and in its batch, by the coarsest dtype
+# among losses and gradients. A float32 loss may have been computed in half precision.
 TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 1e-2,
@@ -62,12 +62,12 @@ class LossOfModel(nn.Module):
 
 @dataclass(frozen=True)
 class Gradients:
-    """What is known about the examples' gradients after they were formed.
+    """What is kept of the examples' gradients.
 
     Attributes:
         losses: (B,).
-        total: name → the gradients' sum over the examples, each multiplied by a number of its own.
-        sqnorms: name → (B,) squared norms, float64; empty for examples that were not taken apart.
+        total: name → the weighted sum of the examples' gradients.
+        sqnorms: name → (B,) squared norms, float64; empty for a batch that was not taken apart.
     """
 
     losses: Tensor
@@ -75,7 +75,7 @@ class Gradients:
     sqnorms: dict[str, Tensor]
 
     def in_order(self, order: Tensor) -> Gradients:
-        """Return the same with these examples in turn."""
+        """Return the same with the examples in another order."""
         rows = {name: row[order.to(row.device)] for name, row in self.sqnorms.items()}
         return Gradients(self.losses[order.to(self.losses.device)], self.total, rows)
 
@@ -96,18 +96,20 @@ class Fallback:
         self._selected = select_parameters(model, options["parameters"], options["exclude"])
         bounds = None if options["segments"] is None else options["segments"].offsets
         self._division = Division(options["batch_size"], options["batch_dim"], bounds)
-        # What each forward starts from, so that all see the same buffers.
+        # The state that every forward starts from, so that all see the same buffers.
         self._before = State(model)
-        # The parameters without a rule, and whether some of them may be used where
-        # torch.autograd.grad does not look; None if the losses' graph is to tell.
+        # The parameters without a rule.
         self._unserved: dict[str, nn.Parameter] = {}
+        # Whether some of these may be used where torch.autograd.grad finds no gradient; None if
+        # only the losses' graph can tell.
         self._hidden: bool | None = False
-        # The example of each loss; None in the batch's order, or where that is not known.
+        # The example of each loss; None if the losses are in the batch's order, or not known to be
+        # in another.
         self._order: Tensor | None = None
-        # Numbers, exact in all dtypes, by which gradients are multiplied before they are added up:
-        # their mere sum is the same in any order of the losses, which equal losses do not show.
-        size, draw = (options["batch_size"],), torch.Generator().manual_seed(0)
-        drawn = torch.randint(-24, 25, size, generator=draw, device="cpu")
+        # The weights of the sums of gradients that are compared, exact in all dtypes. A plain sum
+        # would not show that losses are in another order than the examples.
+        size, generator = (options["batch_size"],), torch.Generator().manual_seed(0)
+        drawn = torch.randint(-24, 25, size, generator=generator, device="cpu")
         self._multipliers = (2 * drawn + 1) / 16
 
     def norms(
@@ -116,8 +118,8 @@ class Fallback:
         """Return the norms.
 
         Args:
-            lean: computes the norms under the given options, with the example of each loss where
-                these are in another order than the batch; or raises naming parameters.
+            lean: takes Tracker's options and returns the norms, and the example of each loss if
+                the model reordered them. Its errors name the parameters that have no rule.
             nonfinite: as for per_example_norms.
         """
         stats = self._lean_part(lean)
@@ -131,7 +133,7 @@ class Fallback:
             with differentiable(self._model):
                 alone = self._one_by_one()
         finally:
-            self._before.restore()  # attributes too, which may be of the graph of any forward
+            self._before.restore()  # attributes may hold the graph of any of these forwards
             after.restore(attributes=False)
         alone = alone if self._order is None else alone.in_order(self._order)
         check_same(alone, together)
@@ -154,12 +156,12 @@ class Fallback:
     ) -> GradientNorms | None:
         """Return the norms over all parameters that have a rule, and note those that have none.
 
-        None where the losses use no parameter that has a rule.
+        None if the losses use no parameter that has a rule.
         """
         stats = None
         while stats is None and len(self._unserved) < len(self._selected):
             exclude = excluding(self._options["exclude"], sorted(self._unserved))
-            # What is left to the fallback is differentiated by PyTorch here.
+            # PyTorch differentiates the parameters that are left to the fallback.
             native = differentiable(self._model) if self._unserved else nullcontext()
             try:
                 with native:
@@ -169,11 +171,12 @@ class Fallback:
                     raise
                 break
             except (UnsupportedOperationError, ExampleAxisError, CoupledExamplesError) as error:
-                # Which losses are whose may not be known either: then no parameter is named.
+                # An error about whose the losses are names no parameter.
                 named = set(error.parameters) or set(self._selected)
                 if not self._selected.keys() & (named - self._unserved.keys()):
                     raise
-                # One that names parameters is about their own gradients, each example's perhaps.
+                # Coupled examples cannot be taken apart, unless only the gradients of some
+                # parameters could not be told apart.
                 if isinstance(error, CoupledExamplesError) and not error.parameters:
                     raise
                 self._before.restore()
@@ -183,7 +186,7 @@ class Fallback:
         return stats
 
     def _refused(self) -> set[str]:
-        """Return the parameters that a survey finds to be refused; all where it finds no end."""
+        """Return the parameters that a survey refuses; all of them if the survey itself fails."""
         lists = self._division.lists_of_entries(self._batch)
         try:
             found = survey(self._model, self._batch, self._loss_fn, lists, **self._options)
@@ -194,25 +197,27 @@ class Fallback:
         return set(found.refused)
 
     def _together(self) -> Gradients:
-        """Return the losses of the whole batch, and the sum of their gradients."""
+        """Return the losses of the whole batch, and the weighted sum of their gradients."""
         with torch.enable_grad(), SettledFormats():
             losses = self._loss_fn(self._model, self._batch)
             losses = check_losses(losses, self._division.batch_size)
             hidden = self._hidden
             if hidden is None:
                 hidden = any(isinstance(node, BackwardCFunction) for node in nodes_behind(losses))
-            by = self._multipliers if self._order is None else self._multipliers[self._order.cpu()]
-            total = self._gradients(losses * by.to(losses), hidden=hidden)
+            weights = self._multipliers
+            if self._order is not None:
+                weights = weights[self._order.cpu()]
+            total = self._gradients(losses * weights.to(losses), hidden=hidden)
             return Gradients(losses.detach(), total, {})
 
     def _one_by_one(self) -> Gradients:
-        """Return the losses, and the gradients' squared norms and sum, of each example alone."""
+        """Return losses, squared norms and the weighted sum of gradients of each example alone."""
         try:
             return self._in_chunks()
         except Exception:
-            # Control flow on values, checkpoints, autograd Functions without vmap, in-place
-            # changes of buffers, randomness: torch.func refuses them in many ways. If the fault
-            # is the user's own, it shows again below.
+            # torch.func refuses control flow on values, checkpoints, autograd Functions without
+            # vmap, in-place changes of buffers and randomness, each in its own way. An error of the
+            # user's own code is raised again below.
             return self._singly()
 
     def _in_chunks(self) -> Gradients:
@@ -225,18 +230,18 @@ class Fallback:
             raise TypeError("packed examples differ in length")
         if division.has_entries(batch):
             raise TypeError("vmap would give each example all entries of a list")
-        # A chunk's gradients, the same in the accumulation dtype, and their squares may exist at
-        # once.
+        # A chunk's gradients, a copy of them in the accumulation dtype, and their squares may exist
+        # at once.
         numbers = 3 * sum(parameter.numel() for parameter in parameters)
         chunk = fitting(8 * numbers, division.batch_size, self._workspace)
         tensors = tensors_in(batch)  # in the order of ``map_tensors``
         dims = tuple(map(division.axis, tensors))
-        # Under the names that the given model, wrapped or not, uses.
-        own = {id(parameter): name for name, parameter in module.named_parameters()}
-        keys = {own[id(parameter)]: parameter.detach() for parameter in parameters}
+        # Under the names that the given model, wrapped or not, has for them.
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        detached = {names[id(parameter)]: parameter.detach() for parameter in parameters}
 
         def loss_of_one(values, *items):
-            # Each example comes without its axis: give it one of size one, as in a batch of one.
+            # vmap removes the example axis: put one of size 1 back, for a batch of one.
             example = iter(
                 item if dim is None else item.unsqueeze(dim)
                 for item, dim in zip(items, dims, strict=True)
@@ -260,12 +265,12 @@ class Fallback:
                     tensor if dim is None else tensor.narrow(dim, start, stop - start)
                     for tensor, dim in zip(tensors, dims, strict=True)
                 )
-                gradients, loss = every(keys, *part)
+                gradients, loss = every(detached, *part)
                 losses.append(loss)
                 found = list(gradients.values())
                 rows.append([torch.func.vmap(sqnorm_of)(gradient) for gradient in found])
-                by = self._multipliers[start:stop]
-                sums = [torch.tensordot(by.to(gradient), gradient, 1) for gradient in found]
+                weights = self._multipliers[start:stop]
+                sums = [torch.tensordot(weights.to(gradient), gradient, 1) for gradient in found]
                 totals = [a.add_(b) for a, b in zip(totals, sums, strict=True)] if totals else sums
                 del gradients, found
         sqnorms = (torch.cat(column) for column in zip(*rows, strict=True))
@@ -286,9 +291,9 @@ class Fallback:
                 gradients = self._gradients(loss)
             losses.append(loss.detach().reshape(()))
             rows.append([sqnorm_of(gradient).to(loss.device) for gradient in gradients.values()])
-            by = float(self._multipliers[number])
+            weight = float(self._multipliers[number])
             total = {
-                name: torch.add(total[name], gradient, alpha=by) if total else by * gradient
+                name: torch.add(total[name], gradient, alpha=weight) if total else weight * gradient
                 for name, gradient in gradients.items()
             }
         columns = map(torch.stack, zip(*rows, strict=True))
@@ -303,39 +308,38 @@ class Fallback:
             obstacle = self._division.obstacle(self._batch)
             if obstacle is None:
                 raise ExampleAxisError(
-                    f"the loss function takes the batch, but not example {number} alone, so "
-                    'gradients cannot be computed one example at a time (fallback="vmap"): '
-                    f"{summary(error)}. Expected a function that takes any number of examples, "
-                    "without groups or sizes of its own; or leave the parameters without a rule "
-                    "out by name with exclude=."
+                    f"the loss function takes the batch, but not example {number} alone "
+                    f'({summary(error)}), so fallback="vmap" cannot compute gradients one example '
+                    "at a time. Expected a function that takes any number of examples. Or leave "
+                    "the parameters without a rule out by name with exclude=."
                 ) from error
             raise ExampleAxisError(
-                f"{obstacle}, so gradients cannot be computed one example at a time "
-                f'(fallback="vmap"): there {summary(error)}. Expected nested tuples, lists, '
-                "mappings or dataclasses of tensors, rows of examples and labels; or leave the "
-                "parameters without a rule out by name with exclude=."
+                f'{obstacle}, so fallback="vmap" cannot compute gradients one example at a time '
+                f"(example {number} alone: {summary(error)}). Expected nested tuples, lists, "
+                "mappings or dataclasses of tensors that hold rows of examples, or labels. Or "
+                "leave the parameters without a rule out by name with exclude=."
             ) from error
 
     def _gradients(self, losses: Tensor, *, hidden: bool = False) -> dict[str, Tensor]:
-        """Return name → gradient of the sum of losses, zeros where they use no parameter.
+        """Return name → gradient of the sum of losses; zeros for parameters that they do not use.
 
         Args:
             losses: to be differentiated.
-            hidden: what has no gradient may have one that torch.autograd.grad does not find.
+            hidden: whether a parameter may have a gradient that torch.autograd.grad does not find.
         """
         leaves = list(self._unserved.values())
-        # Before the parameters' hooks, as rules take them.
+        # As with rules, gradients are taken before hooks on the parameters change them.
         with without_hooks(leaves):
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         named = dict(zip(self._unserved, gradients, strict=True))
         missing = [name for name, found in named.items() if found is None]
         if missing and hidden:
             raise UnsupportedOperationError(
-                f"no gradient was found for {missing[:4]}: the losses do not use them, or an "
-                "autograd Function runs a part of the model whose backward runs one of its own, as "
-                "checkpoints of other libraries do. If they are not used, leave them out by name "
-                f"with exclude={missing!r}. Otherwise expected torch.utils.checkpoint.checkpoint "
-                "there, or a rule for the operation (gs.register_rule).",
+                f"no gradient was found for {missing[:4]}. Either the losses do not use them: then "
+                f"leave them out by name with exclude={missing!r}. Or an autograd Function runs a "
+                "part of the model and, in its backward, a backward of its own, as checkpoints of "
+                "other libraries do: then use torch.utils.checkpoint.checkpoint, or register a "
+                "rule for the Function (gs.register_rule).",
                 missing,
             )
         return {
@@ -345,7 +349,7 @@ class Fallback:
 
 
 def check_same(alone: Gradients, together: Gradients) -> None:
-    """Raise if examples have other losses alone than in their batch, or gradients of other sums."""
+    """Raise if losses, or weighted sums of gradients, differ between examples alone and batch."""
     dtypes = {together.losses.dtype, *(total.dtype.to_real() for total in together.total.values())}
     tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
     _check_same_losses(alone.losses.double(), together.losses.double(), tolerance)
@@ -355,20 +359,20 @@ def check_same(alone: Gradients, together: Gradients) -> None:
         expected = together.total[name]
         gap = sqnorm_of(alone.total[name] - expected).item() ** 0.5
         allowed = tolerance * (size + sqnorm_of(expected).item() ** 0.5 + tolerance * whole)
-        # Where a gradient is not finite nothing can be said, and no gap exceeds what is allowed.
+        # Gradients that are not finite cannot be compared: NaN exceeds nothing.
         if gap > allowed:
             raise CoupledExamplesError(
-                f"the gradients of {name!r} computed one example at a time add up to another "
-                f"gradient than that of the batch: {gap:.6g} apart, where {allowed:.2g} is "
-                f"expected at most. So {_NOT_ALONE}"
+                f"the gradients of {name!r} computed one example at a time do not add up to that "
+                f"of the batch: they are {gap:.6g} apart, expected {allowed:.2g} at most. So "
+                f"{_NOT_ALONE}"
             )
 
 
 _NOT_ALONE = (
-    'gradients cannot be computed one example at a time (fallback="vmap"). Is the forward random '
-    "(dropout: call model.eval()), do examples depend on each other, is the loss divided by "
-    "something of the whole batch, are the losses in another order than the batch, or does the "
-    "batch hold a tensor or list whose length equals the number of examples by accident?"
+    'fallback="vmap" cannot compute gradients one example at a time. Is the forward random '
+    "(dropout: call model.eval())? Do examples depend on each other, or is the loss divided by a "
+    "quantity of the whole batch? Are the losses in another order than the batch? Does the batch "
+    "hold a tensor or list that has as many entries as there are examples by accident?"
 )
 
 
@@ -386,7 +390,7 @@ def _check_same_losses(alone: Tensor, together: Tensor, tolerance: float) -> Non
 
 
 def sqnorm_of(gradient: Tensor) -> Tensor:
-    """Return ‖gradient‖² in float64, of a sparse or complex gradient too."""
+    """Return ‖gradient‖² in float64; the gradient may be sparse or complex."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     return torch.linalg.vector_norm(gradient.abs(), dtype=torch.float64).square()

@@ -1,7 +1,7 @@
-"""A batch's gradients kept as factors, and their inner products with those of another batch.
+"""A batch's gradients kept as factors, and their inner products with another batch's gradients.
 
-The backward of the other batch consumes the factors layer by layer; neither side's gradients are
-formed.
+The backward of the other batch uses the factors layer by layer. No gradients are formed on either
+side.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class KeptGradients:
     """The per-example gradients of one batch, kept as factors.
 
-    They do not depend on the model any more: its weights may change, or be replaced by those of
-    another checkpoint.
+    They no longer depend on the model: its weights may change, or be replaced by another
+    checkpoint's.
 
     Attributes:
         sqnorm: (B,) float64 squared norms of the gradients.
@@ -45,8 +45,8 @@ class KeptGradients:
     def nbytes(self) -> int:
         """Bytes that the factors hold, each storage counted once.
 
-        Copies of the parameters that derived tensors (weight_norm, 1 + w) are computed from stay
-        on the device and are not counted.
+        Not counted are copies of the parameters that derived tensors (weight_norm, 1 + w) are
+        computed from; they stay on the device.
         """
         factors = (f for parameter in self.parameters.values() for f in parameter.factors)
         storages = [tensor.untyped_storage() for f in factors for tensor in tensors_of(f)]
@@ -64,7 +64,7 @@ class Products:
     Attributes:
         values: (B_kept, B) float64, or (B,) on the diagonal.
         sqnorm: (B,) float64 squared norms of this batch's gradients.
-        by_parameter: name → the parameter's part of ``values``; None unless asked for.
+        by_parameter: name → the parameter's part of ``values``; None unless requested.
     """
 
     values: Tensor
@@ -87,8 +87,8 @@ def keep(
 
     Cost:
         A forward and a backward without weight gradients, and per-example norms. The factors take
-        about the memory of the activations; for a layer whose gradients are smaller than its
-        factors, that of the gradients.
+        about as much memory as the activations; where a layer's gradients are smaller than its
+        factors, the gradients are kept instead.
     """
     consumer = Keep()
     tracker, _ = run(model, batch, loss_fn, consumer, **options)
@@ -114,14 +114,14 @@ def products(
 
     Args:
         kept: what ``keep`` returned for each of some other batches.
-        model, batch, loss_fn, nonfinite, options: as for per_example_norms; the same parameters as
-            were kept.
-        diagonal: pair the i-th kept example with the i-th of the batch, of equal size, alone.
-        per_parameter: return each parameter's part too.
-        consume: let go of the kept factors as they are used; they serve no second batch.
+        model, batch, loss_fn, nonfinite, options: as for per_example_norms; they must select the
+            parameters that were kept.
+        diagonal: pair only the i-th kept example with the i-th of the batch; sizes must be equal.
+        per_parameter: also return each parameter's part.
+        consume: free the kept factors as they are used; they serve no second batch.
 
     Returns:
-        Products with each of the kept batches.
+        The products with each of the kept batches.
     """
     shapes = shapes_of(model, options)
     for block in kept:

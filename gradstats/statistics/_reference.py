@@ -32,13 +32,13 @@ TOLERANCE = {
 
 @dataclass
 class Subject:
-    """What is compared with plain autograd.
+    """The model and batch on which plain autograd is run.
 
     Attributes:
-        model, batch: a float64 copy, or the user's own.
+        model, batch: float64 copies, or the user's own.
         loss_fn: the user's.
         dtype: the lowest precision among the parameters.
-        description: of the two, for the report.
+        description: of model and batch, for the report.
         beside: other modules that the loss uses.
     """
 
@@ -53,11 +53,11 @@ class Subject:
         self.state = State(self.model, self.beside)
 
     def losses(self, batch: Any, *, same_numbers: bool = True) -> Any:
-        """Return what the loss function gives for a batch, with the first state again.
+        """Return what the loss function returns for a batch, starting from the initial state.
 
         Args:
             batch: for the loss function.
-            same_numbers: whether it draws the same random numbers again, too.
+            same_numbers: whether the random generators start from that state too.
         """
         self.state.restore(generators=same_numbers)
         with SettledFormats():
@@ -72,14 +72,14 @@ class Subject:
 def choose_subject(
     model: nn.Module, batch: Any, loss_fn: LossFunction, state: State, beside: list[nn.Module]
 ) -> Subject:
-    """Return a float64 copy of model and batch where that works, else the model itself.
+    """Return a float64 copy of model and batch if one can be made and run, else the model itself.
 
     Args:
         model, batch, loss_fn: the user's.
-        state: of the model; what a forward changes of it is put back.
+        state: of the model, restored after the forward that tries out the copy.
         beside: other modules that the loss uses.
     """
-    # Compiled code is checked by the runs on the model itself.
+    # The copy is not compiled: the runs on the model itself check compiled code.
     inner = getattr(model, "_orig_mod", model)
     reason = too_large(inner)
     if reason is None:
@@ -88,10 +88,10 @@ def choose_subject(
                 model_to_float64(inner), to_float64(batch), loss_fn, torch.float64,
                 "float64 on a copy of the model", beside,
             )  # fmt: skip
-            own, copied = (select_parameters(each, None, ()) for each in (inner, subject.model))
-            alike = copied.keys() == own.keys() and all(
+            given, copied = (select_parameters(each, None, ()) for each in (inner, subject.model))
+            alike = copied.keys() == given.keys() and all(
                 same_bits(copied[name].detach(), each.detach().to(copied[name].dtype))
-                for name, each in own.items()
+                for name, each in given.items()
             )
             with differentiable(subject.model):
                 losses = loss_fn(subject.model, subject.batch)
@@ -99,7 +99,7 @@ def choose_subject(
                     losses.sum(), list(copied.values()), allow_unused=True
                 )
             if not alike:
-                reason = "a copy of the model has other parameters"  # as Keras makes them
+                reason = "a copy of the model has other parameters"  # Keras models, for example
             elif any(gradient is not None for gradient in reached):
                 subject.state.restore()
                 return subject
@@ -122,11 +122,11 @@ def lowest_precision(model: nn.Module) -> torch.dtype:
 
 
 COUPLED = (
-    "the examples depend on each other (batch normalisation in training mode? a loss over pairs? "
-    "values normalised over the batch? a batch tensor with as many entries as examples by "
-    "accident?), so per-example gradients do not exist, or take the others' values as given, or "
-    "the losses stand in another order than the batch. Call model.eval(), or use losses of one "
-    "example each, in the batch's order"
+    "the examples depend on each other, so per-example gradients do not exist, or take the other "
+    "examples as given. If batch normalisation is in training mode, call model.eval(). Is the loss "
+    "taken over pairs, or are values normalised over the batch? Are the losses in another order "
+    "than the batch? Does a tensor in the batch have as many entries as examples by accident? Use "
+    "one loss for each example, which depends on that example alone, in the batch's order"
 )
 
 
@@ -151,13 +151,20 @@ class Example:
         self.sqnorms = [sqnorm_of(gradient).item() for gradient in self._gradients]
 
     def release(self) -> None:
-        """Let go of the gradient and keep its norms."""
+        """Free the gradient, keeping its norms."""
         self._gradients = []
 
     def difference(
         self, other: Example, tolerance: float, where: str, reason: str = COUPLED
     ) -> str | None:
-        """Return how the example differs elsewhere, and a reason; None if it does not differ."""
+        """Return how an example differs elsewhere, and why; None if it does not.
+
+        Args:
+            other: the same example elsewhere.
+            tolerance: the relative difference up to which losses and gradients are the same.
+            where: describes ``other``.
+            reason: what to say of a difference that explains itself in no other way.
+        """
         here, there = self.loss.item(), other.loss.item()
         size, size_there = sum(self.sqnorms) ** 0.5, sum(other.sqnorms) ** 0.5
         pairs = list(zip(self._gradients, other._gradients, strict=True))
@@ -174,20 +181,21 @@ class Example:
         )
         if isfinite(size_there) and not isfinite(size):
             return (
-                f"{found}: another example's values that are not finite reach it. Look at the "
-                'gradients with nonfinite="keep", and leave that example out'
+                f"{found}: NaN or infinity of another example reaches it. Find that example with "
+                'nonfinite="keep", and leave it out'
             )
         if same_gradient and isfinite(gap):
             return (
-                f"{found}: the same gradient, so that the norms are right. Is something of the "
+                f"{found}: the gradient is the same, so the norms are right. Is a quantity of the "
                 "whole batch added to the loss?"
             )
-        # Of vectors at a small angle the cosine is 1 − angle² / 2.
+        # The cosine of a small angle is 1 − angle² / 2.
         if product >= (1 - tolerance**2 / 2) * size * size_there > 0:
             return (
-                f"{found}: the same direction, {size / size_there:.6g} times as long. Is the loss "
-                "divided by something of the whole batch? The norms are those of the losses as "
-                "they stand; divide by what belongs to each example alone to compare examples"
+                f"{found}: the gradient has the same direction and {size / size_there:.6g} times "
+                "the length. Is the loss divided by a quantity of the whole batch? The norms are "
+                "those of the losses as they are; to compare examples, divide by a quantity of "
+                "each example"
             )
         if isfinite(gap):
             apart = gap / largest if largest else 0.0

@@ -67,20 +67,20 @@ class Versions:
 def _version_of(tensor: Tensor) -> int | None:
     try:
         return tensor._version
-    except RuntimeError:  # memory of inference mode does not count
+    except RuntimeError:  # inference tensors have no version counter
         return None
 
 
 class Start:
     """The state before a forward that may have to run again; cheaper than ``State``.
 
-    Random numbers of the host are drawn again, and modules have the attributes and buffers that
-    they had. Numbers that were written into these can only be told from those before.
+    It restores the host's random generator and which attributes and buffers modules have. No tensor
+    is copied: if one was written into, that is noticed but cannot be undone.
 
     Args:
         modules: the model and all in it.
-        attributes: what their plain attributes hold that may hold tensors.
-        kept: the tensors that they keep.
+        attributes: the values of their plain attributes that may hold tensors.
+        kept: the tensors that the modules keep.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Start:
         self._contents = contents_of(attributes)
 
     def drop_derived(self) -> bool:
-        """Restore the modules if some keep tensors derived from parameters, which are of this call.
+        """Restore the modules if some of them keep tensors that this call derived from parameters.
 
-        Models may cache what they compute of their weights. The next forward would find it, and its
-        gradients would not reach the weights. What else modules hold may say that it is there, and
-        what was written into buffers, too: it stays, and what it may speak of stays with it.
+        A model may cache what it computes from its weights. The next forward would find the cache,
+        through which no gradient reaches the weights. But other attributes, or numbers written into
+        buffers, may record that the cache is filled: where those cannot be restored, it stays too.
 
         Returns:
             Whether no derived tensor is left.
@@ -114,14 +114,14 @@ class Start:
         return self._return()
 
     def restore(self) -> bool:
-        """Return to that state; False if kept tensors have been written into."""
+        """Restore the state; do nothing and return False if kept tensors were written into."""
         if not self._return():
             return False
         torch.set_rng_state(self._numbers)
         return True
 
     def _return(self) -> bool:
-        """Do the same but for random numbers."""
+        """Do the same, except for the random generator."""
         if self._versions.changed:
             return False
         refill(self._contents)
@@ -132,7 +132,7 @@ class Start:
 
 
 def shortened_tables(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the tables whose rows a forward shortens where it looks them up (``max_norm``)."""
+    """Return the embedding tables whose rows a look-up renormalises in place (``max_norm``)."""
     return [
         module.weight
         for module in modules
@@ -143,8 +143,8 @@ def shortened_tables(modules: Iterable[nn.Module]) -> list[Tensor]:
 class State:
     """What a forward may change as a side effect: generators, attributes, buffers, look-up tables.
 
-    ``restore`` makes the next forward the same as the one after construction. Modules ``beside``
-    the model, which its loss uses, count as well.
+    After ``restore`` the next forward is the same as the first one after construction. Modules
+    ``beside`` the model, which its loss uses, are included.
     """
 
     def __init__(self, model: nn.Module, beside: Iterable[nn.Module] = ()):
@@ -153,7 +153,7 @@ class State:
             (module, name, buffer, buffer.detach().clone())
             for module in modules
             for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_leaf  # not what was computed of parameters
+            if buffer is not None and buffer.is_leaf  # not one computed from parameters
         ]
         self._tables = [(table, table.detach().clone()) for table in shortened_tables(modules)]
         self._surroundings = [Surroundings(each) for each in (model, *beside)]
@@ -162,7 +162,7 @@ class State:
         self._numbers = RandomNumbers(tensor.device for tensor in tensors if tensor is not None)
 
     def restore(self, *, generators: bool = True, attributes: bool = True) -> None:
-        """Put everything back, tensors in place; on request all but the one or the other."""
+        """Restore everything, tensors in place; generators and attributes unless told not to."""
         if attributes:
             for surroundings in self._surroundings:
                 surroundings.restore()

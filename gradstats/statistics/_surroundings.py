@@ -1,4 +1,4 @@
-"""Attributes and containers of modules, and restoring them."""
+"""The attributes of modules and the containers in these, and restoring them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SEARCHED = (tuple, *CONTAINERS)
 
 
 class Surroundings:
-    """Which attributes modules have, and what lists, dicts, sets and deques there hold.
+    """Which attributes modules have, and what the lists, dicts, sets and deques in them hold.
 
-    Among them are their parts, tensors and hooks: a forward may register others. Tensors are not
-    copied: what is written into them stays.
+    Submodules, parameters, buffers and hooks are among these, since a forward may register others.
+    Tensors are not copied, so numbers written into them stay.
     """
 
     def __init__(self, model: nn.Module):
-        # All but the mode.
+        # Everything but the training mode.
         self._attributes = [
             (module, {name: value for name, value in vars(module).items() if name != "training"})
             for module in ordinary_modules(model)
@@ -32,37 +32,37 @@ class Surroundings:
         self._contents = contents_of(every)
 
     def restore(self) -> None:
-        """Restore everything that has changed."""
+        """Restore all attributes and containers."""
         for module, kept in self._attributes:
             return_to(vars(module), {"training": module.training, **kept})
         refill(self._contents)
 
 
 def ordinary_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold themselves what they hold, unlike those of TorchScript."""
+    """Return the modules that are Python objects throughout, unlike those of TorchScript."""
     return [each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
 
 
-def return_to(now: dict[str, Any], then: dict[str, Any]) -> None:
-    """Have a dictionary hold what it did."""
-    for name in now.keys() - then.keys():
-        del now[name]
-    now.update(then)
+def return_to(current: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Make a dictionary hold what it held earlier."""
+    for name in current.keys() - earlier.keys():
+        del current[name]
+    current.update(earlier)
 
 
 def contents_of(items: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return the containers among some values and inside of these, each with a copy."""
+    """Return the containers among and inside some values, each with a copy of what it holds."""
     return [(each, _kind(each)(each)) for each in _containers_in(items)]
 
 
 def _containers_in(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the containers among some values and inside of these, each once."""
-    pending, met = list(items), set()
+    """Yield the containers among and inside some values, each once."""
+    pending, seen = list(items), set()
     while pending:
         item = pending.pop()
-        if not issubclass(type(item), SEARCHED) or id(item) in met:
+        if not issubclass(type(item), SEARCHED) or id(item) in seen:
             continue
-        met.add(id(item))  # a container may hold itself
+        seen.add(id(item))  # a container may hold itself
         if not isinstance(item, tuple):
             yield item
         entries = item.values() if isinstance(item, dict) else item
@@ -71,21 +71,20 @@ def _containers_in(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def refill(contents: Iterable[tuple[Any, Any]]) -> None:
-    """Have containers that have changed hold what they did, as ``contents_of`` returned it."""
+    """Make containers hold again what ``contents_of`` found in them."""
     for container, content in contents:
         if _identities(container) != _identities(content):
-            kind = _kind(container)  # not by methods of its own, which may refuse to
+            kind = _kind(container)  # a subclass may have methods that refuse to
             kind.clear(container)
             (kind.extend if kind in (list, deque) else kind.update)(container, content)
 
 
 def _kind(container: Any) -> Any:
-    """Return a class to copy and refill by: the user's may lack methods or have others."""
-    own = type(container)
-    return own if own in CONTAINERS else next(k for k in CONTAINERS if issubclass(own, k))
+    """Return the built-in class whose methods copy and refill a container of a subclass."""
+    return next(kind for kind in CONTAINERS if issubclass(type(container), kind))
 
 
 def _identities(container: Any) -> list[int]:
-    """Return what tells whether a container holds the same objects in the same order."""
+    """Return the ids of what a container holds, in order."""
     values = container.values() if isinstance(container, dict) else ()
     return [*map(id, container), *map(id, values)]

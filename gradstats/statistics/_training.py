@@ -19,13 +19,13 @@ import numpy as np
 
 NAN = math.nan
 
-# Relative to a squared norm, more than the sums in float32 behind it may be off by.
+# More than the float32 sums behind a squared norm may be off by, relative to it.
 ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
 class StepGradients:
-    """What is known of the gradients of one optimizer step.
+    """What is known about the gradients of one optimizer step.
 
     Attributes:
         sqnorm: (N,) n_i.
@@ -48,7 +48,7 @@ class StepGradients:
 
     @cached_property
     def effective_batch(self) -> float:
-        """1 / Σ w_i²: the number of examples, where all weigh the same."""
+        """1 / Σ w_i²: the number of examples, if all weigh the same."""
         return 1 / float(self.weight @ self.weight)
 
     @cached_property
@@ -127,7 +127,7 @@ def orthogonality_test(step: StepGradients) -> float:
         if part.size > 1:
             along = ratio(float(part.weight @ part.alignment**2), part.square)
             across = float(part.weight @ part.sqnorm) - along
-            # Not negative by Cauchy and Schwarz, but for rounding.
+            # By Cauchy and Schwarz it is negative only through rounding.
             across = max(across, 0.0) if math.isfinite(across) else NAN
             above += across * part.size / (part.size - 1)
             below += part.size * part.square
@@ -151,9 +151,9 @@ def cosines_to_mean(step: StepGradients) -> np.ndarray:
 def fraction_against(step: StepGradients) -> float:
     """Return the share of examples with ⟨g_i, mean of the others⟩ < 0, within micro-batches.
 
-    (p_i − w_i n_i) / (1 − w_i), for a plain mean (B p_i − n_i) / (B − 1): without the example's
-    product with itself, which is positive whatever the others do. What rounding of p_i and n_i may
-    have left of zero does not count. NaN where a product is not finite.
+    That is (p_i − w_i n_i) / (1 − w_i), or (B p_i − n_i) / (B − 1) for a plain mean: it leaves out
+    the example's product with itself, which is positive whatever the others do. Values that may be
+    negative only by the rounding of p_i and n_i do not count. NaN if a product is not finite.
     """
     beyond = [
         part.alignment - (1 - ROUNDING) * part.weight * part.sqnorm for part in _micro_batches(step)
@@ -182,7 +182,7 @@ class RunningRatio:
         self._sums = [0.0] * 7
 
     def add(self, numerator: float, denominator: float, weight: float = 1.0) -> None:
-        """Let one step enter, if both values are finite."""
+        """Add one step, if both values are finite."""
         if not (math.isfinite(numerator) and math.isfinite(denominator)):
             return
         y, x = numerator, denominator
@@ -211,7 +211,7 @@ class RunningRatio:
         return math.sqrt(spread * share) / (x / total)
 
     def state_dict(self) -> dict:
-        """Return what ``load_state_dict`` takes: plain numbers."""
+        """Return the state as plain numbers, for ``load_state_dict``."""
         return {"sums": list(self._sums)}
 
     def load_state_dict(self, state: dict) -> None:
@@ -235,7 +235,7 @@ def _micro_batches(step: StepGradients) -> Iterator[_MicroBatch]:
     for number in np.unique(step.batch):
         rows = step.batch == number
         alignment, weight = step.alignment[rows], step.weight[rows] / step.weight[rows].sum()
-        with np.errstate(invalid="ignore"):  # infinite ones of both signs
+        with np.errstate(invalid="ignore"):  # infinite products of both signs
             square = float(weight @ alignment)
         size = 1 / float(weight @ weight)
         yield _MicroBatch(step.sqnorm[rows], alignment, weight, size, square)

@@ -432,7 +432,7 @@ def test_layers_without_inputs_or_outputs(widths, positions):
     if widths[1]:
         check_model(model, batch, losses)
         return
-    with pytest.raises(gs.TrackingError, match="or what has no elements"):
+    with pytest.raises(gs.TrackingError, match="or that have no elements"):
         gs.per_example_norms(model, batch, losses)
     with gs.track(model, batch_size=3) as tracker:
         tracker.backward(losses(model, batch))

@@ -708,7 +708,7 @@ def test_out_of_memory_with_one_example_is_an_error(setting):
         (["one", "two"], "a list of 2 entries"),
         (
             [0.1, 0.2, 0.3, 0.4],
-            "a list of 4 numbers, which may be others than one for each example",
+            "a list of 4 numbers, which may not be one for each example",
         ),
         (np.array([0.1, 0.2, 0.3, 0.4]), "a ndarray of 4 numbers"),
         ([torch.zeros(4), torch.zeros(4, 2)] * 2, "a list of 4 tensors"),
