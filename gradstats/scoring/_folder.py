@@ -1,4 +1,4 @@
-"""A folder of results that calls can resume: what it belongs to, and its checkpoints' tiles."""
+"""A folder of results that calls can resume: its manifest, and its checkpoints' tiles."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ except ImportError:  # Windows
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-# What folders of lists are called, which hold no matrix.
+# The kind of a folder that holds lists and no matrix.
 STRONGEST = "strongest influence"
-# What folders hold, as their manifests call it: what writes that, and what reads it.
-HELD = {
+# Kinds of results, as manifests call them: what writes them, and what reads them.
+KINDS = {
     "influence": ("gs.influence(out=...)", "gs.InfluenceScores.load"),
     STRONGEST: ("gs.influence(top_k=..., out=...)", "gs.TopScores.load"),
     "self-influence": ("gs.self_influence(out=...)", "gs.SelfInfluence.load"),
@@ -60,9 +60,9 @@ class Folder:
         """Make the folder, or check that what it holds belongs to a call.
 
         Args:
-            description: what the results belong to; must equal what the manifest says.
-            ids: name → ids, written beside.
-            resume: whether to go on with results that are there.
+            description: what the results belong to; the manifest must hold the same.
+            ids: file name → ids, written beside the manifest.
+            resume: whether to continue with results that are there.
 
         Raises:
             StoreError: if the folder holds something else, with the differences.
@@ -70,12 +70,12 @@ class Folder:
         path, description = self.path, {"format": FORMAT, **json.loads(json.dumps(description))}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            own = (_lock(path).name, _beside(path / MANIFEST).name)
-            others = [each.name for each in path.iterdir() if each.name not in own]
-            # Asked last: files of a folder that another process makes follow its manifest.
-            if others and not (path / MANIFEST).exists():
+            temporary = (_lock(path).name, _draft(path / MANIFEST).name)
+            files = [each.name for each in path.iterdir() if each.name not in temporary]
+            # After listing the files: another process that makes the folder writes it first.
+            if files and not (path / MANIFEST).exists():
                 raise StoreError(
-                    f"{path} is not empty and has no {MANIFEST}, so it holds something else than "
+                    f"{path} is not empty and has no {MANIFEST}, so it holds something other than "
                     "scores. Name another folder with out=."
                 )
             with locked(path):
@@ -83,8 +83,8 @@ class Folder:
                     self._check(description, resume)
                 else:
                     self._write({**description, "checkpoints": {}})
-                # After the manifest, whose hashes cover the ids: a kill in between leaves them out,
-                # and files may have been damaged since.
+                # Also where the manifest exists: a kill may have come before the ids were written,
+                # and their files may have been damaged. Its hashes cover the ids.
                 for name, values in ids.items():
                     if not _holds(path / f"{name}.npy", values):
                         write_whole(path / f"{name}.npy", partial(np.save, arr=values))
@@ -100,8 +100,8 @@ class Folder:
 
         Args:
             entry: name, weights, query_weights, rates, first_losses.
-            circumstances: on which the bits of tiles depend: the same for all of a checkpoint.
-            tiling: of the tiles.
+            circumstances: what the bits of tiles depend on; the same for all of a checkpoint.
+            tiling: how the arrays divide into tiles.
         """
         entry = json.loads(json.dumps(entry))
         name, folder = entry["name"], f"checkpoint-{entry['weights'][:12]}"
@@ -117,15 +117,14 @@ class Folder:
                 if not tiles.done.all():
                     self.check_circumstances(known[folder]["circumstances"], circumstances, name)
             else:
-                others = [other["name"] for key, other in known.items() if key != folder]
-                if name in others and Path(name).is_file():
+                names = [each["name"] for key, each in known.items() if key != folder]
+                if name in names and Path(name).is_file():
                     warn(
-                        f"{self.path} holds the scores of {name} at other weights, which the file "
-                        "had before. Both stay there, and what reads the folder without naming "
-                        "checkpoints (load) adds them up. Name another folder with out= if only "
-                        "one of them counts.",
+                        f"{self.path} also holds scores of {name} at other weights, which the file "
+                        "had before, and load() adds up both. Name another folder with out= if "
+                        "only one of them counts.",
                     )
-                # Anew where no tile was computed under those of an earlier call.
+                # These circumstances count: no tile was computed under those of an earlier call.
                 known[folder] = {**entry, "circumstances": circumstances}
                 self._write(manifest)
         return tiles
@@ -137,13 +136,13 @@ class Folder:
     def _check(self, description: dict[str, Any], resume: bool) -> None:
         held = read_manifest(self.path)
         del held["checkpoints"]
-        # Of results of another kind all else differs too.
+        # Results of another kind differ in everything: their kind says enough.
         of_kind = _differences(held.get("kind"), description.get("kind"), "kind")
         self._refuse(of_kind or _differences(held, description), "this call")
         if not resume:
             raise StoreError(
-                f"{self.path} holds results of this call already, and resume=False. Pass "
-                "resume=True to go on with them, or name another folder with out=."
+                f"{self.path} already holds results of this call, and resume=False. Pass "
+                "resume=True to continue with them, or name another folder with out=."
             )
 
     def _refuse(self, differences: list[str], what: str) -> None:
@@ -151,8 +150,8 @@ class Folder:
             listed = "\n  ".join(differences)
             raise StoreError(
                 f"{self.path} holds results that do not belong to {what}:\n  {listed}\nNothing was "
-                "changed. Call with the same data (a hash is of their contents), model and options "
-                "as before, name another folder with out=, or delete this one."
+                "changed. Name another folder with out=, or call with the same data (a hash is of "
+                "their contents), model and options as before."
             )
 
     def _write(self, manifest: dict[str, Any]) -> None:
@@ -164,8 +163,8 @@ class Folder:
 def locked(path: Path) -> Iterator[None]:
     """Let one process at a time change a folder; a killed one releases its lock.
 
-    Where there are no such locks (Windows, some network file systems) all else works, and a warning
-    asks for one process at a time.
+    Where a file system has no such locks (Windows, some networks), everything else works, and a
+    warning asks for one process at a time.
     """
     try:
         file = _lock(path).open("ab")
@@ -192,7 +191,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise StoreError(
                 f"{path} was written by another version of gradstats (format "
                 f"{manifest['format']!r}, expected {FORMAT}). Nothing was changed. Name another "
-                "folder with out=, or read it with that version."
+                "folder with out=, or use that version."
             )
         for entry in manifest["checkpoints"].values():
             if not isinstance(entry["name"], str):
@@ -212,7 +211,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def path_of(folder: Any, name: str = "folder") -> Path:
-    """Return the path of a folder, or raise where an argument is something else."""
+    """Return an argument as the path of a folder, or raise."""
     if not isinstance(folder, (str, os.PathLike)):
         raise StoreError(f"{name} is {folder!r}, expected the path of a folder.")
     return Path(folder)
@@ -221,11 +220,11 @@ def path_of(folder: Any, name: str = "folder") -> Path:
 def read_manifest_of(path: Path, kind: str) -> dict[str, Any]:
     """Return the manifest of a folder of one kind of results, or raise."""
     manifest = read_manifest(path)
-    held = manifest.get("kind")
-    if held != kind:
-        reader = HELD[held][1] if isinstance(held, str) and held in HELD else None
-        read = "" if reader is None else f", which {reader} reads"
-        raise StoreError(f"{path} holds {held}{read}; expected what {HELD[kind][0]} writes.")
+    found = manifest.get("kind")
+    if found != kind:
+        reader = KINDS[found][1] if isinstance(found, str) and found in KINDS else None
+        read = f", which {reader} reads" if reader else ""
+        raise StoreError(f"{path} holds {found}{read}; expected what {KINDS[kind][0]} writes.")
     return manifest
 
 
@@ -242,32 +241,24 @@ def read_results(
         StoreError: if the folder holds something else, or a checkpoint that is not complete.
     """
     manifest = read_manifest_of(path, kind)
-    function = HELD[kind][0].partition("(")[0]
+    again = f"Call {KINDS[kind][0].partition('(')[0]} with the same arguments again to"
     if not manifest["checkpoints"]:
-        raise StoreError(
-            f"{path} holds no checkpoint yet. Call {function} with the same arguments again to go "
-            "on."
-        )
+        raise StoreError(f"{path} holds no checkpoint yet. {again} continue.")
     try:
-        held = []
+        found = []
         for name in manifest["checkpoints"]:
             if not bool((_array(path / name / "done.npy") != 0).all()):
-                raise StoreError(
-                    f"{path / name} is not complete. Call {function} with the same arguments "
-                    "again to go on."
-                )
-            held.append([_array(path / name / f"{array}.npy", mmap_mode="r") for array in arrays])
-        named = [_array(path / f"{name}.npy") for name in ids]
-        shape = tuple(map(len, named))
-        if any(each[0].shape[: len(shape)] != shape for each in held):
-            raise ValueError(f"its ids are of {shape} examples, its arrays of others")
+                raise StoreError(f"{path / name} is not complete. {again} continue.")
+            found.append([_array(path / name / f"{array}.npy", mmap_mode="r") for array in arrays])
+        id_arrays = [_array(path / f"{name}.npy") for name in ids]
+        shape = tuple(map(len, id_arrays))
+        for first, *_ in found:
+            if first.shape[: len(shape)] != shape:
+                raise ValueError(f"its ids are of {shape} examples, its arrays of {first.shape}")
     except (OSError, *DAMAGED) as error:
-        raise StoreError(
-            f"{path} cannot be read: {error}. Call {function} with the same arguments again to "
-            "repair it."
-        ) from error
+        raise StoreError(f"{path} cannot be read: {error}. {again} repair it.") from error
     names = tuple(entry["name"] for entry in manifest["checkpoints"].values())
-    return names, named, held
+    return names, id_arrays, found
 
 
 def _array(path: Path, **options: Any) -> np.ndarray:
@@ -287,13 +278,13 @@ def _holds(path: Path, values: np.ndarray) -> bool:
 
 def write_whole(path: Path, write: Callable[[Any], Any]) -> None:
     """Write a file so that a kill leaves the old one or the new one, never a part."""
-    beside = _beside(path)
+    draft = _draft(path)
     try:
-        with beside.open("wb") as file:
+        with draft.open("wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        draft.replace(path)
     except OSError as error:
         raise cannot_write(path, error) from error
 
@@ -302,12 +293,12 @@ def _lock(path: Path) -> Path:
     return path / f".{MANIFEST}.lock"
 
 
-def _beside(path: Path) -> Path:
+def _draft(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
 def _differences(held: Any, now: Any, place: str = "") -> list[str]:
-    """Return one line for each value that differs, with its place."""
+    """Return one line for each value that differs, with its path in the manifest."""
     if isinstance(held, dict) and isinstance(now, dict):
         if "tolerance" in held and "tolerance" in now:
             return _measured_differences(held, now, place)
@@ -322,21 +313,26 @@ def _differences(held: Any, now: Any, place: str = "") -> list[str]:
 
 
 def _measured_differences(held: dict, now: dict, place: str) -> list[str]:
-    """Return one line for numbers that differ by more than rounding: of ``values``, in one text."""
+    """Return one line if losses differ by more than rounding, none if they agree.
+
+    Args:
+        held, now: ``tolerance``, relative to the largest loss, and ``values``, the losses as text.
+        place: their path in the manifest.
+    """
     try:
         both = np.array([each["values"].split() for each in (held, now)], dtype=np.float64)
     except (KeyError, AttributeError, ValueError) as error:
         return [f"{place}: on disk no list of as many numbers ({error})"]
-    one, other = both
+    before, after = both
     finite = np.abs(both)[np.isfinite(both)]
-    scale = max(held["tolerance"], now["tolerance"]) * finite.max(initial=0.0)
-    apart = np.flatnonzero(~np.isclose(one, other, rtol=0, atol=scale, equal_nan=True))
-    if not len(apart):
+    bound = max(held["tolerance"], now["tolerance"]) * finite.max(initial=0.0)
+    differ = np.flatnonzero(~np.isclose(before, after, rtol=0, atol=bound, equal_nan=True))
+    if not len(differ):
         return []
-    first = apart[0]
+    first = differ[0]
     return [
-        f"{place}: on disk {one[first]:.9g}, now {other[first]:.9g}, for example {first} and "
-        f"{len(apart) - 1} others of the first training batch"
+        f"{place}: on disk {before[first]:.9g}, now {after[first]:.9g}, for example {first} and "
+        f"{len(differ) - 1} others of the first training batch"
     ]
 
 

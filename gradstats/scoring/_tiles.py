@@ -2,8 +2,8 @@
 
 Every array is a plain .npy file of its full size. ``done.npy`` holds one number for each tile: 0
 until the tile is written, then its CRC-32 plus 2³². The number is written after the tile, so a
-process that is killed leaves at most a tile that does not count; whatever a crash of the machine or
-a damaged file leaves behind fails its checksum and is computed again.
+process that is killed leaves at most one tile that does not count. Tiles that a crash of the
+machine or a damaged file has changed fail their checksum and are computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradstats.errors import StoreError
 
 DONE = 1 << 32
 
-# What numpy raises for an .npy file whose header is damaged: it is read as Python's literals are.
+# What NumPy raises for an .npy file with a damaged header, which it parses as a Python literal.
 DAMAGED = (ValueError, EOFError, SyntaxError, tokenize.TokenError)
 
 
@@ -35,7 +35,7 @@ class Array:
     """One array of a store.
 
     Attributes:
-        axes: what each axis runs over: "row" or "column".
+        axes: "row" or "column" for each axis.
         dtype: of the elements.
     """
 
@@ -58,7 +58,7 @@ class Tiling:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Numbers of tiles along rows and columns."""
+        """The number of tiles along rows, and along columns."""
         return len(self.rows), len(self.columns)
 
     @property
@@ -81,10 +81,10 @@ class Tiling:
 
 
 class Tiles:
-    """The arrays of one folder, which is made if missing.
+    """The arrays of one folder.
 
     Attributes:
-        damaged: descriptions of what was found unreadable when the folder was opened.
+        damaged: one line for each file or tile that was found damaged.
     """
 
     def __init__(self, folder: Path, tiling: Tiling):
@@ -96,10 +96,7 @@ class Tiles:
         self._written = np.zeros(tiling.grid, dtype=bool)
 
     def create_or_check(self) -> None:
-        """Make the files that are missing, at full size, and look at every tile that is there.
-
-        The files are closed when this returns.
-        """
+        """Make missing files, at full size, and check every tile; the files are closed again."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             fresh = not self._path("done").exists()
@@ -113,7 +110,7 @@ class Tiles:
             raise cannot_write(self.folder, error) from error
 
     def _drop_damaged(self) -> None:
-        """Read every tile that is there; those that fail their checksum count as not written."""
+        """Mark tiles that fail their checksum as not written."""
         marks = np.array(self.view("done"))
         views = {name: self.view(name) for name in self._tiling.arrays}
         for row, column in np.argwhere(marks != 0):
@@ -123,7 +120,7 @@ class Tiles:
         self._written = self.done
 
     def open(self) -> None:
-        """Open the files, made before, for writing."""
+        """Open the existing files for writing."""
         files = {}
         with ExitStack() as opened:
             for name in [*self._tiling.arrays, "done"]:
@@ -155,8 +152,8 @@ class Tiles:
     def write(self, row: int, column: int, values: Mapping[str, np.ndarray]) -> None:
         """Write one tile; it counts as done when this returns.
 
-        What an array with one axis holds is shared by a row or a column of tiles and under the
-        checksum of each, so what an earlier tile wrote there stays.
+        A row or column of tiles shares its part of an array with one axis, which enters the
+        checksum of each. So what an earlier tile wrote there stays.
         """
         checksum = 0
         try:
@@ -180,7 +177,7 @@ class Tiles:
         return self.folder / f"{name}.npy"
 
     def _make(self, path: Path, shape: tuple[int, ...], dtype: np.dtype, fresh: bool) -> None:
-        """Give a file its header and its full size; what a good header stands before is kept."""
+        """Give a file its header and its full size, keeping its data if its header is good."""
         good = False
         if path.exists():
             with path.open("rb") as file:
@@ -207,7 +204,7 @@ class Tiles:
         return bool(tiles.any())
 
     def _put(self, name: str, row: int, column: int, value: np.ndarray) -> None:
-        """Write one tile of one array, column by column: rows lie next to each other on disk."""
+        """Write one tile of one array, column by column: arrays are stored in Fortran order."""
         spans = self._tiling.slices(name, row, column)
         size = value.dtype.itemsize
         if len(spans) == 1:
@@ -219,7 +216,7 @@ class Tiles:
             self._write(name, offset * size, np.ascontiguousarray(value[:, number]).tobytes())
 
     def _write(self, name: str, offset: int, data: bytes) -> None:
-        """Write bytes at a place of an array; never through a map, where a full disk kills."""
+        """Write bytes into an array; not through a memory map, where a full disk would kill us."""
         file = self._files[name]
         file.seek(self._starts[name] + offset)
         while data:
@@ -238,7 +235,7 @@ class Tiles:
 
 
 class MemoryTiles:
-    """The same arrays in memory; under torch.distributed each process holds its own tiles."""
+    """The same arrays in memory; under torch.distributed each process fills its own tiles."""
 
     def __init__(self, tiling: Tiling):
         self._tiling = tiling
@@ -255,27 +252,27 @@ class MemoryTiles:
         return self._held[name]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 AnyTiles = Tiles | MemoryTiles
 
 
 def cannot_write(path: Path, error: OSError) -> StoreError:
-    """Return the error for a file or folder that the system did not let be written."""
+    """Return the error for a file or folder that cannot be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    # NumPy names no error where fewer bytes were written than asked for, as on a full disk.
-    named = errno.errorcode.get(error.errno or 0)
+    # NumPy gives no error number when fewer bytes were written than it asked for.
+    code = errno.errorcode.get(error.errno or 0)
     reason = "the disk is full" if full else error.strerror or f"{error} bytes, is the disk full?"
-    remedy = "make room" if full or named is None else "see to that"
+    remedy = "Make room" if full or code is None else "Resolve this"
     return StoreError(
-        f"{path} cannot be written: {reason}{f' (error {named})' if named else ''}. What was done "
-        f"is kept: {remedy}, and call again with the same arguments to go on."
+        f"{path} cannot be written: {reason}{f' (error {code})' if code else ''}. {remedy}, and "
+        "call again with the same arguments to continue: finished work is kept."
     )
 
 
 def put(file: FileIO, data: bytes) -> int:
-    """Write bytes where a file stands, and return how many were written."""
+    """Write bytes at a file's position, and return how many were written."""
     return file.write(data)
 
 
@@ -287,7 +284,7 @@ def _header(file) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Set a file's size, its blocks reserved where the system can: a full disk shows here."""
+    """Set a file's size; reserve its blocks where possible, so that a full disk shows now."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
     os.ftruncate(descriptor, size)

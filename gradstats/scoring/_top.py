@@ -1,7 +1,7 @@
-"""The strongest training examples of every query, without the matrix, and what shows them.
+"""The strongest training examples of every query, without the matrix.
 
-A score is a sum over checkpoints, so its rank is known once all have been added: rows go through
-all checkpoints in chunks that fit the budget.
+A score is a sum over checkpoints, so its rank is known only when all have been added. Therefore
+chunks of training examples, as many as fit the budget, go through all checkpoints one by one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gradstats.scoring._work import plural
 
 STATE = "top.npz"
 KINDS = [(normalize, sign) for normalize in NORMALIZATIONS for sign in (1, -1)]
-# What reading damaged lists raises.
+# What reading damaged lists may raise.
 UNREADABLE = (OSError, KeyError, RuntimeError, zipfile.BadZipFile, *DAMAGED)
 
-# By whether scores are normalised, and their sign: (Q, k) positions and scores of the strongest.
+# (normalize, sign) → (Q, k) positions and (Q, k) scores of the strongest.
 Lists = dict[tuple[str | None, int], tuple[np.ndarray, np.ndarray]]
 
 
@@ -40,10 +40,10 @@ class TopLists:
 
     Attributes:
         lists: the strongest first.
-        checkpoints: names of those that are summed over.
-        circumstances: on which the bits depend.
+        checkpoints: names of the checkpoints that are summed over.
+        circumstances: what the bits of the scores depend on.
         next_batch: the first train batch that has not been counted.
-        finite: whether all that was counted is: the lists show the strongest alone.
+        finite: whether everything counted was finite, including what is not listed.
     """
 
     lists: Lists
@@ -73,11 +73,11 @@ class TopLists:
             return cls(lists, names, circumstances, *state)
 
     def add(self, lists: Lists, k: int) -> None:
-        """Merge other lists into these, of which k entries stay."""
+        """Merge other lists into these, keeping k entries."""
         for kind in KINDS:
             positions, scores = (
-                np.concatenate([own, new], axis=1)
-                for own, new in zip(self.lists[kind], lists[kind], strict=True)
+                np.concatenate(both, axis=1)
+                for both in zip(self.lists[kind], lists[kind], strict=True)
             )
             kept = np.stack(
                 [
@@ -90,42 +90,50 @@ class TopLists:
             )  # fmt: skip
 
     def save(self, folder: Path, k: int) -> None:
-        """Write the lists to a folder, so that a kill leaves these or the ones before.
+        """Write the lists to a folder, unless another process has written more complete ones.
 
-        Those of another process that has gone further stay.
+        A kill leaves either these lists or the ones before.
         """
         arrays: dict[str, Any] = {
             "next_batch": np.array(self.next_batch), "finite": np.array(self.finite),
             "checkpoints": np.array(self.checkpoints),
             "circumstances": np.array(json.dumps(self.circumstances)),
         }  # fmt: skip
-        for kind, both in self.lists.items():
-            arrays |= zip(names_of(*kind), both, strict=True)
+        for kind, pair in self.lists.items():
+            arrays |= zip(names_of(*kind), pair, strict=True)
         with locked(folder):
             if self.resumed(folder, k)[0].next_batch <= self.next_batch:
                 write_whole(folder / STATE, lambda file: np.savez(file, **arrays))
 
     def resumed(self, folder: Path, k: int) -> tuple[TopLists, str | None]:
-        """Return the lists of a folder; these, and what is wrong with those, if anything is."""
+        """Return a folder's lists and None; or these lists, with what is wrong with the folder's.
+
+        A folder without lists has nothing wrong with it.
+        """
         if not (folder / STATE).exists():
             return self, None
         try:
             held = TopLists.read(folder)
             for kind, (positions, scores) in held.lists.items():
-                own = len(self.lists[kind][0]), min([k, *positions.shape[-1:]])
-                if not positions.shape == scores.shape == own:
+                shape = len(self.lists[kind][0]), min([k, *positions.shape[-1:]])
+                if not positions.shape == scores.shape == shape:
                     name = names_of(*kind)[1]
-                    raise ValueError(f"{name} has shape {scores.shape}, expected {own}")
+                    raise ValueError(f"{name} has shape {scores.shape}, expected {shape}")
         except UNREADABLE as error:
             return self, f"{folder / STATE} is damaged ({error})"
         return replace(held, checkpoints=self.checkpoints), None
 
 
 class Chunk:
-    """Scores of some rows, while checkpoints are added up.
+    """Scores of some training examples, while checkpoints are added up.
+
+    Args:
+        rows: the training examples.
+        queries: number of queries.
+        row_spans, column_spans: the rows of each train batch, the columns of each query batch.
 
     Attributes:
-        finite: whether all products and norms were.
+        finite: whether all products and norms were finite.
     """
 
     def __init__(
@@ -152,11 +160,11 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both forms."""
+        """Bytes of both forms of the scores."""
         return sum(scores.nbytes for scores in self._scores.values())
 
     def scores(self) -> dict[str | None, np.ndarray]:
-        """Return both forms, with the rows of all processes."""
+        """Return both forms of the scores, with the rows of all processes."""
         for scores in self._scores.values():
             _ranks.add_up(scores)
         return self._scores
@@ -175,7 +183,7 @@ class Chunk:
 
 
 def chunks(sizes: np.ndarray, queries: int, budget: int, start: int) -> Iterator[range]:
-    """Yield ranges of train batches whose two score matrices fit the budget; one batch at least."""
+    """Yield ranges of train batches, at least one each, whose scores in both forms fit a budget."""
     first, rows = start, 0
     for number in range(start, len(sizes)):
         if number > first and (rows + sizes[number]) * queries * 16 > budget:
@@ -190,11 +198,11 @@ class TopScores(Rankings):
     """The strongest training examples for every query, without the matrix.
 
     Attributes:
-        train_ids, query_ids: (N,) and (Q,) of the examples.
+        train_ids, query_ids: (N,) and (Q,) ids of the examples.
         normalize: None or "cosine".
-        checkpoints: names of those that were summed over.
+        checkpoints: names of the checkpoints that were summed over.
         top_k: how many proponents, and how many opponents, were kept for each query.
-        raw, cosine: the same in either form.
+        raw, cosine: the same lists in either form.
     """
 
     def __init__(
@@ -218,13 +226,13 @@ class TopScores(Rankings):
 
         Args:
             folder: of the lists; neither model nor data are needed.
-            normalize: None or "cosine": which form the result shows first.
+            normalize: None or "cosine": the form that the result shows first.
 
         Returns:
             TopScores: the kept proponents and opponents.
 
         Raises:
-            ScoreError: ``normalize`` is neither.
+            ScoreError: ``normalize`` is neither None nor "cosine".
             StoreError: the folder holds something else, or incomplete lists.
         """
         check, path = check_normalize(normalize), path_of(folder)
@@ -240,7 +248,7 @@ class TopScores(Rankings):
         except (*UNREADABLE, TypeError) as error:
             raise StoreError(f"{path} cannot be read: {error}. {again} repair it.") from error
         if held.next_batch < batches:
-            raise StoreError(f"{path} is not complete. {again} go on.")
+            raise StoreError(f"{path} is not complete. {again} continue.")
         return cls(held.lists, ids[0], ids[1], check, held.checkpoints, None)
 
     def __getitem__(self, key: Any) -> Any:
@@ -270,14 +278,14 @@ class TopScores(Rankings):
     def _ranking(self, query: int, k: int, sign: int) -> Ranking:
         if k > self.top_k and self.top_k < len(self.train_ids):
             raise ScoreError(
-                f"k is {k}, and {self.top_k} of each kind were kept. Call gs.influence with "
-                f"top_k={k} or more."
+                f"k is {k}, expected at most the {self.top_k} of each kind that were kept. For "
+                f"more call gs.influence with top_k={k}."
             )
         positions, scores = (each[query][:k] for each in self._lists[self.normalize, sign])
         return Ranking(positions, self.train_ids[positions], scores)
 
 
 def names_of(normalize: str | None, sign: int) -> tuple[str, str]:
-    """Return what the positions and the scores of one kind of list are called in a file."""
+    """Return the names of one kind of list's positions and scores in a file."""
     name = f"{normalize or 'raw'}_{'proponents' if sign > 0 else 'opponents'}"
     return f"{name}_positions", f"{name}_scores"

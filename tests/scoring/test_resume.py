@@ -113,7 +113,7 @@ def test_files_that_cannot_grow_are_reported_and_nothing_is_lost(tmp_path):
     out = tmp_path / "scores"
     codes, said = run_process("limit", out, 0, 14)
     assert codes == [0, 0] and said.count("cannot be written: File too large") == 2, said
-    assert "What was done is kept: see to that" in said.splitlines()[-1]
+    assert "Resolve this, and call again" in said.splitlines()[-1]
     (first,) = out.glob("checkpoint-*")
     assert (np.load(first / "done.npy") != 0).sum() == 2
     assert_same("matrix", call("matrix", out), call("matrix", None))
@@ -131,7 +131,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(gs.StoreError, match=r"disk is full \(error ENOSPC\).*make room"):
+        with pytest.raises(gs.StoreError, match=r"disk is full \(error ENOSPC\).*Make room"):
             call("matrix", tmp_path / "scores")
     assert_same("matrix", call("matrix", tmp_path / "scores"), call("matrix", None))
 
@@ -271,7 +271,7 @@ def test_a_folder_is_loaded_once_it_is_complete(tmp_path):
     call("matrix", out)
     (done, _) = sorted(out.glob("checkpoint-*/done.npy"))
     np.save(done, np.load(done) * (np.arange(2) == 0))
-    again = "Call gs.influence with the same arguments again to go on"
+    again = "Call gs.influence with the same arguments again to continue"
     with pytest.raises(gs.StoreError, match=f"{done.parent.name} is not complete. {again}"):
         gs.InfluenceScores.load(out)
     manifest = json.loads((out / "manifest.json").read_text())
@@ -849,7 +849,7 @@ def forget_examples(file: Path) -> None:
         (truncate, "cannot be read.*Call gs.influence with the same arguments again to repair"),
         (drop_a_query, r"its ids are of \[11, 6\] examples, its lists of others.*to repair it"),
         (forget_examples, r"its ids are of \[10, 6\] examples, its lists of others.*to repair it"),
-        (forget_a_batch, "not complete. Call gs.influence with the same arguments again to go on"),
+        (forget_a_batch, "not complete. Call gs.influence with the same arguments again"),
         (Path.unlink, "cannot be read"),
     ],
 )
