@@ -219,7 +219,7 @@ def test_top_lists_without_the_matrix(setting, budget, form):
     for matrix in (lambda: top[0, 0], lambda: np.asarray(top), lambda: list(top)):
         with pytest.raises(gs.ScoreError, match="only the 3 strongest"):
             matrix()
-    with pytest.raises(gs.ScoreError, match=r"Call gs\.influence with top_k=4"):
+    with pytest.raises(gs.ScoreError, match=r"call gs\.influence with top_k=4"):
         top.proponents(0, 4)
     assert len(top.proponents(0)) == len(top.opponents(0)) == 3
     assert len(top.plot(0).axes[0].get_yticklabels()) == 6
@@ -799,7 +799,7 @@ def test_the_estimate_and_the_bar_are_printed(setting, tmp_path, capsys):
     assert f"1.33 kB in {tmp_path / 'scores'}; query gradients take" in printed
     assert "about " in printed and "100%" in printed
     run(setting, progress=True, out=tmp_path / "scores")
-    assert "the first checkpoint is there already" in capsys.readouterr().err
+    assert "the first checkpoint is already there" in capsys.readouterr().err
     run(setting, progress=True, top_k=100)
     assert "4.22 kB for the lists" in capsys.readouterr().err
     run(setting, progress=False)
