@@ -22,11 +22,11 @@ from gradstats.scoring._work import Work, amount, open_folder, open_tiles, plura
 
 
 class Passes:
-    """What one call of gs.influence computes: a matrix in memory or on disk, or lists.
+    """Computes what one call of gs.influence returns: a matrix in memory or on disk, or lists.
 
     Args:
         work: the model, its checkpoints and the options.
-        queries: the query side's checkpoints, None where they are the train side's.
+        queries: the query side's checkpoints; None if they are the train side's.
         train, query: the data of the two sides.
         budget: bytes of query gradients kept at once, and of scores where lists are made of them.
     """
@@ -41,18 +41,18 @@ class Passes:
         self._recognition = Recognition(work, train)
 
     def matrix(self) -> dict[str | None, np.ndarray] | list[Partial]:
-        """Compute the whole matrix; return both forms of it, or where its parts are on disk."""
+        """Compute the whole matrix; return both its forms, or its parts on disk."""
         return self._in_memory() if self._work.out is None else self._on_disk()
 
     def lists(self, k: int) -> Lists:
         """Compute the lists of the strongest examples without the matrix."""
         circumstances = self._work.circumstances()
         lists = TopLists.empty(self._query.examples, self._work.checkpoints.names, circumstances)
-        # Checkpoints are met again in every chunk, so they are told apart beforehand.
+        # Identified before the chunks, each of which goes through all checkpoints.
         entries = {}
         for number in range(self._count):
-            held = _ranks.together(self._move_to, number)
-            entries[str(number)] = self._recognition.entry(*held)
+            pair = _ranks.together(self._move_to, number)
+            entries[str(number)] = self._recognition.entry(*pair)
             del entries[str(number)]["name"]
         if self._work.out is not None:
             description = self._description(STRONGEST)
@@ -91,25 +91,25 @@ class Passes:
         return lists.lists
 
     def _resumed(self, lists: TopLists, folder: Folder, k: int) -> tuple[TopLists, str | None]:
-        """Return the lists to go on with, and what is wrong with those of a folder."""
+        """Return the lists to continue with, and what is wrong with those of a folder."""
         held, problem = lists.resumed(folder.path, k)
         if self._work.nonfinite == "raise" and not held.finite:
             raise NonFiniteGradientError(
-                f"{folder.path} holds lists of examples some of whose gradients are not finite. "
-                'Name another folder with out=, or pass nonfinite="keep".'
+                f"{folder.path} holds lists of scores, some of them from gradients that are not "
+                'finite. Name another folder with out=, or pass nonfinite="keep".'
             )
         if held.next_batch < self._train.batches:
             folder.check_circumstances(held.circumstances, lists.circumstances, "this call")
         return held, problem
 
     def _tiles_of(self, batches: slice) -> np.ndarray:
-        """Return (train batches, query batches) bool: all tiles of some train batches."""
+        """Return (train batches, query batches) bool: True for all tiles of some train batches."""
         chosen = np.zeros((self._train.batches, self._query.batches), dtype=bool)
         chosen[batches] = True
         return chosen
 
     def _in_memory(self) -> dict[str | None, np.ndarray]:
-        """Add up the whole matrix in place, and return both forms."""
+        """Return both forms of the whole matrix, each checkpoint added in place."""
         sums = Chunk(slice(0, self._train.examples), self._query.examples, *self._spans)
         everything = self._tiles_of(slice(None))
         with self._bar() as bar:
@@ -122,7 +122,7 @@ class Passes:
         return sums.scores()
 
     def _on_disk(self) -> list[Partial]:
-        """Compute what is missing of the matrix, and return where its parts are."""
+        """Compute the tiles that are missing on disk, and return all checkpoints' parts."""
         folder = open_folder(self._work, self._description("influence"), self._ids())
         arrays = {
             "products": Array(("row", "column"), self._work.dtype),
@@ -133,13 +133,12 @@ class Passes:
         parts: list[Partial] = []
         with self._bar() as bar:
             for number in range(self._count):
-                pair = _ranks.together(self._move_to, number)
-                entry = self._recognition.entry(*pair)
+                train, query = _ranks.together(self._move_to, number)
+                entry = self._recognition.entry(train, query)
                 tiles, done = open_tiles(folder, tiling, entry, self._work)
                 if done.any():
                     self._work.usage.note_used("training", "query")
                 with closing(tiles):
-                    train, query = (each or pair[0] for each in pair)
                     norms = tiles.view("train_sqnorm"), tiles.view("query_sqnorm")
                     check = self._work.check_held
                     check(norms[0], done.any(1), self._train, train.name, "training")
@@ -152,20 +151,20 @@ class Passes:
                 parts.append(Partial(*map(tiles.view, PARTS)))
         return parts
 
-    def _move_to(self, number: int) -> tuple[Checkpoint, Checkpoint | None]:
-        """Load the checkpoints of both sides, and give the model the train side's.
+    def _move_to(self, number: int) -> tuple[Checkpoint, Checkpoint]:
+        """Load the checkpoints of the train and query sides, and give the model the train side's.
 
-        Return them, None where the query side's is the train side's.
+        Without query checkpoints, both are the same object.
         """
         work, queries = self._work, self._queries
         train = work.checkpoints.load(number, work.model, work.names)
-        query = None if queries is None else queries.load(number, work.model)
+        query = train if queries is None else queries.load(number, work.model)
         self._stream.move_to(train, query)
         return train, query
 
     @property
     def _spans(self) -> tuple[list[slice], list[slice]]:
-        """The rows of the train batches and the columns of the query batches."""
+        """The rows of each train batch, and the columns of each query batch."""
         return self._train.spans, self._query.spans
 
     def _bar(self) -> tqdm:
@@ -185,11 +184,11 @@ class Passes:
         }
 
     def _announce(self, pending: np.ndarray, stored: int, where: str) -> None:
-        """Print size, memory and time of what there is to do, after a trial of one tile."""
+        """Print an estimate of size, memory and time, from a trial of one tile."""
         work, count = self._work, self._count
         if not work.reports:
             return
-        expected = "the first checkpoint is there already"
+        expected = "the first checkpoint is already there"
         if pending.any():
             expected = self._stream.estimate(pending, count)
         work.say(

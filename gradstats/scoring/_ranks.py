@@ -1,4 +1,4 @@
-"""Work shared by the processes of torch.distributed; one process alone where none was started."""
+"""Work shared by the processes of torch.distributed; without it, there is one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def rank() -> int:
-    """Return this process's number, 0 without torch.distributed."""
+    """Return this process's rank, 0 without torch.distributed."""
     return distributed.get_rank() if has_processes() else 0
 
 
@@ -27,14 +27,14 @@ def size() -> int:
 
 
 def share(items: Sequence[Item]) -> list[Item]:
-    """Return the part of the items that is this process's work."""
+    """Return this process's share of the items."""
     return list(items[rank() :: size()])
 
 
 def on_first(
     action: Callable[Arguments, Item], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Item:
-    """Run something in the first process; return its result in all, or raise in all."""
+    """Run something in the first process; return its result, or raise, in all processes."""
     found = together(lambda: action(*args, **kwargs) if rank() == 0 else None)
     return gather(found)[0]  # type: ignore[return-value]
 
@@ -42,9 +42,10 @@ def on_first(
 def together(
     action: Callable[Arguments, Item], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Item:
-    """Run something in every process; where it fails in one, raise in all, so that none waits.
+    """Run something in every process; if it fails in one, raise in all, so that none waits.
 
-    Errors of gradstats keep their class. Of any error what it says is sent, not what it holds.
+    The other processes raise an error of the same class if it is one of gradstats; they are sent
+    its message, not the error itself.
     """
     if not has_processes():
         return action(*args, **kwargs)
@@ -65,7 +66,7 @@ def together(
 
 
 def gather(item: Item) -> list[Item]:
-    """Return what every process has, in the order of their numbers."""
+    """Return every process's item, in the order of their ranks."""
     if not has_processes():
         return [item]
     items: list[Any] = [None] * size()
@@ -74,7 +75,7 @@ def gather(item: Item) -> list[Item]:
 
 
 def add_up(array: np.ndarray) -> None:
-    """Replace an array by its sum over the processes; each element is non-zero in one at most."""
+    """Replace an array by its sum over the processes; at most one holds a non-zero element."""
     if not has_processes():
         return
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"

@@ -1,4 +1,4 @@
-"""Identifying checkpoints, models and losses by what they are and do, not by their names."""
+"""Identifying checkpoints, models and losses by their contents, not only by their names."""
 
 from __future__ import annotations
 
@@ -14,84 +14,82 @@ from gradstats.scoring._work import Work
 
 
 class Recognition:
-    """Tells the checkpoints of one call apart, and whether results on disk belong to the call.
+    """Identifies the checkpoints of one call, and the results on disk that belong to it.
 
-    The losses that tell the latter are those of ``data``, the training side.
+    Args:
+        work: the model, its loss and checkpoints.
+        data: the training side, whose first losses identify model and loss.
     """
 
     def __init__(self, work: Work, data: Data):
         self._work, self._data = work, data
         self._seen: dict[str, str] = {}
 
-    def entry(self, checkpoint: Checkpoint, query: Checkpoint | None) -> dict[str, Any]:
+    def entry(self, train: Checkpoint, query: Checkpoint) -> dict[str, Any]:
         """Return what identifies a checkpoint, for a manifest.
 
-        Two models or losses may have one name, and two names one model: so, beside the weights, the
-        losses of the first training batch are compared, which follow from all of them.
+        Different models or losses may have the same name. So the losses of the first training
+        batch, which depend on the model, the loss, the weights and the data, are kept too.
 
         Args:
-            checkpoint: whose weights the model has now.
-            query: of the query side, None where it is the same.
+            train: the train side's checkpoint, whose weights the model has now.
+            query: the query side's; the same object if there is only one.
 
         Raises:
-            CheckpointError: if an earlier checkpoint holds the same weights, or other processes
-                hold other weights or rates.
+            CheckpointError: if an earlier checkpoint holds the same weights, or the processes hold
+                different weights or rates.
         """
-        weights, query_weights = self._hashes(checkpoint, query)
-        held = _ranks.gather((weights, query_weights, checkpoint.rates))
-        if any(each[:2] != held[0][:2] for each in held):
+        weights, query_weights = self._hashes(train, query)
+        found = _ranks.gather((weights, query_weights, train.rates))
+        if any(each[:2] != found[0][:2] for each in found):
             raise CheckpointError(
-                f"{checkpoint.name} holds other weights in each process, as the state dict of a "
-                "model does whose processes have seen other batches (running statistics). Expected "
-                "the same in all: save it in one of them, and pass the file."
+                f"{train.name} holds different weights in different processes, perhaps "
+                "running statistics of different batches. Expected the same in all: save the state "
+                "dict in one process, and pass the file."
             )
-        if any(each[2] != held[0][2] for each in held):
+        if any(each[2] != found[0][2] for each in found):
             raise CheckpointError(
-                f"{checkpoint.name} has other learning rates in each process. Expected the same "
-                "lr= in all, and files that nobody writes meanwhile."
+                f"{train.name} has different learning rates in different processes. Expected "
+                "the same lr= in all, and files that are not being written."
             )
         if weights in self._seen:
             raise CheckpointError(
-                f"{checkpoint.name} and {self._seen[weights]} hold the same weights, so these "
+                f"{train.name} and {self._seen[weights]} hold the same weights, so these "
                 "would count twice. List each checkpoint once."
             )
-        self._seen[weights] = checkpoint.name
+        self._seen[weights] = train.name
         entry = {
-            "name": checkpoint.name,
+            "name": train.name,
             "weights": weights,
             "query_weights": query_weights,
-            "rates": checkpoint.rates,
+            "rates": train.rates,
         }
         if self._work.out is not None:
             entry["first_losses"] = _ranks.on_first(self._first_losses)
         return entry
 
-    def check_same(
-        self, checkpoint: Checkpoint, query: Checkpoint | None, entry: dict[str, Any]
-    ) -> None:
-        """Raise unless a checkpoint that was loaded again holds what it did for its entry."""
-        weights, query_weights = self._hashes(checkpoint, query)
+    def check_same(self, train: Checkpoint, query: Checkpoint, entry: dict[str, Any]) -> None:
+        """Raise unless a checkpoint that was loaded again is the one that ``entry`` identifies."""
+        weights, query_weights = self._hashes(train, query)
         for each, what, now, key in (
-            (checkpoint, "weights", weights, "weights"),
-            (checkpoint, "learning rates", checkpoint.rates, "rates"),
-            (query or checkpoint, "weights", query_weights, "query_weights"),
+            (train, "weights", weights, "weights"),
+            (train, "learning rates", train.rates, "rates"),
+            (query, "weights", query_weights, "query_weights"),
         ):
             if now != entry[key]:
                 raise CheckpointError(
                     f"{each.name} holds other {what} than when it was first read in this call, so "
-                    f"scores of some examples would be at other {what} than those of the rest. "
-                    "Expected files that nobody writes meanwhile: score copies of those that a "
-                    "training run replaces."
+                    "not all scores would be of the same checkpoint. Expected files that are not "
+                    "being written: score copies of files that a training run replaces."
                 )
 
-    def _hashes(self, checkpoint: Checkpoint, query: Checkpoint | None) -> tuple[str, str | None]:
-        """Return the hashes of both sides' weights."""
+    def _hashes(self, train: Checkpoint, query: Checkpoint) -> tuple[str, str | None]:
+        """Return the hashes of both sides' weights; None for the query side's if it is the same."""
         model = self._work.model
-        query_hash = None if query is None else weights_hash(model, query)
-        return weights_hash(model, checkpoint), query_hash
+        return weights_hash(model, train), None if query is train else weights_hash(model, query)
 
     def _first_losses(self) -> dict[str, Any]:
-        """Return the first training batch's losses, and how far those of another machine may be."""
+        """Return the first training batch's losses, and their relative tolerance."""
         work = self._work
         losses = work.first_losses(self._data, check=True)()
         return {

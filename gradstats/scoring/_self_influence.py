@@ -143,7 +143,7 @@ class _Scoring:
         with borrowed(work.model, work.renewal, work.first_losses(data, check=False)), bar:
             for number, rows in enumerate(values):
                 checkpoint = _ranks.together(self._move_to, number)
-                entry = recognition.entry(checkpoint, None)
+                entry = recognition.entry(checkpoint, checkpoint)
                 tiles, done = open_tiles(folder, self._tiling, entry, work)
                 if done.any():
                     work.usage.note_used("training")

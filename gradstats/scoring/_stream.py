@@ -1,4 +1,4 @@
-"""Train × query products: query gradients are kept in blocks, train batches stream past them."""
+"""Train × query products: query gradients are kept in blocks, and train batches stream by."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Tile = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class KeptBatch:
-    """The kept gradients of one query batch, in parts where it did not fit at once."""
+    """The kept gradients of one query batch, in several parts if it did not fit at once."""
 
     number: int
     parts: list[KeptGradients]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes of the kept gradients."""
         return sum(part.nbytes for part in self.parts)
 
     def release(self) -> None:
-        """Let go of the factors: the next block is kept while names still refer to this one."""
+        """Free the factors: variables still refer to this batch while the next block is kept."""
         for part in self.parts:
             part.parameters.clear()
 
@@ -54,11 +54,11 @@ class Stream:
     """Computes tiles of one call, checkpoint by checkpoint.
 
     Attributes:
-        train, query: the two sides.
-        budget: bytes of query gradients that are kept at once; one query batch at least.
+        train, query: the data of the two sides.
+        budget: bytes of query gradients that are kept at once, at least one query batch.
     """
 
-    # Known once ``move_to`` was called.
+    # Set by ``move_to``.
     _train_at: Checkpoint
     _query_at: Checkpoint
 
@@ -69,12 +69,9 @@ class Stream:
         self._passing = Halving("training examples", work.layout)
         self._loaded: Checkpoint | None = None
 
-    def move_to(self, train: Checkpoint, query: Checkpoint | None) -> None:
-        """Say at which weights the two sides are from now on; the train side's by default.
-
-        The model has the train side's when this returns.
-        """
-        self._train_at, self._query_at = train, train if query is None else query
+    def move_to(self, train: Checkpoint, query: Checkpoint) -> None:
+        """Set the checkpoints of both sides, and give the model the train side's."""
+        self._train_at, self._query_at = train, query
         self._use(train)
 
     def fill(self, pending: np.ndarray, write: Callable[[int, int, Tile], None], bar: tqdm) -> None:
@@ -82,8 +79,8 @@ class Stream:
 
         Args:
             pending: (train batches, query batches) bool.
-            write: takes the two numbers of a tile, and its products with the squared norms of its
-                rows and columns.
+            write: takes the row and column of a tile, its products, and the squared norms of its
+                examples.
         """
         if not _ranks.share(np.flatnonzero(pending.any(1)).tolist()):
             return
@@ -99,7 +96,7 @@ class Stream:
         write: Callable[[int, int, Tile], None],
         bar: tqdm,
     ) -> None:
-        """Compute the tiles of the kept query batches."""
+        """Compute the pending tiles of the kept query batches."""
         rows = np.flatnonzero(pending[:, [kept.number for kept in block]].any(1)).tolist()
         for row, batch in self.train.read(_ranks.share(rows)):
             for kept, tile in zip(block, self._pass(block, row, batch), strict=True):
@@ -108,11 +105,11 @@ class Stream:
                     bar.update(min(_ranks.size(), bar.total - bar.n))
 
     def estimate(self, pending: np.ndarray, checkpoints: int) -> str:
-        """Return what memory and time the tiles of all checkpoints take, from a trial of one.
+        """Return the memory and time that all tiles will take, as text, from a trial of one.
 
         Args:
             pending: (train batches, query batches) bool, the tiles of the first checkpoint.
-            checkpoints: how many there are; of the others all tiles count.
+            checkpoints: how many there are; all tiles of the others are taken to be pending.
         """
         row, column = map(int, np.argwhere(pending)[0])
         ((_, query),) = self.query.read([column])
@@ -124,9 +121,10 @@ class Stream:
         self._pass([kept], row, train)
         end = time.perf_counter()
         query_bytes = kept.nbytes / self.query.sizes[column] * self.query.examples
-        # How often the training data are passed at each checkpoint.
+        # The training data are read once for each block of queries.
         blocks = min(self.query.batches, math.ceil(query_bytes / self.budget))
-        # A pass is a forward and backward, as keeping is, and a product with each kept query.
+        # Passing a train batch takes a forward and backward, as keeping a query batch does, and the
+        # products with the kept queries.
         keeping = (middle - start) / self.query.sizes[column]
         each = (end - middle) / self.train.sizes[row]
         passing = min(each, keeping)
