@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from gradstats.scoring._rankings import Ranking
     from gradstats.scoring._table import DetectionReport
 
-# Okabe and Ito's colours: told apart with any colour vision.
+# Okabe and Ito's colours, which can be told apart with any colour vision.
 BAD_COLOUR, GOOD_COLOUR, NEUTRAL_COLOUR = "#D55E00", "#0072B2", "#606060"
 SMALLEST_IMAGE = 4
-# Of curves that may cover each other; the first is the one compared with the others.
+# Styles of curves that may cover each other, beginning with the curve to compare with the others.
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "linewidth": 2.6, "zorder": 2},
     {"color": "#0072B2", "linestyle": (0, (5, 2))},
@@ -40,9 +40,9 @@ def draw_self_influence(
     """Return the sorted scores and, with a report, the share of bad examples found by each score.
 
     Args:
-        scores: (N,).
-        bad: (N,) bool, None where nothing is known.
-        report: of the bad examples.
+        scores: (N,) self-influence.
+        bad: (N,) bool, the known bad examples; None if none are known.
+        report: how well each score finds them.
     """
     with require("plot"):
         from matplotlib.figure import Figure
@@ -71,7 +71,7 @@ def draw_self_influence(
 
 
 def _draw_found(axes: Axes, report: DetectionReport) -> None:
-    """Plot the share of bad examples that each score finds, where the scores are told apart."""
+    """Plot the share of bad examples that each score finds, zoomed to where the scores differ."""
     from matplotlib.ticker import PercentFormatter
 
     axes.set_xlabel("examples inspected, the most suspicious first")
@@ -91,7 +91,7 @@ def _draw_found(axes: Axes, report: DetectionReport) -> None:
     rate = report.bad / report.examples
     axes.axvline(rate, color=NEUTRAL_COLOUR, linewidth=1, zorder=1)
     axes.text(1.04 * rate, 0.02, f"noise rate {100 * rate:.3g}%", color=NEUTRAL_COLOUR)
-    # As far as the best score needs to find them all: beyond, good scores are one line.
+    # Up to where the best score has found all: beyond, good scores lie on each other.
     needed = min(
         row.inspected_fraction[row.found_fraction.searchsorted(1)] for row in report.rows.values()
     )
@@ -115,9 +115,9 @@ def draw_query(
     Args:
         name: the query's id.
         rankings: proponents and opponents.
-        data: the two sides, None where only scores are known.
+        data: the two sides; None if only scores are known.
         query: the query's position.
-        form: of the scores, "raw" or "cosine".
+        form: "raw" or "cosine", the form of the scores.
     """
     with require("plot"):
         from matplotlib.figure import Figure
@@ -159,7 +159,7 @@ def _draw_bars(label: str, rankings: tuple[Ranking, Ranking]) -> Figure:
 
 
 def _picture(data: Data, position: int) -> tuple[np.ndarray, str] | None:
-    """Return an example as an image with its label, None where it is no image."""
+    """Return an example as an image with its label; None if it is not an image."""
     if data.layout.packed:
         return None
     batch, place = data.example(position)

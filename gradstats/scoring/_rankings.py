@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from typing_extensions import Self
 
-# Examples in a list whose length nobody gave, and in its picture.
+# Default length of a list, and of a figure's lists.
 LISTED, PICTURED = 10, 5
 
-# Two queries of different kinds share few of their strongest examples; above this share the lists
-# say more about the training data than about the query.
+# Two queries of different kinds share few of their strongest examples. If they share more than
+# this, the lists say more about the training data than about the query.
 OVERLAP = 0.5
 LISTS_COMPARED = 32
-# With fewer queries or shorter lists the share is left to chance.
+# With fewer queries or shorter lists, chance decides the share.
 FEWEST_QUERIES, SHORTEST_LIST = 4, 3
 
 
-# Arrays cannot be compared for a bool: two rankings are equal where they are one.
+# Not compared by value: comparing arrays gives no bool.
 @dataclass(frozen=True, eq=False)
 class Ranking(Printed):
     """Training examples in the order of their influence on one query.
@@ -60,12 +60,12 @@ class Ranking(Printed):
 
 
 class Rankings:
-    """What full and streamed scores share: who helps and who harms a query.
+    """The base of ``InfluenceScores`` and ``TopScores``: who helps and who harms a query.
 
     Attributes:
-        train_ids, query_ids: (N,) and (Q,) what names the examples.
+        train_ids, query_ids: (N,) and (Q,) ids of the examples.
         normalize: None for raw scores, "cosine" for renormalised ones.
-        checkpoints: names of those that were summed over.
+        checkpoints: names of the checkpoints that were summed over.
         raw, cosine: the same scores in either form.
     """
 
@@ -83,7 +83,7 @@ class Rankings:
         self._data = data
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the loaders behind, which only ``plot`` asks for pictures."""
+        """Do not pickle the loaders, which only the pictures of ``plot`` need."""
         return {**self.__dict__, "_data": None}
 
     @property
@@ -97,10 +97,10 @@ class Rankings:
         return self._as("cosine")
 
     def _as(self, normalize: str | None) -> Self:
-        # Not copy.copy, which would leave the loaders behind.
-        other = object.__new__(type(self))
-        vars(other).update(vars(self), normalize=normalize)
-        return other
+        # Not copy.copy, which would drop the loaders.
+        scores = object.__new__(type(self))
+        vars(scores).update(vars(self), normalize=normalize)
+        return scores
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -110,11 +110,11 @@ class Rankings:
     def proponents(self, query: int | str, k: int | None = None) -> Ranking:
         """Return the k training examples that lowered the query's loss most.
 
-        These have the largest scores, whatever the sign.
+        These have the largest scores, even if some are negative.
 
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end; or its id, if that is a string.
-            k: how many; by default ten, or ``top_k`` if fewer were kept.
+            k: how many; ten by default, or ``top_k`` if fewer were kept.
 
         Returns:
             Ranking: ``ids``, ``scores`` and ``positions``, the largest score first.
@@ -127,7 +127,7 @@ class Rankings:
     def opponents(self, query: int | str, k: int | None = None) -> Ranking:
         """Return the k training examples that raised the query's loss most.
 
-        These have the smallest scores, whatever the sign.
+        These have the smallest scores, even if some are positive.
 
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end; or its id, if that is a string.
@@ -144,12 +144,12 @@ class Rankings:
     def plot(self, query: int | str, k: int | None = None) -> Figure:
         """Return a figure of a query with its proponents and opponents.
 
-        Shows pictures if the examples are images and the scores were not loaded from disk, else
+        It shows pictures if the examples are images and the scores were not loaded from disk, else
         bars.
 
         Args:
             query: its position, 0 … Q - 1, or -Q … -1 from the end; or its id, if that is a string.
-            k: how many of each; by default five, or ``top_k`` if fewer were kept.
+            k: how many of each; five by default, or ``top_k`` if fewer were kept.
 
         Returns:
             A matplotlib figure: ``figure.savefig("query.png")``.
@@ -170,7 +170,7 @@ class Rankings:
         """Return the strongest training examples of all queries as one pandas DataFrame.
 
         Args:
-            k: how many proponents and how many opponents of each query, as for ``proponents``.
+            k: how many proponents, and how many opponents, of each query; as for ``proponents``.
 
         Returns:
             A row for each query and example, in the order of the lists: ``query``, the query's id;
@@ -201,7 +201,7 @@ class Rankings:
         """Warn if the strongest examples hardly differ between queries.
 
         Args:
-            k: how many of them are compared; fewer where there are less than 4 k training examples.
+            k: how many are compared, at most a quarter of the training examples.
         """
         count, queries = self.shape
         k = min(k, count // 4)
@@ -227,7 +227,7 @@ class Rankings:
 
     @property
     def _listed(self) -> int:
-        """How many examples a list has unless its length is given."""
+        """The default length of a list."""
         return LISTED
 
     def _number(self, k: int | None) -> int:
@@ -248,9 +248,9 @@ class Rankings:
 
 
 def strongest(scores: np.ndarray, positions: np.ndarray, k: int, sign: int) -> np.ndarray:
-    """Return the indices of the k largest (sign 1) or smallest (-1), NaN last of all.
+    """Return the indices of the k largest (sign 1) or smallest (-1) scores, strongest first.
 
-    Lower positions win ties.
+    NaN comes last; of equal scores the lower position comes first.
     """
     values = -sign * scores
     candidates = np.arange(len(values))
@@ -261,7 +261,7 @@ def strongest(scores: np.ndarray, positions: np.ndarray, k: int, sign: int) -> n
 
 
 def mean_overlap(lists: Sequence[np.ndarray]) -> float:
-    """Return the mean share of entries that two of several lists have in common."""
+    """Return the share of entries that two lists have in common, averaged over all pairs."""
     sets = [set(each.tolist()) for each in lists]
     shares = [
         len(one & other) / min(len(one), len(other))

@@ -1,4 +1,4 @@
-"""What influence returns: scores of train × query, in memory or on disk."""
+"""What gs.influence returns: train × query scores, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gradstats.scoring._rankings import Ranking, Rankings, strongest
 from gradstats.scoring._work import plural
 
 NORMALIZATIONS = (None, "cosine")
-# The files of a checkpoint's part, in the order of Partial's attributes.
+# The files of one checkpoint, in the order of Partial's attributes.
 PARTS = ("products", "train_sqnorm", "query_sqnorm")
-# The files of what names the examples of both sides.
+# The files of both sides' ids.
 IDS = ("train_ids", "query_ids")
 
 
 @dataclass(frozen=True)
 class Partial:
-    """One checkpoint's part, or a tile of it: learning rate times products, and both sides' norms.
+    """One checkpoint's part of the scores, or a tile of it.
 
     Attributes:
-        products: (N, Q), an array or a memory map.
+        products: (N, Q) η ⟨∇ℓ_i, ∇ℓ_j⟩, an array or a memory map.
         train_sqnorm: (N,) float64.
         query_sqnorm: (Q,) float64.
     """
@@ -47,7 +47,7 @@ class Partial:
             * (np.broadcast_to(np.sqrt(self.query_sqnorm)[None], shape)[key])
         )
         zeros = np.zeros(np.shape(lengths))
-        with np.errstate(invalid="ignore"):  # of infinite gradients there is no cosine: NaN
+        with np.errstate(invalid="ignore"):  # the cosine of an infinite gradient is NaN
             return np.divide(values, lengths, out=zeros, where=lengths != 0)
 
 
@@ -55,13 +55,13 @@ class InfluenceScores(Rankings):
     """The train × query matrix, read like an array: ``scores[i, j]``, ``scores[:, j]``.
 
     A positive score says that a step on the training example lowers the query's loss. Scores are
-    read-only: ``np.array(scores)`` is a copy that may be changed.
+    read-only; ``np.array(scores)`` is a copy that can be changed.
 
     Attributes:
-        train_ids, query_ids: (N,) and (Q,) of the examples.
+        train_ids, query_ids: (N,) and (Q,) ids of the examples.
         normalize: None for Σ_c η_c ⟨∇ℓ_i(w_c), ∇ℓ_j(w_c)⟩, "cosine" for the same with each
             checkpoint's products divided by ‖∇ℓ_i(w_c)‖‖∇ℓ_j(w_c)‖.
-        checkpoints: names of those that were summed over.
+        checkpoints: names of the checkpoints that were summed over.
         raw, cosine: the same scores in either form.
     """
 
@@ -85,13 +85,13 @@ class InfluenceScores(Rankings):
 
         Args:
             folder: of the results; neither model nor data are needed.
-            normalize: None or "cosine": which form the result shows first.
+            normalize: None or "cosine": the form that the result shows first.
 
         Returns:
             InfluenceScores (N, Q), read from the files on access.
 
         Raises:
-            ScoreError: ``normalize`` is neither.
+            ScoreError: ``normalize`` is neither None nor "cosine".
             StoreError: the folder holds something else, or an incomplete checkpoint.
         """
         check = check_normalize(normalize)
@@ -104,12 +104,11 @@ class InfluenceScores(Rankings):
         total = self._source[0].read(key, self.normalize)
         for partial in self._source[1:]:
             total = total + partial.read(key, self.normalize)
-        # A single score becomes a number, as those in memory are.
-        return total[()]
+        return total[()]  # a single score as a number, as from an array in memory
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         values = self[:]
-        if values.flags.writeable:  # made for this call: nobody else's
+        if values.flags.writeable:  # a new array, added up from the disk for this call
             if copy is False:
                 raise ValueError(
                     "copy=False of scores on disk, which are read and added up into a new array: "
@@ -137,7 +136,7 @@ class InfluenceScores(Rankings):
 
 
 def protect(arrays: Iterable[np.ndarray]) -> None:
-    """Make results read-only: slices of them are given out, and a change would be to all."""
+    """Make results read-only: slices are views, and writing to one would change the results."""
     for array in arrays:
         array.setflags(write=False)
 
