@@ -1,4 +1,4 @@
-"""The table that self_influence returns, and how well its columns find known errors."""
+"""The table that gs.self_influence returns, and how well its columns find known errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # What is measured of an example at a checkpoint.
 FIELDS = ("weighted", "sqnorm", "loss", "margin", "el2n", "label", "predicted", "classes")
 SQNORM = FIELDS.index("sqnorm")
-# The columns that rank, which end of each is suspicious, and what reports call it.
+# The columns that rank examples: 1 if large values are suspicious, else -1, and a title.
 SCORES = {
     "self_influence": (1, "self-influence"),
     "grad_norm": (1, "mean gradient norm"),
@@ -37,16 +37,17 @@ SCORES = {
     "margin": (-1, "mean margin"),
     "el2n": (1, "mean EL2N"),
 }
-# Those of a classification, which the loss may not show.
+# The columns that need a classification.
 OF_CLASSES = ("margin", "el2n")
 
-# From here on float64 holds no longer every integer.
+# From here on float64 cannot hold every integer.
 EXACT = 2.0**53
 
-# A checkpoint that predicts so many of the labels it was trained on has fitted their errors too.
+# A checkpoint that predicts this share of the labels that it was trained on, or of the known bad
+# ones, has fitted their errors too.
 MEMORISED = 0.995
 MEMORISED_BAD = 0.5
-# A mean loss this close to that of guessing is that of an untrained network.
+# A network whose mean loss is at least this share of that of guessing is taken for untrained.
 UNTRAINED = 0.95
 EARLIER = "Use earlier checkpoints too."
 
@@ -55,17 +56,17 @@ class SelfInfluence(Printed):
     """A table with one row per example: its self-influence, and cheaper scores.
 
     Attributes:
-        ids: (N,) of the examples.
-        checkpoints: their names, in order.
+        ids: (N,) the examples' ids.
+        checkpoints: the checkpoints' names, in order.
         self_influence: (N,) Σ_c η_c ‖∇ℓ_i(w_c)‖², in units of loss.
         grad_norm: (N,) mean of ‖∇ℓ_i(w_c)‖ over the checkpoints; early in training, GraNd.
         loss: (N,) mean over the checkpoints.
-        margin: (N,) mean over the checkpoints of p_y - max_{k≠y} p_k; NaN if no classification
-            was seen in the loss, and where the label is ignored or the logits are not finite.
+        margin: (N,) mean over the checkpoints of p_y - max_{k≠y} p_k; NaN if the loss calls no
+            cross-entropy, if the label is ignored, or if the logits are not finite.
         el2n: (N,) mean over the checkpoints of ‖p - onehot(y)‖; NaN likewise.
-        label: (N,) the given label; -1 if it is ignored or not known.
-        predicted: (N,) the class of highest probability at the last checkpoint; -1 if not known.
-        reason: why labels, and so margins, are missing; None if they are not.
+        label: (N,) the given label; -1 if it is ignored or unknown.
+        predicted: (N,) the class of highest probability at the last checkpoint; -1 if unknown.
+        reason: why labels, and with them margins, are missing; None if none are.
         sqnorm: (C, N) ‖∇ℓ_i(w_c)‖² at each checkpoint.
         by_checkpoint: column → (C, N) its values at each checkpoint.
     """
@@ -83,14 +84,14 @@ class SelfInfluence(Printed):
         self.checkpoints = checkpoints
         self._values = values
         self._complete = complete
-        each = self.by_checkpoint
-        self.self_influence = each["self_influence"].sum(0)
+        by_checkpoint = self.by_checkpoint
+        self.self_influence = by_checkpoint["self_influence"].sum(0)
         self.sqnorm = values[:, :, SQNORM]
-        self.grad_norm = each["grad_norm"].mean(0)
-        self.loss = each["loss"].mean(0)
-        self.margin = each["margin"].mean(0)
-        self.el2n = each["el2n"].mean(0)
-        self.predicted = each["predicted"][-1]
+        self.grad_norm = by_checkpoint["grad_norm"].mean(0)
+        self.loss = by_checkpoint["loss"].mean(0)
+        self.margin = by_checkpoint["margin"].mean(0)
+        self.el2n = by_checkpoint["el2n"].mean(0)
+        self.predicted = by_checkpoint["predicted"][-1]
         label = values[:, :, FIELDS.index("label")]
         self.label = _whole(label[-1])
         missing = bool(np.isnan(label).any())
@@ -125,10 +126,10 @@ class SelfInfluence(Printed):
 
     @property
     def by_checkpoint(self) -> dict[str, np.ndarray]:
-        """Column → (C, N): the values that it sums or averages, and the class predicted each time.
+        """Column → (C, N): its values at each checkpoint, before they are summed or averaged.
 
-        ``by_checkpoint["el2n"][0]`` is EL2N early in training; mean and spread over the rows show
-        what an example's training was like (data maps, Swayamdipta et al., arXiv 2009.10795).
+        ``by_checkpoint["el2n"][0]`` is EL2N early in training. Mean and spread over the checkpoints
+        show how an example was learned (data maps, Swayamdipta et al., arXiv 2009.10795).
         """
         field = {name: self._values[:, :, place] for place, name in enumerate(FIELDS)}
         return {
@@ -145,14 +146,14 @@ class SelfInfluence(Printed):
 
         Args:
             k: how many.
-            by: "self_influence", "grad_norm", "loss" or "el2n", the largest first; or "margin", the
+            by: "self_influence", "grad_norm", "loss" or "el2n", largest first; or "margin",
                 smallest first.
 
         Returns:
             SelfInfluence: a table of these rows, at most k.
 
         Raises:
-            ScoreError: k is not a positive number, or the table has no score named ``by``.
+            ScoreError: k is not a positive integer, or the table has no score named ``by``.
         """
         if not isinstance(by, str) or by not in SCORES:
             raise ScoreError(f"by is {by!r}, expected one of {', '.join(SCORES)}.")
@@ -174,13 +175,13 @@ class SelfInfluence(Printed):
             known_bad: (N,) bool, or ids, each once, in a list, set or array.
 
         Returns:
-            DetectionReport: AUROC, average precision and recall at the noise rate for
-            self-influence and for each baseline that the same pass yields. Scores that are not
-            finite for some example are left out, with the reason.
+            DetectionReport: AUROC, average precision and recall at the noise rate of self-influence
+            and of each baseline from the same pass. Scores that are not finite for some example are
+            left out, with the reason.
 
         Raises:
-            ScoreError: known_bad holds unknown ids, one id twice, or bools for another number of
-                examples, or marks none or all of them.
+            ScoreError: known_bad holds an unknown id, an id twice, or bools for another number of
+                examples, or it marks none or all examples.
         """
         bad = self._mask(known_bad)
         rows, missing = {}, {}
@@ -219,7 +220,7 @@ class SelfInfluence(Printed):
             MissingPackageError: without pandas or pyarrow.
         """
         with require("tables"):
-            # Asked for here: what pandas says of a missing one names no extra.
+            # Imported here, because pandas' own error would not name our extra.
             importlib.import_module("pyarrow")
         self.to_pandas().to_parquet(path, index=False)
 
@@ -264,14 +265,15 @@ class SelfInfluence(Printed):
         return f"SelfInfluence(examples={len(self)}, self_influence={low:.4g}…{high:.4g})"
 
     def _mask(self, known_bad: Any) -> np.ndarray:
+        """Return (N,) bool: which examples are known to be bad; or raise."""
         expected = "expected ids, or one bool for each example."
-        held = known_bad
+        plain = known_bad
         if isinstance(known_bad, Tensor):
-            if (found := unlike_numbers(known_bad)) is not None:
-                raise ScoreError(f"known_bad is {found}, {expected}")
-            held = known_bad.detach().cpu()
+            if (kind := unlike_numbers(known_bad)) is not None:
+                raise ScoreError(f"known_bad is {kind}, {expected}")
+            plain = known_bad.detach().cpu()
         try:
-            given = np.asarray(list(held) if isinstance(held, Set) else held)
+            given = np.asarray(list(plain) if isinstance(plain, Set) else plain)
             values, counts = np.unique(given, return_counts=True)
             listed = set(values.tolist())
         except (TypeError, ValueError, RuntimeError) as error:
@@ -293,27 +295,27 @@ class SelfInfluence(Printed):
                 )
             if given.dtype.kind == "f" and (np.abs(given) >= EXACT).any():
                 raise ScoreError(
-                    f"known_bad has dtype {given.dtype}, which does not tell ids of {EXACT:.0f} "
-                    "and more from their neighbours. Pass integers."
+                    f"known_bad has dtype {given.dtype}, which cannot hold every id from "
+                    f"{EXACT:.0f} on exactly. Pass integers."
                 )
             if (counts > 1).any():
                 raise ScoreError(
                     f"known_bad lists {values[counts > 1][:4].tolist()} more than once, expected "
                     "each id once. For a mask of zeros and ones pass known_bad.astype(bool)."
                 )
-            # Python's numbers: NumPy compares signed and unsigned ones as float64.
-            own = self.ids.tolist()
-            mask, known = np.array([each in listed for each in own]), set(own)
+            # As Python's integers: NumPy compares signed with unsigned ones as float64.
+            ids = self.ids.tolist()
+            mask, known = np.array([each in listed for each in ids]), set(ids)
             if unknown := [each for each in values.tolist() if each not in known]:
                 raise ScoreError(
-                    f"known_bad lists {unknown[:4]}, which are not ids of the table ({own[:4]} …). "
-                    "Pass ids, without ids= positions in the loader's data set (of a Subset, its "
-                    "own), or one bool for each example."
+                    f"known_bad lists {unknown[:4]}, which are not ids of the table ({ids[:4]} …). "
+                    "Pass ids (without ids= these are positions in the loader's data set, in the "
+                    "Subset if it is one), or one bool for each example."
                 )
         if mask.all() or not mask.any():
             raise ScoreError(
                 f"known_bad marks {int(mask.sum())} of {len(self)} examples, expected at least one "
-                "and not all: there is nothing to tell apart."
+                "and not all."
             )
         return mask
 
@@ -326,12 +328,11 @@ class SelfInfluence(Printed):
             field = dict(zip(FIELDS, rows.T, strict=True))
             as_given = field["label"] == field["predicted"]
             guessing = np.log(field["classes"]).mean()
-            # One infinite loss says nothing of the others.
             finite = field["loss"][np.isfinite(field["loss"])]
             if len(finite) and finite.mean() >= UNTRAINED * guessing:
                 what = f"has mean loss {finite.mean():.3g}, guessing gives {guessing:.3g}"
                 why = (
-                    "at the initialisation, gradient norms are no better than chance. Use "
+                    "near the initialisation, gradient norms are no better than chance. Use "
                     "checkpoints that have learned more."
                 )
             elif bad is not None and as_given[bad].mean() >= MEMORISED_BAD:
@@ -345,10 +346,10 @@ class SelfInfluence(Printed):
                 continue
             found.setdefault(why, []).append((name, what))
         warnings = []
-        for why, ((name, what), *others) in found.items():
-            more = f", … ({len(others)} in all)" if len(others) > 3 else ""
-            named = ", ".join(other for other, _ in others[:3])
-            shared = f" The same holds for {named}{more}." if others else ""
+        for why, ((name, what), *rest) in found.items():
+            more = f", … ({len(rest)} in all)" if len(rest) > 3 else ""
+            names = ", ".join(name for name, _ in rest[:3])
+            shared = f" The same holds for {names}{more}." if rest else ""
             warnings.append(f"{name} {what}: {why}{shared}")
         return warnings
 

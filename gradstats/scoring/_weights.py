@@ -29,56 +29,58 @@ from gradstats.scoring._renewal import Renewal
 def load_weights(model: nn.Module, checkpoint: Checkpoint, renewal: Renewal) -> None:
     """Give the borrowed model a checkpoint's weights; names, shapes and ties must agree.
 
-    What its forwards at other weights have left in it is taken away, and with it what was derived
-    when these were loaded.
+    Whatever the model has computed from other weights, in forwards or when they were loaded, is
+    undone before.
     """
     if not any(_changed(model.state_dict(), fitted(model, checkpoint))):
         return
     renewal.begin_anew()
     state, entries = model.state_dict(), fitted(model, checkpoint)
-    held = {**state, **entries}
-    # What stays the same is not loaded: below adapters that is nearly all, and what quantised
-    # layers hold beside their weights can often not be.
+    target = {**state, **entries}
+    # Entries that stay the same are not loaded: with adapters these are nearly all, and what
+    # quantised layers hold beside their weights often cannot be loaded.
     changed = list(_changed(state, entries))
-    some, alone = _with_neighbours(changed, held, state), _loads_entries_alone(model)
+    some, plain = _with_neighbours(changed, target, state), _loads_plainly(model)
     try:
         try:
-            # Hooks may look for all entries, and write to more than these show.
-            _load(model, some if alone else held, state, alone)
+            # Loading hooks may expect all entries, and may write to other tensors too.
+            _load(model, some if plain else target, state, plain)
         except RuntimeError:
-            if alone:
+            if plain:
                 raise
-            _load(model, some, state, alone)
+            _load(model, some, state, plain)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{checkpoint.name} does not fit the model: {_misfit(model, held) or error}"
+            f"{checkpoint.name} does not fit the model: {_misfit(model, target) or error}"
         ) from error
-    _check_shared(model, held, checkpoint.name)
+    _check_shared(model, target, checkpoint.name)
     if overrides_modes(model):
-        model.eval()  # what was computed from other weights may be dropped there
+        model.eval()  # may drop what was computed from other weights
 
 
 def _changed(state: Mapping[str, Any], entries: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of a checkpoint's entries that the model is not known to share."""
+    """Yield the names of a checkpoint's entries that may differ from the model's."""
     return (name for name, value in entries.items() if not _same(value, state[name]))
 
 
 def _with_neighbours(
-    changed: Sequence[str], held: Mapping[str, Any], state: Mapping[str, Any]
+    changed: Sequence[str], target: Mapping[str, Any], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return entries of a state dict with those that have to be loaded together with them."""
+    """Return the changed entries with those of the same module or the same memory.
+
+    All names of tied weights must be loaded: the last one that is loaded counts.
+    """
     owners = {name.rpartition(".")[0] for name in changed}
-    # Of tied weights the one that is loaded last counts.
-    places = {place for name in changed for place in _storages(state[name])}
+    memory = {each for name in changed for each in _storages(state[name])}
     return {
         name: value
-        for name, value in held.items()
-        if name.rpartition(".")[0] in owners or not places.isdisjoint(_storages(state[name]))
+        for name, value in target.items()
+        if name.rpartition(".")[0] in owners or not memory.isdisjoint(_storages(state[name]))
     }
 
 
 def _load(
-    model: nn.Module, entries: Mapping[str, Any], state: Mapping[str, Any], alone: bool
+    model: nn.Module, entries: Mapping[str, Any], state: Mapping[str, Any], plain: bool
 ) -> None:
     """Load entries of a state dict into memory that is not the user's.
 
@@ -86,22 +88,22 @@ def _load(
         model: borrowed.
         entries: what to load.
         state: the model's own state dict.
-        alone: whether nothing is written to but the tensors that the entries show.
+        plain: see ``_loads_plainly``.
     """
     tensors = model_tensors(model)
     known = {memory_of(tensor) for tensor in tensors}
     written = [_storages(state[name]) for name in entries]
-    # An entry that shows none of the model's tensors was made of some of them.
-    shown = alone and all(each and each <= known for each in written)
-    places = set().union(*written) if shown else known
-    move(tensors, {id(tensor) for tensor in tensors if memory_of(tensor) in places})
+    # A state dict may hold tensors made from the model's: then it is not known which are written.
+    is_known = plain and all(each and each <= known for each in written)
+    memory = set().union(*written) if is_known else known
+    move(tensors, {id(tensor) for tensor in tensors if memory_of(tensor) in memory})
     lost = model.load_state_dict(entries, strict=False).unexpected_keys
     if lost:
         raise RuntimeError(f"the model has no way to take {quoted(lost)}")
 
 
-def _loads_entries_alone(model: nn.Module) -> bool:
-    """Whether loading writes to the tensors that entries of a state dict show, and no others."""
+def _loads_plainly(model: nn.Module) -> bool:
+    """Whether loading an entry writes to the tensor that the state dict holds, and to no other."""
     return not any(
         module._load_state_dict_pre_hooks
         or module._load_state_dict_post_hooks
@@ -110,13 +112,13 @@ def _loads_entries_alone(model: nn.Module) -> bool:
     )
 
 
-def _misfit(model: nn.Module, held: dict[str, Any]) -> str | None:
-    """Return which values have other shapes than the model's tensors, None if none has."""
+def _misfit(model: nn.Module, target: dict[str, Any]) -> str | None:
+    """Return which values have other shapes than the model's tensors; None if none has."""
     prefix = wrapper_prefix(model)
     shapes = {
-        clean_name(name, prefix): (tuple(held[name].shape), tuple(own.shape))
-        for name, own in model.state_dict().items()
-        if isinstance(own, Tensor) and isinstance(held[name], Tensor)
+        clean_name(name, prefix): (tuple(target[name].shape), tuple(tensor.shape))
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor) and isinstance(target[name], Tensor)
     }
     misfits = [
         f"{name!r} has shape {got}, expected {expected}"
@@ -126,42 +128,39 @@ def _misfit(model: nn.Module, held: dict[str, Any]) -> str | None:
     if not misfits:
         return None
     more = f"; and {len(misfits) - 3} more" if len(misfits) > 3 else ""
-    return (
-        f"{'; '.join(misfits[:3])}{more}. Pass a model of the architecture that was trained, or "
-        "its checkpoints."
-    )
+    return f"{'; '.join(misfits[:3])}{more}. Pass a model of the architecture that was trained."
 
 
-def _check_shared(model: nn.Module, held: dict[str, Any], checkpoint: str) -> None:
-    """Raise where what was loaded under one name was overwritten by what another name holds."""
+def _check_shared(model: nn.Module, target: dict[str, Any], checkpoint: str) -> None:
+    """Raise if names that share memory in the model have different values in a checkpoint."""
     sharing: dict[int, dict[str, Tensor]] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor) and value.layout == torch.strided:
             sharing.setdefault(memory_of(value), {})[name] = value
     for group in (group for group in sharing.values() if len(group) > 1):
         for name, value in group.items():
-            if same_bits(value, held[name].to(value)):
+            if same_bits(value, target[name].to(value)):
                 continue
             prefix = wrapper_prefix(model)
-            others = quoted([clean_name(other, prefix) for other in group if other != name])
+            tied = quoted([clean_name(other, prefix) for other in group if other != name])
             raise CheckpointError(
                 f"{checkpoint} holds other values for {clean_name(name, prefix)!r} than for "
-                f"{others}, which share memory in the model. Expected equal values: pass a model "
-                "that ties its weights as the one that was trained does."
+                f"{tied}, which share memory in the model. Expected equal values: pass a model "
+                "that ties the same weights as the one that was trained."
             )
 
 
 def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return a checkpoint's values by the names of the model's state dict, or raise.
 
-    A name may be missing where the model's tensor is another name's too: safetensors files hold
-    tied weights once. What wrappers hold beside the model is left out.
+    One name of tied weights is enough, as in safetensors files. Values that belong to a wrapper
+    around the model are left out.
     """
     prefix = wrapper_prefix(model)
     state = {name: own for name, own in model.state_dict().items() if name.startswith(prefix)}
     own = {name: clean_name(name, prefix) for name in state}
     known = set(own.values())
-    # AveragedModel keeps the number of its updates beside the weights.
+    # AveragedModel keeps the count of its updates beside the weights.
     counts = {"n_averaged"} - known
     weights = {name: value for name, value in checkpoint.weights.items() if name not in counts}
     given = matching_names(weights, known)
@@ -170,7 +169,8 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
     if shards:
         raise CheckpointError(
             f"{checkpoint.name} holds one process' shards of {quoted(shards)}, expected whole "
-            "tensors: torch.distributed.checkpoint.state_dict gives them with full_state_dict=True."
+            "tensors: save them by torch.distributed.checkpoint.state_dict with "
+            "full_state_dict=True."
         )
     held = {name: values[bare] for name, bare in own.items() if bare in values}
     _check_floating(model, state, held, checkpoint.name)
@@ -187,9 +187,9 @@ def fitted(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Any]:
 def _check_floating(
     model: nn.Module, state: Mapping[str, Any], held: Mapping[str, Any], checkpoint: str
 ) -> None:
-    """Raise where parameters would be given integers, as quantised weights are without a scale."""
-    if not _loads_entries_alone(model):
-        return  # which may know what they stand for
+    """Raise if a parameter would be given integers, such as quantised weights without a scale."""
+    if not _loads_plainly(model):
+        return  # the model's own loading may know what they stand for
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, value in held.items():
         own = state[name]
@@ -200,8 +200,8 @@ def _check_floating(
         if inexact and not fits:
             raise CheckpointError(
                 f"{checkpoint} does not fit the model: {clean_name(name, wrapper_prefix(model))!r} "
-                f"has dtype {value.dtype}, expected {own.dtype}, and would be converted to what it "
-                "does not stand for. Give the model's weights in floating point."
+                f"has dtype {value.dtype}, expected {own.dtype}: converting it may give other "
+                "weights. Pass the weights in floating point."
             )
 
 
@@ -222,9 +222,8 @@ def _unfitting(
         remedy = f" It is one file of several: pass their index, {index}."
     elif prefix := _before_each(missing, unexpected):
         remedy = (
-            f" Its names are the model's with {prefix!r} before them: pass the module that was "
-            "saved as the model, with a loss_fn that calls it, or the state dicts without that "
-            "prefix."
+            f" Its names are the model's with {prefix!r} before them: pass state dicts without "
+            "that prefix, or the module that was saved, with a loss_fn that calls it."
         )
     elif prefix := _before_each(unexpected, missing):
         remedy = (
@@ -233,16 +232,15 @@ def _unfitting(
         )
     elif missing:
         remedy = (
-            " What was never trained and therefore not saved, such as the weights below adapters, "
-            "is not filled in by guessing: pass gs.Checkpoints([{**model.state_dict(), **saved}, "
-            "...], lr=...), where saved has the names of model.state_dict()."
+            " If these were not saved because they were not trained, pass "
+            "gs.Checkpoints([{**model.state_dict(), **saved}, ...], lr=...), where saved has the "
+            "names of model.state_dict()."
         )
     if adapted:
         remedy += (
-            " peft saves adapters under names without the adapter's own: pass its files as they "
-            "are, for a model in which they hold all that is trained. Otherwise "
-            "peft.set_peft_model_state_dict(model, saved) gives them to the model, whose state "
-            "dict has the names."
+            " If adapters of peft are all that is trained, pass peft's files unchanged. Otherwise "
+            "load them with peft.set_peft_model_state_dict(model, saved) and pass "
+            "model.state_dict()."
         )
     return CheckpointError(
         f"{checkpoint} does not fit the model: {', and '.join(lacks + holds)}. Expected the state "
@@ -251,7 +249,7 @@ def _unfitting(
 
 
 def _before_each(names: Sequence[str], longer: Sequence[str]) -> str:
-    """Return the path that makes of all names those of another list, '' where there is none."""
+    """Return the prefix that turns all names into names of another list; '' if there is none."""
     for name in longer if names else ():
         prefix = name.removesuffix(names[0])
         if prefix.endswith(".") and {prefix + n for n in names} <= {*longer}:
@@ -265,7 +263,7 @@ def _storages(value: Any) -> set[int]:
 
 
 def _place(value: Any) -> tuple:
-    """Return which view of which memory a tensor is; what has no memory is a place of its own."""
+    """Return what identifies a view of memory; a value without memory identifies itself."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return (id(value),)
     return tuple(
@@ -275,7 +273,7 @@ def _place(value: Any) -> tuple:
 
 
 def _same(value: Any, own: Any) -> bool:
-    """Whether what a checkpoint holds is known to be what the model holds already."""
+    """Whether a checkpoint's value is known to equal the model's."""
     if _place(value) == _place(own):
         return True
     if not (isinstance(value, Tensor) and isinstance(own, Tensor)) or value.device != own.device:
@@ -288,8 +286,8 @@ def weights_hash(model: nn.Module, checkpoint: Checkpoint) -> str:
     """Return a SHA-256 over names, shapes, dtypes and values of a checkpoint of a model."""
     content = ContentHash()
     prefix = wrapper_prefix(model)
-    held = {clean_name(name, prefix): v for name, v in fitted(model, checkpoint).items()}
-    content.add(dict(sorted(held.items())))
+    values = {clean_name(name, prefix): v for name, v in fitted(model, checkpoint).items()}
+    content.add(dict(sorted(values.items())))
     return content.hexdigest()
 
 

@@ -782,7 +782,7 @@ def test_a_checkpoint_of_the_module_around_the_model(setting):
         "metric.total": torch.ones(1)
     }
     with pytest.raises(
-        gs.CheckpointError, match=r"the model's with 'net\.' before them: pass the mo"
+        gs.CheckpointError, match=r"the model's with 'net\.' before them: pass state dicts"
     ):
         score(setting, gs.Checkpoints([around], lr=1.0))
     outer = nn.ModuleDict({"net": setting.model})
@@ -840,7 +840,7 @@ def test_adapters_that_peft_saved(setting, tmp_path):
     np.testing.assert_allclose(measured(gs.Checkpoints(more, lr=0.1)), expected, rtol=1e-12)
     named = [{**whole, **{name: state[name] for name in trained}} for state in states]
     np.testing.assert_allclose(measured(gs.Checkpoints(named, lr=0.1)), expected, rtol=1e-12)
-    hint = "peft saves adapters under names without the adapter's own: pass its files as they are"
+    hint = "If adapters of peft are all that is trained, pass peft's files unchanged"
     with pytest.raises(gs.CheckpointError, match=hint):
         measured(gs.Checkpoints([{**whole, **part} for part in parts], lr=0.1))
     with pytest.raises(gs.CheckpointError, match=hint):
