@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
 from benchmarks.ledger import peak_memory
+from tests import forked
 from tests.functions import linear_without_rule
 from tests.losses import losses_of as classify
 from tests.oracle import (
@@ -406,7 +407,7 @@ def _step_of_one_process(rank, folder):
 
 def test_distributed(tmp_path):
     """Each process measures its own examples; tensor parallelism is refused by name."""
-    torch.multiprocessing.spawn(_step_of_one_process, (str(tmp_path),), nprocs=2)
+    forked.run(_step_of_one_process, str(tmp_path))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     batch = normal(B, WIDTH), torch.randint(3, (B,))

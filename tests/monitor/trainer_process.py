@@ -1,10 +1,10 @@
-"""What each of two processes does when Hugging Face's Trainer runs them with DDP."""
+"""What two processes do in ``test_distributed`` when Hugging Face's Trainer runs them with DDP."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from gradstats.integrations.transformers import GradStatsCallback
 from tests.monitor.expected import gradient_rows, metrics_of
-from tests.monitor.processes import leave
+from tests.monitor.processes import RANKS
 from tests.monitor.text import (
     Recorder,
     assert_close,
@@ -24,29 +24,29 @@ from tests.monitor.text import (
 )
 
 
-def started(rank: int, port: int, ranks: int) -> None:
-    """Tell the Trainer which of the processes this is."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def trainers(rank: int) -> None:
+    """Tell the Trainer which of the processes this is, and train twice."""
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), ACCELERATE_USE_CPU="true",
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
+        ACCELERATE_USE_CPU="true",
     )  # fmt: skip
+    for body in (train, train_in_eval_mode):
+        with tempfile.TemporaryDirectory() as folder:
+            body(rank, folder)
 
 
-def train(rank: int, port: int, folder: str, ranks: int) -> None:
-    started(rank, port, ranks)
+def train(rank: int, folder: str) -> None:
     recorder, callback = Recorder(), GradStatsCallback(every=2, ids="line", alignment=False)
     trainer = trainer_for(
-        language_model(), [recorder, callback], Path(folder), max_steps=3, ddp_backend="gloo",
+        language_model(), [recorder, callback], folder, max_steps=3, ddp_backend="gloo",
         per_device_train_batch_size=2,
     )  # fmt: skip
-    assert trainer.args.world_size == ranks
+    assert trainer.args.world_size == RANKS
     # Both processes together: what each saw of the step, in one batch.
     for number in (0, 2):
         weights, (tokens, labels, count, lines) = recorder.whole(number)
         mine = [tokens, labels, lines]
-        theirs = [[torch.empty_like(item) for _ in range(ranks)] for item in mine]
+        theirs = [[torch.empty_like(item) for _ in range(RANKS)] for item in mine]
         for received, item in zip(theirs, mine, strict=True):
             dist.all_gather(received, item)
         tokens, labels, lines = map(torch.cat, theirs)
@@ -61,7 +61,6 @@ def train(rank: int, port: int, folder: str, ranks: int) -> None:
         np.testing.assert_allclose(metrics["batch_loss"], own["loss"], rtol=1e-5)
     last = callback.monitor.examples(len(lines))
     assert {record.id for record in last} == set(lines.tolist()) and len(lines) == 8
-    leave()
 
 
 class EvaluatesOnce(Trainer):
@@ -78,18 +77,16 @@ class EvaluatesOnce(Trainer):
             del model.train
 
 
-def train_in_eval_mode(rank: int, port: int, folder: str, ranks: int) -> None:
+def train_in_eval_mode(rank: int, folder: str) -> None:
     """Train where one process cannot measure a step that the other one does."""
-    started(rank, port, ranks)
     callback = GradStatsCallback(every=2, alignment=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = trainer_for(
-            language_model(), [callback], Path(folder), max_steps=3, ddp_backend="gloo",
+            language_model(), [callback], folder, max_steps=3, ddp_backend="gloo",
             per_device_train_batch_size=2, trainer=EvaluatesOnce,
         )  # fmt: skip
     assert list(logged(trainer, "gns/tr_sigma")) == [3]
     said = [str(each.message) for each in caught if "step 0" in str(each.message)]
     reason = "another process ran no backward" if rank else "no forward of the model in"
     assert len(said) == 1 and reason in said[0], said
-    leave()
