@@ -1,8 +1,10 @@
 """Runs scoring calls in processes of their own, to be killed, limited, or to share the work.
 
-    python -m tests.scoring.processes COMMAND FOLDER [ARGUMENTS]
+    python -m tests.scoring.processes
 
-One process imports PyTorch; each run is a fork of it. Prints one JSON line: how each run ended.
+One process imports PyTorch; each run is a fork of it. It takes commands from its standard input,
+each a JSON list of strings: COMMAND, FOLDER, [ARGUMENTS]. It answers each with a JSON line: how the
+runs ended, and what they wrote to standard error.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ def fork(action: Callable[[], None]) -> int:
     if child:
         return child
     code = 1
+    signal.alarm(300)  # which ends a process that waits for ever
     try:
         action()
         code = 0
@@ -300,27 +303,37 @@ def share(rank: int, size: int, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def main() -> None:
-    command, folder, *arguments = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+def run(command: str, folder: Path, *arguments: str) -> list[int]:
+    """Run one command and return how its processes ended."""
     if command == "kill":
         kind, *counts = arguments
-        codes = [
+        return [
             ended(fork(lambda count=count: kill_at(int(count), kind, folder))) for count in counts
         ]
-    elif command == "limit":
-        codes = [ended(fork(lambda each=each: limit_at(int(each), folder))) for each in arguments]
-    elif command == "lists":
-        children = [fork(lambda: list_at_once(folder)) for _ in range(int(arguments[0]))]
-        codes = [ended(child) for child in children]
-    elif command == "beside":
-        size = int(arguments[0])
-        children = [fork(lambda each=each: beside(each, size, folder)) for each in range(size)]
-        codes = [ended(child) for child in children]
-    else:
-        size = int(arguments[0])
-        children = [fork(lambda rank=rank: share(rank, size, folder)) for rank in range(size)]
-        codes = [ended(child) for child in children]
-    print(json.dumps(codes))
+    if command == "limit":
+        return [ended(fork(lambda each=each: limit_at(int(each), folder))) for each in arguments]
+    size = int(arguments[0])
+    actions = {
+        "lists": lambda rank: list_at_once(folder),
+        "beside": lambda rank: beside(rank, size, folder),
+        "share": lambda rank: share(rank, size, folder),
+    }
+    children = [fork(lambda rank=rank: actions[command](rank)) for rank in range(size)]
+    return [ended(child) for child in children]
+
+
+def main() -> None:
+    for line in sys.stdin:
+        command, folder, *arguments = json.loads(line)
+        standard_error = os.dup(2)
+        reading, writing = os.pipe()  # not a file, whose size a command may limit
+        os.dup2(writing, 2)
+        os.close(writing)
+        codes = run(command, Path(folder), *arguments)
+        os.dup2(standard_error, 2)
+        os.close(standard_error)
+        with open(reading) as said:
+            print(json.dumps([codes, said.read()]), flush=True)
 
 
 if __name__ == "__main__":

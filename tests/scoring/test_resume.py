@@ -39,15 +39,25 @@ TILES = 3 * 2
 RECOGNISED = [4, 4]
 
 
-def run_process(*arguments) -> tuple[list[int], str]:
-    """Run tests.scoring.processes; return how its runs ended, and what they said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.scoring.processes", *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+@pytest.fixture(scope="module")
+def run_processes():
+    """Return a function that has tests.scoring.processes carry out a command.
+
+    It returns how the processes ended, and what they wrote to standard error.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.scoring.processes"], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    ) as server:  # fmt: skip
+
+        def run(*arguments) -> tuple[list[int], str]:
+            print(json.dumps([*map(str, arguments)]), file=server.stdin, flush=True)
+            answer = server.stdout.readline()
+            assert answer, "tests.scoring.processes has ended"
+            return json.loads(answer)
+
+        yield run
 
 
 class Counting:
@@ -79,9 +89,9 @@ def assert_same(kind, got, expected) -> None:
         ("top", [2, 5, 1]),
     ],
 )
-def test_killed_again_and_again_the_bits_are_the_same(tmp_path, kind, counts):
+def test_killed_again_and_again_the_bits_are_the_same(run_processes, tmp_path, kind, counts):
     out = tmp_path / "scores"
-    codes, _ = run_process("kill", out, kind, *counts)
+    codes, _ = run_processes("kill", out, kind, *counts)
     assert codes == [-signal.SIGKILL] * len(counts)
     counting = Counting()
     resumed = call(kind, out, loss=counting)
@@ -94,10 +104,10 @@ def test_killed_again_and_again_the_bits_are_the_same(tmp_path, kind, counts):
     assert counting.sizes == RECOGNISED
 
 
-def test_a_kill_loses_at_most_the_tile_in_flight(tmp_path):
+def test_a_kill_loses_at_most_the_tile_in_flight(run_processes, tmp_path):
     """The 26th write is the first of the fourth tile's."""
     out = tmp_path / "scores"
-    (code,), _ = run_process("kill", out, "matrix", 26)
+    (code,), _ = run_processes("kill", out, "matrix", 26)
     assert code == -signal.SIGKILL
     (first,) = out.glob("checkpoint-*")
     done = np.load(first / "done.npy") != 0
@@ -109,9 +119,9 @@ def test_a_kill_loses_at_most_the_tile_in_flight(tmp_path):
     assert counting.sizes[:5] == [4, 4, 2, 4, 3]
 
 
-def test_files_that_cannot_grow_are_reported_and_nothing_is_lost(tmp_path):
+def test_files_that_cannot_grow_are_reported_and_nothing_is_lost(run_processes, tmp_path):
     out = tmp_path / "scores"
-    codes, said = run_process("limit", out, 0, 14)
+    codes, said = run_processes("limit", out, 0, 14)
     assert codes == [0, 0] and said.count("cannot be written: File too large") == 2, said
     assert "Resolve this, and call again" in said.splitlines()[-1]
     (first,) = out.glob("checkpoint-*")
@@ -515,9 +525,9 @@ def test_calls_that_share_a_folder_keep_each_others_checkpoints(tmp_path):
     np.testing.assert_allclose(np.asarray(loaded), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_processes_fill_one_folder_at_once(tmp_path):
+def test_processes_fill_one_folder_at_once(run_processes, tmp_path):
     """Each with checkpoints of its own, and one is killed while it writes the manifest."""
-    codes, said = run_process("beside", tmp_path / "scores", 4)
+    codes, said = run_processes("beside", tmp_path / "scores", 4)
     assert codes == [0, 0, 0, -signal.SIGKILL], said
     states = [setting_state(make_setting().model, number) for number in range(3 * 4)]
     counting = Counting()
@@ -529,8 +539,8 @@ def test_processes_fill_one_folder_at_once(tmp_path):
     assert sum(counting.sizes) - 12 * 4 <= 3 * (11 + 6)
 
 
-def test_processes_write_the_same_lists_at_once(tmp_path):
-    codes, said = run_process("lists", tmp_path / "scores", 3)
+def test_processes_write_the_same_lists_at_once(run_processes, tmp_path):
+    codes, said = run_processes("lists", tmp_path / "scores", 3)
     assert codes == [0, 0, 0], said
     assert_same("top", gs.TopScores.load(tmp_path / "scores"), call("top", None))
 
@@ -874,9 +884,9 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_two_processes_share_the_work(tmp_path):
+def test_two_processes_share_the_work(run_processes, tmp_path):
     """The same result and the same files as one process, each example passed by one of them."""
-    codes, said = run_process("share", tmp_path, 2)
+    codes, said = run_processes("share", tmp_path, 2)
     assert codes == [0, 0], said
     single = {}
     for kind in ("matrix", "top", "self"):
