@@ -32,6 +32,23 @@ def pytest_unconfigure(config):
     gc.unfreeze()
 
 
+@pytest.fixture
+def quick_collections():
+    """Let collections pass over all that is there before a test that makes many of them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported():
+    """Let collections pass over what the tests of a module have imported when they first ran."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 100:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _decisions_follow_patches():
     """Have rules decide anew after every patch: it may change limits or libraries they read."""

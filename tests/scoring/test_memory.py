@@ -15,12 +15,7 @@ from tests.scoring.setting import batches, loss_fn
 
 BATCH = 16
 
-
-@pytest.fixture(autouse=True)
-def quick_collection():
-    """Leave out of the collections what was there before."""
-    gc.collect()
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def make(width, examples):
