@@ -150,6 +150,64 @@ def test_a_page_goes_on_from_the_readme(page, after_the_readme):
     run(page, after_the_readme)
 
 
+def rows_of_tokens(rows):
+    """Pad rows as a data collator for language models does."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def padded(values, filling):
+        return torch.tensor([[*each, *[filling] * (longest - len(each))] for each in values])
+
+    labels = [row.get("labels", row["input_ids"]) for row in rows]
+    return {
+        "input_ids": padded([row["input_ids"] for row in rows], 0),
+        "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows], 0),
+        "labels": padded(labels, -100),
+    }
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_recipe_for_a_folder_of_checkpoints(packed, after_the_readme, tmp_path):
+    """On the files that Hugging Face's Trainer leaves; scores as of single gradients."""
+    transformers = pytest.importorskip("transformers")
+    (page,) = [page for page in GUIDE if page.stem == "language-models"]
+    (recipe,) = blocks(page, "py")
+    names = after_the_readme
+    run(page, names)
+    config = transformers.GPT2Config(
+        vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=9, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    for number, rate in (5, 0.1), (10, 0.01):
+        folder = tmp_path / "output" / f"checkpoint-{number}"
+        model.save_pretrained(folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+    data = [{"input_ids": torch.randint(1, 11, (length,)).tolist()} for length in (6, 4, 9, 5)]
+    collator = transformers.DataCollatorWithFlattening() if packed else rows_of_tokens
+    if packed:  # what the page says to change
+        recipe = recipe.replace("language_model_loss", "packed_language_model_loss")
+        recipe = recipe.replace("loss)) ", "loss, cu_seqlens=bounds(next(iter(loader))))) ")
+        recipe = recipe.replace("loss, run", "loss, run, cu_seqlens=bounds")
+    names |= {"model": model, "train_dataset": data, "collator": collator}
+    names |= {"prompt": [1, 2], "completion": [3, 4, 5]}
+    exec(compile(recipe, "the recipe", "exec"), names)
+
+    want = np.zeros(len(data))
+    for number, rate in (5, 0.1), (10, 0.01):
+        saved = type(model).from_pretrained(tmp_path / "output" / f"checkpoint-{number}")
+        for place, row in enumerate(data):
+            ids = torch.tensor([row["input_ids"]])
+            loss = saved.double()(input_ids=ids, labels=ids).loss
+            loss = loss * (ids.shape[1] - 1) if packed else loss
+            gradients = torch.autograd.grad(loss, saved.parameters())
+            want[place] += rate * sum(each.square().sum().item() for each in gradients)
+    np.testing.assert_allclose(names["table"].self_influence, want, rtol=1e-4)
+    assert names["scores"].shape == (4, 1) and names["table"].reason is not None
+
+
 def links_of(page) -> list[tuple[str, str]]:
     """Return the file, from the page, and the heading that each link within the project names."""
     return re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
