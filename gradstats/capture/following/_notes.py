@@ -1,4 +1,4 @@
-"""What is known about a tensor, noted on another that was computed in the same way."""
+"""What is known about a tensor, which is noted on others that are computed in the same way."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Note(NamedTuple):
     """What is known about a tensor.
 
     Attributes:
-        constant: whether it belongs to no example.
-        place: where its examples lie; None if they lie as the contract says.
-        held: properties of its values: see ``Values``.
+        constant: whether it is a constant.
+        place: its layout; None if that is the contract's.
+        held: the properties of its values: see ``Values``.
     """
 
     constant: bool
@@ -29,7 +29,7 @@ class Note(NamedTuple):
 def is_unusual(marks: Marks, tensor: Tensor) -> bool:
     """Whether anything beyond the contract is known about a data tensor.
 
-    Not that its values are drawn, which what uses it as data need not know.
+    That its values are drawn does not count: it does not matter where the tensor is used as data.
     """
     written = bool(marks.written.storages) and tensor in marks.written
     if written or marks.is_marked(tensor):
@@ -38,7 +38,7 @@ def is_unusual(marks: Marks, tensor: Tensor) -> bool:
 
 
 def note_of(marks: Marks, tensor: Tensor) -> Note | None:
-    """Return what is known about a tensor; None if it holds for this tensor only."""
+    """Return what is known about a tensor; None if some of it may hold for this tensor only."""
     if not marks.is_data(tensor):
         return Note(True, None, {})
     held = marks.values.held_by(tensor)
@@ -49,7 +49,7 @@ def note_of(marks: Marks, tensor: Tensor) -> Note | None:
     if mark is not None and place is None:
         return None
     if isinstance(place, Examples) and place.segments is not None:
-        return None  # it depends on this tensor's values
+        return None  # the segments depend on this tensor's values
     return Note(False, place, held)
 
 

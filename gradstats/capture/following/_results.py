@@ -1,7 +1,7 @@
 """Which results of an operation of the user's code are constant, and which are data.
 
-Results without data among the operands are constants. For the others, ``_following`` and
-``_written`` tell where the examples lie.
+Without data among the operands, the results are constants. Otherwise ``_following`` and
+``_written`` tell where the examples lie in them.
 """
 
 from __future__ import annotations
@@ -69,36 +69,37 @@ def follow_results(
     data = [t for t in operands if marks.is_data(t)]
     if len(every) > len(operands):
         if func in UNFOLLOWED or type(func) in OPAQUE:
-            func = None  # a tracked operand's rule has checked where the examples lie
+            func = None  # the rule of a tracked operand has checked where the examples lie
     if func in FACTORIES:
-        data = []  # the size may come from data, the contents do not
+        data = []  # which may set the size, but not the contents
     elif func in MULTIPLIES and _cancels(marks, data, (*args, *kwargs.values())):
-        data = []  # as where outputs that a loss does not need are added to it, times 0
+        data = []  # such as outputs that are added to a loss times 0, so that all are used
     elif func is Tensor.new_tensor:
-        data = [t for t in data if t is not args[0]]  # whose dtype and device it takes
+        data = [t for t in data if t is not args[0]]  # which only sets dtype and device
     elif func in READS_ONLY_FIRST or func in RESHAPES:
         data = [t for t in data if t is args[0]]
     results = flatten(result) if isinstance(result, (tuple, list)) else [result]
     if data:
-        own, changed = data, args[0] if func in IN_PLACE else None
+        changed = args[0] if func in IN_PLACE else None
+        decisive = data
         if took_given(marks) and len(data) > 1 and func not in WRITES:
-            data = without_given(marks, data)
-        _follow_data(tracker, func, args, kwargs, data, result, results)
+            decisive = without_given(marks, data)
+        _follow_data(tracker, func, args, kwargs, decisive, result, results)
         for tensor in results if marks.meetings.coupled else ():
             if isinstance(tensor, Tensor):
                 marks.meetings.couple_base(tensor, operands)
-        if len(operands) > len(own):
+        if len(operands) > len(data):
             note_beside(marks, Call(func, args, kwargs, operands, result))
         if marks.taken is not None:
-            note_made(marks, func, results, own, changed)
+            note_made(marks, func, results, data, changed)
         return
-    # What takes its form from the model's own tensors, as noise for weights does, is no data.
-    values = func in CALLERS_VALUES and not (
+    # Values in the form of the model's own tensors, such as noise for weights, are no data.
+    may_be_data = func in CALLERS_VALUES and not (
         len(every) > len(operands) or any(map(marks.is_kept, operands))
     )
     for tensor in results:
         if isinstance(tensor, Tensor) and node_of(tensor) is None:
-            if values and takes_for_data(marks, func, tensor):
+            if may_be_data and takes_for_data(marks, func, tensor):
                 continue
             marks.mark_constant(tensor)
             if tensor.requires_grad:
@@ -108,33 +109,33 @@ def follow_results(
 def _follow_copied(
     tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
 ) -> None:
-    """Note where the examples lie in tensors ``given`` to an operation to write its results to.
+    """Follow an operation that writes its results to tensors given as ``out``.
 
-    As if it had made new ones, which were then copied.
+    This is done as if it had made new tensors, which were then copied to the given ones.
     """
-    others = {name: item for name, item in kwargs.items() if name != "out"}
+    without_out = {name: item for name, item in kwargs.items() if name != "out"}
     made = [item.clone() for item in given]
-    follow_results(tracker, func, args, others, made)
+    follow_results(tracker, func, args, without_out, made)
     for target, source in zip(given, made, strict=True):
         follow_results(tracker, Tensor.copy_, (target, source), {}, target)
 
 
 def _cancels(marks: Marks, data: list[Tensor], operands: Sequence[Any]) -> bool:
-    """Whether the only operand of data, of several examples, is multiplied by the number 0."""
+    """Whether a product with the number 0 cancels data in which several examples are mixed."""
     zero = any(isinstance(item, (int, float)) and item == 0 for item in operands)
     return zero and len(data) == 1 and marks.owned(data[0]) is MIXED
 
 
 def _by_place(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """Return an operation in a canonical form, with arguments by position."""
+    """Return an operation in a canonical form, with its operands given by position."""
     if kwargs and not RENAMED.isdisjoint(kwargs):
         kwargs = in_pytorchs_names(func, kwargs)
     if kwargs and (not args or any([isinstance(item, Tensor) for item in kwargs.values()])):
         args, kwargs = by_place(func, args, kwargs)
     if func in EXTREMES and len(args) > 1 and isinstance(args[1], Tensor):
-        func = torch.maximum  # of two operands, whichever it is
+        func = torch.maximum  # torch.min of two operands is followed in the same way
     if func is torch.where and len(args) + len(kwargs) == 1:
-        func = torch.nonzero  # as a tuple
+        func = torch.nonzero  # with as_tuple=True
     return func, args, kwargs
 
 
@@ -144,8 +145,9 @@ def _follow_data(
     """Note where the examples lie in the results of an operation on data.
 
     Args:
+        tracker: the context.
         func, args, kwargs, result: the operation.
-        data: its operands of data.
+        data: the operands that determine where the examples lie.
         results: the leaves of its result.
     """
     marks = tracker.marks
@@ -158,12 +160,12 @@ def _follow_data(
             marks.place(tensor, None, function_name(func))
         return
     if type(func) in OPAQUE and not torch.is_grad_enabled():
-        return  # inside a compiled graph, which was followed when it was traced
+        return  # a compiled graph was followed when it was traced
     if func in WRITES and node_of(args[0]) is None:
         _follow_write(marks, func, args, kwargs, data, result)
         return
     if func in WRITES and marks.is_marked(result):
-        return  # a copy of what each example sees of a tracked tensor, which the rule has placed
+        return  # each example wrote to its own copy of a tracked tensor; the rule has placed them
     if func is torch.autograd.grad:
         follow_gradients(marks, args, kwargs, results)
         return
@@ -171,17 +173,17 @@ def _follow_data(
         if target.requires_grad and node_of(target) is None:
             marks.mark_data(target)
             follow_change(marks, Call(func, args, kwargs, data, target))
-    own = None if func in FOLLOWED else tracker.registered(func)
-    if own is not None and torch.is_grad_enabled():
-        own.follow(tracker, func, args, kwargs, results)
+    registered = None if func in FOLLOWED else tracker.registered(func)
+    if registered is not None and torch.is_grad_enabled():
+        registered.follow(tracker, func, args, kwargs, results)
         return
     prescribed = PRESCRIBES.get(func)
     layouts = None if prescribed is None else prescribed(marks, args, kwargs, results)
     if layouts is not None:
-        one = sole_example(marks, data)
+        sole = sole_example(marks, data)
         for tensor, layout in zip(results, layouts, strict=False):
             if isinstance(tensor, Tensor):
-                placed = one or layout
+                placed = sole or layout
                 marks.place(tensor, placed, function_name(func) if placed is None else None)
     else:
         for tensor in tensors:
@@ -193,7 +195,7 @@ def _follow_data(
 
 
 def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) -> None:
-    """Follow a write of data into a tensor, which stops being constant."""
+    """Follow a write of data into a tensor, which makes it data."""
     target = args[0]
     before = marks.is_data(target)
     after = target if func in IN_PLACE else result

@@ -1,4 +1,8 @@
-"""Tensors that count as data but may be constants: of given or drawn values, or enclosed ones."""
+"""Tensors that count as data but may be constants.
+
+These are tensors of given values (``torch.tensor([...])``) or of drawn ones (``torch.randn(...)``)
+that have the size of data, tensors in closures and globals, and lists with an entry per example.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from gradstats.errors import CoupledExamplesError, ExampleAxisError, Unsupported
 
 LAYERS = PRODUCTS | ROW_PRODUCTS | CONVOLUTIONS.keys()
 
-# Errors raised if values may belong to several examples, or it is not known to which.
+# Errors about values that may belong to several examples, or to an unknown one.
 ABOUT_EXAMPLES = (ExampleAxisError, CoupledExamplesError, UnsupportedOperationError)
 
 
@@ -33,10 +37,12 @@ def take_call(
     batch: Sequence[Tensor],
     entries: Iterable[Sequence[Any]],
 ) -> None:
-    """Prepare for a call of a loss function with the tensors of a batch.
+    """Prepare for a call of a loss function.
 
     Args:
-        entries: lists in the batch whose entries are taken for those of the examples, in order.
+        marks, loss_fn, model: the context's marks, and what is called.
+        batch: the tensors of the batch.
+        entries: lists in the batch whose i-th entry is taken for that of the i-th example.
     """
     marks.keep_constant(buffers_beside(loss_fn))
     marks.take_batch(batch)
@@ -52,18 +58,18 @@ def take_call(
 
 
 def took_doubtful(marks: Marks, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]) -> bool:
-    """Whether the forward of a call may have taken tensors for data that are none."""
+    """Whether the forward of a call may have taken constants for data."""
     took = marks.taken is not None or marks.took_entries
     return took or bool(of_layers(model, loss_fn, batch))
 
 
 def takes_for_data(marks: Marks, function: Callable[..., Any], tensor: Tensor) -> bool:
-    """Return whether a tensor of given or drawn values counts as data because of its size.
+    """Whether a new tensor of given or drawn values counts as data because of its size.
 
-    If so, note it for ``explain``.
+    If it does, this is noted on the tensor, and for ``explain``.
     """
     given = function in GIVEN_VALUES
-    # With packed examples a mistake would go unnoticed: rows may meet there.
+    # With packed examples a mistake would go unnoticed, as their rows may meet.
     if marks.packed or not marks.doubtful_are_data:
         return False
     if not marks.has_example_axis(tensor):
@@ -80,7 +86,7 @@ def took_given(marks: Marks) -> bool:
 
 
 def explain(marks: Marks, error: BaseException | None) -> None:
-    """Add to an error about examples which tensor was taken for data because of its size."""
+    """Add to an error about examples that a tensor was taken for data because of its size."""
     if marks.taken is not None and isinstance(error, ABOUT_EXAMPLES):
         function, shape = marks.taken
         instead = "keep it in the model (register_buffer)"
@@ -88,24 +94,23 @@ def explain(marks: Marks, error: BaseException | None) -> None:
             instead = "draw it like a parameter (torch.randn_like(weight)) or into a buffer"
             instead += " (buffer.normal_())"
         error.args = (
-            f"{error} In this forward {function_name(function)} made a tensor of shape "
-            f"{shape}. Since it has as many rows as there are examples, it was taken to hold "
-            f"one row of each. If it belongs to no example, {instead}, or use another batch "
-            "size.",
+            f"{error} In this forward {function_name(function)} made a tensor of shape {shape}. "
+            "Since it has as many rows as there are examples, it was taken to hold one row of "
+            f"each. If it belongs to no example, {instead}, or use another batch size.",
         )
 
 
 def is_given(marks: Marks, tensor: Tensor, writes: int = 0) -> bool:
-    """Whether a tensor of given values counts as data only because of its size.
+    """Whether a tensor is of given values, and counts as data only because of its size.
 
-    ``writes`` asks what held before its last changes.
+    With ``writes``, whether this was so before its last ``writes`` changes.
     """
     given = took_given(marks) and "given" in marks.values.held_by(tensor, writes)
     return given and not tensor.requires_grad
 
 
 def is_drawn(marks: Marks, tensor: Tensor, writes: int = 0) -> bool:
-    """Do the same for a tensor of drawn values."""
+    """Whether the same is so of a tensor of drawn values."""
     return "drawn" in marks.values.held_by(tensor, writes)
 
 
@@ -116,14 +121,16 @@ def note_made(
     data: Iterable[Tensor],
     changed: Any,
 ) -> None:
-    """Note on results that they are of values that count as data because of their size alone.
+    """Note which results are of given or drawn values, if all of their data operands are.
 
-    What layers compute of drawn values is no noise of weights: those are latent variables.
+    Results of layers on drawn values are excepted: such values are latent variables, not noise of
+    weights.
 
     Args:
-        marks, function, results: the operation and what it returned.
+        marks: where to note it.
+        function, results: the operation and what it returned.
         data: its operands that count as data.
-        changed: the one that it changed in place; None if there is none.
+        changed: the operand that it changed in place; None if there is none.
     """
     given = True
     for item in data:
@@ -133,22 +140,22 @@ def note_made(
             if function in LAYERS or not is_drawn(marks, item, writes):
                 return
     for tensor in (*results, changed):
-        # Not what parameters were computed with.
+        # What requires a gradient was computed from parameters too.
         if isinstance(tensor, Tensor) and not tensor.requires_grad:
             marks.values.note(tensor, **({"given": True} if given else {"drawn": True}))
 
 
 def as_constants(marks: Marks, data: Sequence[Tensor], items):
-    """Return operands with what was taken for data as constants, which leaves no mark on it."""
+    """Return operands with constants in the place of ``data``, which are left as they are."""
 
     def constant(item):
-        if not any(item is other for other in data):
+        if not any(item is tensor for tensor in data):
             return item
-        # What is drawn into a buffer makes data of all that shares its memory.
+        # If values were drawn into a buffer, all that shares its memory is data, views too.
         written = marks.written.storages and item in marks.written
-        other = item.clone() if written else item.view_as(item)
-        marks.mark_constant(other)
-        return other
+        copy = item.clone() if written else item.view_as(item)
+        marks.mark_constant(copy)
+        return copy
 
     return rebuild(items, constant)
 
@@ -156,8 +163,8 @@ def as_constants(marks: Marks, data: Sequence[Tensor], items):
 def without_given(marks: Marks, data: list[Tensor]) -> list[Tensor]:
     """Return the data operands that determine where the examples lie.
 
-    Next to data of the batch, given values do not, whatever their size.
+    Given values do not, whatever their size, if they meet data of the batch.
     """
-    others = [item for item in data if not is_given(marks, item)]
-    known = any(marks.owned(item) is not None for item in others)
-    return others if known else data
+    of_batch = [item for item in data if not is_given(marks, item)]
+    known = any(marks.owned(item) is not None for item in of_batch)
+    return of_batch if known else data
