@@ -10,15 +10,15 @@ from gradstats.capture.following._examples import IF_A_CONSTANT, MIXED, Examples
 from gradstats.capture.following._marks import Marks
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, TrackingError
 
-# For values that start alike for all examples, as the log-density of a continuous flow does.
+# For values that start at zero for every example, such as log-densities of a continuous flow.
 MADE_OF_THE_BATCH = (
-    "Zeros that are joined to the examples' values, one row for each, make of the batch "
-    "(zeros_like)."
+    "If zeros with a row for each example are joined to the examples' values, make them from the "
+    "batch (torch.zeros_like)."
 )
 
 NOBODYS = (
     "nothing was written to some rows of a tensor, or constants were joined to its rows, so that "
-    "it is not known to which example they belong"
+    "it is not known which example these rows belong to"
 )
 
 
@@ -30,13 +30,13 @@ def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
     if owned is MIXED:
         raise CoupledExamplesError(
             "each loss depends on several examples: trained values were summed, averaged, "
-            "normalised or multiplied by a matrix along the example axis on the way. Such a "
-            "loss, a contrastive one for instance, has no gradient of one example. Expected "
-            "losses that depend on one example each: reduce over other axes, or detach what "
-            "comes from other examples. Predictions (B, 1) and targets (B,) combine to (B, B): "
-            "give both one shape. Of a term that is a mean of values of one example each, "
-            "as a load-balancing loss is for given shares of the experts, add these values, or run "
-            f"the backward of one scalar inside track(). {IF_A_CONSTANT}"
+            "normalised or multiplied by a matrix along the example axis, as in a contrastive "
+            "loss, which has no gradient of one example. Expected losses that depend on one "
+            "example each: reduce over other axes only, give predictions and targets one shape "
+            "((B, 1) and (B,) combine to (B, B)), or detach what comes from other examples. If a "
+            "term is a mean of one value for each example, as a load-balancing loss is when the "
+            "experts' shares are given, add these values to the losses, or run the backward of one "
+            f"scalar inside track(). {IF_A_CONSTANT}"
         )
     plain = isinstance(owned, Examples) and owned.plain
     if plain or not marks.is_marked(losses):
@@ -55,21 +55,22 @@ def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
     if marks.meetings.supposes_behind(losses):
         raise ExampleAxisError(
             f"the losses belong to the examples {owner.tolist()}, as followed through the model, "
-            f"but {NOBODYS}. Expected losses in the order of the batch: put them back by indexing; "
-            "or say whose rows these are with gs.assign_rows."
+            f"but {NOBODYS}. Expected losses in the order of the batch: put them back by indexing, "
+            "or say with gs.assign_rows which example each row belongs to."
         )
     return owner
 
 
 def check_start(marks: Marks, losses: Sequence[Tensor], start: Sequence[Tensor | None]) -> None:
-    """Raise for the backward of the examples' losses themselves, where it is to be of their mean.
+    """Raise if a backward starts from the examples' losses instead of their mean.
 
     Args:
-        losses: what the backward starts from.
+        marks: what is noted about the losses.
+        losses: the tensors that the backward starts from.
         start: the gradients that it starts with.
     """
     if len(losses) == 1 and not losses[0].shape:
-        return  # a scalar, whose terms are not seen here
+        return  # a scalar does not show its terms
     owned = [marks.owned(loss) for loss in losses]
     of_one = {each.example for each in owned if isinstance(each, Whole)}
     of_each = len(of_one) == len(losses) == marks.batch_size
@@ -77,8 +78,9 @@ def check_start(marks: Marks, losses: Sequence[Tensor], start: Sequence[Tensor |
         return
     if all([each is not None and bool((each == 1).all()) for each in start]):
         raise TrackingError(
-            "the backward starts from losses of one example each, with a gradient of 1 for each: "
-            f"that of their sum, expected that of their mean over {marks.batch_size} examples. "
+            "the backward starts from losses of one example each with a gradient of 1 for each, "
+            "which is the backward of their sum. Expected that of their mean over "
+            f"{marks.batch_size} examples. "
             "Write losses.mean().backward(), or tracker.backward(losses) inside track(), or pass "
             "loss_reduction='sum'. If the losses are divided already, write "
             "losses.sum().backward()."
@@ -89,36 +91,35 @@ def check_sum(marks: Marks, loss: Tensor, *, crossed: bool, supposed: bool) -> N
     """Raise unless a loss is known to be a sum over the examples.
 
     Args:
-        loss: over all examples.
+        marks: what is noted about the loss.
+        loss: a loss over all examples.
         crossed: whether it may depend on values that were taken for those of other examples.
-        supposed: whether parameters may have been used on rows that are nobody's on the way.
+        supposed: whether parameters may have been used on rows that are nobody's.
     """
     if not marks.is_additive(loss):
         raise ExampleAxisError(
             f"which values belong to which example was lost {_where_lost(marks, loss)}: they "
-            "were moved or combined along the example axis in a way that cannot be followed, "
-            "and the loss may be more than a sum over the examples, so that it has no gradient "
-            f"of one example. {IF_A_CONSTANT} {MADE_OF_THE_BATCH} Expected a sum, a mean or a "
+            "were moved or combined along the example axis in a way that cannot be followed, so "
+            "that the loss may be more than a sum over the examples. Expected a sum, a mean or a "
             "weighted sum of losses that depend on one example each: combine each example's own "
-            "rows alone; if you know whose values they are, say so with gs.assign_rows."
+            "rows alone, or, if you know which example the values belong to, say so with "
+            f"gs.assign_rows. {MADE_OF_THE_BATCH} {IF_A_CONSTANT}"
         )
     if crossed and not marks.knows_losses:
         raise ExampleAxisError(
-            "values with one row for each example were combined with inputs that have their "
-            "examples along another axis, as where a row for each example is broadcast along as "
-            "many positions. Whose the result is cannot be told from a loss over all examples. "
-            "Expected the examples along one axis of both, as in x * h[:, None], and along axis "
-            f"{marks.batch_dim} of what comes from outside, masks and labels too (or say with "
-            "gs.assign_rows where they lie); or one loss for each example, as "
-            "tracker.backward(losses) takes. What belongs to no example, such as positions, keep "
-            "in the model (register_buffer). "
+            "values with one row for each example were combined with inputs whose examples lie "
+            "along another axis, as where these rows are broadcast along as many positions. A loss "
+            "over all examples does not tell which example the result belongs to. Expected the "
+            "examples along the same axis of both, as in x * h[:, None], and along axis "
+            f"{marks.batch_dim} of all inputs, masks and labels too (or say with gs.assign_rows "
+            "where they lie); or one loss for each example, as tracker.backward(losses) takes. "
             f"{IF_A_CONSTANT}"
         )
     if supposed and not marks.knows_losses:
         raise ExampleAxisError(
             f"{NOBODYS}, and a loss over all examples does not tell. Expected one loss for each "
-            "example, as tracker.backward(losses) takes; or say whose rows these are with "
-            "gs.assign_rows."
+            "example, as tracker.backward(losses) takes; or say with gs.assign_rows which example "
+            "each row belongs to."
         )
 
 
@@ -130,10 +131,11 @@ def _refusal_of_lost(marks: Marks, losses: Tensor) -> ExampleAxisError | Coupled
     return ExampleAxisError(
         f"which loss belongs to which example was lost {_where_lost(marks, losses)}: the losses, "
         "or what was combined with them, were moved or reduced along the example axis in a way "
-        f"that cannot be followed. {IF_A_CONSTANT} {MADE_OF_THE_BATCH} Expected losses in the "
-        "order of the batch, each of one example: reduce each example's own rows, or put rows back "
-        "by indexing; if you know whose loss each is, say so with gs.assign_rows; "
-        'per_example_norms(..., fallback="vmap") computes all parameters one example at a time.'
+        "that cannot be followed. Expected losses in the order of the batch, each of one example: "
+        "reduce each example's own rows, put rows back by indexing, or, if you know which example "
+        "each loss belongs to, say so with gs.assign_rows. Otherwise per_example_norms(..., "
+        'fallback="vmap") computes all parameters one example at a time. '
+        f"{MADE_OF_THE_BATCH} {IF_A_CONSTANT}"
     )
 
 

@@ -25,25 +25,24 @@ EXCHANGED = "gives each process what was computed from the examples of others"
 
 
 class Meetings:
-    """What a context notes about operations in which examples met.
+    """What a context notes about operations in which examples met: their autograd nodes.
 
     Attributes:
-        coupled: autograd nodes that combine several examples, each with a description of how; no
-            loss may depend on them.
-        added: autograd nodes that add values of several examples, or such sums, each with a
-            description; a loss over all examples may depend on them, but not a loss of one.
+        coupled: nodes that combine several examples, each with a description of how; no loss may
+            depend on them.
+        added: nodes that add values of several examples, or such sums, each with a description; a
+            loss over all examples may depend on them, but not a loss of one.
         roots_of_sums: nodes that compute the square root of such a sum; a loss over all examples
-            may be its square, but not the root itself.
-        weighed: nodes in which trained weights, zero there, meet values of other examples: a loss
-            may depend on them, but not on a derivative of them.
-        beside: nodes of operations that combine each row of constants with the example's in whose
-            place it is, and with no other; each with whether the result is a constant as well.
-        crossed: autograd nodes, one for each operation in which trained values may have been taken
-            for those of other examples, or of none; only losses of one example each tell whose the
-            results are.
-        supposed: autograd nodes, one for each tensor of whose rows some, which are nobody's, were
-            supposed to belong to examples: rows of constants, or that nothing was written to. That
-            matters to what uses parameters afterwards.
+            may depend on its square, but not on the root itself.
+        weighed: nodes in which values of other examples meet trained weights that are zero; a loss
+            may depend on these nodes, but not on a derivative of them.
+        beside: nodes of operations that combine each row of constants with the row of the example
+            in the same place, and with no other; each with whether the result is constant too.
+        crossed: nodes of operations in which trained values may have been taken for those of other
+            examples, or of none; only losses of one example each tell whose the results are.
+        supposed: nodes that made tensors with rows that are nobody's (rows of constants, or rows
+            that nothing was written to) but were supposed to belong to examples. This matters where
+            such tensors meet parameters afterwards.
     """
 
     def __init__(self, batch_size: int):
@@ -57,22 +56,23 @@ class Meetings:
         self.supposed: list[GraphNode | None] = []
 
     def note(self, result: Tensor) -> None:
-        """Note that trained values of one example meet those of another."""
+        """Note that trained values of different examples meet in the operation behind a result."""
         if result.requires_grad and self._batch_size > 1:
             self.couple(result, MEETS)
 
     def couple(self, result: Tensor, how: str) -> None:
-        """Note that examples meet in the operation that made a tensor: no loss may depend on it."""
+        """Note how examples meet in the operation that made a tensor: no loss may depend on it."""
         self.coupled[result.grad_fn] = how
 
     def couple_base(self, result: Tensor, operands: Iterable[Tensor]) -> None:
-        """Do the same for the tensor that a result is a view of, if the same operation made it.
+        """Do the same for the tensor that a result is a view of, if the same operation made both.
 
-        A change in place gives a view another autograd node, with that tensor's behind it.
+        A later change in place gives the view a new autograd node, behind which is the node of that
+        tensor.
 
         Args:
             result: of an operation, coupled or not.
-            operands: the operation's; what is a view of them shows what others made.
+            operands: of the operation; views of them show memory that other operations made.
         """
         how, base = self.coupled.get(result.grad_fn), result._base
         if how is None or base is None:
@@ -82,23 +82,23 @@ class Meetings:
             self.coupled[base.grad_fn] = how
 
     def cross(self, result: Tensor) -> None:
-        """Note that values may have been taken for others' in the operation that made a tensor."""
+        """Note that the operation that made a tensor may have taken values for other examples'."""
         self.crossed.append(_lasting_node(result))
 
     def is_crossed(self, nodes: Container[GraphNode | None]) -> bool:
-        """Whether there are such operations among the nodes of losses' graphs, or may be."""
+        """Whether such operations are, or may be, among the nodes of losses' graphs."""
         return any(node is None or node in nodes for node in self.crossed)
 
     def suppose(self, tensor: Tensor) -> None:
-        """Note that rows of a tensor that are nobody's were supposed to belong to examples."""
+        """Note that rows of a tensor were supposed to belong to examples, but are nobody's."""
         self.supposed.append(_lasting_node(tensor))
 
     def is_supposed(self, nodes: Container[GraphNode | None], before: float = math.inf) -> bool:
-        """Whether there are such tensors among those that nodes made, or may be.
+        """Whether such tensors are, or may be, among those that the nodes of losses' graphs made.
 
         Args:
-            nodes: of losses' graphs.
-            before: the number of a node in the graph; only tensors that were made earlier count.
+            nodes: of the losses' graphs.
+            before: the sequence number of a node; only tensors that were made earlier count.
         """
         return any(
             node is None or (node in nodes and node._sequence_nr() < before)  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ class Meetings:
         )
 
     def supposes_behind(self, tensor: Tensor) -> bool:
-        """Whether a tensor was computed from such ones, or may have been."""
+        """Whether a tensor was, or may have been, computed from such tensors."""
         return bool(self.supposed) and (
             tensor.grad_fn is None or self.is_supposed({*nodes_behind(tensor)})
         )
@@ -120,7 +120,7 @@ class Meetings:
         return self.coupled.get(node, self.added.get(node))
 
     def behind(self, tensor: Tensor) -> GraphNode | None:
-        """Return an autograd node behind a tensor that combines several examples, if any does."""
+        """Return an autograd node behind a tensor that combines several examples, if any."""
         found = (node for node in nodes_behind(tensor) if self.how_met(node) is not None)
         return next(found, None)
 
@@ -129,23 +129,23 @@ class Meetings:
         how = self.how_met(node)
         if how == NO_SUM:
             return CoupledExamplesError(
-                f"{node.name()} {how}: what it gives belongs to no example, and neither does any "
-                "part of its gradient. Expected losses of one example each, or a sum, a mean or a "
-                "weighted sum of them: the mean squared error, not its root; x.square().sum(), not "
-                "x.norm() ** 2; the mean of the examples' Dice losses, not that of all their "
-                "pixels. Detach normalisers and weights."
+                f"{node.name()} {how}: its result belongs to no example, and neither does any part "
+                "of its gradient. Expected losses of one example each, or a sum, a mean or a "
+                "weighted sum of them: the mean squared error, not its root; the mean of the "
+                "examples' Dice losses, not the Dice loss of all their pixels. Detach normalisers "
+                "and weights."
             )
         return CoupledExamplesError(
-            f"{node.name()} {how}: each loss depends on several examples, and their "
-            "gradients cannot be told apart: a contrastive loss has none of one example. Expected "
-            "losses that depend on one example each: detach what comes from the others, or combine "
-            "each example with its own values alone, as (x * y).sum(-1) does. "
+            f"{node.name()} {how}: each loss depends on several examples, so that their gradients "
+            "cannot be told apart, as those of a contrastive loss. Expected losses that depend on "
+            "one example each: combine each example with its own values alone, as (x * y).sum(-1) "
+            "does, or detach what comes from other examples. "
             f"{IF_A_CONSTANT} {IF_KNOWN}"
         )
 
 
 def _lasting_node(tensor: Tensor) -> GraphNode | None:
-    """Return an autograd node behind all that a tensor is used for."""
-    # Writing through a view gives it a new node at each use; what was written is its base's.
+    """Return a tensor's autograd node, or its base's: it stays when views are written through."""
+    # Writing through a view gives the view a new node at each use; what was written is the base's.
     whole = tensor._base if tensor._is_view() else tensor  # type: ignore[union-attr]
     return whole.grad_fn  # type: ignore[union-attr]
