@@ -1,8 +1,8 @@
-"""Operations in which a row for each example may have been taken for one of each position.
+"""Operations in which the examples' rows may have been taken for rows of positions.
 
-With as many positions as examples, ``x + e`` of inputs x (B, T, d) and values e (B, d) adds e's
-rows to positions of all examples. Each value of e still belongs to one example, but a loss over all
-examples is then no sum of what its own inputs make of each.
+With as many positions as examples, ``x + e`` of inputs x (B, T, d) and trained values e (B, d) adds
+row i of e to position i of every example. Each value of e still belongs to one example, but a loss
+over all examples is then no sum of terms that depend on one example's inputs each.
 """
 
 from __future__ import annotations
@@ -22,63 +22,70 @@ from gradstats.capture.operations._call import Call
 def note_crossed(
     marks: Marks, operands: Sequence[Tensor], places: Sequence[Sequence[int]], result: Tensor
 ) -> None:
-    """Note if trained values have their examples where inputs have something else.
+    """Note if trained values have their examples along an axis where inputs have something else.
 
     Args:
+        marks: where to note it.
         operands: of an operation.
-        places: for each of them, which axis of the result each of its axes becomes, before the
+        places: for each operand, which axis of the result each of its axes becomes, before the
             operation reduces it; a negative number for each index that it sums.
         result: of the operation.
     """
     inputs = []
-    own = None
+    trained = None
     for item, axes in zip(operands, places, strict=True):
         if not marks.is_of_data(item) or is_given(marks, item):
             continue
         if not item.requires_grad:
             inputs.append((item, axes))
-        elif own is None and (layout := marks.layout_of(item)) is not None:
-            own = layout.along(axes[layout.axis])
-    if own is not None:
-        note_inputs(marks, own, inputs, result)
+        elif trained is None and (layout := marks.layout_of(item)) is not None:
+            trained = layout.along(axes[layout.axis])
+    if trained is not None:
+        note_inputs(marks, trained, inputs, result)
 
 
 def note_inputs(
-    marks: Marks, own: Examples, inputs: Iterable[tuple[Tensor, Sequence[int]]], result: Tensor
+    marks: Marks, trained: Examples, inputs: Iterable[tuple[Tensor, Sequence[int]]], result: Tensor
 ) -> None:
-    """Do the same, given where the examples of the trained values lie, and the other operands."""
+    """Do the same, given the layout of the trained values in the result, and the inputs.
+
+    Args:
+        marks, result: as above.
+        trained: where the examples of the trained values lie in the result.
+        inputs: the other operands of data, each with its places.
+    """
     if result.requires_grad and marks.batch_size > 1:
-        if any(_crosses(marks, own, *each) for each in inputs):
+        if any(_crosses(marks, trained, *each) for each in inputs):
             marks.meetings.cross(result)
 
 
-def _crosses(marks: Marks, own: Examples, item: Tensor, axes: Sequence[int]) -> bool:
+def _crosses(marks: Marks, trained: Examples, item: Tensor, axes: Sequence[int]) -> bool:
     """Whether an input has other examples, or something else, where the trained values have theirs.
 
-    Beside inputs of all examples, along an axis of these alone, trained values keep the batch's.
+    It also crosses if the contract's axis is its own alone, and the trained values have another.
     """
     owned = marks.owned(item)
     extends = {axis for axis, size in zip(axes, item.shape, strict=True) if size > 1}
-    if is_lost_beside(marks, own, item):
-        return own.axis in extends
+    if is_lost_beside(marks, trained, item):
+        return trained.axis in extends
     if not isinstance(owned, (Examples, Whole)):
         return False
     if isinstance(owned, Whole):
-        # The first example's may stand for all, as a grid does that they share.
-        return owned.example > 0 and own.axis in extends
-    if (axis := axes[owned.axis]) != own.axis:
-        return own.axis in extends or (own.axis != marks.batch_dim == axis)
-    # Rows of the same position follow each other, beside all rows of each example.
-    return own.segments is not None and owned.segments is None and owned.fold > 1
+        # The first example's input may stand for all, such as a grid that the examples share.
+        return owned.example > 0 and trained.axis in extends
+    if (axis := axes[owned.axis]) != trained.axis:
+        return trained.axis in extends or (trained.axis != marks.batch_dim == axis)
+    # The trained rows may be sorted by position, and those of the input by example.
+    return trained.segments is not None and owned.segments is None and owned.fold > 1
 
 
-def is_lost_beside(marks: Marks, own: Examples, item: Tensor) -> bool:
-    """Whether an input lost its axis, which need not be that of others then, if not the first one.
+def is_lost_beside(marks: Marks, trained: Examples, item: Tensor) -> bool:
+    """Whether an input lost its example axis, as the sum of inputs with different ones does.
 
-    As where inputs were added that have their examples along different axes. With another
-    ``batch_dim``, inputs without such an axis are marked so too, whatever theirs is.
+    Trained values along the first axis are assumed to fit such an input. With another ``batch_dim``
+    this tells nothing: inputs without that axis are marked in the same way.
     """
-    if own.axis == 0 or marks.batch_dim or marks.packed:
+    if trained.axis == 0 or marks.batch_dim or marks.packed:
         return False
     return marks.is_marked(item) and marks.owned(item) is None
 
@@ -86,29 +93,31 @@ def is_lost_beside(marks: Marks, own: Examples, item: Tensor) -> bool:
 def note_picked(
     marks: Marks, call: Call, indices: Iterable[Tensor], layout: Examples, after: Layout
 ) -> None:
-    """Do the same for indices and masks, given where the examples of the indexed values lie.
+    """Do the same for the indices and masks of an operation that picks trained values.
 
     Args:
-        call: the operation; or the one that reads what is written to.
+        marks: where to note it.
+        call: the operation; for a write, the one that would read what is written to.
         indices: operands that tell what it picks.
-        layout, after: where the examples lie in its first operand, and in what it picks.
+        layout: where the examples lie in its first operand.
+        after: where they lie in what it picks.
     """
     for index in indices:
         masks = index.dtype in MASKS
-        own = layout if masks else after
+        trained = layout if masks else after
         places = places_of_mask(call, index) if masks else places_of_index(call, index)
-        if isinstance(own, Examples) and places is not None:
-            note_inputs(marks, own, [(index, places)], call.result)
+        if isinstance(trained, Examples) and places is not None:
+            note_inputs(marks, trained, [(index, places)], call.result)
 
 
 def places_in_rows(func, operands: Sequence[Tensor]) -> list[Sequence[int]]:
-    """Return the places of operands that are broadcast, or compared row by row, as in a loss."""
+    """Return the places of operands that are broadcast, or compared row by row as in a loss."""
     dims = max(map(Tensor.dim, operands))
     classes = ROW_LOSSES.get(func)
 
     def places(item: Tensor) -> Sequence[int]:
         if item.dim() == dims - 1 and isinstance(classes, int):
-            # A class for each row, which has an axis of scores beside it.
+            # One class for each row, without the axis of scores that the other operand has.
             return [axis for axis in range(dims) if axis != classes % dims]
         return range(dims - item.dim(), dims)
 

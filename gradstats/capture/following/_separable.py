@@ -1,8 +1,8 @@
 """Which values over several examples are sums of terms that depend on one example each.
 
-The derivative of such a sum with respect to one example's values does not depend on the others, as
-in ``torch.autograd.grad(model(x).sum(), x, create_graph=True)``. That of any other value, such as
-the root of a mean, does.
+The derivative of such a sum by one example's values does not depend on the other examples, as in
+``torch.autograd.grad(model(x).sum(), x, create_graph=True)``. The derivative of any other value,
+such as the root of a mean, does.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from gradstats.capture.operations._operations import (
     variants,
 )
 
-# Operations that return one of several values. A small change does not change which one that is, so
-# their results depend on no other.
+# Operations that return one of several values. A small change does not change which one, so their
+# results depend on no other.
 CHOOSES = frozenset(variants("max", "min", "amax", "amin", "median"))
 
-# Functions made of straight pieces: of what was summed over all examples they return such a sum, as
-# which piece it lies on does not change. Absolute values of complex numbers are roots.
-BENT = CHOOSES | frozenset(
+# Piecewise linear functions: they turn a sum over all examples into another, as a small change does
+# not change the piece. Only of real numbers: absolute values of complex ones are roots.
+PIECEWISE_LINEAR = CHOOSES | frozenset(
     [
         functional.relu,
         *variants(
@@ -63,8 +63,8 @@ BENT = CHOOSES | frozenset(
     ]
 )  # fmt: skip
 
-# Norms, with the name of their order. Those of order 1 and infinity of real numbers are made of
-# straight pieces; squares of those of order 2 are sums.
+# Norms, with the name of their order. Those of order 1 and infinity of real numbers are piecewise
+# linear; those of order 2 are roots of sums.
 NORMS = {
     **dict.fromkeys(variants("norm"), "p"),
     **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm), "ord"),
@@ -72,7 +72,7 @@ NORMS = {
 ROOTS, SQUARES = frozenset(variants("sqrt")), frozenset(variants("square"))
 POWERS = frozenset([*variants("pow"), Tensor.__pow__])
 
-# Sums, and operations that take or move elements: sums remain sums.
+# Sums, and operations that pick or move elements: of sums they make sums.
 KEEPS_SUMS = (
     TRANSPOSES
     | RESHAPES
@@ -108,10 +108,10 @@ LOSSES = ELEMENT_LOSSES | frozenset(
     ]
 )
 
-# Sums over the examples, and picks of one value.
+# Operations that sum over the examples, or pick one value.
 JOINS_EXAMPLES = LOSSES | CHOOSES | frozenset(variants("nanmedian"))
 
-# Products: sums if one of their operands has a gradient.
+# Products: linear in each operand, so that they keep sums if only one operand is trained.
 LINEAR_IN_EACH = (
     PRODUCTS
     | ADDED_PRODUCTS
@@ -124,7 +124,7 @@ LINEAR_IN_EACH = (
 # Interpolation from one operand to the other.
 BETWEEN = frozenset(variants("lerp"))
 
-# Quotients, with the place and the name of what they divide by.
+# Quotients, with the position and the name of the divisor.
 DIVIDES = {
     **dict.fromkeys(
         (*variants("div", "divide", "true_divide"), Tensor.__div__, Tensor.__truediv__),
@@ -135,13 +135,14 @@ DIVIDES = {
 
 
 def is_sum(marks: Marks, call: Call) -> bool | None:
-    """Whether the result of an operation on several examples sums terms of one example each.
+    """Whether the result of an operation is a sum of terms of one example each.
 
     Args:
-        call: the operation, in whose result the examples are not apart.
+        marks: what is noted about the operands.
+        call: the operation; the examples are not apart in its result.
 
     Returns:
-        None if that is not known for an operand, or for the operation.
+        The answer; None if it is not known of an operand.
     """
     func, _, _, operands, result = call
     trained = [tensor for tensor in operands if tensor.requires_grad]
@@ -150,21 +151,21 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     of_scores = [each for each in placed if isinstance(each, Scores)]
     if of_scores:
         return len(trained) == 1 and sums_own(func, trained[0], of_scores[0])
-    # What was changed in place is asked about as it was before.
+    # An operand that was changed in place counts as it was before.
     additive = [marks.is_additive(tensor, writes=int(tensor is result)) for tensor in trained]
     if not trained or not all(additive):
         return None
     if func in KEEPS_SUMS:
         return True
-    # What that makes of values that are apart is a sum of such; what it makes of a loss is one.
+    # The user's own operations are trusted to sum what is apart, and to keep a loss a sum.
     if is_trusted(func) and (all(apart) or not result.dim()):
         return True
     if func is torch.segment_reduce and call.argument(1, "reduce") in ("sum", "mean"):
         return True
-    straight = not any(tensor.is_complex() for tensor in trained)
-    if straight and func in BENT and not any(apart):
+    real = not any(tensor.is_complex() for tensor in trained)
+    if real and func in PIECEWISE_LINEAR and not any(apart):
         return True
-    if straight and func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
+    if real and func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
         return True
     if func in BETWEEN and not any(each is call.argument(2, "weight") for each in trained):
         return True
@@ -174,7 +175,7 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
         return multiplied or (func in JOINS_EXAMPLES and apart[0])
     if all(apart) and func in LINEAR_IN_EACH and marks.owned(result) is MIXED:
         return not marks.meetings.is_coupled(result)
-    # Values of one example with others of the same, not with those of another.
+    # Each row then meets rows of its own example alone.
     together = all(apart) and all(same_layout(placed[0], each) for each in placed)
     aligned = together and len({tensor.dim() for tensor in trained}) == 1
     return aligned and func in JOINS_EXAMPLES
@@ -205,7 +206,7 @@ def is_square(call: Call) -> bool:
 
 
 def exponent_of(call: Call) -> float | None:
-    """Return the number to whose power an operation raises its operand; None if it does not."""
+    """Return the exponent of a power by a number; None for other operations."""
     exponent = call.argument(1, "exponent") if call.func in POWERS else None
     return exponent if isinstance(exponent, (int, float)) else None
 
