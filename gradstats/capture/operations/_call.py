@@ -15,7 +15,7 @@ class Call(NamedTuple):
     Attributes:
         func, args, kwargs: the operation and its arguments.
         data: the operands that are data.
-        result: one of the tensors that it returned.
+        result: one of the tensors that the operation returned.
     """
 
     func: Any

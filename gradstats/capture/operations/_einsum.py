@@ -89,7 +89,7 @@ def tensor_product(func, dims: Any, first: int, second: int) -> Equation:
 
 
 def _summed_axes(dims: Any, count: int) -> list[Sequence[int]]:
-    """Return the axes of each operand that tensordot sums; the first one has ``count`` axes."""
+    """Return the axes of each operand that tensordot sums; the first operand has ``count`` axes."""
     if isinstance(dims, Tensor):
         dims = dims.tolist() if dims.numel() > 1 else int(dims)
     if isinstance(dims, int):

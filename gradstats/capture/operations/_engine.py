@@ -59,7 +59,7 @@ def run_backward(
     Args:
         tensors, gradients, retain_graph, inputs: as for the engine.
         in_threads: use one thread for each device. In the calling thread alone, rules in Python
-            take an eighth less time, because the interpreter lock is not handed over for each.
+            take an eighth less time: the interpreter lock need not be handed over for each.
     """
     alone = not in_threads and torch._C._is_multithreading_enabled()
     try:
@@ -80,6 +80,6 @@ def run_backward(
 
 
 def _allow_threads(allowed: bool) -> None:
-    # PyTorch shows this to modes like an operation; none needs to see it.
+    # PyTorch would show this to modes like an operation.
     with torch._C.DisableTorchFunction():
         torch._C._set_multithreading_enabled(allowed)

@@ -1,7 +1,7 @@
 """Memory formats that the backward of normalisation layers reads correctly.
 
-Where an axis has size one, such as that of a batch of one example, strides may fit two formats at
-once. On a CPU, PyTorch 2.11 to 2.15 then read the input in one and the gradient in the other.
+If an axis has size one, such as the example axis of a single example, strides may fit two formats
+at once. On a CPU, PyTorch 2.11 to 2.15 then read the input in one and the gradient in the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def settle_format(func, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
     mistaken = torch.contiguous_format if expected is last else last
 
     def settle(grad: Tensor) -> Tensor:
-        # Others batch normalisation reads as they are; laid out anew, their sums would round anew.
+        # Batch normalisation reads other formats correctly; a copy would change its rounding.
         if func in BATCH_NORMS and not grad.is_contiguous(memory_format=mistaken):
             return grad
         return grad.contiguous(memory_format=expected)
@@ -43,7 +43,7 @@ def settle_format(func, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
 
 
 class SettledFormats(TorchFunctionMode):
-    """Does the same where nothing is tracked: for references, one example at a time."""
+    """Settles formats where nothing is tracked: for references, one example at a time."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

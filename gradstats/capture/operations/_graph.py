@@ -40,13 +40,13 @@ with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
 # The C function that applies an autograd Function, below PyTorch's wrappers in Python.
 INNERMOST = torch._C._FunctionBase.__dict__["apply"]
 
-# Whether it is what an ``apply`` leads to that was looked up before the first context, as from
-# PyTorch 2.14 on: such calls are not seen.
+# Whether ``apply`` is this C function itself, as from PyTorch 2.14 on: then calls of an ``apply``
+# that was looked up before the first context are not seen.
 KEPT_APPLY_IS_UNSEEN = vars(torch.autograd.Function).get("apply") is INNERMOST
 
 
 def hooks_on_saved() -> Any:
-    """Return the hooks on tensors that autograd saves now, as checkpoints set; None if none are."""
+    """Return the innermost hooks on saved tensors, as checkpoints set; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -66,9 +66,9 @@ def nodes_behind(tensor: Tensor) -> Iterator[GraphNode]:
         free_in_order(seen)
 
 
-# Freeing so many nodes recursively takes some 1.3 MB of the stack.
+# Longer graphs are freed in order: freeing this many nodes recursively takes 1.3 MB of the stack.
 _LONG = 8_192
-# The most graphs to keep that stay in use, as those of losses kept in a list do.
+# The most graphs to keep at once, if all stay in use, as do those of losses kept in a list.
 _MOST = 64
 
 _kept: list[list[GraphNode]] = []
@@ -79,13 +79,14 @@ def free_in_order(nodes: set[GraphNode]) -> None:
     """Have the nodes of a graph freed one after the other, if there are many.
 
     PyTorch frees nodes that Python has seen recursively, which exhausts the stack if a graph is
-    long. So they are kept until nobody else has the tensors that lead to them, which is checked
-    whenever a graph has been walked and when ``let_go`` is called.
+    long. So the nodes are kept until nothing else refers to them; ``let_go``, which also runs
+    whenever a graph was walked, then frees them.
     """
     let_go()
     if len(nodes) > _LONG:
         with _changing:
-            # Each once: two lists with one node would wait for each other. Leaves have no children.
+            # No node twice: two lists that share one would wait for each other. No leaves either,
+            # which lead to nothing.
             new = [n for n in nodes.difference(*_kept) if type(n) is not ACCUMULATE_GRAD]
             # Nodes made later have greater numbers.
             new.sort(key=lambda node: node._sequence_nr())  # type: ignore[attr-defined]
@@ -93,7 +94,7 @@ def free_in_order(nodes: set[GraphNode]) -> None:
 
 
 def let_go() -> None:
-    """Free the kept nodes that nobody else refers to any more."""
+    """Free the kept nodes that nothing else refers to any more."""
     if not _kept:
         return
     by_us_alone = [object()]

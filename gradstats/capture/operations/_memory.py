@@ -10,8 +10,8 @@ class WrittenMemory:
     """Storages of constants that data were written into.
 
     Attributes:
-        storages: by address; kept alive, since the address of a freed one might be reused. Usually
-            empty, which is checked at every operation, and so directly.
+        storages: by address; kept alive, since the address of a freed one might be reused. Callers
+            read it directly, as they check at every operation whether it is empty.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,8 @@ class RearrangedMemory:
 
     Attributes:
         count: number of these writes.
-        storages: by address, a storage and the number of the last write to each range of its bytes.
+        storages: by address: a storage, and for each range of its bytes that was written to, the
+            number of the last write.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class RearrangedMemory:
             times[_range_of(tensor)] = self.count
 
     def touched(self, tensor: Tensor, since: int) -> bool:
-        """Whether a tensor shares memory that was written to after the first ``since`` writes."""
+        """Whether memory of a tensor was written to after the first ``since`` writes."""
         storage = storage_of(tensor)
         found = None if storage is None else self.storages.get(storage._cdata)
         if found is None:

@@ -47,7 +47,7 @@ def innermost_mode() -> ContextMode | None:
 
 
 def remove_modes(chosen: Callable[[TorchFunctionMode], bool]) -> None:
-    """Remove the chosen function modes from this thread's stack, wherever they are on it."""
+    """Remove the chosen function modes from this thread's stack, wherever they stand."""
     modes = _get_current_function_mode_stack()
     left = [mode for mode in modes if not chosen(mode)]
     if len(left) < len(modes):
@@ -66,7 +66,9 @@ def _replace(count: int, modes: list[Any]) -> None:
 def run_shown(
     mode: ContextMode, function: Callable[..., Any], operands: Sequence[Tensor], args, kwargs
 ) -> Any:
-    """Have a context's mode handle a function that PyTorch shows no mode, below any later modes.
+    """Have a context's mode handle a function that PyTorch does not show to modes.
+
+    This mode and those above it on the stack are off meanwhile, as when PyTorch calls it.
 
     Args:
         mode: of the context, on the stack.
@@ -87,7 +89,7 @@ def run_shown(
 
 @contextmanager
 def without_contexts() -> Iterator[None]:
-    """Have no context see what runs inside, though others' modes do."""
+    """Hide what runs inside from all contexts; modes of others still see it."""
     before = _get_current_function_mode_stack()
     remove_modes(is_of_context)
     try:
@@ -100,8 +102,8 @@ def without_contexts() -> Iterator[None]:
 def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a compiled graph, and later its backward, without the modes of contexts.
 
-    Its operations were followed when it was traced. Other modes stay on: a graph may run functions
-    that have modes of their own.
+    Its operations were followed when it was traced. Other modes stay on, since a graph may run
+    functions that use modes of their own.
     """
     modes = modes_here()
     with without_contexts(), torch._C.DisableTorchFunctionSubclass(), _unpacking_seen(modes):
@@ -109,14 +111,14 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     for item in tensors_in(result):
         if item.grad_fn is not None:
             item.grad_fn.register_prehook(_unseen_in_backward)
-            break  # the others have the same node
+            break  # all results have the same node
     return result
 
 
 def _unpacking_seen(modes: Sequence[ContextMode]) -> AbstractContextManager[object]:
-    """Have the tensors that a graph saved for its backward unpacked with these modes on.
+    """Turn these modes on while tensors that a graph saved for its backward are unpacked.
 
-    Unpacking makes a checkpoint around the graph run its part of the forward again.
+    If there is a checkpoint around the graph, unpacking runs that part of the forward again.
     """
     hooks = hooks_on_saved()
     if hooks is None:
@@ -140,7 +142,7 @@ def _unpacking_seen(modes: Sequence[ContextMode]) -> AbstractContextManager[obje
 def _unseen_in_backward(gradients: tuple[Tensor | None, ...]) -> None:
     """Remove the modes of contexts for one node of an autograd graph.
 
-    Before the next node the engine restores what this changes.
+    The engine restores them before the next node.
     """
     remove_modes(is_of_context)
     torch._C.DisableTorchFunctionSubclass().__enter__()

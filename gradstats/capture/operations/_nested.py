@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-# What is looked into.
+# Types whose items are leaves or nests themselves.
 NESTS = (tuple, list, dict)
 
 
@@ -45,7 +45,7 @@ def held_by(batch: Any) -> Collection[Any] | None:
         return batch.values()
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch)]
-        return [getattr(batch, name) for name in names if hasattr(batch, name)]  # if it is set
+        return [getattr(batch, name) for name in names if hasattr(batch, name)]  # some may be unset
     return None
 
 
@@ -78,9 +78,9 @@ def rebuild(items, change: Callable[[Any], Any]):
 
 
 def replace(items, others: Mapping[int, Any]):
-    """Return nested tuples, lists and dicts with some leaves replaced, which are told by their ids.
+    """Return nested tuples, lists and dicts with the leaves of some ids replaced.
 
-    Takes no call for each leaf.
+    Faster than ``rebuild``: nothing is called for each leaf.
     """
     leaves = items.values() if isinstance(items, dict) else items
     return _like(
@@ -90,7 +90,7 @@ def replace(items, others: Mapping[int, Any]):
 
 
 def _like(items, changed: list[Any]):
-    """Return a tuple, list or dict like another, of other items."""
+    """Return a tuple, list or dict of the same type with other items."""
     if isinstance(items, dict):
         return dict(zip(items, changed, strict=True))
     if isinstance(items, tuple) and hasattr(items, "_fields"):
@@ -99,7 +99,7 @@ def _like(items, changed: list[Any]):
 
 
 def of_numbers(part: slice) -> slice:
-    """Return a slice that stays as it is where its ends are tensors, as of ``start += length``."""
+    """Return a slice with ends that are tensors read now: ``start += length`` may change them."""
     start, stop = part.start, part.stop
     if not (isinstance(start, Tensor) or isinstance(stop, Tensor)):
         return part

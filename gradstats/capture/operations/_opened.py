@@ -1,9 +1,9 @@
 """PyTorch functions written in Python, run so that the operations inside them are seen.
 
-A function mode is off while it handles a call, so the operations inside such a function would not
-be seen. They matter if the function uses parameters that PyTorch does not report among its
-operands: a learned temperature, or whatever a given callable uses. They matter too where an operand
-that is no tensor, but holds some, says by its own ``__torch_function__`` what a function does.
+A function mode is off while it handles a call, so it would not see the operations inside such a
+function. They matter if the function uses parameters that PyTorch does not report among its
+operands, such as a learned temperature, or what a given callable uses. They also matter if an
+operand is not a tensor but holds some, and its own ``__torch_function__`` decides what is done.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function
 
-# Functions that compute with arguments that PyTorch does not report as operands, or that only call
-# functions that have rules.
+# Functions that use arguments that PyTorch does not report as operands, or that only call functions
+# that have rules.
 OPENED: tuple[Callable[..., Any], ...] = (
     functional.gumbel_softmax,
     functional.triplet_margin_with_distance_loss,
@@ -31,7 +31,7 @@ OPENED: tuple[Callable[..., Any], ...] = (
     *filter(None, [getattr(functional, "linear_cross_entropy", None)]),
 )
 
-# Run this way only where an argument is tracked; otherwise they are followed as one operation.
+# Opened only if an argument is tracked; otherwise followed as one operation.
 OPENED_IF_TRACKED: tuple[Callable[..., Any], ...] = (
     functional.normalize,
     functional.gaussian_nll_loss,
@@ -52,20 +52,21 @@ def opened(function: Any) -> Callable[..., Any]:
 def as_operands_say(
     mode: AbstractContextManager, function: Any, types, args: tuple[Any, ...], kwargs
 ) -> Any:
-    """Return what operands that are no tensors make of a function; NotImplemented if none does.
+    """Run a function as operands that are not tensors define it; NotImplemented if none does.
 
-    Such are containers of tensors by name, quantised values with their scales, lazy matrices.
+    Such operands are containers of named tensors, quantised values with their scales, and lazy
+    matrices.
 
     Args:
-        mode: is to see the operations that they make of it.
+        mode: sees the operations that are run instead.
         function, args, kwargs: the call.
         types: of the operands that have a ``__torch_function__``, without tracked ones, which have
-            none outside of a context.
+            none outside a context.
     """
     for kind in types:
         if issubclass(kind, Tensor):
             continue
-        # The operand's: in an older form that PyTorch still accepts it is no method of the class.
+        # Of the operand, not its class: PyTorch still accepts ones that are no class methods.
         handler = next(_held(args, kwargs, kind), kind).__torch_function__
         with mode:
             result = handler(function, types, args, kwargs)
@@ -85,7 +86,7 @@ def _held(args: tuple[Any, ...], kwargs: dict[str, Any], kind: type) -> Iterator
 
 @cache
 def show_weight_of_l1_loss() -> None:
-    """Have ``l1_loss`` show modes its weight, which PyTorch names as an operand and leaves out."""
+    """Have ``l1_loss`` pass its weight to modes: PyTorch lists it as an operand but drops it."""
     name = "_show_weight"
     setattr(functional, name, _with_weight)
     code = functional.l1_loss.__code__

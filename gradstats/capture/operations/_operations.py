@@ -40,7 +40,7 @@ ADDS_IN_PLACE = frozenset(in_place_variants("add", "sub", "subtract"))
 
 MULTIPLIES = frozenset(function_variants("mul", "multiply"))
 
-# Operations whose result has the numbers of the first operand in their places, perhaps rounded.
+# Operations that copy the first operand's values to the same places, perhaps rounded.
 CASTS = frozenset(
     [
         *variants("clone"),
@@ -143,8 +143,8 @@ JOINS: dict[Any, int | None] = {
 # Pads sequences to one length and stacks them.
 PAD_SEQUENCE = torch._C._nn.pad_sequence
 
-# Operations after which it is not known where the examples lie, whatever the sizes of the result:
-# some have axes that their first operand lacks, others move or mix rows.
+# Operations after which the layout is unknown, whatever the sizes of the result: some add axes that
+# their first operand lacks, others move or mix rows.
 UNFOLLOWED = frozenset(
     [torch.linalg.multi_dot, functional.pdist, *variants(
         "meshgrid", "kron", "cartesian_prod", "block_diag", "combinations", "vander",
@@ -177,8 +177,8 @@ def solves_vector(func: Any, args: Sequence[Any]) -> bool:
     return args[1].dim() == 1 or args[1].shape == args[0].shape[:-1]
 
 
-# Convolutions, with the number of axes they run over. Data with only one more axis are taken for a
-# single example, whose first axis is its channels.
+# Convolutions, with the number of axes they run over. Data with only one more axis are a single
+# example to PyTorch, with the channels in front.
 CONVOLUTIONS = {
     getattr(functional, f"conv{kind}{axes}d"): axes
     for kind in ("", "_transpose")
@@ -189,14 +189,14 @@ TRANSPOSED_CONVOLUTIONS = frozenset(
     {functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d}
 )
 
-# Operations whose first operand determines where the examples lie, unless it is constant: all
-# examples share the others.
+# Operations whose first operand decides where the examples lie, unless it is constant; all examples
+# share the other operands.
 LOOKS_AT_FIRST = frozenset(
     {functional.linear, functional.embedding, *variants("prelu", "isin"), *CONVOLUTIONS}
 )
 
-# Operations on several data operands that sum over the last axis of the first one, with the position
-# of the operand that all examples share.
+# Operations on several data operands that sum over the last axis of the first, with the position of
+# the operand that all examples share.
 SHARED_WEIGHT = {
     functional.bilinear: 2,
     functional.embedding_bag: 1,
@@ -218,10 +218,10 @@ COMPLEX = (
     }
 )  # fmt: skip
 
-# Of one operand, reductions; of two, elementwise.
+# Reductions if given one operand, elementwise if given two.
 EXTREMES = frozenset({torch.max, Tensor.max, torch.min, Tensor.min})
 
-# Operations that take the first axis for examples and the second for channels.
+# Operations that treat the first axis as examples and the second as channels.
 BATCH_FIRST = frozenset(
     getattr(owner, name)
     for owner in (functional, torch)
@@ -253,8 +253,8 @@ OPAQUE = OPERATORS | frozenset(SCRIPTS)
 def is_trusted(func) -> bool:
     """Whether an operation is an opaque one of the user's own.
 
-    These are trusted to leave the examples apart and where they are. PyTorch's own operators are
-    not: some move or mix examples, or send them to other processes.
+    Such operations are trusted to keep the examples apart and in their places. PyTorch's own
+    operators are not: some move or mix examples, or send them to other processes.
     """
     return type(func) in OPAQUE and not (is_own_operator(func) or exchanges(func))
 
@@ -265,8 +265,8 @@ REGROUPS = frozenset({functional.glu, functional.pixel_shuffle, functional.pixel
 # Operations that create a tensor of another's form, with a row for each of its rows.
 FORMS = frozenset(getattr(torch, name) for name in dir(torch) if name.endswith("_like"))
 
-# Operations that make tensors from given values. PyTorch shows no mode the others, such as
-# ``from_numpy`` and ``torch.Tensor([...])``.
+# Operations that make tensors from given values. Others, such as ``from_numpy`` and
+# ``torch.Tensor([...])``, are not shown to function modes.
 GIVEN_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
 
 # These, and operations that draw random values.
@@ -286,7 +286,7 @@ FACTORIES = frozenset(
 # Operations that use only the form of their operand, none of its values.
 BLANKS = frozenset({torch.zeros_like, torch.empty_like})
 
-# Frequent questions about a tensor, whose answers are no tensors.
+# Frequent queries about a tensor that do not return tensors.
 QUESTIONS = frozenset(
     getattr(Tensor, name)
     for name in ("size", "dim", "numel", "stride", "is_floating_point", "data_ptr")
@@ -294,7 +294,7 @@ QUESTIONS = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")
 )
 
-# Operations on the tensor object: they must reach the parameter itself, not its alias.
+# Operations on the tensor object, which must reach the parameter itself, not its alias.
 ON_THE_OBJECT = frozenset(
     {
         "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
@@ -305,6 +305,7 @@ ON_THE_OBJECT = frozenset(
 
 
 def reads_property(func) -> bool:
+    """Whether an operation is the getter of a property that is no view."""
     return getattr(func, "__name__", "") == "__get__" and func not in VIEW_GETTERS
 
 
@@ -338,8 +339,8 @@ IN_PLACE = frozenset(
 def places_changed(func) -> tuple[tuple[int, str], ...]:
     """Return position and name of each operand that an operation changes, if not in ``IN_PLACE``.
 
-    Operators' schemas say so. Functions on lists of tensors are named like methods that change
-    their first operand.
+    The schemas of operators list these. Functions on lists of tensors that change their first
+    operand are named like methods that do.
     """
     if isinstance(func, torch._ops.OpOverloadPacket) and len(func.overloads()) == 1:
         func = getattr(func, func.overloads()[0])
@@ -359,15 +360,15 @@ def changed_by(func, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ten
     return tensors_in(changed)
 
 
-# Operations on lists of tensors, with those on one that do the same to each entry: the arithmetic
-# of containers of tensors, and of optimizers.
+# Operations on lists of tensors, each with the operation that does the same to a single tensor.
+# Containers of tensors and optimizers use them.
 ON_EACH = {
     getattr(torch, key): getattr(torch, name)
     for key in dir(torch)
-    if key.startswith("_foreach_") and not key.endswith(("_", "norm"))  # of other arguments
+    if key.startswith("_foreach_") and not key.endswith(("_", "norm"))  # takes other arguments
     if hasattr(torch, name := key.removeprefix("_foreach_"))
 }
-# In place they return the list that they change.
+# The in-place ones return the list that they change.
 ON_EACH |= {
     getattr(torch, key): getattr(Tensor, name)
     for key in dir(torch)
@@ -375,7 +376,7 @@ ON_EACH |= {
     if hasattr(Tensor, name := key.removeprefix("_foreach_"))
 }
 
-# In-place methods that only move axes, with their counterparts that return a view.
+# In-place methods that only move axes, with the methods that return such a view.
 MOVES_IN_PLACE = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
     for name in ("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze")

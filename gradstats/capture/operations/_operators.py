@@ -53,7 +53,7 @@ def as_function(func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
     if name in OTHERWISE and not kwargs:
         return OTHERWISE[name](*args)
     if name == "einsum":
-        return torch.einsum, args, {}  # which finds by itself in which order to contract
+        return torch.einsum, args, {}  # without the order of contractions, which it finds itself
     return _function(name) or func, args, kwargs
 
 
@@ -79,7 +79,7 @@ def _embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse
 
 
 def _norm(function):
-    """Batch or instance normalisation, by statistics of the input or by those that are given."""
+    """Convert batch or instance normalisation."""
 
     def convert(x, weight, bias, mean, variance, of_input, momentum, eps, cudnn):
         return function, (x, mean, variance, weight, bias, of_input, momentum, eps), {}
@@ -115,8 +115,8 @@ def _mse_loss(x, target, reduction=1):
     return functional.mse_loss, (x, target), {"reduction": REDUCTIONS[reduction]}
 
 
-# Operators whose function takes other arguments, with what converts them: the options of PyTorch's
-# Python functions by name, as these show them to modes.
+# Operators whose function takes other arguments, with what converts these. Options of PyTorch's
+# Python functions are passed by name, as modes see them.
 OTHERWISE: dict[str, Callable[..., tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
     "cross_entropy_loss": _cross_entropy,
     "nll_loss": _nll_loss,

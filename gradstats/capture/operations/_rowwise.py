@@ -1,7 +1,7 @@
 """PyTorch functions that keep the rows of their operands apart.
 
 An operation that is listed neither here nor in ``_operations``, ``_reductions`` or ``_reindexed``
-may move or mix rows, whatever the sizes of its result: where its examples lie is not known.
+may move or mix rows, whatever the sizes of its result: its layout is unknown.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Operators marked as pointwise that reduce when they are given one tensor, or always.
+# Operators that PyTorch marks as pointwise though they reduce, if given one tensor or always.
 EXTREMES = frozenset({"max", "min", "equal"})
 
-# Functions that compute element by element but are not marked as pointwise by PyTorch: aliases and
+# Functions that compute element by element but that PyTorch does not mark as pointwise: aliases and
 # compositions of marked operators, and conversions.
 UNMARKED = frozenset(
     {
@@ -36,7 +36,7 @@ UNMARKED = frozenset(
     }
 )  # fmt: skip
 
-# The same, computed from the first operand alone, whatever other tensors they take.
+# The same, computed from the first operand alone whatever other tensors they take.
 OF_THE_FIRST = frozenset({"to", "type_as", "bernoulli", "normal"})
 
 # In-place methods that fill a tensor without moving its values from place to place.
@@ -47,8 +47,8 @@ FILLS = frozenset(
     }
 )  # fmt: skip
 
-# The overloads of PyTorch's own operators, by name. Tags and schemas are read from the dispatcher
-# below: creating the objects of torch.ops takes ten times as long.
+# The overloads of PyTorch's own operators, by name. The functions below read tags and schemas from
+# the dispatcher: creating the objects of torch.ops takes ten times as long.
 OVERLOADS: dict[str, list[str]] = {}
 for _name in torch._C._dispatch_get_all_op_names():
     if _name.startswith("aten::"):
@@ -83,7 +83,7 @@ def _elementwise() -> tuple[frozenset[Any], frozenset[Any]]:
             overloads = _overloads(*({f"special_{name}"} if special else {name, base}))
             listed = base in UNMARKED or base in OF_THE_FIRST
             if special:
-                # The aliases in torch.special are not marked.
+                # PyTorch does not mark the aliases in torch.special.
                 listed = bool(overloads) and name not in ("softmax", "log_softmax", "logsumexp")
             if name in EXTREMES or not (listed or _is_marked(overloads)):
                 continue
