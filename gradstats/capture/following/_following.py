@@ -41,10 +41,10 @@ from gradstats.capture.operations._operations import (
     TRANSPOSES,
 )
 
-# Operations whose new axes are in front, if the others are as they were.
+# Operations that add axes in front, if the last axes of the result are those of the operand.
 IN_FRONT = BROADCASTS | RESHAPES | TRANSPOSES
 
-# Operations whose results may have rows of constants beside those of their operands.
+# Operations whose results may hold rows of constants beside those of data.
 JOINS_OR_PADS = PADS.union(JOINS)
 
 
@@ -53,10 +53,10 @@ def follow_layout(marks: Marks, call: Call) -> None:
     func, _, _, data, result = call
     meetings = marks.meetings
     if result.numel() and not any(map(Tensor.numel, data)) and _are_of_nobody(marks, data):
-        marks.mark_constant(result)  # such as the sum over rows of which there are none
+        marks.mark_constant(result)  # such as a sum over no rows
         return
     if marks.batch_dim and not result.requires_grad and _has_no_axis(marks, call):
-        # If one of its axes has the batch's size, it need not be that of the examples.
+        # An axis with the size of the batch need not be that of the examples.
         marks.mark(result, None, function_name(func) if func is not None else None)
         return
     after = _layout_after(marks, call)
@@ -74,15 +74,15 @@ def follow_layout(marks: Marks, call: Call) -> None:
         meetings.coupled.pop(result.grad_fn, None)
         after = one
         if marks.packed and func in JOINS_OR_PADS and marks.has_example_axis(result):
-            marks.meetings.suppose(result)  # rows that fill it up may be those of the others
+            marks.meetings.suppose(result)  # the rows added may be those of other examples
     if after is None and not result.numel():
-        # Rows of no example, as an expert gets that no token was sent to.
+        # Such as the rows of an expert that no token was sent to.
         nobody = torch.empty(0, dtype=torch.long, device=result.device)
         after = marks.contract.owned_by(nobody, [*result.shape].index(0))
     if after is None:
         after = follow_slots(marks, call)
         told = after is not None or marks.values.owner_of(result) is not None
-        # Whose nobody's rows are is supposed only where an operation cannot do without.
+        # Rows that are nobody's are supposed to be an example's only if nothing else helps.
         if not told and any([settled(marks, item) is not None for item in data]):
             follow_layout(marks, call)
             return
@@ -105,7 +105,7 @@ def _are_of_nobody(marks: Marks, data: list[Tensor]) -> bool:
 def _has_no_axis(marks: Marks, call: Call) -> bool:
     """Whether a result got an axis at ``batch_dim`` from data with too few axes to have one.
 
-    Unless all new axes are in front of theirs, as those of labels (B,) expanded to (T, B) are.
+    Not if all new axes are in front, as where labels (B,) are expanded to (T, B).
     """
     func, args, _, data, result = call
     dims = marks.batch_dim
@@ -122,7 +122,7 @@ def _has_no_axis(marks: Marks, call: Call) -> bool:
 
 
 def _note_sum(marks: Marks, call: Call, after: Layout) -> None:
-    """Note whether a result that belongs to several examples is a sum of terms of one each."""
+    """Note whether a result of several examples is a sum of terms of one example each."""
     meetings, result, behind = marks.meetings, call.result, call.data[0].grad_fn
     sums = is_sum(marks, call)
     if sums:
@@ -140,13 +140,13 @@ def _note_sum(marks: Marks, call: Call, after: Layout) -> None:
 def _note_added(marks: Marks, data: list[Tensor], result: Tensor) -> None:
     """Note where values of different examples are added, and where more is computed from a sum.
 
-    A loss of all examples may be a sum of sums over groups of them, whose terms are separable.
+    A loss of all examples may be a sum of such sums: its terms can still be told apart.
     """
     meetings, node = marks.meetings, result.grad_fn
     if meetings.coupled.get(node) in (MEETS, BROUGHT_BACK) and marks.values.is_sum(result):
         meetings.added[node] = meetings.coupled.pop(node)
         return
-    # A tensor changed in place has a new node, which leads to its former one.
+    # The new node of a tensor that was changed in place leads to its former one.
     behind = [] if node is None else [child for child, _ in node.next_functions]
     behind += [item.grad_fn for item in data if item.requires_grad]
     if any(each in meetings.added for each in behind):
@@ -177,11 +177,11 @@ def note_lost(marks: Marks, result: Tensor, data: list[Tensor], at: str | None) 
     if alone:
         marks.values.note(result, of_one=True)
     if lost is not None:
-        # Blame the first of several operations that could not be followed.
+        # Name the first of several operations that could not be followed.
         blamed = marks.is_marked(lost) and slots_of(marks, lost) is None
         marks.mark(result, None, marks.lost_at(lost) if blamed else at)
     elif alone or marks.contract.rows in result.shape:
-        marks.mark(result, None, at)  # an axis as long as the batch is not that of the examples
+        marks.mark(result, None, at)  # an axis with the size of the batch is not the examples'
     else:
         marks.place(result, None, at)
 
@@ -205,7 +205,7 @@ def _layout_after(marks: Marks, call: Call) -> Layout | Unchanged:
 
 
 def _is_joined(marks: Marks, call: Call) -> bool:
-    """Whether a loss function reduced all examples to one number; note if they met in it."""
+    """Whether a loss function reduced all examples to one number; note if different ones met."""
     if call.result.dim() or not call.result.requires_grad or marks.batch_size == 1:
         return False
     trained = [tensor for tensor in call.data if tensor.requires_grad]
@@ -219,15 +219,15 @@ def _runs_over_examples(marks: Marks, call: Call) -> bool:
     count = 3 if func is ATTENTION else 2 if func in OF_TWO else 1
     operands = [item for item in args[:count] if isinstance(item, Tensor)]
     if marks.packed and (func is ATTENTION or not result.requires_grad):
-        # Packed rows are positions too: masks keep those of different examples apart, and
-        # values without a gradient may run over all of them, such as counts.
+        # Packed rows are positions too: masks keep those of different examples apart, and values
+        # without a gradient, such as counts, may run over all of them.
         return False
     if func is ATTENTION and attention_keeps_apart(marks, call):
         return False  # the model itself packed them
     for item in filter(marks.is_of_data, operands):
         layout = marks.layout_of(item)
-        if layout is None or isinstance(layout, Scores):  # whose values tell whether examples meet
-            continue
+        if layout is None or isinstance(layout, Scores):
+            continue  # the values of scores tell whether examples meet
         # Axes refer to the shape that the operands are broadcast to.
         widest = max((item, *operands), key=Tensor.dim) if func in OF_TWO else item
         axis = layout.axis + widest.dim() - item.dim()
@@ -237,7 +237,7 @@ def _runs_over_examples(marks: Marks, call: Call) -> bool:
 
 
 def spans_examples(marks: Marks, data: list[Tensor], result: Tensor) -> bool:
-    """Whether a result has trained values over all examples; note if one's meet these."""
+    """Whether a result has trained values over all examples; note if those of one join them."""
     trained = [marks.owned(tensor) for tensor in data if tensor.requires_grad]
     if not any(owned is MIXED for owned in trained) or not result.requires_grad:
         return False

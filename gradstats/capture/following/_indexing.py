@@ -67,7 +67,7 @@ def dims_at(source: Tensor, items: list) -> int:
 
 
 def axes_until(items: list) -> int:
-    """Return how many axes items take, without those behind the last ones that are left whole."""
+    """Return how many axes items take, without the last ones that are left whole."""
     while items and isinstance(items[-1], slice) and items[-1] == slice(None):
         items = items[:-1]
     return sum(map(_axes_taken, items))
@@ -154,9 +154,9 @@ def found_at(items: list) -> tuple[int, int]:
     """Return where the axes of index tensors begin in the result, and how many there are.
 
     Args:
-        items: as ``items_of`` gives them. Numbers are applied before index tensors, also those
-            in tensors without axes, which may be all there are. If other items then stand between
-            the index tensors, the axes of these come first in the result.
+        items: as ``items_of`` gives them. PyTorch applies numbers before index tensors, also those
+            in tensors without axes, so there may be none left. If other items then stand between
+            index tensors, their axes come first in the result.
     """
     left = [item for item in items if not isinstance(item, int) and not _is_number(item)]
     places = [place for place, item in enumerate(left) if isinstance(item, Tensor)]
@@ -200,6 +200,6 @@ def _selected(items, first_axis, dims, after, layout, source) -> Examples | None
         # The index has several axes: each row along its first one must belong to one example.
         blocks = owner.flatten(1)
         if not blocks.shape[1] or not bool((blocks == blocks[:, :1]).all()):
-            return None  # without any row that the index picks, none is known
+            return None  # or no row tells whose it is
         owner = blocks[:, 0].contiguous()
     return layout.owned_by(owner, after)

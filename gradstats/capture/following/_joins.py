@@ -30,7 +30,7 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
         rest = [part for part in args[0] if part.requires_grad or marks.is_marked(part)]
         uneven = len({len(part) for part in args[0]}) > 1
         if uneven and not rest and len(args[0]) == marks.batch_size and not marks.packed:
-            # One sequence per example, even if one is as long as there are examples.
+            # One sequence for each example, even if some are as long as there are examples.
             return Examples(marks.batch_size, place)
         owners = [
             sole_of(owned) if part.numel() else None
@@ -38,14 +38,14 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
         ]
         return _side_by_side(marks, args[0], owners, place, stacked=True)
     tensors = list(call.argument(0, "tensors"))
-    # An empty tensor, as loops often start from, has no examples, unless nothing else has any.
+    # Loops often start from an empty tensor. It counts only if no other tensor is data.
     full = [tensor for tensor in tensors if tensor.numel()]
     tensors = full if any(map(marks.is_of_data, full)) else tensors
     dim = JOINS[func]
     if dim is None:
         dim = argument_of(args, kwargs, 1, "dim", 0) % result.dim()
     elif any(tensor.dim() <= max(dim, 1) for tensor in tensors):
-        return None  # such tensors get an axis first, or are joined along another one
+        return None  # they get an axis first, or are joined along another one
     owners = _owners(marks, tensors)
     stacked = func is torch.stack
     axes = [axis for axis in range(result.dim()) if not (stacked and axis == dim)]
@@ -61,19 +61,19 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
     if not (isinstance(layout, Examples) and any(padding)):
         return layout
     one = sole_example(marks, call.data)
-    fills = [own or owned is None for own, owned in zip(padding, owners, strict=True)]
+    fills = [pads or owned is None for pads, owned in zip(padding, owners, strict=True)]
     if _are_in_place(marks, owners, fills):
         if one is None or _are_in_place(marks, owners, [owned is None for owned in owners]):
-            # Each example has its place, whatever the form of what fills it.
+            # What is in an example's place is its, whatever its form.
             places: list[Layout] = [Whole(place) for place in range(marks.batch_size)]
             return _side_by_side(marks, tensors, places, dim, stacked=stacked)
         marks.meetings.suppose(result)  # it may fill up the batch instead of the example's rows
     elif one is None:
         held: set[int] = set()
-        for tensor, owned, own in zip(tensors, owners, padding, strict=True):
+        for tensor, owned, pads in zip(tensors, owners, padding, strict=True):
             if isinstance(owned, Examples):
                 held.update(owned.owner(tensor.device).tolist())
-            elif isinstance(owned, Whole) and not own:
+            elif isinstance(owned, Whole) and not pads:
                 held.add(owned.example)
         if len(held) < marks.batch_size:
             marks.meetings.suppose(result)  # it may be in the place of an example that has no rows
@@ -81,10 +81,10 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
 
 
 def _are_in_place(marks: Marks, owners: Sequence[Layout], fills: Sequence[bool]) -> bool:
-    """Whether there is a tensor for each example, in the batch's order but for what fills it up."""
+    """Whether there is one tensor for each example, in order, but for those that fill up."""
     return len(owners) == marks.batch_size and all(
-        each or owned == Whole(place)
-        for place, (owned, each) in enumerate(zip(owners, fills, strict=True))
+        fills_up or owned == Whole(place)
+        for place, (owned, fills_up) in enumerate(zip(owners, fills, strict=True))
     )
 
 
@@ -126,10 +126,10 @@ def _in_line(
 
 
 def _supposed(marks: Marks, constant: Tensor, axis: int) -> Examples | None:
-    """Return whose the rows of a constant are supposed to be that is joined to packed examples'.
+    """Return the layout that a constant is supposed to have that is joined to packed rows.
 
-    They are nobody's, as the weights of self-loops that a graph layer adds to those of edges. Taken
-    for another example's they are refused where they meet the rows that they belong with.
+    Its rows are nobody's, such as the weights of self-loops that a graph layer adds to those of
+    edges. If they are taken for another example's, they are refused where they meet its rows.
     """
     if not marks.packed or marks.is_of_data(constant):
         return None
@@ -153,7 +153,7 @@ def _joined(layouts: Sequence[Examples], dim: int, device: torch.device) -> Exam
 def _side_by_side(
     marks: Marks, tensors: Sequence[Tensor], owners: list[Layout], dim: int, *, stacked: bool
 ) -> Layout:
-    """Return the layout of tensors joined along ``dim``, some of which belong to one example."""
+    """Return the layout of tensors joined along ``dim``, some of them of one example each."""
     examples: list[int] = []
     of_data: set[int] = set()
     for tensor, owned in zip(tensors, owners, strict=True):
@@ -166,13 +166,13 @@ def _side_by_side(
             examples += own
             of_data.update(own)
         elif owned is None and not (tensor.numel() and marks.is_marked(tensor)):
-            # A constant, or the padding of no rows at all, counts for the examples in whose places
-            # it is, if all others are in their places.
+            # A constant, or padding instead of rows that do not exist, counts for the examples in
+            # whose places it is, if all others are in their places.
             examples += range(len(examples), len(examples) + rows)
         else:
             return None
     if any(owned is None for owned in owners):
-        # Next to rows of a single example, a constant may also belong to that one.
+        # Beside rows of a single example, a constant may belong to that one too.
         if examples != list(range(marks.batch_size)) or len(of_data) == 1 < marks.batch_size:
             return None
     if not examples:

@@ -2,8 +2,8 @@
 
 By contract, data have their examples along the caller's ``batch_dim``. If code transposes or folds
 that axis, shape alone would mislead: with as many positions as examples, a transposed batch looks
-like an untransposed one. Such tensors carry their layout with them. If it is lost, they are refused
-when they meet a parameter.
+like an untransposed one. So such tensors carry their layout with them. If it is lost, they are
+refused where they meet a parameter.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | N
     if func in OVER_AXES:
         if func in QUANTILES or result.dim() < source.dim():
             return reduced(call, source, layout)
-        # The result may have more axes if it was broadcast against other operands, and reduced axes
-        # may be kept with size 1.
+        # The result has more axes if it was broadcast against other operands, and reduced axes may
+        # be kept with size 1.
         kept = result.shape[layout.axis] == source.shape[layout.axis]
         return layout if kept and result.dim() == source.dim() else None
     lead = layout.axis + 1
@@ -70,12 +70,12 @@ def follow(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | N
 
 
 def is_one(func, source: Tensor) -> bool:
-    """Whether a convolution takes its operand for a single example."""
+    """Whether PyTorch takes the operand of a convolution for a single example."""
     return func in CONVOLUTIONS and source.dim() == CONVOLUTIONS[func] + 1
 
 
 def takes_for_channels(func, source: Tensor, layout: Examples) -> bool:
-    """Whether an operation on images takes the example axis for channels or positions."""
+    """Whether an operation on images treats the example axis as channels or positions."""
     apart = source.dim() - POOLS[func] if func in POOLS else 1
     return func in BATCH_FIRST and layout.axis >= apart
 
@@ -89,7 +89,7 @@ FOLLOWED = frozenset().union(
     REINDEXES, UNFOLLOWED, PRODUCTS, ADDED_PRODUCTS, SOLVES, TENSOR_PRODUCTS,
 )  # fmt: skip
 
-# Operations that are followed on nested tensors, whose rows are examples, too.
+# Operations that are also followed on nested tensors, whose rows are examples.
 ON_NESTED = (
     POINTWISE
     | BROADCASTS

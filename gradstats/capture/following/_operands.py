@@ -40,7 +40,7 @@ from gradstats.capture.parameters._tensors import node_of
 
 
 class Unchanged:
-    """Says that nothing need be noted on a result: its shape tells where the examples lie."""
+    """Stands for a layout that need not be noted, since the result's shape tells it."""
 
 
 UNCHANGED = Unchanged()
@@ -51,11 +51,11 @@ ROLES = SHARED | REINDEXES.keys() | RESHAPES | READS_ONLY_FIRST
 
 
 def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
-    """Return the one example to which data operands belong; None if there is none.
+    """Return the one example to which all data operands belong; None if there is none.
 
-    Beside trained operands, others about which nothing is known do not matter (targets,
-    positions within an image): only trained operands receive gradients. Nor do empty ones, or
-    padding, beside others.
+    Beside trained operands, which alone receive gradients, untrained ones about which nothing is
+    known do not count (targets, positions within an image). Empty ones and padding never do, unless
+    there are no others.
     """
     if marks.batch_size == 1 or not marks.marked:
         return None
@@ -71,9 +71,9 @@ def sole_example(marks: Marks, data: Sequence[Tensor]) -> Whole | None:
 
 
 def is_padding(marks: Marks, item: Tensor) -> bool:
-    """Whether a tensor has the form of one example's values and holds none, nor learns any.
+    """Whether a tensor has the form of one example's values but holds none: ``zeros_like(x[0])``.
 
-    Such zeros fill up the rows of other examples too: ``zeros_like(x[0])``.
+    Such zeros fill up the rows of other examples too.
     """
     return (
         marks.values.was_blank(item)
@@ -83,7 +83,7 @@ def is_padding(marks: Marks, item: Tensor) -> bool:
 
 
 def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
-    """Return the layout of a result whose examples follow those of one operand."""
+    """Return the layout of a result whose examples lie as those of one operand do."""
     func, args, kwargs, data, result = call
     constant = not args or not any(tensor is args[0] for tensor in data)
     lost = _loses(marks, call, constant)
@@ -97,7 +97,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     beside = [item for item in beside if not is_shared(call, item)]
     dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
     if any(item.dim() < dims for item in data if item is source or item.requires_grad):
-        lost = True  # it may be broadcast, which counts axes from the right
+        lost = True  # broadcasting counts axes from the right
     if func in SHARED_WEIGHT and layout is not None and layout.axis == source.dim() - 1:
         lost = True  # these operations sum over the last axis
     noted = marks.is_marked(source)
@@ -105,7 +105,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
         axis = marks.batch_dim - result.dim()
         given = -axis > source.dim() or source.shape[axis] == 1
         if given and marks.has_example_axis(result):
-            return UNCHANGED  # given values, which each example gets
+            return UNCHANGED  # each example gets the same given values
     if layout is None and not (noted or marks.is_lost(source)):
         told = marks.values.owner_of(source) is not None  # element by element
         return None if told else UNCHANGED
@@ -119,12 +119,12 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     if layout is not None and source.requires_grad:
         note_picked(marks, call, indices, layout, after)
     if after is not None and after is layout and not noted:
-        # By shape alone memory that data were written into does not tell, nor do packed rows behind
-        # an axis of size 1 once that is as long.
+        # Shape does not tell of memory that data were written into; nor of packed rows behind an
+        # axis of size 1, which may have become as long as the rows.
         tells = layout is marks.contract and not marks.written.storages
         return UNCHANGED if tells or marks.layout_of(result) == layout else after
     if after is None and layout is not None and is_trusted(func):
-        # The shape still decides if no other axis has the batch's size.
+        # The shape still tells if no other axis has the size of the batch.
         alone = marks.is_distinct(source) and marks.is_distinct(result)
         if alone and layout == marks.by_contract(source) and marks.has_example_axis(result):
             return UNCHANGED
@@ -132,7 +132,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
 
 
 def _loses(marks: Marks, call: Call, constant: bool) -> bool:
-    """Whether it is not known where an operation puts the examples of its first operand.
+    """Whether an operation puts the examples of its first operand in unknown places.
 
     Args:
         call: the operation.
@@ -153,7 +153,8 @@ def agree(marks: Marks, call: Call) -> bool:
     func, args, _, data, result = call
     trained = [tensor for tensor in data if tensor.requires_grad]
     if not trained:
-        # What seems to have a row for each example may have one for each position of this one.
+        # Beside values of one example, what seems to have a row for each example may have one for
+        # each position.
         return not any(is_of_another(marks, tensor) for tensor in data)
     if any(marks.is_lost(tensor) for tensor in trained):
         return False
@@ -188,14 +189,14 @@ def _meets_others(marks: Marks, tensor: Tensor, data: list[Tensor]) -> bool:
 
 
 def is_of_another(marks: Marks, tensor: Tensor) -> bool:
-    """Whether values are one example's, and not the first's, which may stand for all."""
+    """Whether values belong to one example other than the first, whose may stand for all."""
     owned = marks.owned(tensor)
     other = isinstance(owned, Whole) and owned.example > 0
     return tensor.numel() > 1 and (other or marks.values.is_of_one(tensor))
 
 
 def holds_one_alone(marks: Marks, data: Iterable[Tensor]) -> bool:
-    """Whether any of several tensors is of one example alone, or of what met such a one."""
+    """Whether any tensor belongs to one example, or was lost where such a one met others."""
     return any(
         isinstance(sole_of(marks.owned(item)), Whole) or marks.values.is_of_one(item)
         for item in data
@@ -234,7 +235,7 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
         is_of_another(marks, item) and item.dim() >= -place and item.shape[place] > 1
         for item in data
     ):
-        return None  # of one example's rows beside others, as agree() has it
+        return None  # rows of one example beside others: see agree()
     deciding = trained or [layout for _, layout in aligned]
     pack = packs(marks, deciding) if trained else marks.packed
     if pack and (pairs := scores(deciding, result)) is not None:

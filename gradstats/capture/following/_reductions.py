@@ -13,7 +13,7 @@ from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import variants
 
-# Stands for the position of an argument that can only be given by name.
+# The position of an argument that can only be given by name.
 KEYWORD = 99
 
 # Reductions, with the position of the axes among their arguments.
@@ -52,14 +52,14 @@ def reduced(call: Call, source: Tensor, layout: Examples) -> Examples | None:
         return layout.along(axis)
     if count == source.dim() - len(dims):
         return layout.along(axis - sum(d < layout.axis for d in dims))
-    # Some of these axes are left, as where matrices have vectors for results; or others are gone
-    # too, as where losses are averaged.
+    # Some of these axes are left, as if matrices give vectors; or others are gone too, as if losses
+    # are averaged.
     lead = layout.axis + 1
     before = layout.axis < min(dims) and result.shape[:lead] == source.shape[:lead]
     return layout if before else None
 
 
-# Where they are given no axis, these choose one by the number of axes.
+# Operations that choose their axis by the number of axes, if they are given none.
 IMPLICIT = frozenset({functional.softmax, functional.log_softmax, functional.softmin})
 
 # Operations on matrices, which span the last two axes.
@@ -84,7 +84,7 @@ OVER_LAST = frozenset(
      functional.rms_norm}
 )  # fmt: skip
 
-# Losses of rows, with the axis along which a row lies; of sequences, with the axes of steps and of
+# Losses of rows, with the axis along which a row lies; of sequences, with those of their steps and
 # classes.
 ROW_LOSSES: dict[Any, int | tuple[int, ...]] = {
     getattr(owner, name): axis
@@ -153,6 +153,6 @@ def runs_over(func, args, kwargs, axis: int) -> bool:
     if dim is None and func in IMPLICIT:
         return axis == (0 if dims in (0, 1, 3) else 1)
     if dim is None or dim == () or (func in ROW_LOSSES and dims == 1):
-        return True  # which is one row
+        return True  # over all axes, or the only one
     over = dim if isinstance(dim, (tuple, list)) else (dim,)
     return axis in over or axis - dims in over

@@ -23,7 +23,7 @@ from gradstats.capture.operations._memory import extent
 from gradstats.capture.operations._operations import EXPANDS, PADS, variants
 from gradstats.capture.parameters._nodes import same_storage
 
-# Stands for the example of memory between a tensor's elements.
+# Stands for the example of memory between a tensor's elements, which has none.
 BETWEEN = -2
 
 
@@ -46,7 +46,7 @@ def reshaped(source: Tensor, layout: Examples, result: Tensor) -> Examples | Who
     if result.shape[: layout.axis + 1] == source.shape[: layout.axis + 1]:
         return layout
     if result.numel() != source.numel() or not result.numel():
-        return None  # a view with another dtype; or nothing, which is anyone's
+        return None  # a view as another dtype; or no elements, which may be anyone's
     width = math.prod(source.shape[layout.axis + 1 :])
     for axis in range(result.dim()) if layout.segments is None else ():
         step, example = math.prod(result.shape[axis + 1 :]), layout.fold * width
@@ -92,12 +92,12 @@ def _indexed(call: Call, source, layout) -> Examples | Whole | None:
 
 
 def _along(name: str, position: int, change):
-    """Return a rule for operations that rearrange rows along a ``dim`` that may be the examples'.
+    """Return a rule for operations that rearrange rows along a ``dim``, perhaps the examples'.
 
     Args:
         name, position: name and position of the axis among the operation's arguments.
         change: called as change(owner, call) with the example of each row, returns that of
-            each new row; None where elements are picked one by one.
+            each new row; None if elements are picked one by one.
     """
 
     def rule(call: Call, source, layout):
@@ -105,7 +105,7 @@ def _along(name: str, position: int, change):
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
         if name == "dims" and len(dims) == 1:
             dims = (*dims, *call.args[position + 1 :])  # x.flip(0, 1)
-        # Without any axis, a roll goes over all elements.
+        # Without an axis, a roll goes over all elements.
         if dims and dim is not None and all(d % source.dim() != layout.axis for d in dims):
             return layout
         if dim is None or len(dims) != 1 or change is None:
@@ -137,7 +137,7 @@ def _sliced(position: int):
             return layout.along(layout.axis - (lost if dim < layout.axis else 0))
         if source.is_nested:
             starts = source.offsets() * source.values().stride(0)
-            # Of those that begin here, the last one has rows.
+            # Empty ones begin where the next one does; the last that begins here has rows.
             return layout.whole(int((starts == result.storage_offset()).nonzero()[-1]))
         if source.stride(layout.axis) == 0:
             return None
@@ -164,7 +164,7 @@ _rows_repeated = _along(
 
 
 def _repeated_in_place(call: Call, source, layout) -> Examples | Whole | None:
-    """Each row repeated in place; given counts alone, the number of each row repeated so."""
+    """Each row repeated in place; given counts alone, each row's number."""
     if len(call.args) == 1 and "repeats" not in call.kwargs:
         return layout.owned_by(layout.owner(source.device).repeat_interleave(source), 0)
     return _rows_repeated(call, source, layout)
@@ -178,7 +178,7 @@ def _expanded(call: Call, source, layout) -> Examples | None:
 
 
 def _with_axes(call: Call, source, layout) -> Examples | Whole | None:
-    """A reshape to a least number of axes, if one tensor was given."""
+    """A reshape to at least so many axes, if a single tensor was given."""
     return reshaped(source, layout, call.result) if len(call.args) == 1 else None
 
 
@@ -193,12 +193,12 @@ def _made_diagonal(call: Call, source, layout) -> Examples | None:
 
 
 def _diagonal(call: Call, source, layout) -> Examples | Whole | None:
-    """The diagonal of a matrix; or of one that is made of a vector, which lies along no axis."""
+    """The diagonal of a matrix; a vector becomes one, whose examples lie along no axis."""
     return picked(call, source, layout) if source.dim() == 2 else None
 
 
 def _padded(call: Call, source, layout) -> Examples | None:
-    """Padding, given as widths for both sides of each axis, the last axis first."""
+    """Padding by widths for both sides of each axis, the last axis first."""
     place = 2 * (source.dim() - 1 - layout.axis)
     return None if any(call.argument(1, "pad")[place : place + 2]) else layout
 
@@ -214,7 +214,7 @@ def _repeated(call: Call, source, layout) -> Examples | None:
 
 
 def picked(call: Call, source: Tensor, layout: Examples) -> Examples | Whole | None:
-    """Elements picked one by one: the operation is repeated on the examples' numbers."""
+    """Elements picked one by one: the operation is repeated on each element's example."""
     found = owner_of_picked(call, source, layout.of_elements(source), layout.axis)
     return None if found is None else spread(found, layout.batch)
 
@@ -275,7 +275,7 @@ def _steps_over(same: int, source: Tensor, result: Tensor, start: int) -> bool:
 
 
 def _of_batch(dims: int) -> Callable[..., Examples | None]:
-    """Return the rule of an operation that takes data of this many axes for a batch."""
+    """Return the rule of an operation to which data with this many axes are a batch."""
 
     def rule(call: Call, source, layout) -> Examples | None:
         return layout if layout.axis == 0 and source.dim() == dims else None
@@ -284,14 +284,14 @@ def _of_batch(dims: int) -> Callable[..., Examples | None]:
 
 
 def _jagged(call: Call, source, layout) -> Examples | None:
-    """Rows between bounds become one row of a nested tensor each."""
+    """The rows between two bounds become one row of a nested tensor."""
     if layout.axis != 0 or is_compiling() or call.argument(3, "lengths") is not None:
         return None
     return layout.in_pieces(call.args[1][:-1])
 
 
 def _segments(call: Call, source, layout) -> Examples | None:
-    """Rows between bounds become one row each."""
+    """The rows between two bounds become one row."""
     axis = call.argument(KEYWORD, "dim", 0) % source.dim()
     if layout.axis != axis:
         return layout
@@ -301,8 +301,8 @@ def _segments(call: Call, source, layout) -> Examples | None:
     return layout.in_pieces(lengths.cumsum(0) - lengths if offsets is None else offsets[:-1])
 
 
-# Operations that cut, repeat or pick elements of their first operand, each whole, with the rule for
-# the examples.
+# Operations that cut, repeat or pick elements of their first operand without changing them, with the
+# rule for the layout.
 PICKS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(
@@ -331,7 +331,7 @@ PICKS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(EXPANDS, _expanded),
     **dict.fromkeys(variants("repeat", "tile"), _repeated),
     **dict.fromkeys(variants("diag"), _diagonal),
-    # Any other, rarely used, is repeated on the examples' numbers.
+    # Any other, rarely used, is repeated on each element's example.
     **dict.fromkeys(
         (
             *variants(
