@@ -66,9 +66,9 @@ def contraction(
             number for each index that is summed.
         result: of the contraction.
         lies: called with the position and the layout of an operand, returns where its examples lie
-            in the result, None where they are summed; if not given, ``places`` tell this.
+            in the result, or None if they are summed; by default ``places`` tell.
     """
-    if not marks.packed:  # whose values tell
+    if not marks.packed:  # of packed rows, values tell
         note_crossed(marks, operands, places, result)
 
     def kept_along(at: int, layout: Examples) -> Examples | None:
@@ -100,7 +100,7 @@ def contraction(
                 meets = over in places[0] and len(places) == 2
                 along = places[0].index(over) if meets else None
                 if _sums_own_rows(marks, operands[0], along, layout, result):
-                    # That depends on values, which no cache may leave out.
+                    # This depends on values, so it must not be cached, which an owner prevents.
                     marks.values.note(result, owner=kept[0][1].of_elements(result))
                     continue
                 if marks.packed or layout.segments is not None:
@@ -126,7 +126,14 @@ def contraction(
 
 
 def convolved(call: Call, place: int, layout: Examples) -> Examples | None:
-    """With groups of channels, the same number for each example, each has a kernel of its own."""
+    """Return the layout of a convolution's result by that of an operand; None if it is summed.
+
+    Examples along the channels, in groups of as many for each, have kernels of their own.
+
+    Args:
+        call: the convolution.
+        place, layout: the operand's position, and where its examples lie.
+    """
     result = call.result
     if place == 0 and layout.axis == 0:
         return layout
@@ -145,7 +152,7 @@ def convolved(call: Call, place: int, layout: Examples) -> Examples | None:
 def convolved_places(call: Call, operands: Sequence[Tensor]) -> list[list[int]]:
     """Return which axis of a convolution's result each axis of its operands becomes.
 
-    Channels of the input are summed, and so are the kernels' places.
+    Channels of the input and positions in the kernels are summed: negative numbers.
     """
     channels = -1 if call.argument(6, "groups", 1) == 1 else 1
     data, kernels = [0, channels], [1, -1]
@@ -160,13 +167,13 @@ def convolved_places(call: Call, operands: Sequence[Tensor]) -> list[list[int]]:
 def _sums_own_rows(
     marks: Marks, weights: Tensor, axis: int | None, layout: Examples, result: Tensor
 ) -> bool:
-    """Whether weights of packed rows are zero for those of other examples.
+    """Whether the weights by which packed rows are summed are zero for rows of other examples.
 
     Args:
-        weights: what the rows are multiplied with.
+        weights: of the rows.
         axis: of the weights, along which they meet the rows.
-        layout: that of the rows.
-        result: the product, in which they are summed.
+        layout: of the rows.
+        result: the sums.
     """
     own = marks.layout_of(weights)
     if own is None or axis is None:
@@ -183,11 +190,11 @@ def _sums_own_rows(
 def _of_weighted_sums(
     marks: Marks, operands: Sequence[Tensor], places: Sequence[Sequence[int]], result: Tensor
 ) -> Examples | Whole | None:
-    """Return the layout of sums of rows, each of which belongs to the example whose rows it sums.
+    """Return the layout of sums of rows, if each sums rows of one example, to which it belongs.
 
-    So it is in products with a transposed adjacency matrix, in pooling by a matrix, and where rows
-    are dispatched to the slots of experts, if these weights are given: a trained weight would pass
-    a gradient on where it is zero, too.
+    Such are products with a transposed adjacency matrix, pooling by a matrix, and rows dispatched
+    to the slots of experts. The weights must be given: a trained weight passes on a gradient even
+    where it is zero.
 
     Args:
         operands, places, result: as for ``contraction``.
@@ -219,11 +226,11 @@ def _owner_of_sums(weights: Tensor, axes: Sequence[int], rows: Examples) -> Tens
 
     Args:
         weights: of the rows in each sum.
-        axes: of the weights: those of the sums, and that of the rows.
-        rows: whose the rows are.
+        axes: of the weights: those of the sums, then that of the rows.
+        rows: the layout of the rows.
 
     Returns:
-        The examples, one for each sum; None if one counts rows of several.
+        The examples, one for each sum; None if a sum counts rows of several.
     """
     values = weights.detach()
     if values.layout is torch.strided:
@@ -246,7 +253,7 @@ def _owner_of_sums(weights: Tensor, axes: Sequence[int], rows: Examples) -> Tens
 def _of_slots(
     marks: Marks, operands: Sequence[Tensor], places: Sequence[Sequence[int]], result: Tensor
 ) -> Examples | None:
-    """Return the layout of rows that are put together from those of experts' slots.
+    """Return the layout of rows that are combined from those in experts' slots.
 
     Args:
         operands, places, result: as for ``contraction``.
@@ -315,7 +322,7 @@ def _product(
         if pairs is not None or marks.packed:
             return pairs
     if not trained and len(axes) > 1:
-        return None  # by a matrix of as many positions as there are examples, for instance
+        return None  # such as by a matrix with as many positions as there are examples
     if len(axes) > 1:
         _couple_all(marks, result)
     elif any(not same_layout(trained[0], other) for other in trained[1:]):
@@ -330,7 +337,7 @@ def _summed(
     """Return the layout of a product that sums over the examples of some operands.
 
     Args:
-        meets: whether trained values stand beside them whose examples are not summed.
+        meets: whether they meet trained values whose examples are not summed.
         gone: these operands, with where their examples lie.
         result: the product.
     """
@@ -338,7 +345,7 @@ def _summed(
     if not trained or marks.batch_size == 1:
         return None
     if marks.packed and len(trained) == 1:
-        return None  # the other may put the rows of each example together, as in pooling
+        return None  # the other factor may sum the rows of each example, as in pooling
     if meets:
         _couple_all(marks, result)
     elif not all(same_rows(trained[0], other) for other in trained[1:]):

@@ -1,7 +1,8 @@
 """Where the examples lie in a tensor that is written to piece by piece, told by numbers.
 
-Each write is repeated on the number of each element's example, ``NOBODY`` where nothing of any was
-written. Of the last axes, which writes go over as a whole, one element stands for all.
+Each write is repeated on a tensor with the number of each element's example, ``NOBODY`` where no
+example's value was written. Along the last axes, if writes cover them whole, one element stands for
+all.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gradstats.capture.following._writes import REPLACES, Write
 
 NOBODY = -1
 
-# Values that were written of which the examples are known, and where these lie.
+# Values that were written, with their layouts.
 Owned = Sequence[tuple[Tensor, Examples | Whole]]
 
 
@@ -33,10 +34,10 @@ class Found(NamedTuple):
     """Where the examples lie after a write.
 
     Attributes:
-        layout: None if that is not known.
+        layout: None if it is unknown.
         numbers: the example of each element, if further writes may tell more.
         meets: whether values of several examples met.
-        supposed: whether rows that nothing was written to were supposed to belong to examples.
+        supposed: whether rows that nothing was written to were supposed to be of some examples.
     """
 
     layout: Examples | Whole | None
@@ -55,18 +56,18 @@ def lies_after(
     *,
     blank: bool = True,
 ) -> Found:
-    """Return where the examples lie after a write, as what was written says.
+    """Return where the examples lie after a write, given the layouts of what was written.
 
     Args:
         write, target: what was written, and into what.
-        owned: the values, and where their examples lie.
-        known: where they lay before.
-        writes: how many changes of the target this was: 1 in place, else 0.
-        blank: whether the target is known to have held nothing of any example.
+        owned: the values, with their layouts.
+        known: the layout of the target before.
+        writes: the number of changes of the target that the write was: 1 in place, else 0.
+        blank: whether the target is known to have held no example's values.
     """
     noted = marks.values.owner_of(target, writes)
     blank = (blank and noted is None) or marks.values.was_blank(target, writes)
-    blank |= write.how == REPLACES and write.read is None  # nothing is left of what it held
+    blank |= write.how == REPLACES and write.read is None  # everything was replaced
     layouts = [known] if known else []
     for layout in [*layouts, *_of_its_size(marks, target, owned[0][1])] if blank else layouts:
         if all(write.shares(layout, *value, blank=blank) for value in owned):
@@ -85,7 +86,7 @@ def lies_after(
     inputs = not any(item.requires_grad for item in [target, *(value for value, _ in owned)])
     if found.layout is None and known and inputs and not marks.packed:
         if all(write.mixes(known, *value) for value in owned):
-            return Found(known)  # inputs meet, as in CutMix and Mixup: those written into decide
+            return Found(known)  # inputs meet, as in CutMix and Mixup: the target decides
     return found
 
 
@@ -95,8 +96,8 @@ def lies_behind(
     """Return where the examples lie in a contiguous tensor, a view of which was written to.
 
     Args:
-        view, owned: the view, and where the examples lie in it now.
-        base, blank: the tensor, and whether it is known to have held nothing of any example.
+        view, owned: the view, and its layout now.
+        base, blank: the tensor, and whether it is known to have held no example's values.
     """
     before = numbers_before(marks, base, 1, blank=blank)
     if before is None:
@@ -113,7 +114,10 @@ def lies_behind(
 
 
 def _some_replaced(marks: Marks, tensor: Tensor, before: Tensor, after: Tensor) -> bool:
-    """Whether others' values replaced some of one example's: such rows need not be theirs."""
+    """Whether other examples' values replaced a part of one example's tensor.
+
+    Its rows may be positions then, so that none need belong to another example.
+    """
     had, same = before != NOBODY, before == after
     alone = isinstance(sole_of(marks.owned(tensor)), Whole)
     return alone and bool((had & same).any() & (had & ~same).any())
@@ -122,11 +126,11 @@ def _some_replaced(marks: Marks, tensor: Tensor, before: Tensor, after: Tensor) 
 def numbers_before(
     marks: Marks, target: Tensor, writes: int = 0, *, blank: bool = False
 ) -> Tensor | None:
-    """Return the example of each element of a tensor before its last writes, if that is known.
+    """Return the example of each element of a tensor before its last writes; None if unknown.
 
     Args:
-        target, writes: the tensor, and how many writes there were.
-        blank: whether it is known to have held nothing of any example.
+        target, writes: the tensor, and the number of these writes.
+        blank: whether it is known to have held no example's values.
     """
     numbers = marks.values.owner_of(target, writes)
     if numbers is not None:
@@ -141,7 +145,7 @@ def numbers_before(
 
 
 def numbers_of(tensor: Tensor, layout: Examples | Whole, rest: int) -> Tensor:
-    """Return the example of each element, of up to ``rest`` axes behind one for all."""
+    """Return the example of each element; along up to ``rest`` last axes, one stands for all."""
     if isinstance(layout, Whole):
         whose = torch.full((), layout.example, dtype=torch.int32, device=tensor.device)
         return first_behind(whose.expand(tensor.shape), min(rest, tensor.dim()))
@@ -151,12 +155,12 @@ def numbers_of(tensor: Tensor, layout: Examples | Whole, rest: int) -> Tensor:
 def _numbers_after(
     write: Write, target: Tensor, numbers: Tensor, owned: Owned
 ) -> tuple[Tensor, Tensor]:
-    """Return the example of each element after a write, and whether those of several meet.
+    """Return the example of each element after a write, and whether values of several meet.
 
     Args:
         write, target: what was written, and into what.
         numbers: the example of each element before.
-        owned: the values, and where their examples lie.
+        owned: the values, with their layouts.
     """
     rest = _alike_behind(numbers, write.rest, owned)
     sizes = [*target.shape[: target.dim() - rest], *[1] * rest]
@@ -168,7 +172,7 @@ def _numbers_after(
             before = numbers[place]
             met |= ((before != NOBODY) & (before != new)).any()
         numbers[place] = new
-        met |= (numbers[place] != new).any()  # two were written to one place
+        met |= (numbers[place] != new).any()  # two examples' were written to one place
     return numbers, met
 
 
@@ -189,13 +193,13 @@ def _settled(
     owned: Examples | Whole,
     known: Examples | None = None,
 ) -> Found:
-    """Return where the examples lie in a tensor.
+    """Return where the examples lie in a tensor after a write.
 
     Args:
         target: the tensor.
         numbers: the example of each element.
-        owned: whose the value is that was written last.
-        known: where they lay before, which decides if it may be so still.
+        owned: the layout of what was written.
+        known: the layout of the tensor before, which stays if it still fits.
     """
     if not numbers.numel():
         return Found(None)
@@ -203,7 +207,7 @@ def _settled(
     one = int(numbers.amax())
     alone = bool(((numbers == NOBODY) | (numbers == one)).all())
     if not alone and (told := [*_told(marks, rows)]):
-        # Elements that nothing was written to may be told along another axis as well.
+        # If some elements were not written to, the layout by contract may fit as well.
         ordinary = [own for own in _of_its_size(marks, target, marks.contract) if _fits(rows, own)]
         differ = any(not same_layout(told[0], other) for other in (*told, *ordinary))
         if not differ or bool((numbers != NOBODY).all()):
@@ -214,15 +218,15 @@ def _settled(
     fitting = [own for own in _likely(marks, target, owned) if _fits(rows, own)]
     found = fitting[0] if fitting else None
     if marks.packed and not all(same_layout(found, other) for other in fitting):
-        found = None  # places where nothing was written may be one example's or another's
+        found = None  # rows that nothing was written to may be one example's or another's
     if found is None and alone and isinstance(owned, Whole):
-        # With as many rows as all examples have, nobody's may be those of the others.
+        # In a tensor with as many rows as the batch, nobody's rows may be those of other examples.
         of_others = marks.packed and marks.has_example_axis(target) and int(numbers.amin()) != one
         return Found(owned, numbers, supposed=of_others)
     supposed = False
     if marks.packed and not marks.has_example_axis(target):
-        # Rows that nothing was written to, as nodes that pooling left without neighbours, are taken
-        # for those of the same examples as in other tensors of as many rows.
+        # Rows that nothing was written to, such as nodes without neighbours after pooling, are
+        # supposed to be those of the same examples as in other tensors with as many rows.
         others = [own.along(axis) for axis in rows for own in marks.known_of(target.shape[axis])]
         others = [own for own in others if _fits(rows, own)]
         alike = all(same_layout(others[0], other) for other in others)
@@ -232,7 +236,7 @@ def _settled(
 
 
 def _rows(target: Tensor, numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the axes whose rows hold values of one example each, with the example of each row."""
+    """Yield each axis whose rows hold values of one example each, with the example of each row."""
     for axis, size in enumerate(target.shape):
         if numbers.shape[axis] == size:
             each = numbers.movedim(axis, 0).reshape(size, -1)
@@ -242,14 +246,14 @@ def _rows(target: Tensor, numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _told(marks: Marks, rows: dict[int, Tensor]) -> Iterator[Examples]:
-    """Yield the layouts along axes all of whose rows hold values of an example."""
+    """Yield the layout along each axis of which all rows hold values of an example."""
     for axis, owner in rows.items():
         if bool((owner != NOBODY).all()):
             yield marks.contract.owned_by(owner.long(), axis)
 
 
 def _fits(rows: dict[int, Tensor], layout: Examples) -> bool:
-    """Whether a layout gives rows the examples they have; others, which are nobody's, may be any's.
+    """Whether a layout agrees with the rows' examples; rows that are nobody's fit any.
 
     Args:
         rows: the example of each row, by axis.
@@ -264,11 +268,11 @@ def _likely(marks: Marks, target: Tensor, owned: Examples | Whole) -> Iterator[E
 
     Args:
         target: the tensor.
-        owned: whose the value is that was written into it.
+        owned: the layout of what was written into it.
     """
     yield from _of_its_size(marks, target, owned)
     contract = marks.contract
-    # Packed examples may get one row each, as pooled graphs do.
+    # Packed examples may have one row each, as pooled graphs do.
     yield from _several(target, Examples(contract.batch, 0), 1 if marks.packed else 2)
     if marks.packed:
         # Or several for each of their rows, as the nodes of graphs have for their neighbours.
@@ -276,7 +280,7 @@ def _likely(marks: Marks, target: Tensor, owned: Examples | Whole) -> Iterator[E
 
 
 def _of_its_size(marks: Marks, target: Tensor, owned: Examples | Whole) -> Iterator[Examples]:
-    """Yield the batch's layout, and a value's, along each axis of their size."""
+    """Yield the contract's layout, and a value's, along each axis with as many rows."""
     for layout in (marks.contract, owned):
         if isinstance(layout, Examples):
             sizes = enumerate(target.shape)
@@ -284,10 +288,10 @@ def _of_its_size(marks: Marks, target: Tensor, owned: Examples | Whole) -> Itera
 
 
 def _several(target: Tensor, each: Examples, fewest: int) -> Iterator[Examples]:
-    """Yield the layouts with equally many rows, ``fewest`` or more, for each row of ``each``."""
+    """Yield layouts with as many rows, at least ``fewest``, for each row of another layout."""
     for axis, size in enumerate(target.shape):
         count, rest = divmod(size, each.rows)
         if count >= fewest and rest < 2:
             owner = each.owner(target.device).repeat_interleave(count)
-            # A last one may take what overflows.
+            # One more row may take what overflows.
             yield each.owned_by(torch.cat([owner, owner[-1:]]) if rest else owner, axis)

@@ -301,8 +301,8 @@ def _segments(call: Call, source, layout) -> Examples | None:
     return layout.in_pieces(lengths.cumsum(0) - lengths if offsets is None else offsets[:-1])
 
 
-# Operations that cut, repeat or pick elements of their first operand without changing them, with the
-# rule for the layout.
+# Operations that cut, repeat or pick elements of their first operand unchanged, with the rule for
+# the layout.
 PICKS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _indexed,
     **dict.fromkeys(

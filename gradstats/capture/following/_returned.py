@@ -33,7 +33,7 @@ class Functions:
 
     Attributes:
         seen: while one runs, the results of its operations, by id.
-        inside: names of the parameters used in the forward of such Functions, whose backward may
+        inside: names of the parameters used in the forward of such Functions; their backward may
             run a backward of its own.
     """
 
@@ -51,8 +51,8 @@ class Functions:
     ) -> Any:
         """Run an autograd Function, and note where the examples lie in what it returns.
 
-        For results of operations that were seen in its forward, that is known. Results filled by a
-        kernel unseen are assumed to have the examples where the operands have them.
+        Results of operations that were seen in its forward have been followed. Results that a
+        kernel filled, unseen, are assumed to have the operands' layout.
 
         Args:
             function: its ``apply``.
@@ -86,12 +86,12 @@ class Functions:
         return returned
 
     def note_seen(self, result: Any) -> None:
-        """Note that an operation inside an autograd Function was seen, with its result."""
+        """Note the result of an operation that was seen inside an autograd Function."""
         if self.seen is not None:
             self.seen.update((id(item), ref(item)) for item in tensors_in(result))
 
     def note_inside(self, operands: Sequence[Tensor]) -> None:
-        """Note the parameters that an operation uses while gradients are not recorded."""
+        """Note the parameters that an operation uses while no gradients are recorded."""
         nodes = filter(None, map(node_of, operands))
         self.inside.update(root.name for node in nodes for root in node.roots)
 
@@ -101,7 +101,7 @@ def _check_inside(
 ) -> None:
     """Raise if an autograd Function runs a part of the model that cannot be followed.
 
-    Its backward runs that part again on new tensors, whose layout only the contract tells.
+    Its backward runs that part again on new tensors, of which only the contract tells the layout.
 
     Args:
         function: its ``apply``.
@@ -117,13 +117,12 @@ def _check_inside(
         if not plain:
             names = sorted(inside)
             raise UnsupportedOperationError(
-                f"{function_name(function)} runs a part of the model, with {names[:4]}, where "
-                "gradients are not recorded, as checkpoints of other libraries do, and takes "
-                f"or returns a tensor of shape {tuple(item.shape)} whose examples do not lie "
-                f"along batch_dim={marks.batch_dim}, or that belongs to none. In its backward "
-                "it is then not known which example each row belongs to. Use "
-                "torch.utils.checkpoint.checkpoint, or leave the parameters out by name with "
-                f"exclude={names!r}.",
+                f"{function_name(function)} runs a part of the model, with {names[:4]}, without "
+                "recording gradients, like checkpoints of other libraries: it is not known which "
+                "example each row belongs to when its backward runs this part again. Got "
+                f"a tensor of shape {tuple(item.shape)}, expected only tensors with their examples "
+                f"along batch_dim={marks.batch_dim}. Use torch.utils.checkpoint.checkpoint, or "
+                f"leave the parameters out by name with exclude={names!r}.",
                 names,
             )
 
@@ -153,7 +152,7 @@ def _note_returned(
     )
     if spans_examples(marks, trained, tensor):
         marks.place(tensor, MIXED)
-        # A loss is trusted to be passed through, as wrappers of models do.
+        # A loss is trusted to be passed through unchanged, as by wrappers of models.
         if not tensor.dim() and all(map(marks.is_additive, trained)):
             marks.values.note(tensor, sum=True)
         return
@@ -176,7 +175,7 @@ def _note_returned(
 
 
 def follow_unchanged(marks: Marks, operands: Sequence[Tensor], returned: Any) -> None:
-    """Note on results with the operands' shapes what is known about these.
+    """Note on results what is known about the operands, if all have the same shapes.
 
     A wrapper around a model, such as DistributedDataParallel, returns what the model returned.
     """
@@ -189,7 +188,7 @@ def follow_unchanged(marks: Marks, operands: Sequence[Tensor], returned: Any) ->
 
 
 def note_exchanged(marks: Marks, operands: Sequence[Tensor], returned: Any) -> None:
-    """Note on exchanged results that they contain examples of other processes.
+    """Note that results of an exchange contain examples of other processes.
 
     A sum over the examples is trusted to become a sum over those of all processes.
     """
@@ -204,9 +203,10 @@ def note_exchanged(marks: Marks, operands: Sequence[Tensor], returned: Any) -> N
 
 
 def _has_others(marks: Marks, trained: list[Tensor]) -> bool:
-    """Whether some operands belong to one example as a whole, or their examples are unknown.
+    """Whether some operands belong to one example as a whole, or to unknown ones.
 
-    The gradients that they pass back may depend on all examples, whatever the forward does.
+    The gradients that a Function passes back to them may depend on all examples, whatever its
+    forward does.
     """
     return any(marks.is_lost(item) or isinstance(marks.owned(item), Whole) for item in trained)
 
@@ -214,7 +214,7 @@ def _has_others(marks: Marks, trained: list[Tensor]) -> bool:
 def follow_gradients(
     marks: Marks, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor]
 ) -> None:
-    """Note where the examples lie in gradients that ``grad`` returned: as in its inputs."""
+    """Note where the examples lie in gradients that ``grad`` returned: where they do in inputs."""
     inputs = argument_of(args, kwargs, 1, "inputs", ())
     sources = [inputs] if isinstance(inputs, Tensor) else inputs
     outputs = flatten((args[0],))
@@ -229,10 +229,10 @@ def follow_gradients(
             continue
         if node_of(source) is None:
             if marks.meetings.crossed:
-                marks.meetings.cross(result)  # the graph of a derivative lacks what it is of
+                marks.meetings.cross(result)  # its graph need not lead to what was differentiated
             if marks.meetings.supposed:
                 marks.meetings.supposed.append(None)
-            # All examples may share a constant, whatever its size.
+            # All examples may share a constant, whatever its size: then its gradient is of all.
             own = marks.is_data(source) or marks.is_marked(source) or marks.batch_size == 1
             own = own or _met_beside(marks, source, outputs)
             owned = marks.owned(source) if own or not result.requires_grad else None
@@ -240,7 +240,7 @@ def follow_gradients(
                 owned = owned.along(owned.axis + 1)  # gradients along several vectors
             shared = owned is None and not marks.is_marked(source) and result.requires_grad
             marks.place(result, MIXED if shared else owned)
-            if shared and not joint:  # by what belongs to no example, over all of them
+            if shared and not joint:
                 marks.values.note(result, sum=True)
             if joint and result.grad_fn is not None:
                 marks.meetings.couple(
@@ -253,9 +253,9 @@ def follow_gradients(
 
 
 def note_beside(marks: Marks, call: Call) -> None:
-    """Note that each row of constants meets values of the example in whose place it is alone.
+    """Note if each row of constants meets values only of the example in whose place it is.
 
-    Or that of a constant another is made, row by row.
+    Also if another constant is made of one, row by row.
 
     Args:
         call: an operation, with all of its operands that are not tracked.
@@ -269,7 +269,8 @@ def note_beside(marks: Marks, call: Call) -> None:
     if func in REARRANGES and made and len(constants) == 1 and constants[0] is args[0]:
         rows = contract.fits(args[0]) and same_layout(follow(call, args[0], contract), contract)
     else:
-        dims = {item.dim() for item in constants if func not in JOINS}  # whose operands are alike
+        # The operands of a join have as many axes as each other.
+        dims = {item.dim() for item in constants if func not in JOINS}
         rows = (
             (func in ELEMENT_BY_ELEMENT or func in JOINS)
             and dims <= {result.dim()}
@@ -281,7 +282,7 @@ def note_beside(marks: Marks, call: Call) -> None:
 
 
 def _met_beside(marks: Marks, constant: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether that holds wherever values depend on a constant by which they are differentiated."""
+    """Whether ``note_beside`` noted all uses of a constant by which values are differentiated."""
     beside = marks.meetings.beside
     if not beside or not marks.contract.fits(constant):
         return False
@@ -296,9 +297,9 @@ def _met_beside(marks: Marks, constant: Tensor, outputs: Sequence[Tensor]) -> bo
 
 
 def _weighs_others(marks: Marks, output: Tensor, vector: Any, batched: bool) -> bool:
-    """Whether a vector that a derivative is taken along weighs values of other examples.
+    """Whether the vector of a vector-Jacobian product weighs values of other examples.
 
-    Their product is what is differentiated, and both have gradients to pass on.
+    What is differentiated is their product, and both pass on gradients.
     """
     if not marks.is_trained(vector):
         return False

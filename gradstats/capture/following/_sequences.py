@@ -1,12 +1,12 @@
 """Where the examples lie in results of attention, recurrent layers, packed sequences, sorts, bags.
 
-And of what finds places or distinct values. These operations prescribe the axes of their operands
-and results, whatever the caller's ``batch_dim``; shapes alone would mislead where there are as many
-layers, steps or places as examples.
+Also in places and distinct values that are found. These operations prescribe the axes of their
+operands and results, whatever the caller's ``batch_dim``; shapes alone would mislead if there are
+as many layers, steps or places as examples.
 
-``pack_padded_sequence`` sorts the sequences of a batch by length and writes their first steps one
-after the other, then their second steps, and so on: rows, fewer of them for later steps. A *place*
-is the position of a sequence within a step.
+``pack_padded_sequence`` sorts the sequences of a batch by length and writes the first step of each,
+then the second steps, and so on, as rows; later steps have fewer. A *place* is the position of a
+sequence within a step.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from gradstats.capture.operations._operations import variants
 
 MULTI_HEAD_ATTENTION = torch.nn.functional.multi_head_attention_forward
 
-# Operands of attention with a row for each example, and with one for each of its heads, by name and
-# by position.
+# Operands of attention with a row for each example, and with one for each head of each example, by
+# name and by position.
 PADDING_MASK = frozenset({"key_padding_mask", 14})
 FOR_EACH_HEAD = frozenset({"attn_mask", 16, "static_k", 21, "static_v", 22})
 
@@ -44,7 +44,7 @@ RECURRENT_LAYERS = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 
 RECURRENT_CELLS = torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell
 
-# The layout of each result; None where the operation says nothing of any.
+# The layout of each result; None if the operation prescribes none.
 Layouts = Sequence[Examples | Whole | None] | None
 
 
@@ -59,13 +59,13 @@ def _of_bags(marks: Marks, args, kwargs, results) -> Layouts:
 
 
 def _of_alignments(marks: Marks, args, kwargs, results) -> Layouts:
-    """Losses of (steps, B, classes), unless they are reduced or those of one example."""
+    """The losses (B,) of (steps, B, classes); if reduced or of one example, they have no axis."""
     own = _common_along(marks, args[:1], 1) if args[0].dim() == 3 else None
     return [own.along(0)] if own is not None and results[0].dim() == 1 else None
 
 
 def _of_attention(marks: Marks, args, kwargs, results) -> Layouts:
-    # Without an axis for examples there are only positions, and features.
+    # Operands of two axes have only positions and features.
     own = _common_along(marks, args[:3], 1) if args[0].dim() == 3 else None
     if not _lie_beside(marks, own, args, kwargs):
         return [None] * len(results)
@@ -73,12 +73,12 @@ def _of_attention(marks: Marks, args, kwargs, results) -> Layouts:
 
 
 def is_out_of_the_ordinary(marks: Marks, *args, **kwargs) -> bool:
-    """Whether attention has further keys or no axis for examples.
+    """Whether attention has further keys, no axis for examples, or rows of several packed ones.
 
-    Or is among rows of several packed examples, which a mask keeps apart: whether it does shows
-    inside of PyTorch's function, where the mask meets the scores.
+    Whether a mask keeps packed examples apart shows where it meets the scores, inside of PyTorch's
+    function.
     """
-    # However they were given, PyTorch shows the first 13 arguments by position, all others by name.
+    # PyTorch always passes modes the first 13 arguments by position, and all others by name.
     if args[7] is not None or args[9] or args[0].dim() != 3:
         return True
     if kwargs["static_k"] is not None or kwargs["static_v"] is not None:
@@ -90,7 +90,7 @@ def is_out_of_the_ordinary(marks: Marks, *args, **kwargs) -> bool:
 
 
 def _of_flex_attention(marks: Marks, args, kwargs, results) -> Layouts:
-    """Each score is of one query and one key, whatever is made of it without trained values."""
+    """The layout of the queries, unless examples meet or trained values change the scores."""
     lost: list[Examples | None] = [None] * len(results)
     if any(map(marks.is_trained, taken_beside(*args, **kwargs))):
         return lost
@@ -147,7 +147,7 @@ def _of_sort(position: int) -> Callable[..., Layouts]:
     """Return the rule of an operation that sorts elements along a ``dim``, its argument there."""
 
     def rule(marks: Marks, args, kwargs, results) -> Layouts:
-        """To which examples the places belong, if elements of several were sorted."""
+        """Where the examples lie after elements of several were sorted."""
         source = args[0]
         layout = _layout(marks, source)
         if layout is None or is_compiling() or not source.numel():
@@ -155,8 +155,8 @@ def _of_sort(position: int) -> Callable[..., Layouts]:
         axis = argument_of(args, kwargs, position, "dim", -1) % source.dim()
         if axis != layout.axis:
             return None
-        chosen = results[-1]  # from where each place's element came
-        # Each column may have an order of its own, until its elements are put back in another.
+        chosen = results[-1]  # the place that each element came from
+        # Columns may be sorted differently, and be put back in the order of the examples later.
         found = placed(marks, results[0], layout.of_elements(source).gather(axis, chosen))
         return [found] * len(results)
 
@@ -164,7 +164,7 @@ def _of_sort(position: int) -> Callable[..., Layouts]:
 
 
 def _of_nonzero(marks: Marks, args, kwargs, results) -> Layouts:
-    """Each place that is found belongs to the example whose row it is in."""
+    """Each place that is found belongs to the example in whose row it lies."""
     layout = _layout(marks, args[0])
     if layout is None or is_compiling():
         return [None] * len(results)
@@ -174,7 +174,7 @@ def _of_nonzero(marks: Marks, args, kwargs, results) -> Layouts:
 
 
 def _of_unique(marks: Marks, args, kwargs, results) -> Layouts:
-    """Distinct values are those of any number of examples; where each is, is told row by row."""
+    """Distinct values may be those of several examples; only their inverse has rows of each."""
     found: list[Examples | None] = [None] * len(results)
     own, dim = _layout(marks, args[0]), kwargs.get("dim")
     if own is not None and kwargs.get("return_inverse"):
@@ -202,7 +202,7 @@ def layout_of_bags(
         last: whether ``offsets`` includes the end of the last bag.
     """
     starts = starts_of_bags(offsets, last)
-    # Of rows about which nothing was noted there may be as many as examples by accident.
+    # Rows about which nothing was noted may be as many as the examples by accident.
     tell = [
         rows
         for rows in marks.data_among((ids, shares))
@@ -232,9 +232,9 @@ def packed_places(marks: Marks, rows: Tensor, batch_sizes: Tensor) -> Examples |
 def _lie_beside(
     marks: Marks, own: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether trained operands of attention beside query, key and value lie as their examples do.
+    """Whether trained operands of attention have their examples where query, key and value do.
 
-    Only those with a row for each example, or for each head of each example, can.
+    Only operands with a row for each example, or for each head of each example, can.
     """
     given: list[tuple[int | str, Any]] = [*enumerate(args[3:], 3), *kwargs.items()]
     trained = [(name, item) for name, item in given if marks.is_trained(item)]
@@ -258,13 +258,14 @@ def states_of(hx) -> list[Tensor]:
 
 def _layout(marks: Marks, tensor: Tensor) -> Examples | None:
     layout = marks.layout_of(tensor) if marks.is_of_data(tensor) else None
-    return None if isinstance(layout, Scores) else layout  # which rest on other examples too
+    # Scores depend on other examples too.
+    return None if isinstance(layout, Scores) else layout
 
 
 def _common_along(marks: Marks, tensors: Sequence[Tensor], axis: int) -> Examples | None:
     """Return the layout of the data among tensors, if it is the same in all, along ``axis``."""
     data = marks.data_among(tensors)
-    # Data without a gradient may be of other examples: only trained values are attributed.
+    # Data without a gradient may be of other examples: gradients are those of trained values.
     found = [_layout(marks, item) for item in data if item is data[0] or item.requires_grad]
     first = found[0] if found else None
     common = first is not None and all(
@@ -273,8 +274,8 @@ def _common_along(marks: Marks, tensors: Sequence[Tensor], axis: int) -> Example
     return first if common else None
 
 
-# Called with the marks, the operation's arguments, and its results; returns where the examples
-# lie in these, or None where the operation says nothing of them.
+# Rules, called as rule(marks, args, kwargs, results), that return the layout of each result, or
+# None if the operation prescribes none.
 PRESCRIBES: dict[Any, Callable[..., Layouts]] = {
     MULTI_HEAD_ATTENTION: _of_attention,
     FLEX_ATTENTION: _of_flex_attention,

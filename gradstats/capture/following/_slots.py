@@ -1,9 +1,9 @@
-"""Rows along two axes, as the slots of experts have them, or filled up, told by numbers.
+"""Rows along two axes, as in the slots of experts, or filled up, told by numbers.
 
 Experts of a fixed capacity take their rows from a tensor (experts, slots, width), into which the
-rows of all examples were written. Their examples lie along no axis, but it is known whose each
-element is, ``NOBODY``'s where nothing was written: see ``Values``. So are constant rows nobody's
-that are joined to rows of examples, or with which these are padded.
+rows of all examples were written. The examples lie along no axis, but that of each element is
+known (see ``Values``): ``NOBODY`` where nothing was written. Constant rows that are joined to rows
+of examples, or pad them, are nobody's too.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ OF_SEVERAL = QUANTILES.union(OF_TWO, [ATTENTION])
 
 
 def placed(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Whole | None:
-    """Return where the examples lie, given that of each element, which is noted.
+    """Note the example of each element of a result, and return where the examples lie.
 
-    Columns that were sorted, or rows in two axes, may yet be moved back to one.
+    Columns that were sorted, or rows along two axes, may later be moved back to one axis.
     """
     if owner is None:
         return None
@@ -58,10 +58,10 @@ def placed(marks: Marks, result: Tensor, owner: Tensor | None) -> Examples | Who
 
 
 def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | None:
-    """Return where the examples lie in a tensor with rows along one axis; None if along no axis.
+    """Return where the examples lie in a tensor; None if they lie along no axis.
 
-    Rows that are nobody's are supposed to belong to the example whose place it is, or else to a
-    neighbour's. Where another example's loss reads them, the two are found to meet.
+    Rows that are nobody's are supposed to belong to the example whose place they are in, or else to
+    a neighbour's. If another example's loss reads them, the two are found to meet.
 
     Args:
         item: the tensor.
@@ -69,7 +69,7 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
     """
     if not owner.numel():
         return None
-    # First an axis whose rows are each one example's or nobody's as a whole.
+    # Prefer an axis of which each row is one example's, or nobody's, as a whole.
     for whole in (True, False):
         for axis, size in enumerate(owner.shape):
             rows = owner.movedim(axis, 0).reshape(size, -1)
@@ -85,26 +85,26 @@ def supposed(marks: Marks, item: Tensor, owner: Tensor) -> Examples | Whole | No
 
 
 def _filled(marks: Marks, own: Tensor) -> Tensor:
-    """Return the example of each row, nobody's among them, given those of the others."""
+    """Return the example of each row, also of those that are nobody's."""
     written = own != NOBODY
     places = torch.arange(len(own), device=own.device)
     before = places.where(written, int(written.int().argmax())).cummax(0).values
     filled = own[before].clamp(min=0)
-    # Beside rows of one example alone are others of it, unless they are as many as those packed.
+    # Beside rows of a single example, the others are its too, unless all packed rows are here.
     if not axes_of(filled) and not (marks.packed and len(own) == marks.contract.rows):
         return filled
     for each in (marks.contract, Examples(marks.batch_size, 0)):
         count, rest = divmod(len(own), each.rows)
         likely = each.owner(own.device).int().repeat_interleave(count)
         if not rest and torch.equal(own, likely.where(written, own)):
-            return likely  # as where an example has no rows, or a row no neighbours
+            return likely  # such as if an example has no rows, or a row no neighbours
     return filled
 
 
 def settled(marks: Marks, item: Tensor) -> Examples | Whole | None:
-    """Return where the examples lie in a tensor whose elements alone are known to be theirs.
+    """Return where the examples lie in a tensor of which the example of each element is noted.
 
-    It is noted on the tensor, if they lie along an axis.
+    If they lie along an axis, that is noted on the tensor.
     """
     owner = slots_of(marks, item)
     layout = None if owner is None else supposed(marks, item, owner)
@@ -122,9 +122,9 @@ def slots_of(marks: Marks, item: Tensor) -> Tensor | None:
 
 
 def follow_slots(marks: Marks, call: Call) -> Examples | Whole | None:
-    """Return where the examples lie in a result by the example of each element of its operands.
+    """Return where the examples lie in a result, told by the example of each operand's elements.
 
-    That of each of its own is noted, also where they lie along no axis.
+    The example of each of its own elements is noted, even if they lie along no axis.
     """
     func, args, _, data, result = call
     if marks.batch_size == 1 or is_compiling() or marks.values.owner_of(result) is not None:
@@ -145,12 +145,12 @@ def follow_slots(marks: Marks, call: Call) -> Examples | Whole | None:
     elif joins:
         owner = _joined(call, dict(zip(map(id, told), numbers, strict=True)))
         if len(axes_of(owner)) > 1 and not (marks.values.slots or bool((owner == NOBODY).any())):
-            # They may all be of parameters, whose gradients are those of whoever reads them.
+            # They may all come from parameters, whose gradients belong to whoever reads them.
             return None
     elif func in PADS:
         owner = _padded(call, numbers[0])
     elif func in ELEMENT_BY_ELEMENT:
-        # Other results have an axis more or less, as complex numbers seen as real ones.
+        # Other results have an axis more or less, such as complex numbers seen as real ones.
         if result.shape == torch.broadcast_shapes(*(item.shape for item in told)):
             owner = _combined(numbers)
             if owner is None:
@@ -164,7 +164,7 @@ def follow_slots(marks: Marks, call: Call) -> Examples | Whole | None:
 
 def _numbers_of(marks: Marks, item: Tensor) -> Tensor | None:
     """Return the example of each element of an operand, 1 standing for whole axes."""
-    # Rows that nothing was written to belong to the examples in whose places they are.
+    # A layout also tells whose rows are that nothing was written to.
     owned = marks.owned(item)
     if isinstance(owned, Whole) or type(owned) is Examples:
         return numbers_of(item, owned, item.dim())
@@ -181,7 +181,7 @@ def _rearranged(call: Call, source: Tensor, numbers: Tensor) -> Tensor | None:
 
 
 def _joined(call: Call, numbers: dict[int, Tensor]) -> Tensor:
-    """Return the example of each element of joined tensors, given those of data by id."""
+    """Return the example of each element of joined tensors, given that of data's, by their ids."""
     nobodys = torch.full((), NOBODY, dtype=torch.int32, device=call.result.device)
     tensors = call.argument(0, "tensors")
     parts = [numbers.get(id(tensor), nobodys).expand(tensor.shape) for tensor in tensors]

@@ -1,6 +1,6 @@
 """Where the examples lie in a tensor that data were written into.
 
-The values decide: the place written to must belong to the same examples. In a tensor that held no
+The values decide: they must be written to places of their own examples. In a tensor that held no
 example's values before, the examples may lie along any axis afterwards.
 """
 
@@ -21,7 +21,8 @@ from gradstats.capture.following._reindexed import first_behind, same_behind
 from gradstats.capture.operations._operations import ADDS_IN_PLACE, IN_PLACE, variants
 from gradstats.capture.operations._rowwise import is_elementwise_in_place
 
-# What becomes of the values that were there: others replace them or are added, or any other change.
+# What a write does to the values that were there: it replaces them, adds to them, or changes them
+# otherwise.
 REPLACES, ADDS, CHANGES = "replaces", "adds", "changes"
 
 
@@ -30,20 +31,19 @@ class Write:
     """What an operation writes into its first operand, and where.
 
     Attributes:
-        values: what is written; data among them determine to which examples it belongs.
+        values: what is written; data among them tell to which examples it belongs.
         dims: number of axes of the place.
-        rest: how many of the operand's last axes the place goes over as a whole.
-        at: called with a number of these, returns an index of the place in a tensor of the
-            operand's form that has size 1 along so many last axes; None where values of another
-            form are written.
-        read: called with a layout of the operand, returns that of the place, if no more than an
-            index along the examples' axis is needed; None where the place is the whole operand.
-        part_of: called with a value and the same number as ``at``, returns what of it is written.
+        rest: how many of the operand's last axes the place covers whole.
+        at: called with a number up to ``rest``, returns an index of the place in a tensor like the
+            operand, but with size 1 along so many last axes; None if the values have another form.
+        read: called with a layout of the operand, returns that of the place, or None if an index
+            along the example axis does not tell it; None if the place is the whole operand.
+        part_of: called with a value and the same number as ``at``, returns the part of the value
+            that is written.
         how: what becomes of the values that were there.
-        places: which places are written to, where a number is written to some of each example; then
-            they say to which examples it belongs.
-        reads: the operation that reads the place, and its arguments, where indices or masks tell
-            which it is.
+        places: the index or mask by which a number is written, which then tells to which examples
+            the places belong.
+        reads: the operation that reads the place, and its arguments, if indices or masks give it.
     """
 
     values: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Write:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is written, as for examples that have no rows."""
+        """Whether nothing is written, such as for examples without rows."""
         return bool(self.values) and all(
             isinstance(value, Tensor) and not value.numel() for value in self.values
         )
@@ -69,27 +69,27 @@ class Write:
         """Whether a value is written to places of its own examples, under a layout of the operand.
 
         Args:
-            value: what is written.
-            owned: where the examples lie in ``value``.
-            blank: whether each row has to get something, as where the operand held nothing.
+            layout: of the operand.
+            value, owned: what is written, and its layout.
+            blank: whether the operand held nothing: then each row must be written to.
         """
         place = layout if self.read is None else self.read(layout)
         if isinstance(place, Examples) and isinstance(owned, Examples):
             if place.axis == owned.axis + self.dims - value.dim() and same_rows(place, owned):
                 every = layout.plain and place.segments is None
                 return every or not blank or self._reaches_all(layout, value.device)
-        # Rows that all belong to one example may lie along any axis.
+        # If all rows belong to one example, they may lie along any axis.
         alone = sole_of(place)
         return not blank and isinstance(alone, Whole) and alone == sole_of(owned)
 
     def _reaches_all(self, layout: Examples, device: torch.device) -> bool:
-        """Whether something is written to each row along the axis of a layout of the operand."""
-        rows = Examples(layout.rows, layout.axis)  # each with a number of its own
+        """Whether each row along the axis of a layout of the operand is written to."""
+        rows = Examples(layout.rows, layout.axis)  # as if each were an example
         place = rows if self.read is None else self.read(rows)
         return isinstance(place, Examples) and len(place.owner(device).unique()) == layout.rows
 
     def mixes(self, layout: Examples, value: Tensor, owned: Examples | Whole) -> bool:
-        """Whether each row gets values of another row besides its own, under a plain layout."""
+        """Whether each row gets values of another example's row beside its own."""
         place = layout if self.read is None or not layout.plain else self.read(layout)
         if not (isinstance(place, Examples) and isinstance(owned, Examples) and place.plain):
             return False
@@ -110,7 +110,7 @@ def _assigned(target: Tensor, index, value) -> Write:
     reads = Tensor.__getitem__, (target, index)
     number = not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
     if number and first is not None and first.dtype == torch.bool and first.dim():
-        # The mask says whose the rows are, of the whole operand, whose first axes it covers.
+        # The mask covers the operand's first axes, and tells whose the rows are.
         behind = (1,) * (target.dim() - first.dim())
         return Write(
             (), first.dim(), 0, part_of=lambda mask, rest: mask.reshape(*mask.shape, *behind),
@@ -147,7 +147,7 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, 
     def read(layout: Examples) -> Examples | None:
         if layout.axis != dim:
             return layout if index.shape[layout.axis] == target.shape[layout.axis] else None
-        # Rows move as a whole if all elements of one go to the same place.
+        # A row moves as a whole if all its elements go to the same place.
         rows = index.movedim(dim, 0).unsqueeze(-1).flatten(1)
         if rows.shape[1] == 0 or not bool((rows == rows[:, :1]).all()):
             return None
@@ -165,7 +165,7 @@ def _scattered(target: Tensor, dim: int, index: Tensor, value=None, *reduction, 
 
 
 def _masked(target: Tensor, mask: Tensor, source: Tensor) -> Write:
-    """The elements of the value, in order, written where the mask is true."""
+    """The value's elements, in order, are written where the mask is true."""
     covered = mask.expand(torch.broadcast_shapes(mask.shape, target.shape))
     if covered.shape != target.shape:  # the result repeats the target
         return Write((source,), source.dim(), 0, None, lambda layout: None)
@@ -223,15 +223,14 @@ def _out_of_place(method: Any) -> Any:
     return getattr(Tensor, name, getattr(functional, name, None))
 
 
-# What in-place methods that change each element on its own do, in the form that returns a new
-# tensor.
+# In-place methods that change each element on its own, with the form that returns a new tensor.
 OUT_OF_PLACE = {
     method: _out_of_place(method)
     for method in IN_PLACE
     if is_elementwise_in_place(method) and _out_of_place(method) is not None
 }
 
-# In-place methods that are followed like the form that returns a new tensor.
+# Other in-place methods, which are followed like the form that returns a new tensor.
 CHANGES_IN_PLACE = {
     method: _out_of_place(method)
     for method in IN_PLACE

@@ -95,7 +95,7 @@ def _are_fixed_after(write: Write, after: Tensor, own: Scores) -> bool:
 
 
 def _stays_sum(marks: Marks, change: Change) -> bool:
-    """Whether a tensor that sums were written into holds nothing else."""
+    """Whether a tensor that sums were written into holds nothing but sums."""
     write, target, before, _ = change
     writes = int(change.in_place)
     blank = not before or marks.values.was_blank(target, writes)
@@ -106,14 +106,14 @@ def _stays_sum(marks: Marks, change: Change) -> bool:
 
 
 def _had_gradient(change: Change, tensor: Tensor) -> bool:
-    """Whether the operand, or what it is a view of, had a gradient to pass on before a write.
+    """Whether the operand, or what it is a view of, passed on a gradient before a write.
 
-    A total that begins at a number had none.
+    A total that starts as a number did not.
     """
     if not change.in_place:
         return tensor.requires_grad
     node = tensor.grad_fn
-    # The first operand of an operation in place is the tensor as it was before.
+    # The first edge of an operation in place leads to the tensor as it was before.
     return node is not None and node.next_functions[0][0] is not None
 
 
@@ -135,7 +135,7 @@ def _place_written(marks: Marks, change: Change) -> None:
     fresh = not before or _shows_unknown(marks, change)
     if not fresh and write.read is None and not any(map(marks.is_marked, (target, *values))):
         if all(value.shape == target.shape for value in values):
-            return  # as every ``x += y`` and ``relu_``
+            return  # like every ``x += y`` and ``relu_``
     owned = _owned_of(marks, change, values)
     if owned is None:
         return
@@ -165,15 +165,15 @@ def _written_by(marks: Marks, change: Change) -> list[Tensor]:
 
 
 def _owned_of(marks: Marks, change: Change, values: list[Tensor]) -> Owned | None:
-    """Return those of several values of which the examples are known.
+    """Return the values of which the examples are known, with their layouts.
 
-    None, and the result has no known examples either, where those of one were lost.
+    If those of any value were lost, those of the result are too, and None is returned.
     """
     owned: list[tuple[Tensor, Examples | Whole]] = []
     for value in values:
         layout = marks.owned(value) or settled(marks, value)
         if isinstance(layout, Scores):
-            layout = None  # which count for other examples is not followed
+            layout = None  # which of them count for other examples is not followed
         if isinstance(layout, (Examples, Whole)):
             owned.append((value, layout))
         elif marks.is_marked(value):
@@ -184,9 +184,9 @@ def _owned_of(marks: Marks, change: Change, values: list[Tensor]) -> Owned | Non
 
 
 def _goes_into_row(marks: Marks, change: Change, found: Layout) -> bool:
-    """Whether inputs are written into one example's row of others, or a part of it, which decides.
+    """Whether inputs are written into a row of one example, or a part of it: then the row decides.
 
-    Unless the operand, of which the layout now is ``found``, is that row, moved from another place.
+    Not if the operand, of which ``found`` is the layout now, is a whole row moved from elsewhere.
     """
     write, target, before, after = change
     base = target if target._base is None else target._base
@@ -194,7 +194,7 @@ def _goes_into_row(marks: Marks, change: Change, found: Layout) -> bool:
     held = [*marks.values.held_by(target, writes=1), *marks.values.held_by(base, writes=1)]
     inputs = before and change.in_place and not (after.requires_grad or marks.packed)
     if rows is None or not inputs or "blank" in held or "owner" in held:
-        return False  # some rows may be nobody's
+        return False  # not an input, or some rows may be nobody's
     if isinstance(own, Whole):
         moved = isinstance(sole_of(found), Whole) and target.numel() * rows.rows == base.numel()
         return base is not target and not moved
@@ -203,7 +203,7 @@ def _goes_into_row(marks: Marks, change: Change, found: Layout) -> bool:
 
 
 def _place_unowned(marks: Marks, change: Change, fresh: bool) -> None:
-    """Note where the examples lie where what was written does not say it.
+    """Note where the examples lie if what was written does not tell.
 
     Args:
         change: the write.
@@ -212,8 +212,8 @@ def _place_unowned(marks: Marks, change: Change, fresh: bool) -> None:
     _, target, before, after = change
     known = marks.layout_of(target) if before else None
     if not before and not marks.is_distinct(after):
-        # A matrix with a row and a column for each packed row, as of a graph's edges, is one like
-        # those of the batch: its values are read where rows meet.
+        # A matrix with a row and a column for each packed row, as of a graph's edges, is taken for
+        # one of the batch: where rows meet, its values are read.
         packs = marks.packed and not after.requires_grad
         marks.place(after, marks.by_contract(after) if packs else None)
     elif marks.is_marked(target):
@@ -228,7 +228,7 @@ def _place_after(marks: Marks, change: Change, layout: Layout, *, fresh: bool = 
     Args:
         change: the write.
         layout: where they lie now; None where that is not known.
-        fresh: whether nothing was known of the tensor that the operand shows.
+        fresh: as for ``_place_unowned``.
     """
     target = change.target
     if change.in_place:
@@ -240,10 +240,10 @@ def _place_after(marks: Marks, change: Change, layout: Layout, *, fresh: bool = 
 
 
 def _shows_unknown(marks: Marks, change: Change) -> bool:
-    """Whether the operand is, or shows, data of which nothing was noted and shape says nothing.
+    """Whether the operand is, or shows, data of which neither marks nor shape tell anything.
 
-    Such data are inputs without an example axis. Not so what an operation made to return a view of
-    it, as linear layers do of more than two axes.
+    Such data are inputs without an example axis. What an operation made only to return a view of it
+    is none, such as the matrix behind the result of a linear layer with three axes.
     """
     base = change.target if change.target._base is None else change.target._base
     unmarked = marks.is_of_data(base) and not marks.is_marked(base)
@@ -257,9 +257,9 @@ def _place_base(
 
     Args:
         view: the view, or a tensor that is none.
-        owned: whose it is now; None if that is not known.
-        fresh: whether before the write, the base held nothing of any example, or nothing known.
-        moves: whether the write moved examples: then no other view shows them.
+        owned: its layout now; None if unknown.
+        fresh: whether the base held no example's values before, or none that are known.
+        moves: whether the write moved examples, so that layouts of other views are wrong.
     """
     base, found = view._base, Found(None)
     if base is not None and node_of(base) is not None:
@@ -274,7 +274,7 @@ def _place_base(
 
 
 def _note_found(marks: Marks, tensor: Tensor, found: Found) -> None:
-    """Note what else was found of a tensor than where the examples lie."""
+    """Note what was found about a tensor beside its layout."""
     if found.numbers is not None:
         marks.values.note(tensor, owner=found.numbers)
         marks.values.slots |= found.layout is None
@@ -291,7 +291,7 @@ def follow_change(marks: Marks, call: Call) -> None:
     """
     func, target = call.func, call.result
     if func is Tensor.as_strided:
-        # Where its elements were in memory does not show any more.
+        # It does not show any more where its elements were in memory.
         marks.place(target, None, function_name(func))
         return
     if not target.requires_grad:
@@ -308,7 +308,7 @@ def follow_change(marks: Marks, call: Call) -> None:
 def follow_move(marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note where the examples lie in a tensor whose axes were moved in place."""
     tensor, move = args[0], MOVES_IN_PLACE.get(func)
-    if move is None or move is Tensor.squeeze:  # how many axes there were is not known any more
+    if move is None or move is Tensor.squeeze:  # it does not show how many axes there were
         plain = not marks.is_marked(tensor) and marks.is_distinct(tensor)
         sizes = list(tensor.shape)
         own = marks.contract.along(sizes.index(marks.contract.rows)) if plain else None
