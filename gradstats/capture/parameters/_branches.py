@@ -1,7 +1,8 @@
-"""``torch.cond``, run as the branch that it takes, so that the operations there are seen.
+"""``torch.cond``, replaced by the branch that it takes, whose operations are then seen.
 
-As an operator it would hide them. It compiles its branches first, which contexts whose operations
-run one by one do not allow, so that from the first context on every call passes through here.
+Its operator would hide them. ``torch.cond`` itself compiles the branches first, which contexts that
+run operation by operation do not allow, so from the first context on every call passes through
+here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ COND: Any = torch.ops.higher_order.cond
 
 @cache
 def replace_cond() -> None:
-    """From now on, show calls of torch.cond to contexts as they are, not compiled."""
+    """From now on, show calls of torch.cond to contexts without compiling the branches."""
     torch.cond = _shown(torch.cond)
 
 
@@ -32,7 +33,7 @@ def _shown(cond: Callable[..., Any]) -> Callable[..., Any]:
     def run(pred, true_fn, false_fn, operands=()):
         if is_compiling() or innermost_mode() is None or not isinstance(pred, Tensor):
             return cond(pred, true_fn, false_fn, operands)
-        leaves, spec = pytree.tree_flatten(operands)  # the operator takes no nested ones
+        leaves, spec = pytree.tree_flatten(operands)  # the operator takes no nested operands
         return COND(pred, _of_leaves(true_fn, spec), _of_leaves(false_fn, spec), tuple(leaves))
 
     return run
@@ -43,7 +44,7 @@ def _of_leaves(branch: Callable[..., Any], spec: pytree.TreeSpec) -> Callable[..
 
 
 def take_branch(mode: ContextMode, pred, true_fn, false_fn, operands):
-    """Run the operator of torch.cond inside a context."""
+    """Run a branch in place of the operator of torch.cond."""
     if transform_level() is not None:
         raise hidden("torch.cond inside a torch.func transform")
     with mode:

@@ -1,7 +1,7 @@
 """Operations on parameters and constants alone: their results are derived.
 
-A derived tensor belongs to no example yet. One that is changed in place represents a new derived
-tensor from then on.
+A derived tensor belongs to no example yet. After a change in place the same tensor of the user's
+code stands for a new node.
 """
 
 from __future__ import annotations
@@ -57,29 +57,29 @@ def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
         node = Derived(tracker, value, again, node_args, node_kwargs, index)
         if node.parents:
             return wrap(node)
-        # It depends only on excluded parameters: others give its shape, or other results.
+        # It depends on excluded parameters alone; the tracked ones gave a shape, or other results.
         tracker.marks.mark_constant(value)
         return note_alias(value, args, kwargs)
 
-    # Scales are often overwritten, some by this operation itself: keep copies, which stay.
-    keeps = func in QUANTISES or function_class_of(func) is not None
+    # Scales are often overwritten later, some by this operation itself, so copies are recorded.
+    copies = func in QUANTISES or function_class_of(func) is not None
     operands: list[Tensor] = []
-    kept: dict[int, Any] = {}
+    recorded: dict[int, Any] = {}
     values: dict[int, Tensor] = {}
     for item in flatten((args, kwargs)):
         if isinstance(item, Tensor):
             operands.append(item)
             node = node_of(item)
             if node is not None:
-                kept[id(item)], values[id(item)] = node, node.value
+                recorded[id(item)], values[id(item)] = node, node.value
                 continue
             if item.requires_grad:
                 tracker.derived_from_leaves = True
-            if keeps:
-                kept[id(item)] = item.detach().clone()
+            if copies:
+                recorded[id(item)] = item.detach().clone()
         elif type(item) is slice:
-            kept[id(item)] = of_numbers(item)
-    node_args, node_kwargs = replace(args, kept), replace(kwargs, kept)
+            recorded[id(item)] = of_numbers(item)
+    node_args, node_kwargs = replace(args, recorded), replace(kwargs, recorded)
     draws = func in DRAWS or (isinstance(func, OutOfPlace) and func.function in DRAWS)
     again = Draw(func, operands[0].device) if draws else func
     result = func(*replace(args, values), **replace(kwargs, values))
@@ -93,19 +93,19 @@ def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
             for index, item in enumerate(result)
         ]
         return type(result)(wrapped)
-    # A question about the tensor (is it a view? where is its memory?) concerns the object itself.
+    # A question about a tensor (is it a view? where is its memory?) is one about the object itself.
     return func(*args, **kwargs)
 
 
 def real_numbers(tracker: Context, item: Tensor) -> Tensor:
-    """Return a tracked complex tensor (*) as its real numbers (*, 2), tracked too."""
+    """Return the real numbers (*, 2) of a tracked complex tensor (*), tracked too."""
     if item.is_conj():
         item = derive(tracker, torch.resolve_conj, (item,), {})
     return derive(tracker, torch.view_as_real, (item,), {})
 
 
 def note_alias(result, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """Return an untracked result; note which derived operands share its memory."""
+    """Return an untracked result, and note on derived operands that they share its memory."""
     if not isinstance(result, Tensor) and type(result) not in (tuple, list):
         return result  # a shape, a device: most questions about a tensor
     found = tensors_in(result)
@@ -133,21 +133,24 @@ class OutOfPlace:
 def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node):
     """Run an in-place operation on a tensor that belongs to no example.
 
-    From now on that tensor represents a new derived node.
+    From then on that tensor stands for a new derived node.
+
+    Args:
+        node: of a tracked operand, for errors.
     """
     if is_compiling():
-        # Then the graph runs operation by operation: in a trace no tensor takes other values.
+        # No tensor can take other values in a trace. The graph then runs operation by operation.
         refuse_change(func, node)
     target = args[0]
-    own = node_of(target)
-    if func is Tensor.__setitem__ and _is_part(node_of(args[2]), own, args[1]):
+    before = node_of(target)
+    if func is Tensor.__setitem__ and _is_part(node_of(args[2]), before, args[1]):
         return None  # the last step of x[i] += w, which writes back what was changed in place
-    if own is None and (whole := _free_base(tracker.marks, target)) is not None:
+    if before is None and (whole := _free_base(tracker.marks, target)) is not None:
         view = (target.shape, target.stride(), target.storage_offset())
 
         @wraps(func)
-        def change_view(first, *others, **named):
-            func(first.as_strided(*view), *others, **named)
+        def change_view(first, *operands, **options):
+            func(first.as_strided(*view), *operands, **options)
 
         # A copy, because the operation overwrites the values that it reads.
         copied = (whole.clone(), *args[1:])
@@ -160,34 +163,36 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
                 _stand_for(part, target)
         return _returned(func, target)
     moves = func in MOVES_IN_PLACE
-    if isinstance(own, Derived) and (moves or own.is_alone()):
+    if isinstance(before, Derived) and (moves or before.is_alone()):
         # If only axes move, no value changes in other tensors that share the memory.
         function = MOVES_IN_PLACE[func] if moves else OutOfPlace(func)
         changed = node_of(derive(tracker, function, args, kwargs))
-        if isinstance(changed, Derived) and (moves or same_form(changed.value, own.value)):
-            own.shown = lambda: None
-            if same_storage(target, own.value):
+        if isinstance(changed, Derived) and (moves or same_form(changed.value, before.value)):
+            before.shown = lambda: None
+            if same_storage(target, before.value):
                 target.data = changed.value.detach()  # for readers of the plain numbers
                 show(changed, target)
             else:
                 func(*args, **kwargs)
                 _stand_for(changed, target)
             return _returned(func, target)
-    if isinstance(own, Derived) and own.index is None:
-        base, others, named = own.args[0], own.args[1:], own.kwargs
-        if isinstance(base, Derived) and same_storage(own.value, base.value):
+    if isinstance(before, Derived) and before.index is None:
+        base, *view_args = before.args
+        if isinstance(base, Derived) and same_storage(before.value, base.value):
             # The target is a view: change the tensor it is a view of, and take the view again.
             whole = base.shown()
             whole = wrap(base) if whole is None else whole
 
             @wraps(func)
             def change_part(first, *operands, **options):
-                func(own.function(first, *others, **named), *operands, **options)
+                part = before.function(first, *view_args, **before.kwargs)
+                func(part, *operands, **options)
 
             change_part.__module__ = "Tensor"
-            own.shown = lambda: None
+            before.shown = lambda: None
             change(tracker, change_part, (whole, *args[1:]), kwargs, node)
-            part = node_of(derive(tracker, own.function, (whole, *others), named))
+            again = derive(tracker, before.function, (whole, *view_args), before.kwargs)
+            part = node_of(again)
             if isinstance(part, Derived):
                 target.data = part.value.detach()
                 show(part, target)
@@ -197,19 +202,19 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _is_part(value: Node | None, whole: Node | None, index) -> bool:
-    """Whether a tensor is a view of another at an index."""
+    """Whether a tensor is the view of another at an index."""
     if not (isinstance(value, Derived) and isinstance(whole, Derived)):
         return False
-    part, again = value.value, whole.value.detach()[rebuild(index, value_of)]
-    same = same_storage(part, again) and same_form(part, again)
-    return same and bool(part.storage_offset() == again.storage_offset())
+    part, expected = value.value, whole.value.detach()[rebuild(index, value_of)]
+    same = same_storage(part, expected) and same_form(part, expected)
+    return same and bool(part.storage_offset() == expected.storage_offset())
 
 
 def _free_base(marks: Marks, constant: Tensor) -> Tensor | None:
-    """Return the base of a constant, or itself, if that may represent a derived node.
+    """Return the base of a constant, or itself, if that may stand for a derived node.
 
-    It may if it was made in this forward, perhaps of excluded parameters. Tensors that the model
-    keeps, and those that are trained, may not: they outlive the context.
+    It may if this forward made it, perhaps of excluded parameters. Tensors that the model keeps or
+    that are trained may not, since they outlive the context.
     """
     base = constant if constant._base is None else constant._base
     plain = type(constant) is type(base) is Tensor and base.layout == torch.strided
@@ -221,10 +226,10 @@ def _free_base(marks: Marks, constant: Tensor) -> Tensor | None:
 
 
 def _stand_for(node: Derived, constant: Tensor) -> None:
-    """Have a constant that was changed in place represent a derived node.
+    """Have a constant that was changed in place stand for a derived node, in its own memory.
 
-    It keeps its own memory. Other tensors that share this memory have changed as well; if one of
-    them is used, the autograd graph shows it as a use that was not seen.
+    Other tensors that share this memory have changed as well. A use of one of them shows in the
+    autograd graph, as one that was not seen.
     """
     CONSTANTS.pop(id(constant), None)
     constant.__class__ = DerivedTensor

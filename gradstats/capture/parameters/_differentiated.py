@@ -31,7 +31,7 @@ from gradstats.capture.operations._modes import innermost_mode
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of, tensors_in
 from gradstats.capture.operations._operations import variants
-from gradstats.capture.parameters._refusals import BACKWARD_OF_ONES_OWN, refuse_on_derived
+from gradstats.capture.parameters._refusals import HOOK_ELSEWHERE, refuse_on_derived
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.parameters._transforms import transform_level
 from gradstats.errors import UnsupportedOperationError
@@ -284,7 +284,7 @@ def check_hook(tracker: Context, tensor: Tensor) -> None:
             "jacrev …) changes its derivatives; those of the losses pass there too, where "
             "transforms run no hook. Expected a function without hooks."
         )
-    refuse_on_derived(Tensor.register_hook, tensor, BACKWARD_OF_ONES_OWN)
+    refuse_on_derived(Tensor.register_hook, tensor, HOOK_ELSEWHERE)
 
 
 def differs(what: str) -> UnsupportedOperationError:

@@ -1,11 +1,11 @@
 """Custom autograd Functions, made visible.
 
-PyTorch shows calls of a ``torch.autograd.Function`` neither to modes nor to tensor subclasses. From
-the first context on, every ``apply`` passes through here. A Function of parameters, tensors derived
-from them and constants is an operation like any other, with a derived result, through which factors
+PyTorch shows calls of a ``torch.autograd.Function`` neither to modes nor to tensor subclasses, so
+from the first context on every ``apply`` passes through here. A Function of parameters, tensors
+derived from them and constants is an operation like any other: its result is derived, and factors
 are pulled back by the Function's own backward (see ``_replay``). A Function of data is assumed to
-leave the examples where they are (see ``_returned``); if it takes parameters as well, the
-autograd graph shows it as a use that was not seen (see ``_coverage``).
+leave the examples where they are (see ``_returned``); if it takes parameters as well, the autograd
+graph shows it as a use that was not seen (see ``_coverage``).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 SHARED_APPLY = torch.autograd.function._SingleLevelFunction
 
 # The class in which ``apply`` is replaced. From PyTorch 2.14 on, ``Function`` itself has the
-# innermost ``apply``; one kept from before any context is then not seen, and refused where it
-# takes parameters, or data whose examples do not lie as the contract says.
+# innermost ``apply``. One that was kept from before any context is then not seen, and is refused if
+# it takes parameters, or data whose examples do not lie as the contract says.
 HOST = Function if KEPT_APPLY_IS_UNSEEN else SHARED_APPLY
 
-# Modules whose Functions are not followed. PyTorch's own run the caller's code, compiled graphs, or
-# communication between processes; only those of its quantisation are like a user's. Those of
-# gradstats report their uses of parameters themselves.
-OWN, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
+# Modules whose Functions are not followed, and the exception. PyTorch's own run the caller's code,
+# compiled graphs or communication between processes; only those of its quantisation are like a
+# user's. Those of gradstats report their uses of parameters themselves.
+NOT_FOLLOWED, QUANTISATION = ("torch.", "gradstats."), "torch.ao."
 
 # The module of PyTorch's Functions that send data to other processes.
 COLLECTIVES = "torch.distributed.nn.functional"
@@ -66,7 +66,7 @@ def replace_apply() -> None:
 
 
 def apply_function(cls, *args, **kwargs):
-    """Run a custom Function; if it takes no data, as an operation that modes see.
+    """Run a custom Function, one without data as an operation that modes see.
 
     Replaces ``Function.apply``.
     """
@@ -75,19 +75,19 @@ def apply_function(cls, *args, **kwargs):
         return inner(*args, **kwargs)
     if cls.__module__ == COMPILED:
         return run_unseen(inner, args)
-    # Between graphs the compiler would try to trace what is called here too.
+    # Between graphs the compiler would try to trace this as well.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
     return run(cls, inner, args, kwargs)
 
 
 def _run(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    # Inside a rule no mode is on, and its own Functions take parameters directly.
+    # Inside a rule no mode is on, and the rule's Functions take parameters directly.
     enabled = torch._C._is_torch_function_enabled()
     return note_shown(_follow(cls, inner, args, kwargs) if enabled else inner(*args, **kwargs))
 
 
 def note_shown(result: Any) -> Any:
-    """Note on what a custom Function returned that its call was seen."""
+    """Note on the results of a custom Function that its call was seen."""
     if KEPT_APPLY_IS_UNSEEN and not is_compiling():
         for tensor in tensors_in(result):
             if isinstance(tensor.grad_fn, BackwardCFunction):
@@ -106,13 +106,13 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     nodes = nodes_of(operands)
     tracked = nodes and torch.is_grad_enabled() and not nodes[0].tracker.closed
     if tracked and nodes[0].tracker.registered(cls.apply) is not None:
-        # A rule is registered, but the caller kept an ``apply`` from before the registration.
+        # The user registered a rule, but calls an ``apply`` kept from before the registration.
         return handle_torch_function(cls.apply, args, *args, **kwargs)
     if cls is CheckpointFunction:
         return run_checkpoint(inner, *args, **kwargs)
     if cls is BackwardHookFunction and tracked:
         return _hook_module(mode.tracker, inner, args)
-    if cls.__module__.startswith(OWN) and not cls.__module__.startswith(QUANTISATION):
+    if cls.__module__.startswith(NOT_FOLLOWED) and not cls.__module__.startswith(QUANTISATION):
         result = inner(*args, **kwargs)
         follow_unchanged(tracker.marks, operands, result)
         if cls.__module__ == COLLECTIVES or cls is SyncBatchNorm:
@@ -131,9 +131,9 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
 
 
 def _hook_module(tracker: Context, inner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the Function whose node a module's backward hooks are set on: it returns its operands.
+    """Run the Function that returns its operands, on whose node a module's backward hooks are set.
 
-    Those of a module may be data, parameters and tensors derived from these, side by side.
+    The operands of a module may be data, parameters and derived tensors, side by side.
     """
     results = inner(*map(value_of, tensors))
     follow_unchanged(tracker.marks, tensors, results)

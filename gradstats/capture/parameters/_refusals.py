@@ -1,4 +1,4 @@
-"""The errors for refused operations, with their remedies."""
+"""The errors for refused operations, and their remedies."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PACK = (
 )
 
 # The remedy for hooks that change gradients on their way to a parameter.
-BACKWARD_OF_ONES_OWN = (
-    "Register the hook on the parameter, if it changes what training does alone; where it belongs "
-    "to the gradients that are measured, have a torch.autograd.Function return the tensor and "
-    "change its gradient in backward."
+HOOK_ELSEWHERE = (
+    "If the hook is for training alone, register it on the parameter; if it is part of the "
+    "gradients to measure, change them in the backward of a torch.autograd.Function that returns "
+    "the tensor."
 )
 
 
@@ -41,9 +41,9 @@ def refuse(
         "known. Expected an operation that gradstats has a rule for. "
         + (
             remedy
-            or "Write the step with such operations, add a rule with gs.register_rule, have "
-            'per_example_norms compute it one example at a time with fallback="vmap", or leave the '
-            f"parameter out by name with exclude={node.names!r}."
+            or 'Have per_example_norms compute it one example at a time with fallback="vmap", add '
+            "a rule with gs.register_rule, or leave the parameter out by name with "
+            f"exclude={node.names!r}."
         ),
         node.names,
     ) from cause
@@ -56,12 +56,11 @@ def check_nested(func, operands: Sequence[Tensor]) -> None:
 
 
 def check_has_sizes(func, result: Tensor) -> None:
-    """Refuse a nested tensor of data that has no sizes to say where examples lie."""
+    """Refuse a nested tensor of data without sizes, which say where the examples lie."""
     if result.layout == torch.strided:
         raise UnsupportedOperationError(
             f"{function_name(func)} makes a nested tensor of the strided layout, which has no "
-            "sizes, so that it is not known where its examples lie. Expected layout=torch.jagged. "
-            f"{PACK}"
+            f"sizes that say where the examples lie. Expected layout=torch.jagged. {PACK}"
         )
 
 

@@ -1,8 +1,8 @@
 """Functions and methods of TorchScript, made visible as operations.
 
-PyTorch does not show function modes what TorchScript runs. From the first context on, every call
-passes through here. Functions that were compiled from a Python function which is still there, and
-that neither write nor draw random numbers, are followed through that; all others are opaque.
+PyTorch does not show function modes what TorchScript runs, so from the first context on every call
+passes through here. A function that neither writes in place nor draws random numbers is followed
+through the Python function that it was compiled from, if that still exists. All others are opaque.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gradstats.capture.parameters._transforms import transform_level
 
 @cache
 def replace_script_calls(follow_through: Callable[[Any, Callable[..., Any]], None]) -> None:
-    """From now on, show calls of TorchScript to contexts, even if it was compiled before.
+    """From now on, show calls of TorchScript to contexts, also of what was compiled before.
 
     Args:
-        follow_through: called with a script and the function through which it is followed.
+        follow_through: called with a script and the Python function through which to follow it.
     """
     for kind in SCRIPTS:
         kind.__call__ = _following(kind.__call__, follow_through)  # type: ignore[method-assign]
@@ -53,13 +53,13 @@ def _following(call, follow_through):
 @lru_cache(maxsize=256)
 def _source(script) -> Callable[..., Any] | None:
     """Return the Python function that a script was compiled from, if it may run once more."""
-    # What was traced, and has no name, need not do what its function does: branches were settled.
+    # A traced script, which has no name, need not do what its function does: it took one branch.
     scripted = getattr(script, "__name__", None) == "ScriptFunction"
     source = vars(script).get("_torchdynamo_inline") if scripted else None
     if source is None:
         return None
     graph = script.inlined_graph
-    # Without the branches that are never taken, such as those of silu(x, inplace=False).
+    # Drop branches that are never taken, such as the one in place of silu(x, inplace=False).
     torch._C._jit_pass_constant_propagation(graph)
     return source if all(map(_is_pure, _steps(graph))) else None
 

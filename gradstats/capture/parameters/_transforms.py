@@ -1,11 +1,10 @@
 """The transforms of torch.func, and torch.vmap of data and of parameters.
 
-PyTorch does not show function modes what enters and leaves a transform, and inside one tensors lack
-axes that they have outside. From the first context on, every call of ``torch.vmap`` passes through
-here. If it maps over nothing but the examples, it runs as usual. Otherwise its function is called
-on one slice after the other, as vmap is defined, so that each operation is seen with its true
-shapes. What runs inside other transforms and uses parameters is refused (but see
-``_differentiated``).
+Function modes do not see what enters and leaves a transform, and inside one tensors lack axes that
+they have outside. From the first context on, every call of ``torch.vmap`` passes through here. One
+that maps over the examples alone runs as usual. Any other calls its function on one slice after the
+other, as vmap is defined, so that each operation is seen with its true shapes. Uses of parameters
+inside other transforms are refused (but see ``_differentiated``).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch import apis
 
-# Its functions are looked up where they are called: other libraries replace them, for operands of
-# their own types.
+# Functions of this module are looked up at each call, since other libraries replace them for their
+# own types of operands.
 from torch._functorch import vmap as functorch
 from torch.utils import _pytree as pytree
 
@@ -38,26 +37,27 @@ if TYPE_CHECKING:
 
 AT_ONCE = apis.vmap_impl
 
-# Returns the number of transforms around the running code; None outside of all.
+# Returns the number of transforms around the running code; None outside of any.
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
 def wraps_results() -> bool:
-    """Whether a transform other than torch.vmap runs, in which even results of parameters alone
-    are its own, and of no use after it.
+    """Whether a transform other than torch.vmap runs.
+
+    Even results of parameters alone are then wrapped by it, and of no use afterwards.
     """
     stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(each.key() != torch._C._functorch.TransformType.Vmap for each in stack)
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 class HiddenError(UnsupportedOperationError):
-    """A parameter, or what was computed from one, is used with data inside a transform."""
+    """A transform hides which values belong to which example, and they depend on parameters."""
 
 
 def check_hidden(tracker: Context, func, args, kwargs, result) -> None:
     """Refuse what a transform computes from trained data, whose axes are hidden there.
 
-    Note whether it uses data that it was not given.
+    Also note whether it uses data that are not its arguments.
     """
     tracker.maps_data = tracker.maps_data or any(
         unwrapped(item) is item and tracker.marks.is_data(item)
@@ -74,7 +74,7 @@ def check_hidden(tracker: Context, func, args, kwargs, result) -> None:
 
 
 def hidden(what: str) -> HiddenError:
-    """Return the error about what a transform hides; torch.vmap then runs slice by slice."""
+    """Return the error about what a transform hides; for torch.vmap it means slice by slice."""
     return HiddenError(
         f"{what} computes with values that depend on parameters, and hides which of them belong to "
         "which example. Expected plain autograd: write derivatives with "
@@ -85,7 +85,7 @@ def hidden(what: str) -> HiddenError:
 
 @cache
 def replace_vmap() -> None:
-    """From now on, show calls of functions that torch.vmap returned, even earlier, to contexts."""
+    """From now on, show contexts the calls of what torch.vmap has returned or will return."""
     apis.vmap_impl = vmapped  # type: ignore[assignment]
 
 
@@ -117,7 +117,7 @@ def vmapped(function, in_dims, out_dims, randomness, chunk_size, *args, **kwargs
     if transform_level() is not None:
         whole = [item for item in operands_of(args, kwargs) if unwrapped(item) is item]
         if mode.tracker.maps_examples and any(map(mode.tracker.marks.is_trained, whole)):
-            raise hidden("torch.vmap inside torch.vmap, of what the outer one does not map,")
+            raise hidden("torch.vmap inside torch.vmap, of tensors not mapped by the outer one,")
         return call.at_once()
     # Between graphs the compiler would trace every call; there is nothing to trace here.
     run = _run if get_eval_frame_callback() is None else torch.compiler.disable(_run)
@@ -143,15 +143,15 @@ def _run(tracker: Context, call: Vmap):
             return result
         finally:
             tracker.maps_examples = None
-    others = any(dim is not None and not isinstance(item, Tensor) for item, dim in mapped)
-    if call.randomness == "same" or count == 0 or others:
+    maps_others = any(dim is not None and not isinstance(item, Tensor) for item, dim in mapped)
+    if call.randomness == "same" or count == 0 or maps_others:
         return call.at_once()
     if tracker.settings.exact:
         raise UnsupportedOperationError(
-            "torch.vmap over other axes than the examples', or of a function that uses parameters, "
-            "is computed one slice after the other, which rounds differently. But with fused=False "
-            "training gradients are PyTorch's own to the bit, so expected fused=True: pass "
-            "that, or write the function for the whole batch."
+            "torch.vmap over axes other than the examples', or of a function that uses parameters, "
+            "runs slice by slice, which rounds differently, but with fused=False training "
+            "gradients are PyTorch's own to the bit. Expected fused=True: pass that, or write the "
+            "function for the whole batch."
         )
     parts = [[item] * count if dim is None else item.unbind(dim) for item, dim in mapped]
     results = [
@@ -167,9 +167,9 @@ def _run(tracker: Context, call: Vmap):
 
 
 def _noted(tracker: Context, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function under vmap that notes results which vmap has not mapped.
+    """Return a function for vmap that refuses or notes data among its results that are not mapped.
 
-    Such results are repeated, and have the examples along other axes than mapped ones.
+    vmap repeats such results, whose examples lie along other axes than those of mapped ones.
     """
 
     @wraps(function)
@@ -177,7 +177,7 @@ def _noted(tracker: Context, function: Callable[..., Any]) -> Callable[..., Any]
         result = function(*args, **kwargs)
         whole = [item for item in tensors_in(result) if unwrapped(item) is item]
         if any(node_of(item) is not None or tracker.marks.is_trained(item) for item in whole):
-            raise hidden("a function under torch.vmap that returns what it was not given")
+            raise hidden("a function under torch.vmap that returns a tensor that is not mapped")
         tracker.maps_data = tracker.maps_data or any(map(tracker.marks.is_data, whole))
         return result
 
@@ -191,8 +191,8 @@ def _mapped_along(marks: Marks, mapped: list[tuple[Any, int | None]]) -> list[Ex
         mapped: the operands, each with the axis along which it is mapped.
 
     Returns:
-        The layouts; None if there are parameters among the operands, or data that are mapped along
-        another axis or not at all. Empty for data that belong to no example, such as masks.
+        The layouts. None if an operand is a parameter, or data that is mapped along another axis or
+        not at all; empty if the data belong to no example, as masks do.
     """
     if any(node_of(item) is not None for item, _ in mapped):
         return None
@@ -209,9 +209,9 @@ def _mapped_along(marks: Marks, mapped: list[tuple[Any, int | None]]) -> list[Ex
 
 
 def _place(tracker: Context, data: bool, layouts: list[Examples], result, out_dims) -> None:
-    """Note where the examples lie in results of a function that was mapped over them.
+    """Note where the examples lie in the results of a vmap.
 
-    Results are constant if it was given no data and used none otherwise.
+    Results are constant if the function neither was given data nor used any.
     """
     leaves = pytree.tree_leaves(result)
     for leaf, dim in zip(leaves, _dims_of(out_dims, result), strict=True):
@@ -224,7 +224,7 @@ def _place(tracker: Context, data: bool, layouts: list[Examples], result, out_di
 
 
 def _dims_of(out_dims, result) -> list[int | None]:
-    """Return the axis along which each result is mapped, by ``out_dims`` as vmap reads it."""
+    """Return the axis along which each result is mapped, reading ``out_dims`` as vmap does."""
     if isinstance(result, Tensor) and isinstance(out_dims, tuple) and len(out_dims) == 1:
         (out_dims,) = out_dims
     structure = pytree.tree_structure(result)
