@@ -1,14 +1,13 @@
 """Activation checkpoints, whose recomputation must see the same tracked parameters as the forward.
 
-A reentrant checkpoint builds its graph only in its own backward: the forward does not show what
-happens to the examples inside, and ``torch.autograd.grad`` finds no parameter there. So it runs as
-a non-reentrant one, which takes the same memory and gives the same gradients.
+A reentrant checkpoint builds its graph in its own backward: the forward does not show what happens
+to the examples inside, and ``torch.autograd.grad`` finds no parameter there. So it is run as a
+non-reentrant one, which takes the same memory and gives the same gradients.
 
 A non-reentrant checkpoint saves its arguments. Inside another checkpoint, or under other hooks on
-saved tensors, it gets copies back, about which nothing is noted. So tracked tensors bypass this
-mechanism as the objects that they are, and what is known about the others is noted on the copies.
-What it recomputes is followed in every backward, although ``torch.autograd.grad`` sets the
-context's mode aside.
+saved tensors, it gets copies back, on which nothing is noted. So tracked tensors bypass the saving,
+and what is known about other tensors is noted on their copies. The recomputation is followed in
+every backward, although ``torch.autograd.grad`` sets the context's mode aside.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SAVING_LISTS = f"{SAVING}_impl"
 
 @cache
 def replace_checkpoint() -> None:
-    """From now on, have non-reentrant checkpoints keep tracked tensors as they are."""
+    """From now on, have tracked tensors bypass what non-reentrant checkpoints save."""
     module = torch.utils.checkpoint
     if hasattr(module, SAVING_LISTS):
         setattr(module, SAVING_LISTS, _of_lists(getattr(module, SAVING_LISTS)))
@@ -57,10 +56,10 @@ def _of_positions(native: Callable[..., Any]):
 
 
 def _bypassing(function: Callable[..., Any], args: tuple[Any, ...]):
-    """Return a checkpoint's function, and its arguments with None for tracked ones, which it holds.
+    """Return a checkpoint's function, and its arguments with None in the place of tracked ones.
 
-    The function is followed wherever it runs, and what is known of the other arguments is noted on
-    the copies that it gets.
+    The function holds these itself. It is followed wherever it runs, and notes what is known about
+    the other arguments on the copies that it gets.
     """
     mode = innermost_mode()
     nodes = {place: node_of(item) for place, item in enumerate(args) if isinstance(item, Tensor)}
@@ -76,12 +75,12 @@ def _bypassing(function: Callable[..., Any], args: tuple[Any, ...]):
         if (note := note_of(marks, args[place])) is not None
     }
 
-    def run(*others, **kwargs):
-        given = [tracked.get(place, item) for place, item in enumerate(others)]
+    def run(*copies, **kwargs):
+        given = [tracked.get(place, item) for place, item in enumerate(copies)]
         if mode is None or marks is None or mode.tracker.closed:
             return function(*given, **kwargs)
         for place, note in notes.items():
-            note_as(marks, others[place], note)
+            note_as(marks, copies[place], note)
         with nullcontext() if mode in modes_here() else mode:
             return function(*given, **kwargs)
 
@@ -89,10 +88,15 @@ def _bypassing(function: Callable[..., Any], args: tuple[Any, ...]):
 
 
 def run_checkpoint(native: Callable[..., Any], function: Callable[..., Any], preserve: bool, *args):
-    """Run a reentrant checkpoint, given PyTorch's own implementation and its arguments."""
-    flows = any(isinstance(item, Tensor) and item.requires_grad for item in args)
-    if not (flows and torch.is_grad_enabled()):
-        return native(function, preserve, *args)  # no gradient flows through it
+    """Run a reentrant checkpoint as a non-reentrant one if gradients flow through it.
+
+    Args:
+        native: PyTorch's own implementation.
+        function, preserve, args: what it is called with.
+    """
+    trained = any(isinstance(item, Tensor) and item.requires_grad for item in args)
+    if not (trained and torch.is_grad_enabled()):
+        return native(function, preserve, *args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
 
@@ -100,7 +104,7 @@ def run_checkpoint(native: Callable[..., Any], function: Callable[..., Any], pre
 def checkpoints_differentiable() -> Iterator[None]:
     """Have torch.autograd.grad find the parameters inside reentrant checkpoints."""
     native = CheckpointFunction.apply
-    own = vars(CheckpointFunction).get("apply")
+    overridden = vars(CheckpointFunction).get("apply")
 
     def apply(function, preserve, *args):
         return run_checkpoint(native, function, preserve, *args)
@@ -109,7 +113,7 @@ def checkpoints_differentiable() -> Iterator[None]:
     try:
         yield
     finally:
-        if own is None:
+        if overridden is None:
             del CheckpointFunction.apply
         else:
-            CheckpointFunction.apply = own  # type: ignore[method-assign]
+            CheckpointFunction.apply = overridden  # type: ignore[method-assign]

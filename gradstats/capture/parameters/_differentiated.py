@@ -1,12 +1,12 @@
 """``grad``, ``vjp`` and ``jvp`` of torch.func, by plain autograd, so that operations are seen.
 
-From the first context on, all calls of these pass through here, also those by ``jacrev``,
-``jacfwd`` and ``hessian``. Inside a context, and outside of ``torch.vmap``, PyTorch's functions run
-with helpers that enter no transform, and differentiate by aliases of the arguments.
+From the first context on, all calls of these pass through here, also those that ``jacrev``,
+``jacfwd`` and ``hessian`` make. Inside a context, and outside of ``torch.vmap``, PyTorch's own
+functions run with helpers that enter no transform, but differentiate by aliases of the arguments.
 
-    grad, vjp    torch.autograd.grad of the outputs, by the aliases
-    jvp          vjp is linear in its cotangents: its own vjp, by these, is the derivative along
-                 tangents
+    grad, vjp    torch.autograd.grad of the outputs by the aliases
+    jvp          the vjp of the vjp: that is linear in its cotangents, and its own vjp by these is
+                 the derivative along tangents
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ GRAD_AND_VALUE = functorch.grad_and_value_impl
 VJP = functorch._vjp_with_argnums
 JVP = functorch._jvp_with_argnums
 
-# There derivatives stop forward as they do backward.
+# Operations that stop derivatives both forward and backward.
 STOPS = frozenset({*variants("detach"), Tensor.data.__get__})  # type: ignore[attr-defined]
 
-# PyTorch's derivatives forward and backward of these, or of their own backward, differ (2.13).
+# Operations whose derivatives, or those of whose backward, differ forward and backward in PyTorch
+# (2.13).
 UNLIKE = frozenset(
     variants("cholesky_inverse", "cholesky_solve", "scatter_reduce", "scatter_reduce_")
 )
 
-# It differentiates tangents through these wrongly: it takes what they save for constant.
+# Operations through which PyTorch differentiates tangents wrongly: it takes what they save for
+# constant.
 WRONG_TWICE = frozenset(
     {
         *variants("layer_norm", "native_layer_norm", "instance_norm", "batch_norm"),
@@ -66,22 +68,22 @@ WRONG_TWICE = frozenset(
 
 @cache
 def replace_derivatives() -> None:
-    """From now on, have grad, vjp and jvp of torch.func run by plain autograd inside contexts."""
+    """From now on, run grad, vjp and jvp of torch.func by plain autograd inside contexts."""
     functorch.grad_and_value_impl = _inside(GRAD_AND_VALUE, grad_and_value)
     functorch._vjp_with_argnums = _inside(VJP, vjp)
     functorch._jvp_with_argnums = _inside(JVP, jvp)
 
 
-def _inside(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """Return PyTorch's own function, run in another way inside contexts."""
+def _inside(native: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """Return PyTorch's function, replaced inside contexts."""
 
-    @wraps(own)
+    @wraps(native)
     def run(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
-            return own(*args, **kwargs)
+            return native(*args, **kwargs)
         mode = innermost_mode()
         if mode is None or transform_level() is not None:
-            return own(*args, **kwargs)
+            return native(*args, **kwargs)
         # Between graphs the compiler would trace every call; there is nothing to trace here.
         chosen = instead if get_eval_frame_callback() is None else torch.compiler.disable(instead)
         return chosen(mode.tracker, *args, **kwargs)
@@ -93,9 +95,10 @@ class Level:
     """Stands for the level of a transform.
 
     Attributes:
-        differentiable: whether results may be differentiated outside.
-        aliases: of the arguments by which the transform differentiates.
-        leaves: ids of those that have no gradient outside, which results must not have either.
+        differentiable: whether the code outside may differentiate the results.
+        aliases: those of the arguments by which the transform differentiates.
+        leaves: ids of aliases that are leaves, since their arguments do not require grad. Results
+            that depend on no other leaf do not require grad outside.
     """
 
     def __init__(self, tracker: Context) -> None:
@@ -107,7 +110,7 @@ class Level:
         self.leaves: set[int] = set()
 
     def aliased(self, args: tuple[Any, ...], argnums: int | tuple[int, ...] | None):
-        """Return arguments with differentiable aliases of the chosen ones, of all by default."""
+        """Return the arguments, with aliases to differentiate by of the chosen ones, or of all."""
         if argnums is None:
             return pytree.tree_map(self._alias, args)
         chosen = pytree.tree_map(self._alias, functorch._slice_argnums(args, argnums))
@@ -126,7 +129,7 @@ class Level:
         return alias
 
     def outside(self, results: Any) -> Any:
-        """Return results as they are outside of the transform."""
+        """Return results as the code outside of the transform gets them."""
         return pytree.tree_map_only(Tensor, self._outside, results)
 
     def _outside(self, result: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ class Level:
         return any(id(leaf.variable) not in self.leaves for leaf in leaves)
 
     def run(self, transform: Callable[..., Any], function: Callable[..., Any], *args, **kwargs):
-        """Run one of PyTorch's transforms, given aliases of the arguments."""
+        """Run one of PyTorch's transforms on aliases of the arguments."""
 
         def unchanging(*args, **kwargs):
             before = [alias._version for alias in self.aliases]
@@ -152,12 +155,12 @@ class Level:
             if before != [alias._version for alias in self.aliases]:
                 raise UnsupportedOperationError(
                     "a function under a torch.func transform (grad, vjp, jvp, jacrev …) changed "
-                    "an argument in place. Expected one that leaves arguments as they are: write "
-                    "it out of place, or clone them."
+                    "an argument in place. Expected a function that does not: clone the argument, "
+                    "or write the change out of place."
                 )
             return result
 
-        own: Any = unwrap(transform)  # without the check that there are no hooks on saved tensors
+        native: Any = unwrap(transform)  # without its check for hooks on saved tensors
         helpers = {
             "grad_increment_nesting": lambda: nullcontext(self),
             "_wrap_all_tensors": lambda tensors, level: tensors,
@@ -165,8 +168,9 @@ class Level:
             "_autograd_grad": self.gradients,
             "_undo_create_differentiable": lambda tensors, level: self.outside(tensors),
         }
-        copy = FunctionType(own.__code__, {**own.__globals__, **helpers}, own.__name__)
-        copy.__kwdefaults__ = own.__kwdefaults__
+        names = {**native.__globals__, **helpers}
+        copy = FunctionType(native.__code__, names, native.__name__)
+        copy.__kwdefaults__ = native.__kwdefaults__
         return copy(unchanging, *args, **kwargs)
 
     def gradients(
@@ -177,9 +181,9 @@ class Level:
         retain_graph: bool = True,
         create_graph: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of outputs; zeros by what they do not depend on.
+        """Return the gradients of outputs by inputs, zeros by those that they do not depend on.
 
-        The graph is kept in any case: it is also that of the values outside.
+        The graph is kept in any case, since the values outside have the same one.
         """
         vectors = [None] * len(outputs) if grad_outputs is None else grad_outputs
         pairs = [pair for pair in zip(outputs, vectors, strict=True) if pair[0].requires_grad]
@@ -228,7 +232,7 @@ def jvp(
 
 
 class AlongTangents(TorchFunctionMode):
-    """Runs a function under jvp; refuses what tangents and gradients do not pass alike."""
+    """Runs a function under jvp; refuses what has another derivative forward than backward."""
 
     def __init__(self, tracker: Context, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -250,16 +254,16 @@ class AlongTangents(TorchFunctionMode):
         if func in WRONG_TWICE:
             self.wrong_twice = func
         result = func(*args, **kwargs)
-        without = not torch.is_grad_enabled() or func is torch.autograd.grad
-        if without and func not in STOPS:
-            differ = any(i.is_floating_point() and not i.requires_grad for i in tensors_in(result))
+        # Without a graph gradients stop, but tangents pass.
+        if func not in STOPS and (not torch.is_grad_enabled() or func is torch.autograd.grad):
+            stops = any(i.is_floating_point() and not i.requires_grad for i in tensors_in(result))
             given = [item for item in operands_of(args, kwargs) if node_of(item) is None]
-            if differ and any(item.requires_grad for item in given):
+            if stops and any(item.requires_grad for item in given):
                 raise differs(f"{function_name(func)} without a graph (torch.no_grad)")
         return result
 
     def checked(self, tangent: Tensor) -> Tensor:
-        """Return a tangent that raises if the losses' gradient would be wrong in PyTorch."""
+        """Return a tangent, and refuse to pass on a gradient that PyTorch would compute wrongly."""
         if self.wrong_twice is not None and tangent.requires_grad:
             if node_of(tangent) is not None:
                 self._refuse_derivatives()
@@ -269,20 +273,20 @@ class AlongTangents(TorchFunctionMode):
 
     def _refuse_derivatives(self, *_) -> NoReturn:
         raise UnsupportedOperationError(
-            "the losses' gradient passes through tangents of torch.func.jvp (also jacfwd, hessian) "
-            f"through {function_name(self.wrong_twice)}, which PyTorch computes wrongly. Expected "
-            "tangents that are detached, or the operation written out: for a layer norm "
+            "the gradient of the losses depends on tangents of torch.func.jvp (or jacfwd, hessian) "
+            f"through {function_name(self.wrong_twice)}, which PyTorch differentiates wrongly. "
+            "Expected detached tangents, or the operation written out: a layer norm as "
             "centred = x - x.mean(-1, keepdim=True) and what follows."
         )
 
 
 def check_hook(tracker: Context, tensor: Tensor) -> None:
-    """Refuse a hook that autograd would run in the losses' backward too."""
+    """Refuse a hook on a derived tensor, or one that the losses' backward would run as well."""
     if tracker.transformed:
         raise UnsupportedOperationError(
-            "a hook on a tensor inside a function under a torch.func transform (grad, vjp, jvp, "
-            "jacrev …) changes its derivatives; those of the losses pass there too, where "
-            "transforms run no hook. Expected a function without hooks."
+            "a hook was set on a tensor inside a function under a torch.func transform (grad, vjp, "
+            "jvp, jacrev …). PyTorch runs it for the transform alone, but here it would change the "
+            "gradients of the losses too. Expected a function without hooks."
         )
     refuse_on_derived(Tensor.register_hook, tensor, HOOK_ELSEWHERE)
 
@@ -291,8 +295,7 @@ def differs(what: str) -> UnsupportedOperationError:
     """Return the error about what has another derivative forward than backward."""
     return UnsupportedOperationError(
         f"{what} inside a function under torch.func.jvp (or jacfwd, hessian): tangents pass there "
-        "otherwise than gradients, by which the context computes them. Expected a function "
-        "without: write x.detach() for what has no derivative, write derivatives with "
-        "torch.autograd.grad(..., create_graph=True), or have per_example_norms compute one "
-        'example at a time with fallback="vmap".'
+        "otherwise than gradients do, by which the context computes them. Expected a function "
+        "without it: write x.detach() for what has no derivative, or have per_example_norms "
+        'compute one example at a time with fallback="vmap".'
     )

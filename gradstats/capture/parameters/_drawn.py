@@ -1,4 +1,4 @@
-"""Operations that draw random numbers, and the same numbers again when computed again."""
+"""Operations that draw random numbers, and draw the same ones when they are run again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Hooks that the user's code has set on autograd nodes, as modules do for it.
+"""Hooks that the user's code has set on autograd nodes, directly or through modules.
 
-What a hook makes of the gradient of a tensor that was computed from parameters alone, or of the
-gradients that an operation on parameters hands on, reaches no factor. Hooks that only read are let
-be; a context whose backward forms no such gradients forms them for these.
+A change that a hook makes to the gradient of a derived tensor, or to the gradients that an
+operation on parameters hands on, reaches no factor, and is refused. Hooks that only read may stay:
+a backward that would form no such gradients forms them for these hooks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.autograd.graph import Node as GraphNode
 
 from gradstats.capture.operations._graph import ACCUMULATE_GRAD
 from gradstats.capture.parameters._nodes import Root
+from gradstats.capture.parameters._refusals import HOOK_ELSEWHERE
 from gradstats.capture.parameters._tensors import node_of
 from gradstats.errors import UnsupportedOperationError
 
@@ -28,8 +29,8 @@ def watch_derived(
     """Watch the nodes between parameters and their uses; return whether any has hooks.
 
     Args:
-        nodes: of the losses' graph, but perhaps without those between operations and parameters.
-        uses: those of operations on parameters and data, and of compiled graphs.
+        nodes: the nodes of the losses' graph, perhaps without those between uses and parameters.
+        uses: the nodes of operations on parameters and data, and of compiled graphs.
         roots: the parameters.
     """
     above: dict[GraphNode, list[GraphNode]] = defaultdict(list)
@@ -44,7 +45,7 @@ def watch_derived(
             if child not in found:
                 found.add(child)
                 stack.append(child)
-    own = {*roots}
+    tracked = {*roots}
     made_of: dict[GraphNode, set[Root]] = defaultdict(set)
     places: list[tuple[Any, GraphNode]] = [
         (node_of(leaf.variable), leaf)  # type: ignore[attr-defined]
@@ -54,14 +55,14 @@ def watch_derived(
     places += [(root, alias) for root in roots for alias in root.alias_nodes]
     while places:
         root, node = places.pop()
-        if root in own and root not in made_of[node]:
+        if root in tracked and root not in made_of[node]:
             made_of[node].add(root)
             places += [(root, each) for each in above[node]]
     hooked = False
-    for node, those in made_of.items():
+    for node, found_roots in made_of.items():
         if type(node) is ACCUMULATE_GRAD:
-            continue  # hooks there are for training alone, as the parameters' own are
-        behind = [root for root in roots if root in those]
+            continue  # hooks there are for training alone, as those on parameters are
+        behind = [root for root in roots if root in found_roots]
         described = f"a tensor computed from {', '.join([root.describe() for root in behind])}"
         names = [root.name for root in behind]
         for register in (node.register_hook, node.register_prehook):
@@ -70,44 +71,42 @@ def watch_derived(
 
 
 class Watched:
-    """The gradients that a node hands on, or is given, before the user's hooks and after."""
+    """Compares the gradients that a node hands on, or is given, before and after users' hooks."""
 
     def __init__(self, described: str, names: Sequence[str]):
         """Describe what hooks may not change the gradients of, and name the parameters."""
         self._described, self._names = described, names
-        self._found: list[tuple[Tensor | None, int]] = []
+        self._before: list[tuple[Tensor | None, int]] = []
 
-    def begin(self, register: Callable[..., Any], own: int = 0) -> bool:
-        """Compare these in the backward that is about to run; return whether there are any hooks.
+    def begin(self, register: Callable[..., Any], set_by_context: int = 0) -> bool:
+        """Watch the backward that is about to run; return whether the user's code has set hooks.
 
         Args:
             register: ``register_hook`` or ``register_prehook`` of the node.
-            own: how many hooks the context has set there, before the user's code had the node.
+            set_by_context: number of hooks that the context has set there, which come first.
         """
         handle = register(self._note)
         hooks = handle.hooks_dict_ref()
-        others = [*hooks][own:-1]
-        if not others:
+        of_users = [*hooks][set_by_context:-1]
+        if not of_users:
             handle.remove()
             return False
-        for key in others:
-            hooks[key] = hooks.pop(key)  # so that they run after the one that was set last
+        for key in of_users:
+            hooks[key] = hooks.pop(key)  # so that it runs after ``_note``
         register(self._check)
         return True
 
     def _note(self, gradients: Gradients, *_: Gradients) -> None:
-        self._found = _versions(gradients)
+        self._before = _versions(gradients)
 
     def _check(self, gradients: Gradients, *_: Gradients) -> None:
-        found, self._found = self._found, []  # the gradients are not kept for as long as the graph
-        pairs = zip(found, _versions(gradients), strict=True)
-        if any(one is not other or before != now for (one, before), (other, now) in pairs):
+        before, self._before = self._before, []  # the graph, which may stay, keeps no gradients
+        pairs = zip(before, _versions(gradients), strict=True)
+        if any(old is not new or old_at != new_at for (old, old_at), (new, new_at) in pairs):
             raise UnsupportedOperationError(
-                f"a hook on the autograd node of {self._described}, set by a module's backward "
-                "hook or the register_hook of a node, changed gradients, which does not reach the "
-                "per-example gradients. Expected hooks that only read there: register one that "
-                "changes gradients on the parameter, if that is for training alone; otherwise "
-                "have a torch.autograd.Function change the gradient in backward.",
+                f"a hook on the autograd node of {self._described}, a module's backward hook or "
+                "one set by the register_hook of a node, changed gradients, which does not reach "
+                f"the per-example gradients. Expected hooks that only read there. {HOOK_ELSEWHERE}",
                 self._names,
             )
 
