@@ -16,24 +16,20 @@ from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.contractions import total
 from gradstats.errors import UnsupportedOperationError
 
-# How far the backward of a custom Function may be from linear, relative to the norms of its
-# results: it may compute in a lower precision than their dtype suggests.
-LINEAR_TOLERANCE = {torch.float64: 1e-6}
-OTHER_TOLERANCE = 2e-2
-
-# Linearity is checked with gradients multiplied by up to this factor: gradients of losses averaged
-# over a batch are smaller by about as much, and a backward that clips might not change those.
+# Gradients are multiplied by up to this factor to check whether a backward is linear: those of
+# losses averaged over a batch are smaller by about as much, and a backward that clips might leave
+# them as they are.
 LARGEST_WEIGHT = 1024
 
-# Differences of up to so many roundings of the gradients are taken for rounding.
+# Differences of up to this many units of rounding of the gradients count as rounding.
 ROUNDING = 8
 
-# PyTorch's error message where a backward cannot be differentiated.
+# PyTorch's message for a backward that cannot be differentiated.
 NO_DERIVATIVE = re.compile("derivative for .* is not implemented")
 
 
 class Replay:
-    """A derived tensor computed again from roots, to be differentiated any number of times.
+    """A derived tensor computed again from roots, which can be differentiated repeatedly.
 
     Attributes:
         leaves: the roots' values, in real numbers.
@@ -50,7 +46,7 @@ class Replay:
         """Return the roots' per-example gradients, given a factor of the derived tensor."""
         cotangents = factor.dense().to(self.value)
         if len(cotangents) == 1:
-            # Not as a batch, whose preparation takes longer than many a backward.
+            # Preparing a batch of gradients takes longer than many a backward.
             return [pulled.unsqueeze(0) for pulled in self.pull(cotangents[0])]
         try:
             # Anomaly detection cannot look for NaN in a batch of gradients.
@@ -58,7 +54,7 @@ class Replay:
                 return self._pull(cotangents, cotangents.shape[:1])
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # not every backward supports batches: a sparse product's does not
+        except RuntimeError:  # some backwards take no batch of gradients, as a sparse product's
             return self._pull_in_turn(cotangents)
 
     def _pull_in_turn(self, cotangents: Tensor) -> list[Tensor]:
@@ -70,33 +66,41 @@ class Replay:
         return self._pull(cotangent.to(self.value), ())
 
     def _pull(self, cotangents: Tensor, batch: Sequence[int]) -> list[Tensor]:
-        """Return the roots' gradients, dense and in the accumulation dtype.
+        """Return the roots' gradients.
 
         Args:
             cotangents: (*batch, *) of the derived tensor.
             batch: (B,) or ().
         """
-        kept = {"retain_graph": True, "allow_unused": True}
-        batched = bool(batch)
-        found = torch.autograd.grad(
-            self.value, self.leaves, cotangents, is_grads_batched=batched, **kept
-        )
-        # A result may have no gradient, as the sign of a determinant, or a sparse one.
-        return [
-            _dense(leaf.new_zeros(*batch, *leaf.shape) if pulled is None else pulled)
-            for leaf, pulled in zip(self.leaves, found, strict=True)
-        ]
+        options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": bool(batch)}
+        found = torch.autograd.grad(self.value, self.leaves, cotangents, **options)
+        return self._filled(found, batch)
+
+    def _filled(
+        self, gradients: Sequence[Tensor | None], batch: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """Return the leaves' gradients (*batch, *), dense and in the accumulation dtype.
+
+        Some may be missing, as of the sign of a determinant, and an embedding's may be sparse.
+        """
+        filled: list[Tensor] = []
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            if gradient is None:
+                gradient = leaf.new_zeros(*batch, *leaf.shape)
+            dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+            filled.append(dense.to(compute_dtype(dense)))
+        return filled
 
     def push(self, direction: Tensor) -> Tensor | None:
         """Return how the derived tensor changes when its only root changes by ``direction``.
 
-        Computed as the derivative of ``pull``, which is linear in its cotangent. None if PyTorch
-        cannot differentiate an operation's backward (fused attention), if that is zero for every
-        cotangent (``sign``), if the result is not finite, and if the derivative is not that of the
-        operation (``scale_grad_by_freq``).
+        This is the derivative of ``pull``, which is linear in its cotangent. None if PyTorch cannot
+        differentiate an operation's backward (fused attention), if that is zero for every cotangent
+        (``sign``), if the result is not finite, or if a backward is not that of its operation
+        (``scale_grad_by_freq``).
         """
         if not self.value.numel():
-            # Rows of a table without indices: a backward may not be differentiable in no numbers.
+            # As the rows of a table without indices, whose backward may not be differentiable.
             return self.value.detach().to(compute_dtype(self.value))
         with torch.enable_grad():
             cotangent = torch.zeros_like(self.value, requires_grad=True)
@@ -121,10 +125,18 @@ class Replay:
     def _are_adjoint(self, direction: Tensor, pushed: Tensor) -> bool:
         """Whether ⟨direction, pull(pushed)⟩ = ⟨pushed, pushed⟩, as must be if push is right."""
         (pulled,) = self.pull(pushed)
-        met = direction.to(pulled).where(pulled != 0, 0)
-        difference = (met * pulled).sum() - pushed.square().sum()
-        tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
-        return bool(difference.abs() <= tolerance * met.norm() * pulled.norm())
+        effective = direction.to(pulled).where(pulled != 0, 0)
+        difference = (effective * pulled).sum() - pushed.square().sum()
+        allowed = _tolerance(self.value.dtype) * effective.norm() * pulled.norm()
+        return bool(difference.abs() <= allowed)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Return how far a backward may be from linear, relative to the norms of its results.
+
+    It may compute in a lower precision than their dtype suggests.
+    """
+    return 1e-6 if dtype == torch.float64 else 2e-2
 
 
 def _weighted(weights: Tensor, gradients: Tensor) -> Tensor:
@@ -132,17 +144,11 @@ def _weighted(weights: Tensor, gradients: Tensor) -> Tensor:
     return (weights * gradients.reshape(len(gradients), -1).norm(dim=1)).sum()
 
 
-def _dense(pulled: Tensor) -> Tensor:
-    """Return a gradient in the accumulation dtype, and dense, which embeddings' may not be."""
-    dense = pulled if pulled.layout == torch.strided else pulled.to_dense()
-    return dense.to(compute_dtype(dense))
-
-
 class FunctionReplay(Replay):
     """A replay that passes through a custom autograd Function.
 
-    Its backward runs as autograd would run it, for one gradient at a time: it need not support
-    batches of gradients, nor be differentiable.
+    The Function's backward runs as autograd runs it, for one gradient at a time: it need neither
+    support batches of gradients nor be differentiable.
     """
 
     def __init__(self, node: Derived, roots: Sequence[Root], copies: bool = False):
@@ -163,8 +169,8 @@ class FunctionReplay(Replay):
             torch._C.DisableTorchFunctionSubclass(),
             OneBackward(self),
         ):
-            # Not torch.autograd.grad, which would disable the mode.
-            given_to = torch.autograd.Variable._execution_engine.run_backward(
+            # torch.autograd.grad would disable the mode.
+            found = torch.autograd.Variable._execution_engine.run_backward(
                 (self.value,),
                 (given,),
                 True,  # keep the graph
@@ -173,15 +179,10 @@ class FunctionReplay(Replay):
                 allow_unreachable=True,
                 accumulate_grad=False,
             )
-        # The Function may return no gradient for an operand.
-        found = [
-            torch.zeros_like(leaf) if pulled is None else pulled
-            for leaf, pulled in zip(self.leaves, given_to, strict=True)
-        ]
-        return [pulled.to(compute_dtype(pulled)) for pulled in found]
+        return self._filled(found)
 
     def _check_linear(self, cotangents: Tensor, found: Sequence[Tensor]) -> None:
-        """Raise unless the backward of a sum is the sum of the backwards.
+        """Raise unless the backward of a weighted sum is the weighted sum of the backwards.
 
         Otherwise the examples' gradients would not add up to the batch's, and would depend on the
         scale of the losses.
@@ -189,23 +190,23 @@ class FunctionReplay(Replay):
         count = len(cotangents)
         weights = torch.linspace(LARGEST_WEIGHT / 2, LARGEST_WEIGHT, count).to(cotangents)
         together = self.pull(torch.tensordot(weights, cotangents, 1))
-        tolerance = LINEAR_TOLERANCE.get(self.value.dtype, OTHER_TOLERANCE)
-        # Gradients that are only rounding errors add up to anything.
+        tolerance = _tolerance(self.value.dtype)
+        # Gradients that are nothing but rounding errors add up to anything.
         rounding = ROUNDING * torch.finfo(cotangents.dtype).eps * _weighted(weights, cotangents)
         for pulled, whole in zip(found, together, strict=True):
-            own = weights.to(pulled)
-            missing = (whole - torch.tensordot(own, pulled, 1)).norm() - rounding
-            difference = missing / _weighted(own, pulled).clamp(min=1e-300)
+            cast_weights = weights.to(pulled)
+            missing = (whole - torch.tensordot(cast_weights, pulled, 1)).norm() - rounding
+            difference = missing / _weighted(cast_weights, pulled).clamp(min=1e-300)
             # NaN passes: non-finite gradients are reported elsewhere.
             if not bool(difference > tolerance):
                 continue
             raise UnsupportedOperationError(
-                f"the backward of an autograd Function in {self.described} is not linear: for a "
-                "weighted sum of gradients its result differs from the weighted sum of its results "
-                f"for each by {float(difference):.1e}, relative to their norms. Expected a "
-                "backward that multiplies the gradient by what the forward saved, and leaves that "
-                "unchanged: clip or round gradients after the backward (parameter.register_hook), "
-                f"or leave the parameters out by name with exclude={self.names!r}.",
+                f"the backward of an autograd Function in {self.described} is not linear: its "
+                "result for a weighted sum of gradients differs from the weighted sum of its "
+                f"results by {float(difference):.1e}, relative to their norms. Expected a backward "
+                "that multiplies the gradient by what the forward saved: clip or round gradients "
+                "after the backward (parameter.register_hook), or leave the parameters out by "
+                f"name with exclude={self.names!r}.",
                 self.names,
             )
 
@@ -221,15 +222,15 @@ class FunctionStep(FunctionReplay):
     def slope(self, factor: Factor) -> Tensor | None:
         """Return the elementwise factor by which the backward multiplies gradients.
 
-        None if it does anything else, which is tested on the sum of the gradients, on the first
-        example's and on random numbers of their size, all with both signs.
+        None if it does anything else. It is tested on the sum of the gradients, on the first
+        example's and on random numbers of their size, each with both signs.
 
         Args:
             factor: of the result.
         """
         (slope,) = self.pull(torch.ones_like(self.value))
         largest = LARGEST_WEIGHT * total([factor])
-        # From a separate generator, to leave the user's as they are.
+        # A separate generator leaves the user's as they are.
         numbers = torch.randn(largest.shape, generator=torch.Generator().manual_seed(0))
         numbers = numbers.to(largest) * largest.abs().max().nan_to_num(nan=1).clamp(min=1e-3)
         first = factor.select(slice(0, 1)).dense()[0]
@@ -257,11 +258,11 @@ class OneBackward(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         if func in (Tensor.backward, torch.autograd.backward):
             raise UnsupportedOperationError(
-                f"an autograd Function in {self.replay.described} runs a backward of its own in "
-                "its backward, which may reach parameters that were not seen, so that per-example "
-                "gradients are not known. Expected torch.autograd.grad there, or "
-                "torch.utils.checkpoint.checkpoint if it is there to save memory; otherwise leave "
-                f"the parameters out by name with exclude={self.replay.names!r}.",
+                f"an autograd Function in {self.replay.described} starts another backward in its "
+                "backward, which may reach parameters that were not seen. Expected "
+                "torch.autograd.grad there, or torch.utils.checkpoint.checkpoint if the Function "
+                "is to save memory; otherwise leave the parameters out by name with "
+                f"exclude={self.replay.names!r}.",
                 self.replay.names,
             )
         # Not part of the user's step: other modes need not see it.

@@ -1,10 +1,10 @@
 """Parameters that were repeated for the batch, treated as data from there on.
 
 Learned queries and latents are expanded to the batch, and may pass through layers before they meet
-data. Each example's gradient is then that of its own slice, but pulling one of them back costs as
-much as pulling back all. So what was computed from the repeated parameters is computed again in a
-separate context, in which the slices are data, and rules give factors as lean as for any data. If
-slices of different examples meet, that context refuses, and examples are pulled back one by one.
+data. Each example's gradient is then that of its own slice, but pulling one back costs as much as
+pulling back all. So the computation from the repeated parameters runs again in a separate context,
+in which the slices are data and rules give factors as lean as for any data. That context refuses
+if slices of different examples meet; then examples are pulled back one by one.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ REPEATS = EXPANDS | frozenset(variants("repeat"))
 
 
 def repeated_in(node: Node, batch: int) -> list[Derived]:
-    """Return the tensors nearest to the parameters that hold a copy for each of ``batch`` examples.
+    """Return the expansions and repeats behind a node that hold a copy for each example.
 
-    The copies lie along their first axis, which the repeated tensors lack, or have with size 1.
+    The copies lie along the first axis, which what was repeated lacks, or has with size 1.
+
+    Args:
+        batch: number of examples.
     """
     found: dict[Derived, None] = {}
     waiting, seen = [node], set()
@@ -57,13 +60,13 @@ def repeated_in(node: Node, batch: int) -> list[Derived]:
 
 @dataclass(frozen=True)
 class Slices(Pulled):
-    """The factor of a parameter given by gradients of slices, one for each example."""
+    """The factor of a parameter that is given by gradients of slices, one for each example."""
 
 
 def as_slices(factor: Factor, node: Derived) -> dict[Root, list[Factor]] | None:
     """Return the factors of all parameters behind a tensor that has a slice for each example.
 
-    They wait for the end of the backward (see ``Root.of_slices``).
+    They wait until the backward has ended (see ``Root.of_slices``).
 
     Returns:
         The factors; None if the tensor is not known to have a slice for each example.
@@ -106,7 +109,7 @@ MakeTracker: TypeAlias = Callable[[nn.Module, int, Consumer], Any]
 def take_slices(roots: Sequence[Root], make_tracker: MakeTracker) -> None:
     """Replace the factors of parameters that were repeated for the batch by lean ones."""
     slices = (each for root in roots for each in root.delivered if isinstance(each, Slices))
-    # One for each tensor: each of its parameters has a factor of its own.
+    # Each use has a factor for each of its parameters; one of them is enough.
     pulled = {(id(each.inner), each.node): each for each in slices}
     found = factors_of_slices(make_tracker, pulled.values()) if pulled else None
     if found is None:
@@ -119,7 +122,7 @@ def take_slices(roots: Sequence[Root], make_tracker: MakeTracker) -> None:
 def factors_of_slices(
     make_tracker: MakeTracker, pulled: Iterable[Slices]
 ) -> dict[Root, Sequence[Factor]] | None:
-    """Return the lean factors of all parameters from which some slices were computed.
+    """Return lean factors of all parameters that some slices were computed from.
 
     None if a slice does not belong to exactly one example.
     """
@@ -137,7 +140,7 @@ def factors_of_slices(
             tracker.open()
             known: dict[Any, Tensor] = dict(zip(roots, weights, strict=True))
             for copies, zero in zip(repeated, zeros, strict=True):
-                # Data from here on: by contract, tensors from outside a context are.
+                # Adding the zeros makes data of it: tensors from outside a context are data.
                 known[copies] = copies.replay(known) + zero
             losses = reduce(add, (_losses(each, known) for each in pulled))
             if order_of(tracker.marks, losses) is not None:
@@ -145,11 +148,11 @@ def factors_of_slices(
             tracker.backward_without_gradients(losses.sum())
     except torch.OutOfMemoryError:
         raise
-    except (GradStatsError, RuntimeError):  # the latter if a backward cannot run again
+    except (GradStatsError, RuntimeError):  # a RuntimeError if a backward cannot run again
         return None
     finally:
         tracker.close()
-        # The factors' graphs lead back to the context, which refers to their collector.
+        # The factors' graphs lead back to the context, and that to ``collected``: break the cycle.
         factors, collected.factors = collected.factors, {}
     return {root: factors.get(str(number), ()) for number, root in enumerate(roots)}
 
@@ -159,12 +162,12 @@ def _losses(pulled: Slices, known: dict[Any, Tensor]) -> Tensor:
     again = pulled.node.replay(known)
     with torch._C.DisableTorchFunction():
         pulled.node.check_same(again)
-    gradient = total([pulled.inner])  # each slice has the gradient of its own example
+    gradient = total([pulled.inner])  # whose slices are the gradients of the examples
     return (again.to(gradient.dtype) * gradient).reshape(pulled.batch, -1).sum(1)
 
 
 def _constants_behind(pulled: Sequence[Slices]) -> list[Tensor]:
-    """Return the constants that some derived tensors were computed with."""
+    """Return the constants that slices were computed with."""
     behind = (node for each in pulled for node in each.node.behind())
     leaves = (item for node in behind for item in flatten((node.args, node.kwargs)))
     return [*{id(item): item for item in leaves if isinstance(item, Tensor)}.values()]
