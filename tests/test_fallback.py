@@ -72,7 +72,7 @@ class ShiftedAttention(nn.Module):
 
 def test_what_is_subtracted_from_all_examples_and_cancels(batch):
     model = ShiftedAttention(lambda scores: scores.softmax(-1)).double()
-    with pytest.raises(gs.ExampleAxisError, match=r"which is checked, .*fallback="):
+    with pytest.raises(gs.ExampleAxisError, match=r"this is checked\), .*fallback="):
         gs.per_example_norms(model, batch, classify)
     stats = gs.per_example_norms(model, batch, classify, fallback="vmap")
     assert_sqnorms(stats, oracle_sqnorms(model, batch, classify), rtol=1e-9)

@@ -1,21 +1,22 @@
-"""Rules: the factors of a parameter's use by each operation. One file for each family.
+"""Rules: how each operation that a parameter and data meet in delivers factors.
 
 A rule is called as ``rule(tracker, function, *args, **kwargs)`` with the operation's own arguments,
-at least one of them tracked and at least one of them data, and returns the operation's result.
+of which at least one is tracked and at least one is data. It returns the operation's result. There
+is one file for each family of operations.
 
 _common         what several families need
 _products       linear layers and matrix products; _bilinear, _experts
 _convolution    convolutions and transposed convolutions
 _embedding      look-ups by integers
 _normalization  normalisation layers; _affine the factors of their scale and shift
-_elementwise    everything that broadcasts; _per_example what has no short cut
+_elementwise    everything that broadcasts; _per_example those without a short cut
 _assigned       parameters written into data
-_losses         losses of each element or class
+_losses         losses of elements and of classes
 _sampling       grid_sample
-_in_place       data written into what was made of parameters, or into a copy of it
+_in_place       data written into tensors computed from parameters, or into a copy of them
 _attention, _recurrent    layers that arrive as one operation and are taken apart
-_composed       operations composed of others
-_single         operations on data of one example without an axis for it
+_composed       operations written as compositions of others
+_single         operations on the data of a single example, without an example axis
 """
 
 from typing import Any

@@ -64,9 +64,8 @@ def layered(
             operands.append(item)
             continue
         nodes.append(node)
-        # A parameter enters as it is: the walk over the graph knows the Function's edges. Not under
-        # autocast, which would keep its cast of a leaf, made where no gradient is recorded, for
-        # others.
+        # Not the alias: the walk over the graph knows the Function's edges. But autocast caches its
+        # cast of a leaf, and would reuse this one, made where no gradient is recorded.
         bare = isinstance(node, Root) and not autocast
         operands.append(node.parameter if bare else node.value)  # type: ignore[attr-defined]
     if autocast:
@@ -79,7 +78,7 @@ def layered(
 
 
 def are_of_one(tracker: Context, data: Sequence[Tensor]) -> bool:
-    """Whether all of several tensors of data belong to one and the same example."""
+    """Whether several tensors of data all belong to the same single example."""
     return tracker.batch_size == 1 or sole_example(tracker.marks, list(data)) is not None
 
 
@@ -97,28 +96,29 @@ def locate(
 
     Args:
         data: the operand that carries the examples.
-        axis: the example axis that the operation itself prescribes; the caller's by default.
-        folds: the rule can serve data in which an example has several rows.
-        trailing: number of last axes that the operation sums or normalises over.
+        axis: the example axis that the operation prescribes; None if it can be any.
+        folds: whether the rule supports several rows for an example.
+        trailing: how many of the last axes the operation sums or normalises over.
     """
     layout = tracker.marks.layout_of(data)
     if layout is not None and tracker.batch_size == 1:
         layout = _of_the_only(layout, data, axis, trailing)
     misplaced = layout is None or axis not in (None, layout.axis)
     if misplaced and folds and (axis or 0) < data.dim() - trailing:
-        # All of it may be one example's, along every axis.
+        # If all of the data are one example's, any axis will do.
         layout = tracker.marks.rows_of_one(data, axis or 0) or layout
     if layout is not None and axis not in (None, layout.axis):
         remedy = (
-            "move the axis in front of this operation; recurrent and attention layers take "
-            f"batch_first=. {IF_KNOWN}"
+            "Move the axis before this operation, or pass batch_first= to recurrent and attention "
+            f"layers. {IF_KNOWN}"
         )
         if tracker.marks.packed:
-            remedy = "as packed rows are its positions, call it on each example's slice."
+            remedy = "It takes packed rows for positions: call it on each example's slice."
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()} takes axis {axis} of its data, of shape "
-            f"{tuple(data.shape)}, for the examples, which lie along axis {layout.axis}: it mixes "
-            f"them. Expected the examples along axis {axis}: {remedy}",
+            f"{tuple(data.shape)}, as the example axis, but the examples lie along axis "
+            f"{layout.axis}, so that it mixes them. Expected the examples along axis {axis}. "
+            f"{remedy}",
             node.names,
         )
     if layout is None and _is_of_reduced_losses(tracker.marks, node, data):
@@ -126,40 +126,40 @@ def locate(
             f"{function_name(func)} on {node.describe()}: what is computed from parameters alone, "
             "such as a penalty on the weights or a trained weight of a loss, meets "
             f"{'values' if data.dim() else 'a scalar'} in which the {tracker.batch_size} examples "
-            "were summed, so that its share in the loss of each is not known. Combine it with the "
-            "unreduced losses, (weight * losses + penalty).mean(), so that each example's loss "
-            "contains it. So that none does, leave out parameters of no other use with exclude=; "
-            "run a penalty's own backward once the context has closed, or use weight_decay.",
+            "were summed, so that its share in each example's loss is not known. Expected it in "
+            "the unreduced losses: (weight * losses + penalty).mean(). To keep it out of them, "
+            "run the penalty's own backward after the context has closed, or use weight_decay; "
+            "parameters without any other use can be left out with exclude=.",
             node.names,
         )
     if layout is None or not (layout.plain or folds):
         raise _refusal(tracker.marks, func, node, data, tracker.batch_dim if axis is None else axis)
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
-            f"{function_name(func)} on {node.describe()} reduces over the last {trailing} of "
-            f"{data.dim()} axes of data of shape {tuple(data.shape)}, expected the {layout.batch} "
-            f"examples along another axis than {layout.axis}: otherwise it mixes them. Give each a "
-            "row of its own (a single one as x[None], a list of them stacked), or correct "
-            f"batch_dim=. {WHERE_THE_NUMBER_IS_FROM}",
+            f"{function_name(func)} on {node.describe()} reduces over the last {trailing} of the "
+            f"{data.dim()} axes of data of shape {tuple(data.shape)}. The {layout.batch} examples "
+            f"lie along axis {layout.axis}, so that it mixes them. Expected them along an axis "
+            "before those: give each example a row of its own (x[None] for a single one, "
+            f"torch.stack for a list), or correct batch_dim=. {WHERE_THE_NUMBER_IS_FROM}",
             node.names,
         )
     return layout
 
 
 def _is_of_reduced_losses(marks: Marks, node: Node, data: Tensor) -> bool:
-    """Whether data may be a reduced loss, or several, and a tracked operand a number for each."""
+    """Whether the data may be one or several reduced losses, and the operand a number for each."""
     if data.dim() == 0 and node.value.dim() == 0:
         return True
     return data.dim() <= 1 and node.value.dim() <= 1 and marks.values.is_sum(data)
 
 
 def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> ExampleAxisError:
-    """Return the error about data whose rows cannot be told apart by example."""
+    """Return the error for data of which it is not known whose rows are whose."""
     got, expected = f"data of shape {tuple(data.shape)}", marks.expected_along(axis)
-    lost, met = marks.lost_at(data), marks.meetings.behind(data)
+    lost, meeting = marks.lost_at(data), marks.meetings.behind(data)
     why = []
-    if met is not None:
-        why.append(f"Before it {met.name()} {marks.meetings.how_met(met)}.")
+    if meeting is not None:
+        why.append(f"Before it {meeting.name()} {marks.meetings.how_met(meeting)}.")
     if lost is not None:
         why.append(f"Which row is whose was lost at {lost}, or rows of several meet there.")
     if not why and marks.owned(data) is MIXED:
@@ -167,7 +167,7 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
     if why:
         got, expected = f"{got}. {' '.join(why)}", f"rows of one example each, {expected}"
         remedies = [
-            "Combine each example with its own values alone, or detach what comes from others.",
+            "Combine each example with values of its own only, or detach what comes from others.",
             IF_A_CONSTANT,
         ]
         if marks.packed:
@@ -176,18 +176,18 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
         remedies = [
             WHERE_THE_NUMBER_IS_FROM,
             "If the examples lie along another axis, pass batch_dim=.",
-            "If these are no data of the batch, but weights or a mask that is the same for all "
-            "examples, keep them in the model (an attribute will do).",
+            "If these are not data of the batch but weights, or a mask that all examples share, "
+            "keep them in the model (an attribute will do).",
         ]
     remedies += [
-        "If examples are folded together with positions or moved to another axis, keep the example "
-        "axis as it is up to this operation; if they are taken out one by one, take x[i : i + 1].",
+        "If examples were merged with positions or moved to another axis, keep the example axis as "
+        "it is up to this operation; if they were taken out one by one, take x[i : i + 1].",
         IF_KNOWN,
     ]
-    alone = "If each loss is that of its example alone all the same, which is checked,"
+    alone = "If each loss depends on its own example only all the same (this is checked),"
     remedies.append(
-        f'{"Otherwise" if met is None else alone} per_example_norms(..., fallback="vmap") computes '
-        "this parameter one example at a time, and exclude= leaves it out."
+        f'{"Otherwise" if meeting is None else alone} per_example_norms(..., fallback="vmap") '
+        "computes this parameter one example at a time, and exclude= leaves it out."
     )
     listed = "".join(f"\n  - {remedy}" for remedy in remedies)
     return ExampleAxisError(
@@ -200,7 +200,7 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
 
 
 def _of_the_only(layout: Examples, data: Tensor, axis: int | None, trailing: int) -> Examples:
-    """Return where the only example lies for an operation: along every axis all is its own."""
+    """Return a layout of the only example that suits the operation: any axis is all its own."""
     if axis in (None, layout.axis) and layout.axis < data.dim() - trailing:
         return layout
     axis = axis or 0
@@ -208,7 +208,7 @@ def _of_the_only(layout: Examples, data: Tensor, axis: int | None, trailing: int
 
 
 def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tensor]) -> None:
-    """Raise where operands have more rows along the example axis than there are of the examples."""
+    """Raise if an operand is longer along the example axis than the examples have rows."""
     sizes = (1, layout.examples.rows)
     for operand in operands:
         if layout.rows_of(operand.shape) not in sizes:
@@ -216,12 +216,12 @@ def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tenso
                 func,
                 node,
                 f"repeats the only example along axis {layout.examples.axis}, which has no rule",
-                "Give the example axis a place of its own, as x.unsqueeze(1) does.",
+                "Add an axis for the other operand to broadcast along, as x.unsqueeze(1) does.",
             )
 
 
 def lined_up(tracker: Context, func, node: Node, operands: Sequence[Tensor]) -> ExampleLayout:
-    """Return where the examples lie in operands that are broadcast against each other."""
+    """Return where the examples lie in operands that broadcast against each other."""
     dims = max([operand.dim() for operand in operands])
     layouts = []
     data = tracker.marks.data_among(operands)
@@ -234,7 +234,7 @@ def lined_up(tracker: Context, func, node: Node, operands: Sequence[Tensor]) -> 
 
 
 def common_rows(func, node: Node, layouts: list[Examples]) -> Examples:
-    """Return the layout that all operands share, or refuse."""
+    """Return the layout that all operands share; refuse if they differ."""
     first = layouts[0]
     if any(other.axis != first.axis or not same_rows(first, other) for other in layouts[1:]):
         refuse(
@@ -256,17 +256,17 @@ def autocast_dtype(data: Tensor) -> torch.dtype | None:
 
 
 def product_dtype(data: Tensor) -> torch.dtype:
-    """Return the dtype in which PyTorch multiplies data with weights: autocast leaves float64."""
+    """Return the dtype in which PyTorch multiplies data with weights; autocast skips float64."""
     dtype = autocast_dtype(data)
     eligible = data.is_floating_point() and data.dtype != torch.float64
     return dtype if dtype is not None and eligible else data.dtype
 
 
 def cast_for_autocast(tracker: Context, data: Tensor) -> Tensor:
-    """Return data in the dtype in which autocast computes matrix products on its device.
+    """Return data in the dtype in which autocast computes matrix products on their device.
 
-    Casting here lets the operation and its factor share one copy; the weight is cast by PyTorch,
-    which caches it. What is known of the data is so of the copy.
+    Cast here, the operation and its factor share one copy, which is marked as the data are. The
+    weight is left to PyTorch, which caches its cast.
     """
     dtype = product_dtype(data)
     if data.dtype == dtype:
@@ -277,7 +277,7 @@ def cast_for_autocast(tracker: Context, data: Tensor) -> Tensor:
 
 
 def run(tracker: Context, func, *args, **kwargs):
-    """Run an operation from within a rule: through its own rule where an operand is tracked."""
+    """Run an operation from within a rule, by its own rule if an operand is tracked."""
     if any(node_of(item) is not None for item in operands_of(args, kwargs)):
         return tracker.dispatch(func, args, kwargs)
     return func(*args, **kwargs)
@@ -286,10 +286,10 @@ def run(tracker: Context, func, *args, **kwargs):
 def rows_along(
     tracker: Context, func, node: Node, operands: Sequence[Tensor], axis: int
 ) -> Examples:
-    """Return where the examples lie along an axis that an operation prescribes for its operands.
+    """Return where the examples lie along the axis that an operation prescribes.
 
     Args:
-        operands: of which those that are data must agree; with none, the contract's.
+        operands: those that are data must agree; if none is, each example has one row.
         axis: the example axis.
     """
     layouts = [
@@ -302,13 +302,12 @@ def rows_along(
 
 
 def _copies(tracker: Context, node: Node, axis: int, sizes: tuple[int, int]) -> Tensor | None:
-    """Return a tensor that was repeated for the batch, with an axis divided, as an expansion.
+    """Return a tensor repeated for the batch as (examples, rows, *), expanded instead; else None.
 
-    Of that the gradient of an example is one of what was repeated. None where it was not, or along
-    another axis.
+    The gradient of an example is then one of the tensor that was repeated, not of its copies.
 
     Args:
-        axis, sizes: the axis, divided into that of the examples and that of their rows.
+        axis, sizes: the axis of all rows; how many examples there are, and rows of each.
     """
     transposes: list[Derived] = []
     while isinstance(node, Derived) and _transposes_later_axes(node):
@@ -328,22 +327,22 @@ def _copies(tracker: Context, node: Node, axis: int, sizes: tuple[int, int]) -> 
 
 
 def _transposes_later_axes(node: Derived) -> bool:
-    """Whether a tensor is another with two axes exchanged, none of which is the first."""
+    """Whether a tensor is another with two axes exchanged, neither of them the first."""
     if node.function not in (Tensor.transpose, torch.transpose) or node.kwargs:
         return False
     return 0 not in (axis % len(node.shape) for axis in node.args[1:])
 
 
 def _rows_of(tracker: Context, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
-    """Return a tracked tensor with a slice for each of an example's rows as data.
+    """Return a tracked tensor's slices for the rows of the examples, as data.
 
-    Or the slice that they all have, still tracked.
+    If all are one slice, return that slice, still tracked.
     """
     axis = examples.axis
     if item.shape[axis] and _is_expanded(node, axis) and not tracker.settings.exact:
         return derive(tracker, Tensor.narrow, (item, axis, 0, 1), {})
     if examples.segments is None:
-        # Along an axis of their own an example's rows are one slice.
+        # With an axis of its own for the rows, each example has one slice.
         sizes = examples.batch, examples.fold
         apart = _copies(tracker, node, axis, sizes)
         if apart is None:
@@ -359,9 +358,10 @@ def _rows_of(tracker: Context, func, node: Node, item: Tensor, examples: Example
 
 
 def _is_expanded(node: Node, axis: int) -> bool:
-    """Whether all slices along an axis are one, to autograd too and not in memory alone.
+    """Whether all slices along an axis are one tensor, in memory and to autograd.
 
-    A parameter whose own memory was expanded has a gradient for each slice; so may a Function.
+    Slices that only share memory have separate gradients: those of a parameter whose own memory is
+    expanded, and perhaps those that a Function returned.
     """
     if node.value.stride(axis) or not isinstance(node, Derived) or node.has_function:
         return False
@@ -369,32 +369,32 @@ def _is_expanded(node: Node, axis: int) -> bool:
 
 
 def as_data(tracker: Context, func, node: Node, item: Tensor, examples: Examples) -> Tensor:
-    """Return an operand that has a slice for each row of the examples along their axis.
+    """Return an operand with a slice for each row of the examples, as data.
 
     Args:
-        item: data; or a tracked or constant tensor that holds a slice for each example, as learned
-            queries and initial states do that were expanded to the batch.
+        item: data; or a tracked or constant tensor with a slice for each row, such as learned
+            queries or initial states that were expanded to the batch.
         examples: where the examples lie in it.
     """
     if tracker.marks.is_of_data(item):
         return item
-    own = node_of(item)
+    item_node = node_of(item)
     layout = ExampleLayout(item.dim(), examples)
-    axis, fits = examples.axis, item.shape[examples.axis] == examples.rows
-    if fits and own is not None and not layout.serves(item.shape):
-        item = _rows_of(tracker, func, own, item, examples)
-        own = node_of(item)
-        if own is None:
-            tracker.marks.place(item, examples)
-            return item
-    elif not fits:
+    slices = item.shape[examples.axis]
+    if slices != examples.rows:
         refuse(
             func,
-            own or node,
-            f"with {item.shape[axis]} slices along axis {axis} for "
-            f"{examples.rows} rows of {examples.batch} examples has no rule",
+            item_node or node,
+            f"with {slices} slices along axis {examples.axis} for {examples.rows} rows of "
+            f"{examples.batch} examples has no rule",
         )
-    # A view also where nothing is tracked, so that no mark is left on a tensor of the user's.
-    item = item.view_as(item) if own is None else example_view(own, layout)
+    if item_node is not None and not layout.serves(item.shape):
+        item = _rows_of(tracker, func, item_node, item, examples)
+        item_node = node_of(item)
+        if item_node is None:
+            tracker.marks.place(item, examples)
+            return item
+    # A view of constants too, so that no mark is left on a tensor of the user's.
+    item = item.view_as(item) if item_node is None else example_view(item_node, layout)
     tracker.marks.place(item, examples)
     return item
