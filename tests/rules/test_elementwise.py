@@ -428,18 +428,18 @@ def test_a_slice_for_each_place_of_a_mask_is_refused():
     for shape in ((BATCH, 2), (1, BATCH, 2)):
         check_refused(
             function, {"w": shape}, normal(BATCH, BATCH, 2), mask,
-            match="__setitem__ of a slice for each place.*'w'",
+            match="__setitem__ of a different slice for each selected place.*'w'",
         )  # fmt: skip
 
 
-def test_writing_into_what_holds_nothing_of_any_example_is_refused():
+def test_writing_into_a_tensor_of_no_example_is_refused():
     def function(m, x):
         table = torch.zeros(2, dtype=torch.float64)
         table[x[0, :2] > 0] = m.w
         return x * table.sum()
 
     check_refused(
-        function, {"w": ()}, normal(BATCH, 4), match="__setitem__ to a tensor that holds nothing"
+        function, {"w": ()}, normal(BATCH, 4), match="to a tensor that belongs to no example"
     )
 
 

@@ -1,4 +1,4 @@
-"""Parameters written into data, at what slices, numbers, indices or a mask select."""
+"""Parameters written into data, where slices, numbers, indices or a mask select."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assign(tracker: Context, func, input, index, value):
     if node_of(input) is not None:
         return write_data(tracker, func, (input, index, value), {})
     if not tracker.marks.is_data(input):
-        refuse(func, node, "to a tensor that holds nothing of any example has no rule")
+        refuse(func, node, "to a tensor that belongs to no example has no rule")
     given = as_tuple(index)
     if len(given) == 1 and isinstance(given[0], Tensor) and given[0].dtype == torch.bool:
         return _assign_where(tracker, func, node, input, index, given[0], value)
@@ -38,13 +38,13 @@ def assign(tracker: Context, func, input, index, value):
         selected = _selected(tracker, func, node, input, items)
         return _assign_where(tracker, func, node, input, index, selected, value)
     axis = locate(tracker, func, node, input).axis
-    # The examples must stay where they are, all of them, along the same axis.
+    # The part must hold all examples, along the same axis.
     if any(item != slice(None) for item in items[: axis + 1]):
         refuse(func, node, "to some of the examples has no rule")
     part = input[index]
     tracker.marks.place_like(part, input)
     if value.dim() > part.dim():
-        # PyTorch leaves out axes of size 1 in front, and refuses others.
+        # PyTorch drops leading axes of size 1, and refuses others.
         value = run(tracker, Tensor.view, value, value.shape[value.dim() - part.dim() :])
     return broadcast(tracker, Tensor.copy_, part, value)
 
@@ -52,14 +52,14 @@ def assign(tracker: Context, func, input, index, value):
 def _selected(tracker: Context, func, node: Node, input, items: list) -> Tensor:
     """Return the mask of the places that indices select, over the axes up to their last."""
     if is_compiling():
-        refuse(func, node, "to what indices select has no rule in a compiled graph")
+        refuse(func, node, "by index tensors has no rule in a compiled graph")
     axes = axes_until(items)
     mask = torch.zeros(input.shape[:axes], dtype=torch.bool, device=input.device)
     numbers = torch.arange(mask.numel(), device=input.device)
     places = numbers.view(*mask.shape, *(1 for _ in range(input.dim() - axes)))[tuple(items)]
     mask.view(-1)[places.flatten()] = True
     if int(mask.sum()) != places.numel():
-        # PyTorch's gradient of the parameter counts such a place as often as it is selected.
+        # PyTorch's gradient counts such a place as often as it is selected.
         refuse(func, node, "to places that are selected twice has no rule")
     if locate(tracker, func, node, input, folds=True).axis < axes:
         tracker.marks.place_like(mask, input)
@@ -69,15 +69,15 @@ def _selected(tracker: Context, func, node: Node, input, items: list) -> Tensor:
 
 
 def _assign_where(tracker: Context, func, node: Node, input, index, mask, value) -> None:
-    """Put the same slice of a tracked tensor where an index says, as mask tokens are.
+    """Write one slice of a tracked tensor to all places that an index selects, as mask tokens are.
 
     Args:
-        mask: of the places that ``index`` selects.
+        mask: true at the places that ``index`` selects.
     """
     rest = input.dim() - mask.dim()
     one = value.dim() <= rest or (value.dim() == rest + 1 and value.shape[0] == 1)
     if not one:
-        refuse(func, node, "of a slice for each place that is selected has no rule")
+        refuse(func, node, "of a different slice for each selected place has no rule")
     shown = mask.reshape(*mask.shape, *(1 for _ in range(rest)))
     tracker.marks.place_like(shown, mask)
     layout = lined_up(tracker, func, node, (input, shown))
@@ -88,7 +88,7 @@ def _assign_where(tracker: Context, func, node: Node, input, index, mask, value)
 
 @dataclass(frozen=True)
 class MaskedFactors:
-    """The factor of a term that stands where a mask says, from the gradient of the whole."""
+    """The factor of a term that was written where a mask is true."""
 
     factors: BroadcastFactors
 
@@ -97,7 +97,7 @@ class MaskedFactors:
 
 
 def masked_fill_in_place(tracker: Context, func, input, *args, **kwargs):
-    """A tracked tensor, filled where a mask of data is true."""
+    """A tracked tensor filled where a mask of data is true."""
     if node_of(input) is None:
         node = first_node(*args, *kwargs.values())
         refuse(func, node, "of a trained value has no rule", "Write x = x.masked_fill(mask, w).")

@@ -1,8 +1,8 @@
-"""Operations that broadcast a parameter against data, or join it to them.
+"""Operations that broadcast a parameter against data, or concatenate the two.
 
-Each example gets its own view of the parameter (expanded, not copied), and PyTorch's own operation
-and gradient do the rest, without a formula for each operation. Products and sums have their own
-kernels on CUDA (``_broadcast``), which write no per-example gradients.
+Each example gets its own view of the parameter (expanded, not copied). PyTorch's own operation and
+gradient do the rest, so that no operation needs a formula. Products and sums have kernels on CUDA
+(``_broadcast``), which do not write per-example gradients.
 """
 
 from __future__ import annotations
@@ -64,18 +64,19 @@ def broadcast(tracker: Context, func, *args, **kwargs):
     operands = operands_of(args, kwargs)
     nodes = nodes_of(operands)
     data = tracker.marks.data_among(operands)
-    if func in ELEMENTWISE_IN_PLACE and node_of(args[0]) is not None:
+    if func not in ELEMENTWISE_IN_PLACE:
+        if _are_constants(tracker, nodes, data):
+            args, kwargs = as_constants(tracker.marks, data, (args, kwargs))
+            return run(tracker, func, *args, **kwargs)
+        whole = _whole(tracker, data)
+        if whole is not None:
+            dims = max(operand.dim() for operand in operands)
+            args, kwargs = _widen(tracker, (args, kwargs), whole, dims)
+            return broadcast(tracker, func, *args, **kwargs).squeeze(0)
+    elif node_of(args[0]) is not None:
         if func in ADDS_IN_PLACE and _is_added_to_losses(tracker, operands, data):
             return _add_losses(tracker, func, args, kwargs)
         return write_data(tracker, func, args, kwargs)
-    if func not in ELEMENTWISE_IN_PLACE and _are_constants(tracker, nodes, data):
-        args, kwargs = as_constants(tracker.marks, data, (args, kwargs))
-        return run(tracker, func, *args, **kwargs)
-    whole = None if func in ELEMENTWISE_IN_PLACE else _whole(tracker, data)
-    if whole is not None:
-        dims = max(operand.dim() for operand in operands)
-        widened = _widen(tracker, (args, kwargs), whole, dims)
-        return broadcast(tracker, func, *widened[0], **widened[1]).squeeze(0)
     if (func in ADDS or func in ADDS_IN_PLACE) and _is_added_to_losses(tracker, operands, data):
         return _added_to_losses(tracker, func, args, kwargs)
     layout = lined_up(tracker, func, nodes[0], operands)
@@ -90,10 +91,10 @@ def broadcast(tracker: Context, func, *args, **kwargs):
 def _is_added_to_losses(
     tracker: Context, operands: Sequence[Tensor], data: Sequence[Tensor]
 ) -> bool:
-    """Whether parameters alone are added to a loss of all examples that weighs them alike.
+    """Whether a term of parameters alone, such as a penalty, is added to the sum of all losses.
 
-    A penalty on the weights is. Such a loss is the mean or sum of losses that contain it. What has
-    no axis for examples and is the only example's contains it as a whole.
+    The sum or mean weighs all examples alike, so that each one's loss contains an equal share. The
+    loss of an only example, a tensor without an example axis, contains the whole term.
     """
     if tracker.weight is None or len(data) > 1 or any(item.dim() > 1 for item in operands):
         return False
@@ -104,12 +105,12 @@ def _is_added_to_losses(
 
 
 def _added_to_losses(tracker: Context, func, args, kwargs) -> Tensor:
-    """Return a loss of all examples with what is computed from parameters alone added to it."""
+    """Add a term computed from parameters alone to a loss of all examples."""
     return tapped(tracker, func, Shared(1, Examples(tracker.batch_size, 0)), args, kwargs)
 
 
 def _add_losses(tracker: Context, func, args, kwargs) -> Tensor:
-    """Add a loss of all examples to what is computed from parameters alone, in place."""
+    """Add a loss of all examples to a term computed from parameters alone, in place."""
     target, losses = args[0], args[1] if len(args) > 1 else kwargs["other"]
     become(func, target, lambda: _added_to_losses(tracker, OutOfPlace(func), args, kwargs))
     tracker.marks.place_like(target, losses)
@@ -117,10 +118,10 @@ def _add_losses(tracker: Context, func, args, kwargs) -> Tensor:
 
 
 def _are_constants(tracker: Context, nodes: Sequence[Node], data: Sequence[Tensor]) -> bool:
-    """Whether data are earlier weights or masks, from closures or globals of the code, or noise.
+    """Whether "data" are constants: earlier weights or masks in the code's scope, or noise.
 
-    Asked only of what is no larger than the parameters it meets: as constants all tensors give
-    exact results, but what is computed of parameters and constants should not grow.
+    Only of tensors no larger than the parameters that they meet: the results would be exact for
+    others too, but a tensor computed from parameters and constants should not outgrow these.
     """
     largest = max(node.value.numel() for node in nodes)
     if not all(
@@ -134,15 +135,15 @@ def _are_constants(tracker: Context, nodes: Sequence[Node], data: Sequence[Tenso
     try:
         together = torch.broadcast_shapes(*shapes, *(item.shape for item in data))
         return together == torch.broadcast_shapes(*shapes)
-    except RuntimeError:  # the operation does not broadcast, or refuses what it is given
+    except RuntimeError:  # the shapes do not broadcast
         return False
 
 
 def _is_of_weights(tracker: Context, nodes: Sequence[Node], item: Tensor) -> bool:
-    """Whether given or drawn values, taken for data because of their size, are of parameters.
+    """Whether given or drawn values were taken for data only because of their size.
 
-    As the noise of a layer with as many units as there are examples is. Beside parameters that were
-    repeated for the batch they may have a row for each copy.
+    Such as the noise of a layer with as many units as there are examples. Where parameters were
+    repeated for the batch, they are data if they have a row for each copy.
     """
     marks = tracker.marks
     if marks.taken is None or not (is_drawn(marks, item) or is_given(marks, item)):
@@ -172,11 +173,11 @@ def _product_or_sum(
     if not layout.serves(shape):
         return None
     run = func if position == 0 else lambda x, parameter: func(parameter, x)
-    # Beside training the data are read once more for the norms. In half precision PyTorch rounds
-    # the sums of one example, so that there is nothing to share.
+    # A hook reads the data once more for the norms. A view shares the sums of each example with the
+    # training gradient, but not in half precision, in which PyTorch rounds them.
     large = x.numel() > SMALL and x.dtype.itemsize > 2
-    again = large and settings.weight_gradients and settings.fused
-    if not (again or x.dim() < layout.dims or x.is_complex() or value.is_complex()):
+    reads_again = large and settings.weight_gradients and settings.fused
+    if not (reads_again or x.dim() < layout.dims or x.is_complex() or value.is_complex()):
         factors = MultipliedFactors(layout, shape) if multiply else BroadcastFactors(layout, shape)
         place = MULTIPLIED[position] if multiply else ADDED[position]
         result = hooked(tracker, x, (value,), examples, place, factors, run)
@@ -222,11 +223,11 @@ class BroadcastFactors(Joinable):
         return replace(self, layout=layout)
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, *saved: Tensor) -> Any:
-        """What a sum hands on does not depend on its terms: None."""
+        """None: the gradients of a sum do not depend on its terms."""
 
     def __call__(self, grad: Tensor) -> list:
-        sizes, own = self.layout.padded(self.shape), self.layout.examples.axis
-        repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != own]
+        sizes, along = self.layout.padded(self.shape), self.layout.examples.axis
+        repeated = [axis for axis, size in enumerate(sizes) if size == 1 and axis != along]
         if repeated:
             dtype = None if grad.is_complex() else compute_dtype(grad)
             grad = grad.sum(repeated, keepdim=True, dtype=dtype)
@@ -249,17 +250,18 @@ class MultipliedFactors(BroadcastFactors):
 
 
 def _whole(tracker: Context, data: Sequence[Tensor]) -> Whole | None:
-    """Return the example whose data have no axis of examples; None where they have one."""
+    """Return the single example that data without an example axis belong to; None otherwise."""
     if tracker.batch_size > 1:
         whole = sole_example(tracker.marks, data)
-        known = (own for own in map(tracker.marks.owned, data) if own is not None)
+        known = (owner for owner in map(tracker.marks.owned, data) if owner is not None)
         return None if whole is None or isinstance(next(known), Examples) else whole
-    # Without an axis for examples, tensors are the only example's beside others that have one.
-    return next((own for own in map(tracker.marks.owned, data) if isinstance(own, Whole)), None)
+    # Data of the only example may lack an example axis even if other operands have one.
+    owners = map(tracker.marks.owned, data)
+    return next((owner for owner in owners if isinstance(owner, Whole)), None)
 
 
 def _widen(tracker: Context, items, whole: Whole, dims: int):
-    """Return operands with an axis in front on which the data of one example stand alone."""
+    """Return operands with an example axis in front, along which the data have one row."""
 
     def widen(item):
         if not isinstance(item, Tensor):
@@ -278,14 +280,14 @@ def _widen(tracker: Context, items, whole: Whole, dims: int):
 
 
 def join(tracker: Context, func, tensors, dim=0, **kwargs):
-    """cat and stack: tracked tensors that hold one slice for each example, beside data."""
+    """cat and stack of data and of tracked tensors, which each example sees as they are."""
     tensors = list(tensors)
     nodes = nodes_of(tensors)
     data = tracker.marks.data_among(tensors)
     whole = sole_example(tracker.marks, data) if tracker.batch_size > 1 else _whole(tracker, data)
-    # Of data beside one example's, each of another number of rows than one is widened.
-    owned = map(tracker.marks.owned, data)
-    if whole is not None and any(not isinstance(o, Examples) or o.rows != 1 for o in owned):
+    # All are of one example: put an example axis in front unless each has one, with one row.
+    owners = map(tracker.marks.owned, data)
+    if whole is not None and any(not isinstance(o, Examples) or o.rows != 1 for o in owners):
         tensors = _widen(tracker, tensors, whole, max(tensor.dim() for tensor in tensors))
         return join(tracker, func, tensors, dim + (dim >= 0), **kwargs).squeeze(0)
     dims = max(tensor.dim() for tensor in tensors)
@@ -296,7 +298,7 @@ def join(tracker: Context, func, tensors, dim=0, **kwargs):
     if not stacked and dim == examples.axis:
         if any(node.value.numel() for node in nodes):
             refuse(func, nodes[0], "along the example axis has no rule")
-        # The empty ones still decide of which dtype the result is.
+        # The parameters are empty, but still affect the dtype of the result.
         return func(
             [value_of(item).detach() if node_of(item) else item for item in tensors], dim, **kwargs
         )
@@ -306,7 +308,7 @@ def join(tracker: Context, func, tensors, dim=0, **kwargs):
 
 
 def stack_along(tracker: Context, func, tensors):
-    """hstack and its like, which are cat along one axis where operands have it."""
+    """hstack, vstack and dstack: cat along a fixed axis, if all operands have it."""
     dim, tensors = JOINS[func], list(tensors)
     assert dim is not None
     if any(tensor.dim() < max(2, dim + 1) for tensor in tensors):
@@ -317,7 +319,7 @@ def stack_along(tracker: Context, func, tensors):
 
 
 def broadcast_tensors(tracker: Context, func, *tensors):
-    """Every operand in the shape of all, and tracked ones as each example sees them."""
+    """All operands in their common shape, tracked ones as each example sees them."""
     layout = lined_up(tracker, func, first_node(*tensors), list(tensors))
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
 
@@ -344,7 +346,7 @@ def prelu(tracker: Context, func, input, weight):
     if scale.dtype != input.dtype:
         scale = derive(tracker, Tensor.to, (scale, input.dtype), {})
     positive = input > 0
-    # Not the input itself: what is infinite would be multiplied by a gradient of zero.
+    # Not the input itself: its infinities would be multiplied by a gradient of zero.
     negative = input.masked_fill(positive, 0)
     tracker.marks.place_like(negative, input)
     return torch.where(positive, input, broadcast(tracker, torch.mul, negative, scale))
@@ -353,7 +355,7 @@ def prelu(tracker: Context, func, input, weight):
 # Operations that the kernels differentiate where they broadcast.
 PRODUCTS_AND_SUMS = MULTIPLIES | frozenset(function_variants("add"))
 
-# Up to so many elements, reading the data once more is faster than calling an autograd Function.
+# Up to this many elements, reading the data again is faster than calling an autograd Function.
 SMALL = 65536
 
 RULES = {

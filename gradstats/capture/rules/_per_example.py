@@ -1,4 +1,4 @@
-"""PyTorch's operations with a view of each tracked operand for every example."""
+"""PyTorch's own operations, run with each example's view of the tracked operands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ELEMENTWISE_IN_PLACE = frozenset({*in_place_variants(*ELEMENTWISE), Tensor.copy_})
 
-# Operations whose derivatives depend on no number of their operands, save where a condition holds.
+# Operations whose derivatives do not depend on the values of operands, except for conditions.
 AFFINE = ADDS | ADDS_IN_PLACE | JOINS.keys() | {*variants("where"), Tensor.copy_}
 CONDITIONS = frozenset({torch.bool, torch.uint8})
 
@@ -58,19 +58,18 @@ def per_example(tracker: Context, func, layout: ExampleLayout, args, kwargs):
 
 
 def _own_rows(tracker: Context, func, layout: ExampleLayout, item):
-    """Return an operand as data if it is tracked and has a slice for each of an example's rows."""
+    """Return an operand, as data if it is tracked and has a slice for each row of an example."""
     node = node_of(item)
     if node is None or layout.serves(item.shape):
         return item
-    examples = layout.examples
-    own = examples.along(examples.axis - (layout.dims - item.dim()))
-    return as_data(tracker, func, node, item, own)
+    axis = layout.examples.axis - (layout.dims - item.dim())
+    return as_data(tracker, func, node, item, layout.examples.along(axis))
 
 
 def changes_type(items) -> bool:
-    """Whether operands give another dtype once a tracked number among them has axes.
+    """Whether the result's dtype would change if a tracked 0-dim operand had axes.
 
-    Beside tensors of lower precision a number leaves theirs to the result, and counts in its own.
+    PyTorch ignores the precision of 0-dim operands beside tensors with axes.
     """
     tensors = [item for item in flatten(items) if isinstance(item, Tensor)]
     numbers = {item.dtype for item in tensors if not item.dim() and node_of(item) is not None}
@@ -79,7 +78,7 @@ def changes_type(items) -> bool:
 
 
 def tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
-    """Run ``func`` as PyTorch does and find the factors by differentiating it again in backward."""
+    """Run ``func`` as PyTorch does; the backward runs it again to find the factors."""
     nodes: list[Node] = []
     tensors: list[Tensor] = []
 
@@ -100,25 +99,25 @@ def tapped(tracker: Context, func, layout: ExampleLayout, args, kwargs):
     elif func in ELEMENTWISE_IN_PLACE:
         saved[0] = saved[0].clone()
     result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
-    # The tap changes nothing, so an operation that needs its own result in backward may find it.
+    # The tap changes no values, so an operation may still need its own result in its backward.
     with torch.autograd._unsafe_preserve_version_counter(result):
         return tap(nodes, result, RecomputedFactors(func, call, layout), *saved)
 
 
 def _form_of(operand: Tensor) -> Tensor:
-    """Return an operand of an operation of ``AFFINE`` with what its derivatives depend on.
+    """Return what the derivatives of an ``AFFINE`` operation depend on in an operand.
 
-    PyTorch keeps none but conditions, and may find the others changed when the backward runs.
+    Like PyTorch, which saves only conditions, it keeps no values that the user may still change.
     """
     if operand.dtype in CONDITIONS:
         return operand
-    # A number, which alpha= may be, or one that stands for all of a tensor's.
+    # alpha= may be a 0-dim tensor. Of others only the shape counts: a zero stands for all values.
     return operand.new_zeros(()).expand(operand.shape) if operand.dim() else operand.clone()
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor in a call that will be made again."""
+    """The place of a tensor in a call that is made again."""
 
     index: int
     tracked: bool
@@ -154,7 +153,7 @@ class RecomputedFactors:
             shapes.append(tuple(tensor.shape))
             if tensor.dim():
                 return leaf
-            # With axes of its own, a number would have a say in the precision.
+            # Now that it has axes, its precision would count (see ``changes_type``).
             return leaf.to(grad.dtype.to_complex() if leaf.is_complex() else grad.dtype.to_real())
 
         with torch.enable_grad():
@@ -170,7 +169,7 @@ class RecomputedFactors:
 
 
 def _as_table(tracker: Context, layout: ExampleLayout, item: Tensor) -> Tensor:
-    """Return a tracked tensor with its slices for the examples' rows along the first axis."""
+    """Return a tracked tensor with the axis of the examples' rows in front."""
     axis = layout.examples.axis - (layout.dims - item.dim())
     if item.is_complex():
         item = real_numbers(tracker, item)
@@ -178,7 +177,7 @@ def _as_table(tracker: Context, layout: ExampleLayout, item: Tensor) -> Tensor:
 
 
 def _looked_up(layout: ExampleLayout, grad: Tensor, shape: tuple[int, ...]) -> Rows:
-    """Return the factor of such slices: each row of the examples has its own."""
+    """Return the factor of a tensor with a slice for each row of the examples."""
     axis = layout.examples.axis - (layout.dims - len(shape))
     grad = grad.reshape(shape)
     grad = (as_real(grad) if grad.is_complex() else grad).movedim(axis, 0)

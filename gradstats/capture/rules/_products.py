@@ -70,12 +70,13 @@ def linear(tracker: Context, func, input, weight, bias=None):
 
 
 def _bias_apart(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The examples may lie in the bias alone, or along the rows of a weight made of data.
+    """The layer as a product and a sum.
 
-    And the bias may be broadcast.
+    For examples that lie in the bias alone, or along the rows of a weight computed from data, and
+    for a bias that is broadcast.
     """
     result = functional.linear(input, weight)
-    return result + bias.to(result.dtype)  # autocast may have made it another
+    return result + bias.to(result.dtype)  # which autocast may have changed
 
 
 def _complex_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -131,24 +132,22 @@ def matmul(tracker: Context, func, input, other=None, **kwargs):
 
 
 def added_product(tracker: Context, func, *args, **kwargs):
-    """β·input + α·first second, perhaps in place, its numbers by name or, as it once was, first.
+    """β·input + α·first second, perhaps in place; β and α by name, or by place as in old code.
 
-    With β = α = 1 and a vector of full width addmm is a linear layer.
+    With β = α = 1 and a vector of full width, addmm is a linear layer.
     """
     args, kwargs = by_place(func, args, kwargs)
     if func in IN_PLACE and node_of(args[0]) is not None:
-        refuse(
-            func, first_node(args[0]), "to a tensor that holds nothing of any example has no rule"
-        )
+        refuse(func, first_node(args[0]), "to a tensor that belongs to no example has no rule")
     numbers = [item for item in args if not isinstance(item, Tensor)]
     scales = {"beta": 1, "alpha": 1} | dict(zip(("beta", "alpha"), numbers, strict=False)) | kwargs
     input, first, second = [item for item in args if isinstance(item, Tensor)]
     one = IN_PLACE.get(func, func)
     layer = one in ADDMM and input.shape == second.shape[1:] and {*scales.values()} == {1}
     layer = layer and tracker.marks.is_of_data(first) and not second.is_complex()
-    # A matrix that was computed from other examples is no layer's weight.
+    # A matrix that was computed from other examples is not a layer's weight.
     layer = layer and (not tracker.marks.is_trained(second) or are_of_one(tracker, (first, second)))
-    # Autocast leaves what is computed in place alone.
+    # Autocast does not apply to operations in place.
     with without_autocast() if func in IN_PLACE else nullcontext():
         if layer:
             result = linear_layer(tracker, one, first, second, input, inputs_first=True)
@@ -160,9 +159,9 @@ def added_product(tracker: Context, func, *args, **kwargs):
 
 def _scaled_sum(product, input: Tensor, first: Tensor, second: Tensor, *, beta, alpha) -> Tensor:
     multiplied = product(first, second)
-    if not beta:  # it is not read, but has a gradient
+    if not beta:  # PyTorch does not read the input then, but gives it a gradient of zeros
         input = input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
-    input = input.to(multiplied.dtype)  # autocast may have made it another
+    input = input.to(multiplied.dtype)  # which autocast may have changed
     input = input if beta == 1 else beta * input
     return input + (multiplied if alpha == 1 else alpha * multiplied)
 
@@ -175,11 +174,11 @@ def _own_slices(
     specs: Sequence[list[str]],
     out: list[str],
 ) -> list[Tensor]:
-    """Return two operands, with a tracked one as data if it has a slice for each row of examples.
+    """Return two operands; a tracked one with a slice for each row of the examples becomes data.
 
-    What was made of parameters after they were repeated for the batch is such an operand: latent
-    queries, relative positions. It meets data as data do. A parameter itself holds nothing of any
-    example, even where a size agrees with the batch's.
+    Such operands were computed from parameters that had been repeated for the batch: latent
+    queries, relative positions. A parameter itself belongs to no example, even if one of its sizes
+    happens to be the batch's.
 
     Args:
         sources: what the operands were before they were repeated.
@@ -195,8 +194,8 @@ def _own_slices(
         if layout is None or letter not in out or letter not in specs[place]:
             continue
         axis = specs[place].index(letter)
-        own = axis - item.dim() + source.dim()
-        if own >= 0 and source.shape[own] == layout.rows:
+        axis_of_source = axis - item.dim() + source.dim()
+        if axis_of_source >= 0 and source.shape[axis_of_source] == layout.rows:
             shown[place] = as_data(tracker, func, node, item, layout.along(axis))
     return shown
 
@@ -208,10 +207,10 @@ def _cast_data(tracker: Context, item: Tensor) -> Tensor:
 def _factors_between(
     tracker: Context, func, operands: Sequence[Tensor], specs: Sequence[list[str]], out: list[str]
 ) -> tuple[Node, Tensor, ProductFactor]:
-    """Return the tracked operand's node and the factors of a contraction, with the data they need.
+    """Return the tracked operand's node, the data, and the factors of a contraction.
 
     Args:
-        operands: two, one of them tracked.
+        operands: two, of which one is tracked.
         specs, out: the index lists of the operands and of the result.
     """
     operands, specs = list(operands), list(specs)
@@ -220,9 +219,10 @@ def _factors_between(
     x = operands[data]
     whole = tracker.marks.owned(x) if tracker.marks.is_data(x) else None
     if isinstance(whole, Examples) and tracker.batch_size == 1:
-        whole = tracker.marks.layout_of(x)  # which ``locate`` goes by
+        whole = tracker.marks.layout_of(x)  # as ``locate`` takes it
         assert whole is not None
-        # Rows of the only example may have parts of their own, and may be summed.
+        # The only example's rows may be summed, or meet a slice of the parameter each: then all of
+        # the data are the example's, without an example axis.
         letter = specs[data][whole.axis]
         sizes = dict(zip(specs[param], operands[param].shape, strict=True))
         ends = letter not in sizes and letter not in out
@@ -238,7 +238,7 @@ def _factors_between(
         zip(spec, operand.shape, strict=True) for spec, operand in zip(specs, operands, strict=True)
     ]
     several = {index for pairs in every for index, size in pairs if size != 1}
-    # An axis of size 1 that is broadcast is not an axis of that operand at all.
+    # Drop axes of size 1 that are broadcast.
     for position, repeated in ((data, several), (param, several | {letter})):
         operand, spec = operands[position], specs[position]
         for axis in reversed(range(len(spec))):
@@ -293,11 +293,12 @@ def _contracted(
         return run(*operands)
     result = run(*map(value_of, operands))
     if result.dtype == autocast_dtype(result):
-        # On a CPU autocast rounds matrices alone, after indices of one operand alone were summed.
+        # On a CPU autocast rounds only the matrices that are multiplied, after sums over the
+        # indices that a single operand has.
         late = result.device.type == "cpu"
         operands = tuple(
-            operand if late and {*own} - {*other, *out} else _cast_data(tracker, operand)
-            for operand, own, other in zip(operands, inputs, reversed(inputs), strict=True)
+            operand if late and {*spec} - {*other, *out} else _cast_data(tracker, operand)
+            for operand, spec, other in zip(operands, inputs, reversed(inputs), strict=True)
         )
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
     return tap([node], free_of_views(result), factors, x)
@@ -306,8 +307,8 @@ def _contracted(
 def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:
     """Return what a tracked operand of a product was before it was repeated for each example.
 
-    A product broadcasts by itself, so the repetition changes nothing but the gradient's size. What
-    the other operand would not be broadcast to is no repetition for it: a stack of products.
+    A product broadcasts by itself, so the repetition only makes the gradient larger. Unless the
+    other operand has no such axes: then it makes several products.
     """
     node = node_of(operand)
     lead = other.shape[:-2]
@@ -328,12 +329,12 @@ def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:
     return operand
 
 
-# What products call their second operand where they do not call it ``other``.
+# Names of the second operand in products that do not call it ``other``.
 SECOND = ("mat2", "tensor2", "vec")
 
 ADDMM = (torch.addmm, Tensor.addmm)
 
-# What multiplies the operands of products that are added.
+# Products that are added to an input, with the product alone.
 ADDED = {
     **dict.fromkeys(ADDMM, torch.mm),
     **dict.fromkeys(variants("baddbmm"), torch.bmm),
@@ -341,7 +342,7 @@ ADDED = {
     **dict.fromkeys(variants("addmv"), torch.mv),
 }
 
-# Forms that change their first operand, with those that return a new tensor.
+# Those that change the input in place, with those that return a new tensor.
 IN_PLACE = {Tensor.addmm_: Tensor.addmm, Tensor.baddbmm_: Tensor.baddbmm}
 
 RULES = {
