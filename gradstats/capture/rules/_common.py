@@ -136,10 +136,10 @@ def locate(
         raise _refusal(tracker.marks, func, node, data, tracker.batch_dim if axis is None else axis)
     if layout.axis >= data.dim() - trailing:
         raise ExampleAxisError(
-            f"{function_name(func)} on {node.describe()} reduces over the last {trailing} of the "
-            f"{data.dim()} axes of data of shape {tuple(data.shape)}. The {layout.batch} examples "
-            f"lie along axis {layout.axis}, so that it mixes them. Expected them along an axis "
-            "before those: give each example a row of its own (x[None] for a single one, "
+            f"{function_name(func)} on {node.describe()} reduces over the last {trailing} of "
+            f"{data.dim()} axes of its data, of shape {tuple(data.shape)}, but the {layout.batch} "
+            f"examples lie along axis {layout.axis}, so that it mixes them. Expected them along an "
+            "axis before those: give each example a row of its own (x[None] for a single one, "
             f"torch.stack for a list), or correct batch_dim=. {WHERE_THE_NUMBER_IS_FROM}",
             node.names,
         )
