@@ -292,7 +292,7 @@ def test_rows_of_a_derived_table_are_not_renormalised():
         lambda m, ids: functional.embedding(ids, m.w + 1, max_norm=1.0),
         {"w": (ROWS, 3)},
         integers(3, 4),
-        match="embedding.*max_norm of other than a parameter.*'w'",
+        match="embedding.*max_norm of a table that is not a parameter.*'w'",
     )
 
 
@@ -328,7 +328,7 @@ def test_embedding_bags_that_hold_ids_of_several_examples_are_refused():
         lambda m, ids: m.layer(ids.flatten(), torch.tensor([0, 3, 8])),
         {"layer": nn.EmbeddingBag(ROWS, 3)},
         integers(3, 4),
-        match="bags whose ids are of several examples.*labels come before.*cu_seqlens",
+        match="bags whose ids are of several examples.*labels before.*cu_seqlens",
     )
 
 

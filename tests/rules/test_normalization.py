@@ -437,7 +437,7 @@ SCALED = {
 
 @pytest.mark.parametrize("scaled", SCALED.values(), ids=SCALED)
 def test_parameters_scaled_by_data_are_refused(scaled):
-    check_refused(scaled, {"w": (3, 4)}, normal(3, 4), match="made of data has no rule .*'w'")
+    check_refused(scaled, {"w": (3, 4)}, normal(3, 4), match="computed from data has no rule .*'w'")
 
 
 @pytest.mark.parametrize("scratch", [1, 400])

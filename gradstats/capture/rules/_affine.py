@@ -1,6 +1,6 @@
 """The factors of the scale and shift of normalisation layers.
 
-PyTorch computes the layer and its gradients; in backward the normalised input x̂ is computed again
+PyTorch computes the layer and its gradients. The backward computes the normalised input x̂ again,
 from the input, which the layer keeps anyway.
 """
 
@@ -38,7 +38,7 @@ class Normalise(Protocol):
     def sums(
         self, x: Tensor, g: Tensor, offsets: Sequence[int] | None, *statistics: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return Σ_t g·x̂ and Σ_t g by the kernels, of operands as ``backward`` takes them."""
+        """Return Σ_t g·x̂ and Σ_t g by the kernels, from operands as ``backward`` takes them."""
 
     def backward(
         self,
@@ -49,7 +49,7 @@ class Normalise(Protocol):
         wanted: Wanted,
         *statistics: Tensor,
     ) -> NormGradients:
-        """Return the layer's backward by the kernels, for operands (B, T, features) or packed rows.
+        """Return the layer's backward by the kernels, from operands (B, T, features) or packed.
 
         Called only where ``AffineFactors.one_pass`` holds.
         """
@@ -57,9 +57,9 @@ class Normalise(Protocol):
     def prepare(
         self, x: Tensor, g: Tensor, weight: Tensor | None, wanted: Wanted, *statistics: Tensor
     ) -> OfNorm | None:
-        """Return what does this for operands that lie as these do, in any shape; None if nothing.
+        """Return what does ``backward`` for operands that lie as these do, or None.
 
-        It is called with (g, x, weight, *statistics).
+        It is called with (g, x, weight, *statistics), in any shape.
         """
 
 
@@ -87,16 +87,16 @@ class AffineFactors(Preparable):
     def __call__(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list:
         if not self._on_chip(grad, x):
             return [Vector(each, self.shape) for each in self._formed(grad, x, *statistics)]
-        # (B, features) is what uses or batches that meet must hold: the factor itself.
+        # Summed, (B, features) is all that has to be held until other uses or batches are known.
         both = self.normalise.sums(*self._operands(x, grad), *statistics)
         values = zip((self.scale, self.shift), both, strict=True)
         return [Vector(v.view(-1, *self.shape), self.shape) for wanted, v in values if wanted]
 
     def _formed(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Tensor]:
-        """Return Σ_t g·x̂ and Σ_t g of those that are tracked, by PyTorch's own operations."""
+        """Return Σ_t g·x̂ and Σ_t g, where tracked, by PyTorch's own operations."""
         dtype = compute_dtype(grad)
         grad, x = self.examples.lead(grad), self.examples.lead(x)
-        # x̂ and its product with the gradient are used at once and dropped.
+        # x̂ and its product with the gradient, which are dropped as soon as they are summed.
         held = 2 * grad.numel() * dtype.itemsize
         if held <= SCRATCH and self.examples.segments is None:
             return self._part(grad, x, dtype, statistics, None)
@@ -115,7 +115,7 @@ class AffineFactors(Preparable):
         statistics: tuple[Tensor, ...],
         bounds: Sequence[int] | None,
     ) -> list[Tensor]:
-        """Return the same of some examples: where their rows begin and end; None for all."""
+        """Return the same for the examples whose rows begin and end at ``bounds``; None for all."""
         if bounds is not None:
             grad, x = self._rows(grad, bounds), self._rows(x, bounds)
         grad = cast(grad, dtype)
@@ -140,7 +140,7 @@ class AffineFactors(Preparable):
         return self.normalise, self.channels, self.scale, self.shift, self.shape
 
     def _on_chip(self, grad: Tensor, x: Tensor) -> bool:
-        """Whether the kernels take the rows of examples as they lie."""
+        """Whether the kernels can read the examples' rows where they lie."""
         if not _triton.runs(grad, x):
             return False
         segments = self.examples.segments
@@ -149,7 +149,7 @@ class AffineFactors(Preparable):
         return segments is None or segments.order is None
 
     def _operands(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
-        """Return both as (B, T, features), or packed (rows, features) with bounds of examples."""
+        """Return both as (B, T, features), or packed (rows, features) with the examples' bounds."""
         examples = self.examples
         if examples.segments is None:
             rows, g = self._positions(examples.first(x), examples.first(grad))
@@ -159,7 +159,7 @@ class AffineFactors(Preparable):
         return rows, g, examples.segments.offsets_of(len(rows))
 
     def _positions(self, *operands: Tensor) -> list[Tensor]:
-        """Return the operands as (B, T, features), channels that come first as a view."""
+        """Return the operands as (B, T, features); channels in front of positions as a view."""
         if self.channels:
             return [operand.reshape(*operand.shape[:2], -1).mT for operand in operands]
         features = math.prod(self.shape)
@@ -202,7 +202,7 @@ class AffineFactors(Preparable):
         weight: Tensor | None,
         *statistics: Tensor,
     ) -> OfNorm | None:
-        """Return what ``backward`` does of such operands; see ``Preparable``."""
+        """Return what does ``backward`` for such operands; see ``Preparable``."""
         if wanted == (False, None) or self.examples.axis or self.examples.segments is not None:
             return None
         if weight is not None:
@@ -212,13 +212,13 @@ class AffineFactors(Preparable):
         rows, g, _ = self._operands(x, grad)
         if rows.data_ptr() != x.data_ptr() or g.data_ptr() != grad.data_ptr():
             return None  # they are copied
-        formed, own = (torch.empty_like(each, device="meta") for each in (rows, x))
-        if self._like_input(formed, x).stride() != own.stride():
+        as_rows, as_input = (torch.empty_like(each, device="meta") for each in (rows, x))
+        if self._like_input(as_rows, x).stride() != as_input.stride():
             return None
         return self.normalise.prepare(rows, g, weight, wanted, *statistics)
 
     def _like_input(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the rows that the kernels took as that of the input."""
+        """Return the gradient of the rows that the kernels read in the input's layout."""
         examples = self.examples
         leading = examples.first(x) if examples.segments is None else examples.lead(x)
         if self.channels:
@@ -230,7 +230,7 @@ class AffineFactors(Preparable):
         return gradient if examples.axis == 0 else gradient.movedim(0, examples.axis)
 
     def _offsets(self) -> Sequence[int]:
-        """Return where each example's rows begin, once sorted by example."""
+        """Return where each example's rows begin when they are sorted by example."""
         if self.examples.segments is not None:
             return self.examples.segments.offsets
         return range(0, self.examples.rows + 1, self.examples.fold)
@@ -242,7 +242,7 @@ class AffineFactors(Preparable):
         return tensor[segments.order[bounds[0] : bounds[-1]]]
 
     def _sum(self, product: Tensor, bounds: Sequence[int] | None) -> Tensor:
-        """Return the sum over all but the parameters' axes, for each example: (n, *shape)."""
+        """Return each example's sum over all axes but the parameters': (n, *shape)."""
         if self.channels:
             rows = product.unsqueeze(-1).flatten(2).mT
         elif product.dim() == 1 + len(self.shape) and self.examples.plain:
@@ -250,7 +250,7 @@ class AffineFactors(Preparable):
         else:
             rows = product.unsqueeze(1).flatten(1, -1 - len(self.shape))
         if self.examples.segments is None:
-            # One sum over rows and positions.
+            # An example's rows become positions, so that one sum takes both.
             if self.examples.fold != 1:
                 batch = self.examples.batch if bounds is None else len(bounds) - 1
                 rows = rows.unflatten(0, (batch, self.examples.fold)).flatten(1, 2)
@@ -260,7 +260,7 @@ class AffineFactors(Preparable):
         return segment_sum(rows.sum(1), counts)
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor, *statistics: Tensor):
-        """Differentiate x̂·w, of which each example sees a scale of its own."""
+        """Differentiate x̂·w, with a scale for each example."""
         if not self.scale:
             return None
         gradient = self.input_gradient(nodes, grad, x, None, *statistics)
@@ -279,7 +279,7 @@ class AffineFactors(Preparable):
         Args:
             nodes: of the tracked parameters.
             grad, x: the output's gradient and the input.
-            weight: the scale where it is not tracked; None for 1.
+            weight: the scale if it is not tracked; None for 1.
             statistics: as they were saved.
         """
         normalised = self.normalise(self.examples.lead(x).to(grad.dtype), *statistics)

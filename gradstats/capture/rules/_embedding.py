@@ -1,4 +1,4 @@
-"""Table look-ups: embedding, embedding_bag, and a parameter indexed by integer data."""
+"""Table look-ups: embedding, embedding_bag, and parameters indexed by integer data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def embedding(
     scale_grad_by_freq=False,
     sparse=False,
 ):
-    """Rows(ids, g), positions of ``padding_idx`` left out."""
+    """Rows(ids, g), without the positions of ``padding_idx``."""
     node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
     examples = locate(tracker, func, node, input, folds=True)
@@ -57,7 +57,7 @@ def embedding(
         operands = input, (weight,), examples, padding_idx, run
         if max_norm is None:
             result = decide(tracker, _hook, *operands)
-        else:  # rows are to be shortened each time
+        else:  # not to be repeated: rows are shortened each time
             result = _hook(tracker, *operands)
         if result is not None:
             return result
@@ -84,10 +84,10 @@ class TableFactors(Joinable):
 
     Attributes:
         examples: where the examples lie in the ids.
-        shape: of the parameter with the axis that is looked up in front.
+        shape: of the parameter, with the axis that is looked up in front.
         padding_idx: the slice that gets no gradient; None for none.
-        lookup: what is known of the look-up in the forward; None where nothing need be.
-        before: how many axes of the parameter stand in front of the ids' in the result.
+        lookup: what cross terms need to know of the look-up; None where there are none.
+        before: how many of the parameter's axes come before the ids' in the result.
     """
 
     examples: Examples
@@ -101,7 +101,7 @@ class TableFactors(Joinable):
         return [replace(rows, lookup=self.lookup)]
 
     def norms(self, grad: Tensor, ids: Tensor) -> list[Contraction] | None:
-        """Return squared norms without sorting ids; None where sorting is faster."""
+        """Return squared norms without sorting ids; None if sorting is faster."""
         examples, padding = self.examples, self.padding_idx
         positions = ids.numel() // examples.batch
         if examples.segments is not None or not 0 < positions <= FEW or _triton.runs(grad, grad):
@@ -116,7 +116,7 @@ class TableFactors(Joinable):
         return self.shape, self.padding_idx
 
     def _found(self, grad: Tensor, ids: Tensor) -> Tensor:
-        """Return the gradient of what the ids found, (*ids, *rest)."""
+        """Return the gradient of the slices that the ids found, (*ids, *rest)."""
         if not self.before:
             return grad
         axes = range(ids.dim())
@@ -152,9 +152,9 @@ def embedding_bag(
         if found is None:
             refuse(
                 func, node, "of bags whose ids are of several examples, or of unknown ones,",
-                "Its bags must each belong to one example. The size of the batch is that of its "
-                "first tensor: let labels come before packed ids, or pass the bounds of the "
-                "examples among them as cu_seqlens=.",
+                "All ids of a bag must be of one example. The batch size is taken from the batch's "
+                "first tensor: put labels before packed ids, or pass the bounds of the examples "
+                "among the ids as cu_seqlens=.",
             )  # fmt: skip
         examples = found
     _shorten(func, node, input, max_norm, norm_type)
@@ -170,13 +170,13 @@ def embedding_bag(
         position = torch.arange(input.shape[0], device=input.device)
         bag = torch.searchsorted(starts.contiguous(), position, right=True) - 1
     ids = input.reshape(-1)
-    # Not in half precision, which cannot count beyond some hundreds.
+    # Not in half precision, which cannot count beyond a few hundred.
     share = torch.ones(ids.shape, dtype=compute_dtype(weight), device=ids.device)
     if padding_idx is not None:
         share = share * (ids != padding_idx % weight.shape[0])
     if mode == "mean":
-        bags = torch.zeros(examples.rows, dtype=share.dtype, device=ids.device)
-        share = share / bags.index_add(0, bag, share).clamp(min=1)[bag]
+        counts = torch.zeros(examples.rows, dtype=share.dtype, device=ids.device)
+        share = share / counts.index_add(0, bag, share).clamp(min=1)[bag]
     if per_sample_weights is not None:
         share = share * per_sample_weights.detach().reshape(-1)
     result = func(
@@ -189,7 +189,7 @@ def embedding_bag(
 def largest_of_bags(
     tracker: Context, examples, input, weight, *, mode, padding_idx, offsets, include_last_offset
 ) -> Tensor:
-    """The largest numbers of each bag's rows: of equal ones that which PyTorch chooses."""
+    """The maximum of each bag's rows in every column, ties broken as PyTorch breaks them."""
     if offsets is None:
         bags, count = input.shape
         offsets = torch.arange(bags, dtype=input.dtype, device=input.device) * count
@@ -204,7 +204,7 @@ def largest_of_bags(
 
 @dataclass(frozen=True)
 class BagFactors:
-    """The factor of a table whose rows are summed into bags with given shares."""
+    """The factor of a table whose rows are summed into bags, weighted by their shares."""
 
     examples: Examples
     shape: tuple[int, ...]
@@ -219,14 +219,14 @@ class BagFactors:
 def index(tracker: Context, func, input, indices):
     """A parameter indexed by integer data: an embedding without a module.
 
-    Several index tensors, as a table of transitions takes, are one number into their axes.
+    Several index tensors, as for a table of transitions, become one index into their axes together.
     """
     given = operands_of((indices,), {})
     node = first_node(input, *given)
     if node_of(input) is None:
         refuse(func, node, "with a tracked index has no rule")  # PyTorch refuses it too
     if not any(index.dim() and tracker.marks.is_data(index) for index in given):
-        # A number picks the slice, wherever the number comes from.
+        # A number picks one slice for all examples, wherever it comes from.
         return derive(tracker, func, (input, indices), {})
     items = [_as_index(tracker, item, given) for item in items_of(input, indices)]
     mask = next((index for index in given if index.dtype == torch.bool and index.dim()), None)
@@ -240,7 +240,7 @@ def index(tracker: Context, func, input, indices):
     examples = lined_up(tracker, func, node, [index for index in chosen if index.dim()]).examples
     result = func(value_of(input), indices)
     table = leading_axes(tracker, input, places)
-    # PyTorch takes indices on the host too.
+    # PyTorch accepts indices on the host too.
     chosen = [index.to(input.device) for index in chosen]
     ids = numbered(chosen, [input.shape[place] for place in places])
     before, _ = found_at(items)
@@ -249,20 +249,20 @@ def index(tracker: Context, func, input, indices):
 
 
 def _masked(tracker: Context, func, node: Node, input, indices, axis: int, mask: Tensor) -> Tensor:
-    """Elements that a mask of data picks of a tensor with a slice for each example.
+    """Elements that a mask of data selects from a tensor with a slice for each example.
 
     Args:
         axis: the first of the input's axes that the mask covers.
         mask: of data.
     """
     examples = locate(tracker, func, node, mask, folds=True)
-    own = as_data(tracker, func, node, input, examples.along(axis + examples.axis))
+    data = as_data(tracker, func, node, input, examples.along(axis + examples.axis))
     # Data indexed by data, which the mode follows.
-    return watched(tracker, func, own, indices)
+    return watched(tracker, func, data, indices)
 
 
 def _as_index(tracker: Context, item, given: Sequence[Tensor]):
-    """Return what stands in an index as a tensor, if it picks numbers: they are constant."""
+    """Return an item of an index; integers and lists as tensors, which are marked constant."""
     if type(item) is int:
         item = torch.tensor(item)
     if isinstance(item, Tensor) and not any(item is index for index in given):
@@ -272,7 +272,7 @@ def _as_index(tracker: Context, item, given: Sequence[Tensor]):
 
 
 def leading_axes(tracker: Context, table: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return a tracked tensor with some of its axes in front, as one."""
+    """Return a tracked tensor with some of its axes moved to the front and merged."""
     places = list(range(len(axes)))
     if list(axes) != places:
         table = derive(tracker, Tensor.movedim, (table, list(axes), places), {})
@@ -282,7 +282,7 @@ def leading_axes(tracker: Context, table: Tensor, axes: Sequence[int]) -> Tensor
 
 
 def numbered(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Return the place that indices of several axes have in these axes written as one."""
+    """Return the indices into several axes as one index into these axes merged."""
     ids = indices[0].new_zeros(())
     for index, size in zip(indices, sizes, strict=True):
         ids = ids * size + torch.where(index < 0, index + size, index)
@@ -290,7 +290,7 @@ def numbered(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx) -> Rows:
-    """Return the factor of a table for ids of any layout and the gradients of what they found."""
+    """Return the factor of a table, from ids of any layout and the gradients of their slices."""
     if examples.segments is None:
         return embedding_rows(examples.first(ids), examples.first(grad), shape, padding_idx)
     segments = examples.segments
@@ -307,7 +307,7 @@ def table_rows(examples: Examples, ids: Tensor, grad: Tensor, shape, padding_idx
 
 
 def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that ids look up, and whose each is, in the order of ``table_rows``."""
+    """Return the rows that ids look up and the example of each, in the order of ``table_rows``."""
     if examples.segments is None:
         return rows_looked_up(examples.first(ids))
     segments = examples.segments
@@ -316,7 +316,7 @@ def looked_up(examples: Examples, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def index_select(tracker: Context, func, input, dim, index):
-    """The same look-up with the axis given by number."""
+    """A look-up along an axis given by its number."""
     node = first_node(input, index)
     if input.dim() == 0:
         refuse(func, node, "of a single number has no rule", "Expand it instead: w.expand(n).")
@@ -329,10 +329,10 @@ def index_select(tracker: Context, func, input, dim, index):
 
 
 def gather(tracker: Context, func, input, dim, index, **kwargs):
-    """Elements of a tracked tensor that was repeated for the batch, of each example's own."""
+    """Elements of a tracked tensor that has a slice for each example, from the example's own."""
     node = first_node(input, index)
     if input.dim() < 2:
-        return index_select(tracker, func, input, dim, index)  # which is the same
+        return index_select(tracker, func, input, dim, index)  # the same on vectors
     examples = locate(tracker, func, node, index, folds=True)
     if dim % input.dim() == examples.axis:
         refuse(func, node, "along the example axis has no rule")
@@ -340,11 +340,12 @@ def gather(tracker: Context, func, input, dim, index, **kwargs):
 
 
 def _shorten(func, node: Node, ids: Tensor, max_norm: float | None, norm_type: float) -> None:
-    """Shorten the rows that ids look up; a look-up that did it would change the alias it reads."""
+    """Shorten the rows that ids look up: PyTorch's look-up would change the alias that it reads."""
     if max_norm is None:
         return
     if is_compiling() or not isinstance(node, Root):
-        refuse(func, node, "with max_norm of other than a parameter has no rule")
+        where = "in a compiled graph" if is_compiling() else "of a table that is not a parameter"
+        refuse(func, node, f"with max_norm {where} has no rule")
     torch.embedding_renorm_(node.value.detach(), ids.contiguous(), max_norm, norm_type)
 
 

@@ -45,43 +45,44 @@ def _attach(
     """Run the layer with the factors of its parameters attached.
 
     Args:
-        func: the caller's own operation.
-        run: called as run(input, weight, bias, *statistics), which does the same.
-        statistics: what ``normalise`` needs beside the input.
-        trailing: how many last axes it normalises over; 0 for layers of channels.
-        place: where PyTorch's node for the operation has the input.
-        noted: whether operations that are alike do the same; those that read no other tensors.
+        func: the operation that the user called.
+        run: does the same, called as run(input, weight, bias, *statistics).
+        statistics: what ``normalise`` needs besides the input.
+        trailing: how many of the last axes it normalises over; 0 for layers of channels.
+        place: where PyTorch's node for the operation keeps the input.
+        noted: whether it may be repeated at once for operations that are alike. Not if ``run``
+            reads tensors other than its arguments.
     """
     node = node_of(input)
     if node is not None:
         refuse(
             func,
             node,
-            "with a scale or shift that is made of data has no rule",
-            "Apply these after the normalisation, as norm(x) * scale + shift does.",
+            "with a scale or shift that is computed from data has no rule",
+            "Apply them after the normalisation: norm(x) * scale + shift.",
         )
     node, axis = first_node(weight, bias), None if trailing else 0
     examples = locate(tracker, func, node, input, axis=axis, folds=True, trailing=trailing)
     scale, shift = node_of(weight) is not None, node_of(bias) is not None
     shape = tuple((weight if scale else bias).shape)
     factors = AffineFactors(examples, normalise, not trailing, scale, shift, shape)
-    own = tracker.marks.is_trained(weight) or tracker.marks.is_trained(bias)
-    if own and scale and not tracker.settings.exact:
-        # Derivatives of the network reach what is added outside.
+    from_data = tracker.marks.is_trained(weight) or tracker.marks.is_trained(bias)
+    if from_data and scale and not tracker.settings.exact:
+        # A shift computed from data is added outside, where derivatives of the network reach it.
         result = _attach(
             tracker, func, run, normalise, input, weight, None, *statistics,
             trailing=trailing, noted=False,
         )  # fmt: skip
         axes = () if trailing else (1,) * (input.dim() - 2)
         return result + bias.view(*bias.shape, *axes)
-    # By statistics that require a gradient PyTorch itself runs the layer, and refuses.
-    given = not any([each is not None and each.requires_grad for each in statistics])
-    if given and not own and factors.one_pass(tracker.settings, input):
+    # Statistics that require a gradient are left to PyTorch, which refuses them.
+    fixed = not any([each is not None and each.requires_grad for each in statistics])
+    if fixed and not from_data and factors.one_pass(tracker.settings, input):
         operands = input, (weight, bias, *statistics), examples, factors, run
         if noted:
             return decide(tracker, _in_one_pass, *operands)
         return _attached(tracker, *operands)
-    if place is not None and not own:
+    if place is not None and not from_data:
         found = hooked(tracker, input, (weight, bias), examples, place, factors, run)
         if found is not None:
             return found
@@ -90,7 +91,7 @@ def _attach(
 
 
 def _in_one_pass(tracker: Context, input, parameters, examples, factors, run) -> Tensor:
-    """Run a layer whose backward the kernels compute in one pass, and whose result is as its input.
+    """Run a layer whose backward the kernels compute in one pass.
 
     Args:
         parameters: scale, shift and statistics.
@@ -134,7 +135,7 @@ class RowNormalise:
     def __call__(self, x: Tensor) -> Tensor:
         if self.rms:
             return functional.rms_norm(x, self.shape, None, self.eps)
-        # PyTorch takes twice as long without a weight.
+        # Without a weight PyTorch takes twice as long.
         return torch.layer_norm(x, self.shape, ones(self.shape, x.dtype, x.device), None, self.eps)
 
     def sums(self, x, g, offsets) -> tuple[Tensor, Tensor]:
@@ -154,10 +155,10 @@ def rms_norm(tracker: Context, func, input, normalized_shape, weight=None, eps=N
     def run(x, weight, bias):
         return func(x, shape, weight, eps)
 
-    # Without eps PyTorch takes the machine epsilon of the dtype it computes in: float32 for half
-    # inputs, whether autocast widens them or it does so itself (ATen, rms_norm_composite).
-    own = torch.finfo(compute_dtype(input)).eps if eps is None else eps
-    normalise = RowNormalise(shape, own, rms=True)
+    # Without eps PyTorch takes the machine epsilon of the dtype that it computes in: float32 for
+    # half inputs, whether autocast widens them or PyTorch itself does (ATen, rms_norm_composite).
+    floor = torch.finfo(compute_dtype(input)).eps if eps is None else eps
+    normalise = RowNormalise(shape, floor, rms=True)
     return _attach(tracker, func, run, normalise, input, weight, None, trailing=len(shape))
 
 
@@ -209,10 +210,10 @@ def instance_norm(
         return func(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
     statistics: tuple[Tensor, ...] = ()
-    own: GroupNormalise | RunningNormalise = GroupNormalise(input.shape[1], eps)
+    normalise: GroupNormalise | RunningNormalise = GroupNormalise(input.shape[1], eps)
     if not use_input_stats:
-        statistics, own = (running_mean, running_var), RunningNormalise(eps)
-    return _attach(tracker, func, run, own, input, weight, bias, *statistics, noted=False)
+        statistics, normalise = (running_mean, running_var), RunningNormalise(eps)
+    return _attach(tracker, func, run, normalise, input, weight, bias, *statistics, noted=False)
 
 
 def batch_norm(
@@ -227,7 +228,7 @@ def batch_norm(
     momentum=0.1,
     eps=1e-5,
 ):
-    """Normalisation by running statistics; by the batch's own it couples several examples."""
+    """Normalisation by running statistics; those of the batch would couple its examples."""
     if tracker.batch_size > 1:
         check_batch_norm(running_mean, weight, bias, training)
     elif training or running_mean is None:
@@ -240,18 +241,17 @@ def batch_norm(
         return func(x, mean, variance, weight, bias, training, momentum, eps)
 
     statistics = running_mean, running_var
-    # of others the gradient may have to be laid out anew (see ``settle_format``)
-    noted = 1 not in input.shape
-    own = RunningNormalise(eps)
-    return _attach(tracker, func, run, own, input, weight, bias, *statistics, noted=noted)
+    # With an axis of size 1 the gradient may need another memory format (see ``settle_format``).
+    noted, normalise = 1 not in input.shape, RunningNormalise(eps)
+    return _attach(tracker, func, run, normalise, input, weight, bias, *statistics, noted=noted)
 
 
 def by_own_statistics(
     input, running_mean, running_var, weight, bias, training, momentum, eps
 ) -> Tensor:
-    """Batch normalisation of a batch by its own statistics, which are left out of the running ones.
+    """Batch normalisation by the batch's own statistics.
 
-    These are updated by the operation that this runs beside.
+    It leaves the running statistics alone: the operation that it runs beside updates them.
     """
     axes = (1,) * (input.dim() - 2)
     result = functional.batch_norm(input, None, None, None, None, True, 0.0, eps)
