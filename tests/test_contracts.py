@@ -227,14 +227,14 @@ def test_a_step_by_autograd_grad_is_told_to_run_backward(model, batch):
     with gs.track(model, batch_size=B) as tracker:
         losses = per_example_cross_entropy(model, batch)
         torch.autograd.grad(losses.mean(), list(model.parameters()))
-    with pytest.raises(gs.TrackingError, match=r"torch\.autograd\.grad .*Run tracker\.backward"):
+    with pytest.raises(gs.TrackingError, match=r"Run tracker\.backward.*torch\.autograd\.grad"):
         _ = tracker.stats
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_a_scripted_model_is_refused_with_what_to_measure_instead(model, batch):
     scripted = torch.jit.script(model)
-    message = r"a TorchScript module\?.* with the model as it was before torch\.jit\."
+    message = r"a TorchScript module, .* with the model as it was before torch\.jit\."
     with pytest.raises(gs.UnsupportedOperationError, match=message):
         gs.per_example_norms(scripted, batch, per_example_cross_entropy)
 
@@ -289,7 +289,9 @@ def test_batches_without_examples(model, bad_batch, message):
 def test_a_pattern_for_the_other_name_of_a_tied_parameter():
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
     model[1].weight = model[0].weight
-    with pytest.raises(gs.CoverageError, match=r"'1\.weight' is tied to '0\.weight': they are one"):
+    with pytest.raises(
+        gs.CoverageError, match=r"'1\.weight' is tied to '0\.weight': use that name"
+    ):
         gs.per_example_norms(
             model, (torch.arange(4), torch.arange(4)), per_example_cross_entropy, exclude="1.wei*"
         )
@@ -306,8 +308,16 @@ def test_a_pattern_for_the_other_name_of_a_tied_parameter():
             gs.CoverageError,
             r"'decoder.\*' matches no parameter.*0.weight",
         ),
-        ({"exclude": "bias"}, gs.CoverageError, r"a pattern of whole names.*'\*bias\*' matches 2"),
-        ({"exclude": "bias*"}, gs.CoverageError, r"a pattern of whole names.*'\*bias\*' matches 2"),
+        (
+            {"exclude": "bias"},
+            gs.CoverageError,
+            r"a pattern that matches a whole name.*'\*bias\*' matches 2",
+        ),
+        (
+            {"exclude": "bias*"},
+            gs.CoverageError,
+            r"a pattern that matches a whole name.*'\*bias\*' matches 2",
+        ),
         ({"parameters": "*", "exclude": "*"}, gs.CoverageError, "leave no parameter"),
         ({"alignment": torch.ones(3)}, gs.TrackingError, "alignment is tensor.*True or False"),
         ({"alignment": {"0.weight": 1}}, gs.TrackingError, "alignment is .*True or False"),
@@ -571,7 +581,9 @@ def test_a_loss_of_pytorch_is_no_loss_function(call, model, batch):
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("name", ["parameters", "exclude"])
 def test_parameters_in_place_of_their_names_are_not_printed(call, name, model, batch):
-    expected = f"{name} holds Parameter, expected an fnmatch pattern over names, or several."
+    expected = (
+        f"{name} holds Parameter, expected an fnmatch pattern over names, or a list of several."
+    )
     with pytest.raises(gs.CoverageError, match=f"^{re.escape(expected)}$"):
         call(model, batch, per_example_cross_entropy, **{name: list(model.parameters())})
 

@@ -754,7 +754,7 @@ def test_a_parameter_that_takes_the_place_of_another_is_refused(bias):
             return self.head(self.layer(x))
 
     model, batch = Clipped(), vectors(torch.float32)
-    message = r"given parameters inside the context, \['layer.weight'\].*write into it instead"
+    message = r"given parameters inside the context, \['layer.weight'\].*write into them instead"
     with pytest.raises(gs.CoverageError, match=message):
         gs.per_example_norms(model, batch, classify)
     for fused in (True, False):

@@ -683,7 +683,7 @@ def test_a_parameter_that_is_trained_from_within_the_context_is_named(model, bat
     assert_sqnorms(tracker.stats, expected, 1e-9)
     model.zero_grad()
     with (
-        pytest.raises(gs.CoverageError, match=r"\['3\.bias', '3\.weight'\].*unfreeze them"),
+        pytest.raises(gs.CoverageError, match=r"\['3\.bias', '3\.weight'\].*before the context"),
         gs.track(model, batch_size=B) as tracker,
     ):
         model[3].requires_grad_(True)

@@ -1,4 +1,4 @@
-"""What operations, rules and uses ask of the context that follows them."""
+"""What operations, rules and uses ask of their context."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ from gradstats.contractions._triton import BACKEND_VARIABLE
 
 
 class Context:
-    """Follows the uses of some parameters: of a model's for one batch, or of a graph's once.
+    """Follows the uses of some parameters: a model's for one batch, or those of one graph.
 
     Attributes:
         batch_size, batch_dim: as the caller gave them.
-        marks: what it notes about tensors that are not tracked.
-        functions: the autograd Functions that run inside it.
-        settings: what it asks of the uses.
-        asked: what rules read of these, and of PyTorch's settings.
+        marks: what is noted about tensors that are not tracked.
+        functions: the autograd Functions that run inside the context.
+        settings: what the context asks of the uses.
+        asked: the settings, the context's and PyTorch's, that rules depend on.
         roots, reports: the parameters, and what they report.
-        modules: the model and all in it; none where a graph is followed.
-        closed: whether it has ended.
+        modules: the model and its submodules; empty if a graph is followed.
+        closed: whether the context has ended.
         derived: whether any tensor was derived from parameters.
         derived_from_leaves: whether one was derived with the help of an untracked tensor that
             requires grad and belongs to no example.
-        shown: tracked tensors by the autograd nodes of the tensors that the user's code has in
-            their place; a use that was not seen has an edge to such a node.
-        visible: derived tensors that the user's code may still have.
-        shows_graph: whether the user's code has asked for autograd nodes, and may have hooks there.
-        trains: whether gradients of parameters are formed, for training or for hooks on such nodes.
-        renumbered: (autograd node, index of the result) of tensors that were given other values
-            through ``.data``, with the sequence number of the first node made afterwards.
+        shown: autograd node → tracked tensor. The user's code holds a tensor with this node in the
+            tracked tensor's place; a use that was not seen has an edge to such a node.
+        visible: derived tensors that the user's code may still hold.
+        shows_graph: whether the user's code has asked for autograd nodes, and may have set hooks.
+        trains: whether gradients of parameters are formed, for training or for such hooks.
+        renumbered: (autograd node, index of the result) of each tensor that was given other values
+            through ``.data`` → the sequence number of the first node made afterwards.
         together: the small operations that wait for each other.
-        visibility: whether it sees everything; None if nothing can hide from it.
+        visibility: whether the context sees everything; None if nothing can hide from it.
         followed: the last result of a rule that has already noted where its examples lie, so that
             the mode need not follow it.
         decided: what the last rule decided, if that can be repeated; None once it was read.
         maps_examples: whether the running torch.vmap maps everything it was given over examples;
-            None if none runs.
-        maps_data: whether its function has met data that it was not given.
-        transformed: whether a function runs that a transform of torch.func differentiates.
-        along_tangents: whether that is torch.func.jvp.
-        fetching: how many DataLoaders are fetching inside it, one inside another.
-        weight: of each example's loss in that over all of them; None where these differ.
-        rules: of operations of parameters and data.
+            None if no torch.vmap runs.
+        maps_data: whether the function of that torch.vmap has used data that it was not given.
+        transformed: whether a function is running that a torch.func transform differentiates.
+        along_tangents: whether that transform is torch.func.jvp.
+        fetching: how many nested DataLoaders are fetching inside the context.
+        weight: the weight of every example's loss in the training loss; None if they differ.
+        rules: operation of parameters and data → rule.
         dispatch: runs an operation on at least one tensor of this context.
-        form: everything that a graph recorded in this context depends on; empty if none may be.
+        form: a key of everything that a recorded graph depends on; empty if no graph may run.
     """
 
     roots: list[Root]
@@ -96,7 +96,7 @@ class Context:
         self.asked = (
             (settings.weight_gradients, settings.fused, settings.consumer is None),
             (torch.get_num_threads(), torch._C._get_mkldnn_enabled()),
-            # Of operands on other devices nothing depends on it, and reading it takes long.
+            # Read only if CUDA is in use: it matters nowhere else, and reading it is slow.
             os.environ.get(BACKEND_VARIABLE) if torch.cuda.is_initialized() else None,
         )
         self.shown: dict[GraphNode | None, Derived | Root] = {}
@@ -111,7 +111,7 @@ class Context:
     def note_followed(self, result: Tensor, examples: Examples) -> None:
         """Note where the examples lie in a rule's result, so that it need not be followed."""
         if examples.segments is not None or isinstance(examples, Scores):
-            return  # what the columns of scores became must be followed
+            return  # the mode follows packed rows, and what the columns of scores become
         if examples is not self.marks.contract:
             self.marks.place(result, examples)
         self.followed = result
@@ -128,7 +128,7 @@ class Context:
         """Raise for leaves of the graph that should be tracked and are not."""
 
     def keeps_values(self, roots: Sequence[Root]) -> bool:
-        """Whether parameters still have after the backward the values of the forward."""
+        """Whether parameters have the same values after the backward as in the forward."""
         return False
 
     def is_backward_of_losses(self) -> bool:

@@ -27,7 +27,7 @@ from gradstats.capture.uses._hooked import KINDS, Hooked, hooked_on, use_at
 from gradstats.capture.uses._uses import Use, given_others
 from gradstats.errors import ExampleAxisError, UnsupportedOperationError
 
-# Types of nodes met so far that are PyTorch's own, not of autograd Functions defined in Python.
+# Types of nodes seen so far that are PyTorch's own, not those of autograd Functions in Python.
 NATIVE: set[type] = set()
 
 
@@ -37,12 +37,12 @@ def check_data(losses: Iterable[Tensor]) -> None:
         node = node_of(loss)
         if isinstance(node, Derived):
             raise ExampleAxisError(
-                f"a loss was computed without any data: it is {node.describe()}, and made of "
+                f"a loss was computed without any data: it is {node.describe()}, made of "
                 "parameters, buffers and constants alone. Expected losses of the examples. Create "
-                "the batch outside of contexts, and pass it to the model, so that its tensors "
-                "count as data. A penalty on the weights belongs to no example: add it to the "
-                "unreduced losses, (losses + penalty).mean(), run its own backward once the "
-                "context has closed, or let the optimizer's weight_decay do it.",
+                "the batch outside the context and pass it to the model, so that it counts as "
+                "data. If the loss is a penalty on the weights, which belongs to no example, add "
+                "it to the unreduced losses, (losses + penalty).mean(), or run its own backward "
+                "once the context has closed.",
                 node.names,
             )
 
@@ -50,12 +50,12 @@ def check_data(losses: Iterable[Tensor]) -> None:
 def check_coverage(tracker: Context, start: list, losses: Sequence[Tensor] = ()) -> list[GraphNode]:
     """Walk the graph from ``start`` and return the nodes that report uses.
 
-    Raise for a use that was not tracked, if the losses depend on an operation in which examples
-    met, or if they may be more than sums over the examples.
+    Raise for a use that was not tracked, if the losses depend on an operation that mixed examples,
+    or if they may be something other than sums over the examples.
 
     A use that PyTorch does not show (in a custom autograd Function of data and a parameter) appears
     in the graph as an edge to the parameter that does not come from its alias, or as an edge to the
-    tensor that the user's code has for a derived one.
+    tensor that the user's code holds in place of a derived one.
     """
     # Tracked uses lead to aliases, where the walk can stop.
     seen = {*start, *(node for root in tracker.roots for node in root.alias_nodes)}
@@ -69,11 +69,15 @@ def check_coverage(tracker: Context, start: list, losses: Sequence[Tensor] = ())
 
 
 def _watch_hooks(tracker: Context, nodes: set[GraphNode], reporting: list[GraphNode]) -> bool:
-    """Have the backward raise where a hook changes what reaches no factor; return if any may.
+    """Make the backward raise if a hook changes a gradient that factors do not see.
 
     Args:
         tracker: the context.
-        nodes: those of the losses' graph, of which ``reporting`` report uses.
+        nodes: of the losses' graph.
+        reporting: those of them that report uses.
+
+    Returns:
+        Whether any hook might.
     """
     uses = {node: use for node in reporting if (use := use_at(node)) is not None}
     of_graphs = tracker.reports.of_graphs
@@ -87,16 +91,16 @@ def _watch_hooks(tracker: Context, nodes: set[GraphNode], reporting: list[GraphN
         watched = Watched("a compiled graph", sorted(root.name for root in roots))
         hooked |= watched.begin(node.register_hook)
     for node, use in uses.items():
-        # What it is given is changed before the factors are made.
-        own = isinstance(use, Hooked)
-        hooked |= Watched(use.describe(), use.names).begin(node.register_hook, own)
+        # Here hooks change what the use is given, before its factors are made.
+        seen = isinstance(use, Hooked)
+        hooked |= Watched(use.describe(), use.names).begin(node.register_hook, seen)
     return hooked
 
 
 def _walk(
     tracker: Context, start: list, losses: Sequence[Tensor], seen: set[GraphNode]
 ) -> list[GraphNode]:
-    """Do the same, adding the nodes on the way to ``seen``."""
+    """Do what ``check_coverage`` says, adding the nodes of the graph to ``seen``."""
     stack = list(start)
     uses, hidden = [], False
     reporting: list[GraphNode] = []
@@ -124,7 +128,7 @@ def _walk(
                     use = getattr(node, "use", None)
                 else:
                     NATIVE.add(kind)
-        # not what a user's Function keeps under this name
+        # A user's Function may have an attribute of this name.
         tracked = use is not None and isinstance(use, Use)
         if tracked:
             uses.append(use)
@@ -134,7 +138,7 @@ def _walk(
             raise meetings.refusal(node)
         if added and node not in added:
             for child, _ in node.next_functions:
-                if child in added:  # a sum over several examples was used for more than sums
+                if child in added:  # an operation other than a sum used a sum over examples
                     raise meetings.refusal(child)
         if noted and not tracked and isinstance(node, BackwardCFunction):
             _check_place(node, noted)
@@ -170,7 +174,7 @@ def _walk(
             others.append(leaf)  # not tracked, or not by this context
     tracker.check_known(others)
     crossed = meetings.is_crossed(seen)
-    # Uses in compiled graphs, and in the backwards of Functions, are no nodes of this graph.
+    # Uses in compiled graphs, and in the backwards of Functions, have no nodes in this graph.
     elsewhere = bool(reports or tracker.functions.inside)
     last = math.inf if elsewhere else max([use._sequence_nr() for use in reporting], default=0)
     supposed = meetings.is_supposed(seen, last)
@@ -184,11 +188,11 @@ def _walk(
 
 
 def _expect(tracker: Context, uses: Sequence[Use], reports: Sequence[GraphReport]) -> None:
-    """Say that the backward will reach uses, and graphs that report some; raise where it cannot.
+    """Announce the uses and reports that the backward will reach; raise if it cannot reach them.
 
     Args:
         uses: those in the losses' graph.
-        reports: of the compiled graphs there.
+        reports: those of the compiled graphs in it.
     """
     if any([root.places for root in tracker.roots]):
         for use in uses:
@@ -205,13 +209,13 @@ def _expect(tracker: Context, uses: Sequence[Use], reports: Sequence[GraphReport
 
 
 def _check_place(node: BackwardCFunction, noted: set[int]) -> None:
-    """Raise if a Function that was not seen took data that do not lie as the contract says.
+    """Raise if a Function that was not seen took data whose examples do not lie on the usual axis.
 
-    Its results were then taken to have their examples where the contract says.
+    Its results were assumed to have their examples there.
 
     Args:
         node: of a Function.
-        noted: the numbers of what led to such data.
+        noted: the sequence numbers of the nodes that made such data.
     """
     function: Any = node._forward_cls  # type: ignore[attr-defined]
     if hasattr(node, "was_shown") or function.__module__.startswith(("torch.", "gradstats.")):
@@ -220,10 +224,10 @@ def _check_place(node: BackwardCFunction, noted: set[int]) -> None:
     if any(child is not None and child._sequence_nr() in noted for child, _ in edges):
         name = function.__name__
         raise UnsupportedOperationError(
-            f"the autograd Function {name} took values of examples that do not lie along the "
-            "example axis, or of several together, by an apply that was kept in a variable before "
-            "the first context, which PyTorch hides. So it is not known to which examples its "
-            f"result belongs. Expected a call that is seen: write {name}.apply where it is used."
+            f"the autograd Function {name} was given values whose examples do not lie along the "
+            "example axis, or of several examples together, and its call was not seen, so it is "
+            f"not known to which examples its result belongs. Write {name}.apply where it is "
+            "used: an apply that was kept in a variable before the first context is hidden."
         )
 
 
@@ -232,41 +236,45 @@ def _unseen(node, used: Node) -> UnsupportedOperationError:
         return UnsupportedOperationError(
             f"{node.name()} makes a sparse tensor of {used.describe()}, so its per-example "
             "gradient is not known. Expected a dense one: torch.zeros(size).index_put(indices, "
-            "values). Or have per_example_norms compute one example at a time with "
-            f'fallback="vmap", or leave the parameter out by name with exclude={used.names!r}.',
+            'values). Or call per_example_norms with fallback="vmap", or leave the parameter out '
+            f"by name with exclude={used.names!r}.",
             used.names,
         )
     function = getattr(node, "_forward_cls", None)  # of a Function defined in Python
     if function is not None and not function.__module__.startswith("torch."):
         name = function.__name__
         remedy = (
-            f"{name} is a custom autograd Function: where it takes data beside a parameter, say "
-            f"what it computes with gs.register_rule({name}, ...), or write it with PyTorch's own "
-            "operations. Was it called before the context was opened, or its apply kept in a "
-            f"variable before the first context? Call {name}.apply inside, where it is used."
+            f"{name} is a custom autograd Function: if it takes data beside a parameter, register "
+            f"a rule with gs.register_rule({name}, ...), or write it with PyTorch's own "
+            "operations. If it was called before the context was opened, or its apply was kept in "
+            f"a variable before the first context, call {name}.apply inside, where it is used."
         )
     else:
         remedy = (
-            "Was something of the losses computed before the context was opened, or by a "
-            "TorchScript module? Compute all of them inside the context, with the model as it was "
-            "before torch.jit. Does the model keep it from an earlier forward in eval mode? Most "
-            "drop it in model.train(); call model.eval() after that. Is it a custom operation? Add "
-            "a rule with gs.register_rule or write it with PyTorch's own operations."
+            "If a part of the losses was computed before the context was opened, or by a "
+            "TorchScript module, compute all of them inside the context, with the model as it was "
+            "before torch.jit. If the model keeps a result from an earlier forward in eval mode, "
+            "drop it: most do in model.train(); then call model.eval() again. For a custom "
+            "operation, register a rule with gs.register_rule."
         )
     return UnsupportedOperationError(
         f"{node.name()} uses {used.describe()} without passing through a PyTorch operation that "
-        f"can be tracked, so its per-example gradient is not known. {remedy} Or have "
-        'per_example_norms compute one example at a time with fallback="vmap", or leave the '
-        f"parameter out by name with exclude={used.names!r}.",
+        f"can be tracked, so its per-example gradient is not known. {remedy} Or call "
+        'per_example_norms with fallback="vmap", or leave the parameter out by name with '
+        f"exclude={used.names!r}.",
         used.names,
     )
 
 
 def _roots_in_graph(edges: Any, of_graphs: dict[int, GraphReport]) -> set[Root]:
-    """Return the parameters that a compiled graph reports; none for a node of another kind.
+    """Return the parameters that a compiled graph's node reports; none for any other node.
 
-    Such a graph takes the parameter itself, not its alias: the uses inside were tracked when it was
-    traced. A graph that takes no probe has a use that tracing could not see.
+    A compiled graph takes the parameters themselves, not their aliases, since the uses inside were
+    tracked when it was traced. A graph without a probe has a use that tracing could not see.
+
+    Args:
+        edges: the node's ``next_functions``.
+        of_graphs: what compiled graphs report, by the ids of their probes.
     """
     leaves = [child.variable for child, _ in edges if type(child) is ACCUMULATE_GRAD]  # type: ignore[attr-defined]
     reports = [of_graphs[id(leaf)] for leaf in leaves if id(leaf) in of_graphs]

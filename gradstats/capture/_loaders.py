@@ -1,8 +1,8 @@
 """Batches that a DataLoader fetches inside a context.
 
-What a data set returns is data, even if it was made by operations that take no data, or comes from
-another process. So from the first context on, every fetch passes through here. While it runs, the
-contexts of its thread see nothing; other modes stay on.
+What a data set returns is data, even if operations that take no data made it, or another process.
+So from the first context on, every fetch passes through here. While one runs, the contexts of its
+thread follow nothing; other function modes stay on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gradstats.capture.operations._modes import modes_here
 
 @cache
 def replace_fetches() -> None:
-    """Make fetches of loaders known to contexts, even of iterators made before any context."""
-    # A data set may make its batches when iteration begins.
+    """Tell contexts when loaders fetch, through iterators made before any context too."""
+    # A data set may make all its batches when iteration begins.
     DataLoader.__iter__ = _unseen(DataLoader.__iter__)  # type: ignore[method-assign]
     _replace_next(_BaseDataLoaderIter)
     _BaseDataLoaderIter.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[assignment]
@@ -33,9 +33,9 @@ def _replace_next(kind: type) -> None:
     """Replace ``__next__`` in a class of iterators and its subclasses."""
     if "__next__" in vars(kind):
         kind.__next__ = _unseen(vars(kind)["__next__"])  # type: ignore[attr-defined]
-    own: type
-    for own in kind.__subclasses__():
-        _replace_next(own)
+    subclass: type
+    for subclass in kind.__subclasses__():
+        _replace_next(subclass)
 
 
 def _unseen(native):

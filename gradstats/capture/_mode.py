@@ -1,9 +1,9 @@
 """The function mode of a context, which sees every operation of the user's code.
 
-It tells constants from data. A tensor of positions whose length happens to equal the batch size
-looks exactly like a batch: shape cannot tell them apart, but where the tensor came from can.
-Buffers, frozen parameters and all that is computed from them without data are *constants*; what is
-computed from parameters and constants alone stays *derived* until it meets data (see ``_derived``).
+It tells constants from data by where a tensor came from. Its shape cannot tell: with as many
+positions as examples, a tensor of positions looks exactly like a batch. Buffers, frozen parameters
+and everything computed from them without data are *constants*. What is computed from parameters
+and constants alone stays *derived* until it meets data (see ``parameters/``).
 
 Random tensors, and tensors made from values that the caller gives, count as data if their example
 axis has the batch's size: noise and time steps drawn inside a context are drawn for each example.
@@ -65,13 +65,12 @@ from gradstats.capture.rules import is_registered
 # Operand types whose __torch_function__ is PyTorch's or our own.
 ORDINARY_TYPES = TRACKED_TYPES | {Tensor}
 
-
 # Getters that return a tensor which existed before.
 FINDS = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "_base"))
 
 
 class FollowingMode(ContextMode):
-    """Follows each operation: what is constant, where examples lie, and what couples them."""
+    """Follows each operation: which results are constant, where examples lie, what mixes them."""
 
     def __init__(self, tracker: Context):
         super().__init__(tracker)
@@ -81,8 +80,8 @@ class FollowingMode(ContextMode):
     def remove(self) -> None:
         """Remove this mode from the thread's stack, wherever and however often it is there.
 
-        Contexts may end in any order, and an interrupt may have left a mode on the stack twice.
-        Modes of contexts that another thread closed are removed too.
+        Contexts may end in any order, and an interrupt may leave a mode on the stack twice. Modes
+        of contexts that another thread has closed are removed too.
         """
 
         def is_over(mode) -> bool:
@@ -92,7 +91,7 @@ class FollowingMode(ContextMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # The first question alone, which is_compiling asks too, for operations of no mode.
+        # The second test, which is_compiling repeats, saves that call where no dispatch mode is on.
         if torch.compiler.is_dynamo_compiling() or (
             torch._C._len_torch_dispatch_stack() and is_compiling()
         ):
@@ -108,12 +107,12 @@ class FollowingMode(ContextMode):
         What it records is followed when the graph is traced (see ``_graphs``).
         """
         if torch.compiler.is_dynamo_compiling():
-            # The compiler guards on this comparison: for a context of another form it records anew.
+            # The compiler guards on this comparison: a context of another form gets a new graph.
             if self.tracker.form == "":
                 leave_graph("what is followed by a context that runs no graphs")
             if is_registered(func):
                 leave_graph(f"{function_name(func)}, which has a registered rule")
-        if func is Tensor.unflatten:  # a function in Python, whose super() cannot be traced
+        if func is Tensor.unflatten:  # its super() in Python cannot be traced
             func = torch.unflatten
         return func(*args, **kwargs)
 
@@ -144,7 +143,7 @@ class FollowingMode(ContextMode):
             if func in CHECKS:
                 CHECKS[func](self, *args, **kwargs)
         if tracked and ordinary:
-            # The call would end here as well; this saves parsing its arguments once more.
+            # Calling func would end here too; this saves parsing its arguments once more.
             result = run_followed(func, args, kwargs)
             followed, tracker.followed = tracker.followed, None
             if followed is not None and followed is result:
@@ -154,7 +153,7 @@ class FollowingMode(ContextMode):
                 check_nested(func, operands_of(args, kwargs))
             result = func(*args, **kwargs)
         returns = type(result) is Tensor or isinstance(result, (Tensor, tuple, list))
-        # The others here may return no tensor, and change an operand instead.
+        # The last two change an operand, and may return no tensor.
         if returns or func is Tensor.__setitem__ or type(func) in OPAQUE:
             if func in FINDS:
                 return result
@@ -172,7 +171,7 @@ class FollowingMode(ContextMode):
         self.tracker.note_training(tensor, bool(requires_grad))
 
     def _note_numbers(self, tensor, data) -> None:
-        """Note that a tensor is given other values; compute with these if it is derived."""
+        """Note that a tensor is given other values; a derived tensor computes with them."""
         node = node_of(tensor)
         if isinstance(node, Root):
             node.note_place(data)
@@ -187,19 +186,19 @@ class FollowingMode(ContextMode):
             self.tracker.marks.place_like(tensor, data)
 
     def _grad_fn(self, tensor) -> Any:
-        """Return what made a tensor, of a derived one too: hooks of modules are set on it."""
+        """Return the autograd node of a tensor, derived ones included: module hooks need it."""
         self.tracker.shows_graph = True
         node = node_of(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             return (node.value if isinstance(node, Derived) else tensor).grad_fn
 
     def _reduce(self, tensor, protocol) -> Any:
-        """Return what pickle and copy need of a tensor, without what is noted on it."""
+        """Return what pickle and copy need of a tensor, without the notes on it."""
         with self.tracker.marks.aside(tensor):
             return Tensor.__reduce_ex__(tensor, protocol)
 
     def _copy(self, tensor, memo) -> Tensor:
-        """Return a deep copy, on which the same is noted as on the tensor."""
+        """Return a deep copy with the same notes as the tensor."""
         marks = self.tracker.marks
         with marks.aside(tensor):
             result = Tensor.__deepcopy__(tensor, memo)
@@ -209,20 +208,20 @@ class FollowingMode(ContextMode):
 
 
 def _takes_data_first(marks: Marks, *args, **kwargs) -> bool:
-    """Whether an operand other than the first is tracked; a tracked first operand has a rule."""
+    """Whether only an operand other than the first is tracked; for the first there is a rule."""
     tracked = [node_of(item) is not None for item in operands_of(args, kwargs)]
     return any(tracked) and not tracked[0]
 
 
-# Functions that the mode takes apart to see the operations inside them, each with a predicate that
-# says whether it does; called with what is noted about tensors and the arguments.
+# Functions that the mode takes apart to see the operations inside them, if the predicate holds. It
+# is called with the context's marks and the arguments.
 OPENS: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(OPENED, lambda *_, **__: True),
     **dict.fromkeys(OPENED_IF_TRACKED, _takes_data_first),
     MULTI_HEAD_ATTENTION: is_out_of_the_ordinary,
 }
 
-# What the mode runs in place of a call, and what it checks before one.
+# What the mode runs in place of a call, and what it runs before one.
 INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.backward: backward_of_one,
     torch.autograd.backward: backward,
@@ -250,17 +249,17 @@ OUT_OF_THE_ORDINARY = QUESTIONS | INSTEAD.keys() | CHECKS.keys() | OPENS.keys()
 
 @cache
 def prepare_for_compiler() -> None:
-    """Have the compiler inline the mode's functions in graphs, but not compile them as frames.
+    """Make the compiler inline the mode's functions in graphs, but not compile them as frames.
 
-    Compiled as a frame of its own, the handler would believe that it runs inside a graph. So would
-    the functions that replace PyTorch's own, and ``is_compiling`` itself.
+    Compiled as a frame of its own, the handler would think that it runs inside a graph. The same
+    holds for the functions that replace PyTorch's own, and for ``is_compiling``.
     """
     handler = FollowingMode.__torch_function__
     replaced = apply_function, as_subclass
     for function in (handler, outside_graphs.__wrapped__, *replaced, is_compiling):
         torch._dynamo.eval_frame.skip_code(function.__code__)
     TRACED.append(True)
-    # Otherwise the graph would be guarded on every entry of the table of rules.
+    # Without this, graphs would be guarded on every entry of the table of rules.
     torch.compiler.assume_constant_result(is_registered)
 
 

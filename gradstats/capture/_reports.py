@@ -30,12 +30,12 @@ from gradstats.contractions import (
 )
 from gradstats.errors import CoverageError, TrackingError
 
-# Parameters found to be used in several compiled graphs, or both in one and outside of it.
+# Parameters found to be used in several compiled graphs, or both inside and outside of one.
 SHARED_IN_GRAPHS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 ONE_OF_SEVERAL = (
-    "Where contexts of several models are open at once, the innermost takes every backward: track "
-    "one torch.nn.ModuleList of the models instead."
+    "If contexts of several models are open, the innermost takes every backward: track one "
+    "torch.nn.ModuleList of the models instead."
 )
 
 
@@ -47,11 +47,11 @@ class GraphReport:
     """What one run of a compiled graph reports, through the gradient of a probe.
 
     Attributes:
-        probe: (parameters, 2, B) float64, a leaf of arbitrary values whose gradient is the report:
+        probe: (parameters, 2, B) float64, a leaf of arbitrary values. Its gradient is the report:
             the squared norms, and their error bounds up to a factor.
         roots: the parameters that the graph takes.
-        reporting: the parameters on which its results depend, with their row in the report and the
-            factor of their error bound.
+        reporting: each parameter on which the results depend → its row in the report, and the
+            factor of its error bound.
     """
 
     def __init__(self, roots: Sequence[Root], reporting: Sequence[float | None], batch_size: int):
@@ -72,14 +72,14 @@ class GraphReport:
             self.probe = torch.empty(shape, dtype=torch.float64, device=device, requires_grad=True)
 
     def expect(self) -> list[Root]:
-        """Note that the losses' graph contains this run; return roots that others report too."""
+        """Note that the losses' graph contains this run; return roots that another reports too."""
         again = [root for root in self.reporting if root.graph not in (None, self)]
         for root in self.reporting:
             root.graph = self
         return again
 
     def deliver(self) -> None:
-        """Pass on what the backward reported."""
+        """Pass the report of the backward on to the parameters."""
         if self.probe.grad is None:
             return
         # The next run of a CUDA graph overwrites its results.
@@ -89,7 +89,7 @@ class GraphReport:
 
 
 def _check_open(root: Root, gradient: Tensor) -> None:
-    """Raise for a backward after closing through a graph that forms no weight gradients."""
+    """Raise if the context is closed: its graph forms no weight gradients for a later backward."""
     if root.tracker.closed:
         raise closed_before(root)
 
@@ -99,10 +99,10 @@ def shared_in_graphs(roots: Sequence[Root]) -> SharedInGraphError:
     for root in roots:
         SHARED_IN_GRAPHS[root.parameter] = True
     return SharedInGraphError(
-        f"{', '.join(repr(root.name) for root in roots)} contributed more than once: to several "
-        "compiled graphs, or to one and outside of it. All uses of a parameter have to be added up "
-        "before their norm is taken. Contexts opened from now on run these graphs operation by "
-        "operation: run the step again, or begin with torch.compiler.set_stance('force_eager')."
+        "several compiled graphs, or a graph and code outside it, use "
+        f"{', '.join(repr(root.name) for root in roots)}: their uses cannot be added up before the "
+        "norm is taken. Run the step again: contexts opened from now on run these graphs eagerly. "
+        "Or call torch.compiler.set_stance('force_eager') before the first step."
     )
 
 
@@ -111,8 +111,8 @@ class Reports:
 
     Attributes:
         roots: the parameters.
-        order: (B,) the example of each loss; None if they are in the batch's order.
-        of_graphs: what runs of compiled graphs report, by the ids of their probes.
+        order: (B,) the example of each loss; None if the losses are in the batch's order.
+        of_graphs: id of a probe → what that run of a compiled graph reports.
     """
 
     def __init__(self, roots: Sequence[Root], settings: Settings, batch_size: int):
@@ -147,7 +147,7 @@ class Reports:
             report.deliver()
 
     def contract(self, root: Root, delivered: Sequence[Factor | Fused | Projected]) -> Contraction:
-        """Return the squared norms of the sum of one root's factors, and pass the factors on."""
+        """Return the squared norms of the sum of a root's factors; pass these to the consumer."""
         consumer, fused = self._settings.consumer, delivered[0]
         projected = next((item for item in delivered if isinstance(item, Projected)), None)
         if projected is not None:
@@ -155,10 +155,10 @@ class Reports:
             known = all(factor.lookup in projected.gathered for factor in rows)
             if len(rows) != len(delivered) - 1 or not known:
                 raise CoverageError(
-                    f"{root.describe()} has a further use that showed only in the backward, when "
-                    "what its cross term with the others needs was no longer there. Expected all "
-                    "uses in the graph of the losses: use torch.utils.checkpoint.checkpoint rather "
-                    "than another library's, or leave the parameter out by name with "
+                    f"{root.describe()} has a use that appeared only in the backward, too late to "
+                    "compute its cross term with the other uses. Expected all uses in the graph of "
+                    "the losses: use torch.utils.checkpoint.checkpoint rather than another "
+                    "library's, or leave the parameter out by name with "
                     f"exclude=[{root.name!r}]."
                 )
             return tied_sqnorm(projected, rows, self._settings.workspace)
@@ -176,7 +176,7 @@ class Reports:
             norms = self._sqnorm(factors) if parts is None else parts
         elif consumer.needs_norms:
             if not any(map(on_chip, factors)):
-                # Gradients smaller than their factors are formed once for both norms and products.
+                # Gradients smaller than their factors are formed once, for norms and products.
                 factors = fold(factors)
             norms = self._sqnorm(factors)
         else:
@@ -192,7 +192,7 @@ class Reports:
         return norms
 
     def shrink(self, root: Root, factor: Factor | Fused) -> Factor | Fused | Projected:
-        """Return what to keep of a factor until the parameter's look-ups have delivered."""
+        """Return what to keep of a factor until look-ups of the same parameter have delivered."""
         whole = factor.factor if isinstance(factor, Fused) else factor
         if self._settings.consumer is not None or not isinstance(whole, (Outer, Ragged)):
             return factor
@@ -211,10 +211,9 @@ class Reports:
         """Return the squared norms, (parameters, B) float64, zeros for unused parameters."""
         if not self.any:
             raise TrackingError(
-                "no backward reached the tracked parameters; what torch.autograd.grad returns is "
-                "not measured. Run tracker.backward(losses), or your own loss.backward(), inside "
-                "the context, on losses computed inside it. "
-                f"{ONE_OF_SEVERAL}"
+                "no backward reached the tracked parameters. Run tracker.backward(losses), or your "
+                "own loss.backward(), inside the context, on losses computed inside it; what "
+                f"torch.autograd.grad returns is not measured. {ONE_OF_SEVERAL}"
             )
         values = stack([root.result for root in self.roots], self._batch_size, self._device)
         return values if self.order is None else values[:, self.order]
@@ -230,7 +229,7 @@ class Reports:
         Args:
             sqnorm: what ``sqnorm_by_parameter`` returned, (parameters, B).
             total: (B,) their sum.
-            unit: by which both are divided before they are rounded.
+            unit: what both are divided by before they are rounded.
         """
         return partial(
             relative_error,

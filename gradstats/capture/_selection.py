@@ -18,10 +18,10 @@ from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._tensors import TrackedParameter
 from gradstats.errors import CoverageError, TrackingError, UnsupportedOperationError
 
-# Wrappers that keep the model they were given as ``module``, a name that models may use as well.
+# Wrappers that keep the model as ``module``. Other modules may have an attribute of that name too.
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
 
-# Prefixes that they and torch.compile put before parameter names.
+# Prefixes that these wrappers and torch.compile put before parameter names.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 
@@ -32,8 +32,8 @@ class Anatomy:
     Attributes:
         modules: (path, module), each once, under its first path.
         parameters: name → parameter, each once, under its first name, in the model's order.
-        prefix: that wrappers around the model put before each of these names.
-        compiled: whether torch.compile was applied to the model or to a part of it.
+        prefix: what wrappers around the model put before each of these names.
+        compiled: whether torch.compile was applied to the model or a part of it.
     """
 
     modules: list[tuple[str, nn.Module]]
@@ -55,7 +55,7 @@ class Anatomy:
                     place = f"{path}.{name}" if path else name
                     raise TrackingError(
                         f"{place!r} of the model is on the meta device, where tensors hold no "
-                        "values. Load them first: model.to_empty(device=...), then "
+                        "values. Load values first: model.to_empty(device=...), then "
                         "model.load_state_dict(...)."
                     )
 
@@ -65,15 +65,15 @@ class Anatomy:
         """Return the parameters to track, by name and in the model's order, or raise.
 
         Args:
-            parameters: fnmatch patterns over names of parameters that require grad.
-            exclude: fnmatch patterns over names, those of frozen parameters too.
+            parameters: fnmatch patterns over the names of parameters that require grad.
+            exclude: fnmatch patterns over all names, those of frozen parameters too.
         """
         self._check_values()
         named = self.named()
         trainable = {name: each for name, each in named.items() if each.requires_grad}
         if not trainable:
             adapted = is_adapted(module for _, module in self.modules)
-            loaded = " peft loads adapters for inference unless it is told is_trainable=True."
+            loaded = " peft loads adapters for inference unless it is given is_trainable=True."
             raise CoverageError(
                 "the model has no parameter that requires grad, so there is no gradient to "
                 "measure. Set requires_grad on the parameters whose gradients you want."
@@ -83,25 +83,8 @@ class Anatomy:
         if parameters is None and not leave_out:
             return trainable
         include = patterns_of("parameters", parameters) if parameters is not None else ("*",)
-        chosen: list[set[str]] = []
-        for patterns, own, which in (
-            (include, trainable, "parameter that requires grad"),
-            (leave_out, named, "parameter"),
-        ):
-            chosen.append(set())
-            for pattern in patterns:
-                found = _matching(pattern, own)
-                chosen[-1].update(found)
-                if not found:
-                    wider = f"*{pattern.strip('*')}*"
-                    more = len(_matching(wider, own))
-                    raise CoverageError(
-                        f"the pattern {pattern!r} matches no {which}. Expected a pattern of whole "
-                        f"names, of one of {list(own)[:8]}{' …' if len(own) > 8 else ''}."
-                        f"{f' {wider!r} matches {more} of them.' if more else ''}"
-                        f"{self._tied_under(pattern, own)}"
-                    )
-        names = chosen[0] - chosen[1]
+        included = self._chosen_by(include, trainable, "parameter that requires grad")
+        names = included - self._chosen_by(leave_out, named, "parameter")
         selected = {name: parameter for name, parameter in trainable.items() if name in names}
         if not selected:
             raise CoverageError(
@@ -110,17 +93,39 @@ class Anatomy:
             )
         return selected
 
-    def _tied_under(self, pattern: str, own: dict[str, nn.Parameter]) -> str:
-        """Explain a pattern that names a tied parameter by another name than its first."""
-        first = {id(parameter): name for name, parameter in own.items()}
+    def _chosen_by(
+        self, patterns: Iterable[str], named: dict[str, nn.Parameter], kind: str
+    ) -> set[str]:
+        """Return the names that any pattern matches; raise for one that matches none.
+
+        Args:
+            patterns: fnmatch patterns over names.
+            named: name → parameter.
+            kind: describes the parameters, for the message.
+        """
+        chosen: set[str] = set()
+        for pattern in patterns:
+            found = _matching(pattern, named)
+            chosen.update(found)
+            if not found:
+                wider = f"*{pattern.strip('*')}*"
+                more = len(_matching(wider, named))
+                raise CoverageError(
+                    f"the pattern {pattern!r} matches no {kind}. Expected a pattern that matches a "
+                    f"whole name, such as one of {list(named)[:8]}{' …' if len(named) > 8 else ''}."
+                    f"{f' {wider!r} matches {more} of them.' if more else ''}"
+                    f"{self._tied_under(pattern, named)}"
+                )
+        return chosen
+
+    def _tied_under(self, pattern: str, named: dict[str, nn.Parameter]) -> str:
+        """Explain a pattern that matches a tied parameter's later name, not its first."""
+        first = {id(parameter): name for name, parameter in named.items()}
         _, model = self.modules[0]
         for other, parameter in model.named_parameters(remove_duplicate=False):
             other = clean_name(other, self.prefix)
             if id(parameter) in first and fnmatchcase(other, pattern):
-                return (
-                    f" {other!r} is tied to {first[id(parameter)]!r}: they are one parameter, "
-                    "under that name."
-                )
+                return f" {other!r} is tied to {first[id(parameter)]!r}: use that name."
         return ""
 
 
@@ -184,7 +189,7 @@ def has_processes() -> bool:
 def data_parallel_within(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
     """Return all that is a DistributedDataParallel in a model, itself included."""
     if not has_processes():
-        return []  # the walk over the modules is saved
+        return []  # saves the walk over the modules
     kind = nn.parallel.DistributedDataParallel
     return [module for module in model.modules() if isinstance(module, kind)]
 
@@ -203,15 +208,15 @@ def clean_name(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).replace("._orig_mod.", ".")
 
 
-def matching_names(given: Iterable[str], own: Collection[str]) -> dict[str, str]:
-    """Map each given name to the name that the model may have for it.
+def matching_names(given: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """Map each given name to the name that the model probably has for it.
 
-    If the names come from a wrapped model, all of them have the wrappers' prefixes. These are
-    removed if more of the names then agree with the model's own.
+    Names from a wrapped model all begin with the wrappers' prefixes. As many of these are removed
+    as makes most names agree with the model's.
 
     Args:
         given: names in a state dict, an optimizer, or a direction.
-        own: names in the unwrapped model.
+        known: names in the unwrapped model.
     """
     names = {name: clean_name(name, "") for name in given}
     candidates = [names]
@@ -222,11 +227,11 @@ def matching_names(given: Iterable[str], own: Collection[str]) -> dict[str, str]
             break
         names = {name: bare.removeprefix(prefix) for name, bare in names.items()}
         candidates.append(names)
-    return max(candidates, key=lambda names: sum(bare in own for bare in names.values()))
+    return max(candidates, key=lambda names: sum(bare in known for bare in names.values()))
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Return names for a message, the first four of them."""
+    """Return the first four names, and how many more there are, for a message."""
     return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
 
 
@@ -235,14 +240,14 @@ def check_trackable(root: Root) -> None:
     parameter = root.parameter
     if type(parameter) is TrackedParameter:
         raise TrackingError(
-            f"{root.describe()} is already tracked by another open context. Close that one first: "
-            "a tracker that an interrupt left open with tracker.__exit__(None, None, None)."
+            f"{root.describe()} is already tracked by another open context. Close that one first. "
+            "If an interrupt left it open, call tracker.__exit__(None, None, None)."
         )
     if type(parameter) is not nn.Parameter:
         raise UnsupportedOperationError(
             f"{root.describe()} is a {type(parameter).__name__}, expected a plain "
             "torch.nn.Parameter: a subclass may compute with hidden values. If it is a lazy "
-            f"parameter, run one forward first; otherwise exclude it by name with "
+            "parameter, run one forward first. Otherwise leave it out by name with "
             f"exclude=[{root.name!r}].",
             [root.name],
         )
@@ -252,30 +257,28 @@ def patterns_of(name: str, patterns: Sequence[str] | str | None) -> tuple[str, .
     """Return the patterns in an argument, or raise.
 
     Args:
-        name: the argument's.
+        name: of the argument.
         patterns: its value; None for no patterns.
     """
     found: tuple = ()
     if patterns is None or (type(patterns) is tuple and not patterns):
         return found
-    # Patterns are read more than once, for each batch of a run, which would exhaust an iterator.
+    expected = "expected an fnmatch pattern over names, or a list of several."
+    # Patterns are read for each batch of a run.
     if isinstance(patterns, Iterator):
         raise CoverageError(
-            f"{name} is a {type(patterns).__name__}, which can be read only once, expected an "
-            "fnmatch pattern over names, or a list of several."
+            f"{name} is a {type(patterns).__name__}, which can be read only once, {expected}"
         )
     if isinstance(patterns, Tensor):
-        raise CoverageError(
-            f"{name} is Tensor, expected an fnmatch pattern over names, or several."
-        )
+        raise CoverageError(f"{name} is Tensor, {expected}")
     with suppress(TypeError):
         found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         if all(isinstance(pattern, str) for pattern in found):
             return found
-    # The message does not print tensors, whose values would fill the screen.
+    # Do not print tensors, whose values would fill the screen.
     tensor = next((type(item).__name__ for item in found if isinstance(item, Tensor)), None)
     given = f"is {reprlib.repr(patterns)}" if tensor is None else f"holds {tensor}"
-    raise CoverageError(f"{name} {given}, expected an fnmatch pattern over names, or several.")
+    raise CoverageError(f"{name} {given}, {expected}")
 
 
 def _matching(pattern: str, names: Collection[str]) -> list[str]:

@@ -1,9 +1,8 @@
-"""Parameters that ``fully_shard`` shards: whole only while a module that it manages runs.
+"""Parameters that ``fully_shard`` shards: they are whole only while a managed module runs.
 
-Outside, a module holds a shard of each parameter (a DTensor). Its forward and backward see another
-object, the whole parameter, which FSDP keeps and refills. The model computes with this one, so it
-is tracked: a forward pre-hook on each managed module, which runs after FSDP's own, gives it the
-tracked class.
+At other times a module holds a shard of each parameter (a DTensor). Its forward and backward use
+another object, the whole parameter, which FSDP keeps and refills. That one is tracked: a forward
+pre-hook on each managed module, which runs after FSDP's own, gives it the tracked class.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class ShardedParameters:
             if type(module).__name__ == "FullyShardedDataParallel":
                 raise UnsupportedOperationError(
                     f"module {path!r} is a FullyShardedDataParallel, which computes with views of "
-                    "one flat parameter that no module holds. Expected fully_shard (its successor) "
-                    "or DistributedDataParallel."
+                    "a flat parameter that no module holds. Expected its successor fully_shard, or "
+                    "DistributedDataParallel."
                 )
         if {*map(type, anatomy.parameters.values())} == {nn.Parameter}:
-            return  # early, as for most models
+            return  # most models
         if not any(map(is_sharded, anatomy.parameters.values())):
             return
         self._roots = {id(root.parameter): root for root in roots if is_sharded(root.parameter)}
@@ -83,8 +82,8 @@ class ShardedParameters:
         """Register the hooks that track the whole parameters as they appear.
 
         Args:
-            meet: called with a whole parameter and its root when it first appears; each time that
-                it appears, with None for its root, if it is not tracked.
+            meet: called with a whole parameter and its root when it first appears; if it is not
+                tracked, with None for the root, and each time that it appears.
         """
         for module in self._places:
             hook = partial(self._before_forward, meet)
@@ -116,9 +115,8 @@ class ShardedParameters:
             if isinstance(leaf, nn.Parameter) and not self.knows(leaf):
                 raise CoverageError(
                     f"a parameter of shape {tuple(leaf.shape)} was used outside the forward of the "
-                    "module that fully_shard manages, where it cannot be tracked. Run the model "
-                    "through its forward, or apply fully_shard to the module whose parameters are "
-                    "used."
+                    "module that fully_shard manages, where it cannot be tracked. Call the model "
+                    "itself, or apply fully_shard to the module whose parameters are used."
                 )
 
 
@@ -132,8 +130,8 @@ def _managed(module: nn.Module, managed_type: type) -> Iterator[nn.Module]:
 
 def _tensor_parallel(described: str) -> UnsupportedOperationError:
     return UnsupportedOperationError(
-        f"{described} is a DTensor while the model computes (tensor parallelism), expected a "
-        "plain parameter: each process sees a part of every example's gradient, which is not "
-        "supported. Shard the data with DistributedDataParallel or fully_shard instead, or exclude "
-        "the parameter by name."
+        f"{described} is a DTensor in the forward (tensor parallelism), expected a plain "
+        "parameter: each process would see only a part of every example's gradient. Use "
+        "DistributedDataParallel or fully_shard instead, or leave the parameter out by name with "
+        "exclude=."
     )

@@ -1,4 +1,4 @@
-"""One forward that records what happens to every parameter, without raising for any of them."""
+"""A forward that records what happens to every parameter, without raising for any of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradstats.errors import GradStatsError
 
 
 class Survey(Tracker):
-    """A context that notes refused operations and lets them pass. It gives no valid numbers.
+    """A context that notes refused operations and goes on. Its numbers are not valid.
 
     Attributes:
         operations: name of a parameter → names of the operations that used it, in order.
@@ -50,7 +50,7 @@ class Survey(Tracker):
             result = super().dispatch(func, args, kwargs)
         except GradStatsError as error:
             if self.maps_examples is not None and isinstance(error, HiddenError):
-                raise  # torch.vmap goes on in another way
+                raise  # torch.vmap then tries another way
             self._note(error)
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*rebuild(args, value_of), **rebuild(kwargs, value_of))
@@ -63,7 +63,7 @@ class Survey(Tracker):
         return result
 
     def find_hidden_uses(self, losses: Tensor) -> None:
-        """Note the parameters that are used by operations which no context can see."""
+        """Note the parameters that are used by operations that no context can see."""
         while losses.grad_fn is not None:
             try:
                 check_coverage(self, [losses.grad_fn])
@@ -73,12 +73,12 @@ class Survey(Tracker):
                 self.roots = [root for root in self.roots if root.name not in error.parameters]
 
     def _note(self, error: GradStatsError) -> None:
-        """Keep the reason for the parameters that an error names; raise any other error."""
+        """Note an error for the parameters that it names; raise one that names none."""
         if not error.parameters:
             try:
                 raise error
             finally:
-                del error  # whose traceback has this frame: the forward would outlive the call
+                del error  # its traceback holds this frame, which would keep the forward alive
         for name in error.parameters:
             self.refused.setdefault(name, str(error))
 
@@ -92,13 +92,14 @@ def survey(
 ) -> Survey:
     """Return what a forward of ``loss_fn`` does to each parameter, running compiled parts eagerly.
 
-    If something is refused, and tensors may have been taken for data that are none, the forward is
-    run once more with these as constants, as for gradients.
+    If something is refused, and tensors that are constants may have been taken for data, the
+    forward is run once more with these as constants, as it is for gradients.
 
     Args:
+        model, batch: what ``loss_fn`` takes.
         loss_fn: may be called twice.
-        entries: lists in the batch whose entries are taken for those of the examples, in order.
-        options: of Tracker.
+        entries: lists in the batch that hold one entry for each example, in order.
+        options: the other arguments of Tracker.
     """
     found = Survey(model, **options)
     try:
@@ -135,4 +136,4 @@ def _look(
             finally:
                 found.close()
         finally:
-            found.close()  # once more, where an interrupt came as the call before began
+            found.close()  # again, in case an interrupt hit the call above as it began

@@ -1,4 +1,4 @@
-"""A tracking context: how it is opened and closed, and how its backward runs."""
+"""Tracking contexts: opening and closing them, and their backward."""
 
 from __future__ import annotations
 
@@ -54,9 +54,8 @@ def _check_not_compiled() -> None:
     """Raise in a function that the compiler traces, or has compiled."""
     if called_from_compiled():
         raise TrackingError(
-            "a tracking context was opened inside a function that torch.compile compiles. "
-            "Expected one in code that is not compiled: compile the model instead of the step, "
-            "or run the step as torch.compiler.disable(step)."
+            "a tracking context was opened inside a function that torch.compile compiles. Compile "
+            "the model instead of the step, or run the step as torch.compiler.disable(step)."
         )
 
 
@@ -64,7 +63,7 @@ class Tracker(Context):
     """Follows the uses of a model's parameters for the duration of one batch.
 
     Attributes:
-        listener: called before the backward, and after it while gradients are as it left them.
+        listener: called before the backward, and after it before anything changes the gradients.
     """
 
     visibility: Visibility
@@ -83,7 +82,7 @@ class Tracker(Context):
         exclude: Sequence[str] | str,
         doubtful_are_data: bool = True,
     ):
-        _check_not_compiled()  # before the compiler traces the rest, which it may fail to
+        _check_not_compiled()  # before the compiler traces the rest, which may fail
         super().__init__(batch_size, batch_dim, segments, settings)
         self.marks.doubtful_are_data = doubtful_are_data
         self.visibility = Visibility()
@@ -93,11 +92,11 @@ class Tracker(Context):
         named = anatomy.select(parameters, exclude)
         self.roots = [Root(self, name, parameter) for name, parameter in named.items()]
         self._tracking = Tracking(anatomy, self.roots, self.marks)
-        # Tensors that modules keep belong to no example: buffers, parameters that are not tracked,
-        # tensors in plain attributes and in caches.
+        # Tensors that modules keep belong to no example: buffers, untracked parameters, and tensors
+        # in plain attributes and caches.
         tracked = set(map(id, named.values()))
         kept: list[Tensor] = [p for p in self._tracking.parameters if id(p) not in tracked]
-        self.attributes: list[Any] = []  # until it closes
+        self.attributes: list[Any] = []  # until the context closes
         for module in self.modules:
             self.attributes += kept_by(module).values()
             if module._buffers:
@@ -106,7 +105,7 @@ class Tracker(Context):
         attributes = tensors_kept([self.attributes, caches])
         self.marks.keep_constant((*kept, *attributes))
         # An attribute may also keep a batch. If one has the size of a batch, the arguments of the
-        # model's call tell whether it is this one.
+        # model's call tell whether it is the current one.
         self._model = model if any(map(self.marks.has_example_axis, attributes)) else None
         self._compiler = anatomy.compiled or compiler_is_used()
         selection = (len(named), parameters, exclude, model.training)
@@ -117,14 +116,13 @@ class Tracker(Context):
         self._tasks: set[int] = set()
 
     def _form_of_graphs(self, selection: tuple[Any, ...]) -> str:
-        """Return a key of everything that recorded graphs depend on; "" if none serve this context.
+        """Return a key of everything that recorded graphs depend on; "" if none can run here.
 
-        Graphs can neither call a consumer nor pass on which examples packed rows belong to, and a
-        hook that sees the arguments of the model's call would be compiled with it.
+        Graphs cannot call a consumer or pass on which examples packed rows belong to, and a hook
+        that sees the arguments of the model's call would be compiled with the model.
 
         Args:
-            selection: which parameters are tracked, and the model's mode, for which the compiler
-                records new graphs by itself.
+            selection: which parameters are tracked, and the model's training mode.
         """
         settings = self.settings
         if settings.consumer is not None or self.marks.packed or self._model is not None:
@@ -176,7 +174,7 @@ class Tracker(Context):
         self._undo.enter_context(undo)
 
     def _take_data(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Treat the arguments of the model's call as data, even if the model keeps them as well."""
+        """Treat the arguments of the model's call as data, even if the model keeps them too."""
         self.marks.take_batch(filter(self.marks.is_kept, tensors_in((args, kwargs))))
 
     def note_training(self, tensor: Tensor, trained: bool) -> None:
@@ -214,7 +212,7 @@ class Tracker(Context):
         for root in self.roots:
             root.release()
         self.closed = True
-        # These refer back to the context, and would keep it alive until garbage collection.
+        # These refer back to the context, which would stay alive until garbage is collected.
         del self._mode, self._tracking, self._model
 
     def watching(self) -> FollowingMode:
@@ -222,17 +220,17 @@ class Tracker(Context):
         return self._mode
 
     def note_losses(self, losses: Tensor) -> None:
-        """Note the example of each loss, if the model reordered the examples."""
+        """Note which example each loss is of, if the model reordered the examples."""
         self.reports.order = order_of(self.marks, losses)
         self.marks.knows_losses = True
         meetings = self.marks.meetings
         if meetings.added:
-            met = [node for node in nodes_behind(losses) if node in meetings.added]
-            if met:
-                raise meetings.refusal(met[-1])  # the others were computed from it
+            mixed = [node for node in nodes_behind(losses) if node in meetings.added]
+            if mixed:
+                raise meetings.refusal(mixed[-1])  # the first in the forward
 
     def targets(self, reporting: Sequence[GraphNode]) -> tuple:
-        """Return the ``inputs`` of a backward that computes reports only.
+        """Return the ``inputs`` for a backward that computes nothing but reports.
 
         Args:
             reporting: the nodes of the graph that report uses.
@@ -241,9 +239,10 @@ class Tracker(Context):
         return (*probes, *(GradientEdge(node, 0) for node in reporting))
 
     def keeps_values(self, roots: Sequence[Root]) -> bool:
-        """Whether parameters still have after the backward the values of the forward.
+        """Whether parameters have the same values after the backward as in the forward.
 
-        Sharded parameters are resharded, and hooks may update each as soon as it has its gradient.
+        Sharded parameters are resharded, and hooks may update a parameter as soon as it has its
+        gradient.
         """
         hooked = any(root.parameter._post_accumulate_grad_hooks for root in roots)
         return not (hooked or self._tracking.sharded.any)
@@ -259,18 +258,17 @@ class Tracker(Context):
             reporting = self.before_backward([total], [one], create_graph=False)
         if not (self.functions.inside or self.trains):
             targets = self.targets(reporting)
-            if targets:  # without any, the engine would compute all leaves' gradients
+            if targets:  # an empty list would make the engine compute all leaves' gradients
                 with without_autocast():
                     run_backward((total,), (one,), inputs=targets, in_threads=self.spans_devices)
             self.after_backward()
             return
-        # Parameters are used in the backwards of autograd Functions, so that the nodes to reach are
-        # not known, or hooks may change their gradients. Run the whole backward, with the gradients
-        # set aside.
-        own = self.reports.of_graphs.keys()
-        every = self._tracking.parameters
-        leaves = [leaf for leaf in (*every, *leaves_of(total)) if id(leaf) not in own]
-        with gradients_aside(leaves), without_hooks(every), without_autocast():
+        # The backwards of autograd Functions use parameters, so that the nodes to reach are not
+        # known, or hooks may change gradients. Run the whole backward, with gradients set aside.
+        probes = self.reports.of_graphs.keys()
+        parameters = self._tracking.parameters
+        leaves = [leaf for leaf in (*parameters, *leaves_of(total)) if id(leaf) not in probes]
+        with gradients_aside(leaves), without_hooks(parameters), without_autocast():
             run_backward((total,), (one,), in_threads=self.spans_devices)
         self.after_backward()
 
@@ -285,28 +283,28 @@ class Tracker(Context):
 
         Args:
             losses: the tensors that the backward starts from.
-            start: the gradient it starts with at each; None for a tensor without a graph, which
-                PyTorch will refuse.
+            start: the gradient of each that it starts with; None for a tensor without a graph,
+                which PyTorch will refuse.
             create_graph: whether the backward is to be differentiated.
-            inputs: the only tensors to get a gradient; None for all leaves.
+            inputs: the only tensors that get a gradient; None for all leaves.
 
         Returns:
             The nodes of the graph that report uses.
         """
         if create_graph:
             raise UnsupportedOperationError(
-                "the backward of a tracking context was given create_graph=True, to differentiate "
-                "the training gradient. Expected create_graph=False: what is computed from the "
-                "training gradient mixes the examples. Run such a backward outside the context."
+                "the backward of a tracking context was given create_graph=True, but what is "
+                "computed from the training gradient mixes the examples. Expected "
+                "create_graph=False. Run such a backward outside the context."
             )
         nested = torch._C._current_graph_task_id() != -1
         if self.backward_ran and not nested:
             raise TrackingError(
-                "a second backward was started in one tracking context. One context serves one "
-                "batch and one backward: of several losses of a batch, run that of their sum; to "
-                "accumulate gradients, open one context for each micro-batch. Gradients that the "
-                "losses are computed from, such as those of adversarial examples, are for "
-                f"torch.autograd.grad. {ONE_OF_SEVERAL}"
+                "a second backward was started in one tracking context, which serves one batch and "
+                "one backward. For several losses of a batch, run the backward of their sum. To "
+                "accumulate gradients, open one context for each micro-batch. For gradients that "
+                "the losses are computed from (adversarial examples), use torch.autograd.grad. "
+                f"{ONE_OF_SEVERAL}"
             )
         if not nested:
             check_data(losses)
@@ -315,7 +313,7 @@ class Tracker(Context):
         nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         meetings = self.marks.meetings
         for node in nodes:
-            # Inside a backward, it starts from what a later part of the model computed from sums.
+            # A nested backward starts inside the model, from what later parts use.
             if node in meetings.roots_of_sums or (nested and node in meetings.added):
                 raise meetings.refusal(node)
         reporting = check_coverage(self, nodes, () if nested else losses)
@@ -334,15 +332,15 @@ class Tracker(Context):
 
     def after_backward(self) -> None:
         """Contract what has waited; show the listener the gradients before others change them."""
-        # Called for a backward inside an autograd Function's: the outer one is still running.
+        # In a backward inside an autograd Function's own: the outer one is still running.
         if torch._C._current_graph_task_id() != -1:
             return
         for root in self.roots:
             if root.expected > 0:
                 raise CoverageError(
                     f"the backward did not reach {root.expected} of the {root.counted} uses of "
-                    f"{root.describe()} in the graph of the losses, so its gradient would be "
-                    "incomplete. Expected a backward of the whole graph."
+                    f"{root.describe()} in the graph of the losses, so its gradient is incomplete. "
+                    "Expected a backward of the whole graph, without inputs= that leave uses out."
                 )
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self.together.contract()
@@ -357,7 +355,7 @@ class Tracker(Context):
                 self.listener.after_backward()
 
     def _apart(self, model: nn.Module, batch_size: int, consumer: Consumer) -> Tracker:
-        """Return a context for a model of its own, whose factors a consumer takes."""
+        """Return a context for another model, whose factors a consumer takes."""
         settings = replace(self.settings, weight_gradients=False, fused=True, consumer=consumer)
         return Tracker(
             model, batch_size=batch_size, batch_dim=0, settings=settings, parameters=None,

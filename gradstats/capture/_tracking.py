@@ -15,10 +15,10 @@ from gradstats.errors import CoverageError
 
 
 class Tracking:
-    """Gives parameters their tracked class, and knows those that the user's code changes meanwhile.
+    """Gives parameters their tracked class, and follows what the user's code changes meanwhile.
 
     Attributes:
-        parameters: all of the model's, tracked or not.
+        parameters: all parameters of the model, tracked or not.
         sharded: those that ``fully_shard`` shards.
     """
 
@@ -41,7 +41,7 @@ class Tracking:
         self.sharded.open(self._meet_whole)
 
     def end(self) -> None:
-        """Restore them; may be called again after an interrupt."""
+        """Restore all parameters; may be called again after an interrupt."""
         for parameter in self._tracked.values():
             release(parameter)
         self.sharded.close()
@@ -53,7 +53,7 @@ class Tracking:
         parameter = root.parameter
         check_trackable(root)
         if not parameter.numel():
-            self._ignore(parameter)  # nothing of it has a gradient
+            self._ignore(parameter)  # an empty parameter has no gradient
             return
         self._tracked[id(parameter)] = parameter
         parameter.__class__ = TrackedParameter
@@ -65,7 +65,7 @@ class Tracking:
         self._marks.written.discard(parameter)  # gathering its shards is seen as a write
 
     def _meet_whole(self, parameter: nn.Parameter, root: Root | None) -> None:
-        """Track the whole of a sharded parameter, or note that one without a root is constant."""
+        """Track a whole parameter that appeared; one without a root is a constant."""
         if root is None:
             self._ignore(parameter)
         else:
@@ -96,11 +96,10 @@ class Tracking:
             names = sorted(name for each, name in self._names().items() if each in unfrozen)
             raise CoverageError(
                 f"parameters were unfrozen inside the context, {names[:4]}, so their gradients are "
-                "not measured. Expected parameters that require grad when the context is opened: "
-                "unfreeze them before."
+                "not measured. Set requires_grad before the context is opened."
             )
         if not leaves:
-            return  # as in most steps
+            return  # most steps
         known = set(map(id, self.parameters))
         unknown = [leaf for leaf in leaves if not (id(leaf) in known or self.sharded.knows(leaf))]
         given = self._names() if unknown else {}
@@ -109,11 +108,10 @@ class Tracking:
             raise CoverageError(
                 f"the model was given parameters inside the context, {sorted(set(new))[:4]}, whose "
                 "gradients are not measured. Expected parameters that exist when the context is "
-                "opened, and stay the same: if the first forward creates them, run one forward "
-                "before; if each forward makes one anew, write into it instead (parameter.copy_ "
-                "under torch.no_grad)."
+                "opened. If the first forward creates them, run one forward before. If every "
+                "forward does, write into them instead (parameter.copy_ under torch.no_grad)."
             )
 
     def _names(self) -> dict[int, str]:
         """Return the names of the parameters that the model has now, by their ids."""
-        return {id(own): name for name, own in self._model.named_parameters()}
+        return {id(parameter): name for name, parameter in self._model.named_parameters()}

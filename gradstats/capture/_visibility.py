@@ -1,6 +1,6 @@
 """When a context sees what is computed.
 
-That is in the thread that opened it, while no later context is open there and no loader fetches.
+It does in the thread that opened it, while no later context is open there and no loader fetches.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from gradstats.capture.operations._operations import QUESTIONS, is_about_object
 from gradstats.errors import TrackingError
 
 ELSEWHERE = (
-    "in another thread than the one that opened the context, where it is not seen what is computed "
-    "without parameters. Expected forward and backward in the thread that opens the context: open "
-    "it there, or give the other thread a copy of the model."
+    "in another thread than the one that opened the context, where operations without parameters "
+    "are not seen. Open the context in the thread that runs forward and backward, or give the "
+    "other thread a copy of the model."
 )
 
 COVERED = (
-    "while the context of another model, opened later, is still open: that one takes every "
-    "backward, and what is computed without parameters is not seen for the one before it. "
-    "Expected the later context to be closed first, or one context for both models: track a "
-    "torch.nn.ModuleList of them."
+    "while a context of another model, opened later, is still open: that one takes every backward "
+    "and hides operations without parameters. Close the later context first, or open one context "
+    "for both models: track a torch.nn.ModuleList of them."
 )
 
 FETCHING = (
-    "while a DataLoader fetches a batch, where all that is computed counts as data. Expected a "
-    "data set that uses the model without gradient, under torch.no_grad(), or a copy of the model."
+    "while a DataLoader fetches a batch, when everything that is computed counts as data. Use the "
+    "model under torch.no_grad() in the data set, or use a copy of it."
 )
 
 
@@ -41,7 +40,7 @@ class Visibility:
 
     Attributes:
         thread: the thread that opened it.
-        later: those of the contexts that were opened there later, and are open.
+        later: the visibilities of open contexts that this thread opened later.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class Visibility:
         self.later: set[Visibility] = set()
 
     def begin(self) -> None:
-        """Note which thread opens the context, and cover the contexts open there already."""
+        """Note which thread opens the context, and cover the contexts that are open in it."""
         self.thread = get_ident()
         found = [mode.tracker.visibility for mode in modes_here()]
         self._earlier = [each for each in found if each is not None]
@@ -63,7 +62,7 @@ class Visibility:
         self._earlier = ()
 
     def check_operation(self, func, *, fetching: bool) -> None:
-        """Refuse an operation on tracked parameters around which others are not seen."""
+        """Refuse an operation on tracked parameters where other operations are not seen."""
         here = get_ident() == self.thread
         if func in QUESTIONS or is_about_object(func):
             return

@@ -98,5 +98,5 @@ def check_sharded_refusals(rank: int) -> None:
         gs.per_example_norms(model, batch, losses_of)
     (model,) = same_network(1)
     flat = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    with pytest.raises(gs.UnsupportedOperationError, match="Expected fully_shard"):
+    with pytest.raises(gs.UnsupportedOperationError, match="Expected its successor fully_shard"):
         gs.per_example_norms(flat, batch, losses_of)

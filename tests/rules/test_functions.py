@@ -265,7 +265,7 @@ def test_an_apply_that_was_kept_from_before_all_contexts():
         lambda m, x: functional.linear(x, KEPT(m.w)),
         {"w": SHAPES["w"]},
         normal(BATCH, WIDTH),
-        match=r"RoundedBackward uses parameter 'w'.*apply kept in.*where it is used",
+        match=r"RoundedBackward uses parameter 'w'.*apply was kept in.*where it is used",
     )
 
 
@@ -310,7 +310,7 @@ def test_a_kept_apply_of_data_whose_examples_lie_elsewhere(function, kept):
         .transpose(0, 1),
         {"w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)},
         normal(BATCH, BATCH, WIDTH),
-        match=rf"Function {function.__name__} took values of examples.*write "
+        match=rf"Function {function.__name__} was given values whose examples.*Write "
         rf"{function.__name__}\.apply where",
     )  # fmt: skip
 
