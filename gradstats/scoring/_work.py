@@ -1,4 +1,4 @@
-"""What all scoring calls have in common: the model as it is measured, and the options."""
+"""What all scoring calls have in common: the model, its losses and the options of the call."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ class Work:
     """A model, its loss and checkpoints, and the options of a call.
 
     Attributes:
-        model: without the wrapper of DistributedDataParallel, whose collectives would wait for
-            processes that have fewer batches.
+        model: without its DistributedDataParallel wrapper, whose collectives would wait for
+            processes with fewer batches.
         checkpoints: with their learning rates.
-        names: of the parameters that count.
+        names: the measured parameters.
         layout: where the examples of batches lie.
         options: parameters, exclude and workspace, for the core's calls.
         device: of the parameters.
         nonfinite: "raise" or "keep".
         progress: whether to report.
-        out: the folder of the results, None for memory.
-        resume: whether to go on with results that are there.
-        renewal: of what the model keeps of its weights.
-        usage: whether batches use any of the parameters.
+        out: the folder of the results; None for results in memory.
+        resume: whether to continue with results that are there.
+        renewal: renews what the model caches from its weights.
+        usage: whether batches use any of the measured parameters.
     """
 
     model: nn.Module
@@ -123,13 +123,13 @@ class Work:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of results: float64 for float64 models, else float32."""
+        """The dtype of results: float64 for float64 models, else float32."""
         return np.dtype(np.float64 if any_double(self.model.parameters()) else np.float32)
 
     def unordered_losses(
         self, model: nn.Module, batch: Any, watch: AbstractContextManager | None = None
     ) -> Tensor:
-        """Return what the loss function gives, run inside ``watch``, the model's caches new."""
+        """Return what the loss function returns, run inside ``watch``, with renewed caches."""
         self.renewal.renew(model)
         with watch or nullcontext():
             return self.loss_fn(model, batch)
@@ -137,19 +137,19 @@ class Work:
     def losses(
         self, model: nn.Module, batch: Any, watch: AbstractContextManager | None = None
     ) -> Tensor:
-        """Return the losses in the order of the batch, which is that of the ids."""
+        """Return the losses in the order of the batch, and so of its ids."""
         losses = self.unordered_losses(model, batch, watch)
         if not isinstance(losses, Tensor):
-            return losses  # an error, which the core explains
+            return losses  # the core raises the error
         order = order_here(losses)
         return losses if order is None else losses[order.argsort()]
 
     def first_losses(self, data: Data, check: bool) -> Callable[[], Tensor]:
-        """Return what computes the losses of the first batch, which is read when it is called.
+        """Return a function that computes the losses of the first batch, read at its first call.
 
         Args:
-            data: of the batch.
-            check: whether to raise where they are none that can be scored.
+            data: whose first batch.
+            check: whether to raise if the losses cannot be scored.
         """
         halving = Halving("training examples", self.layout)
 
@@ -170,7 +170,7 @@ class Work:
         return losses
 
     def options_of(self, batch: Any) -> Options:
-        """Return the options of the core's calls with a batch."""
+        """Return the options for the core's calls with a batch."""
         return {**self.options, **self.layout.options(batch)}
 
     def description(self) -> dict[str, Any]:
@@ -199,30 +199,30 @@ class Work:
         }
 
     def check_finite(self, sqnorm: np.ndarray, ids: np.ndarray, checkpoint: str, role: str) -> None:
-        """Raise unless the squared norms of some examples are finite, or may be otherwise."""
+        """Raise if some squared norms are not finite and ``nonfinite`` is "raise"."""
         bad = ~np.isfinite(sqnorm)
         if self.nonfinite == "raise" and bad.any():
             raise NonFiniteGradientError(
                 f"{checkpoint}: the gradients of the {role} examples with ids "
-                f"{ids[bad][:8].tolist()}{' …' if bad.sum() > 8 else ''} are not finite. Look at "
+                f"{ids[bad][:8].tolist()}{' …' if bad.sum() > 8 else ''} are not finite. Check "
                 'these examples and their losses, or pass nonfinite="keep".'
             )
 
     def check_held(
         self, sqnorm: np.ndarray, done: ArrayLike, data: Data, checkpoint: str, role: str
     ) -> None:
-        """Raise where an earlier call has left squared norms that this one would not.
+        """``check_finite`` for the squared norms that an earlier call left on disk.
 
         Args:
-            sqnorm: of all examples of the data.
-            done: (batches,) bool, those that are there.
-            data, checkpoint, role: as for ``check_finite``.
+            sqnorm: (N,) of all examples.
+            done: (batches,) bool, the batches that are on disk.
+            data, checkpoint, role: of the examples.
         """
         held = np.repeat(done, data.sizes)
         self.check_finite(sqnorm[held], data.ids[held], checkpoint, role)
 
     def narrowed(self, scores: np.ndarray, checkpoint: str) -> np.ndarray:
-        """Return scores of finite gradients in the dtype of results, or raise if it lacks them."""
+        """Return scores in the dtype of results; raise if they overflow it, unless "keep"."""
         with np.errstate(over="ignore"):
             narrow = scores.astype(self.dtype)
         if self.nonfinite == "raise" and not np.isfinite(narrow).all():
@@ -235,28 +235,28 @@ class Work:
 
     @property
     def reports(self) -> bool:
-        """Whether this process, as one of all, tells how far the work is."""
+        """Whether this process reports progress; only the first one does."""
         return self.progress and _ranks.rank() == 0
 
     def say(self, line: str) -> None:
-        """Print a line beside the progress bar, in one process."""
+        """Print a line above the progress bar, in the first process."""
         if self.reports:
             tqdm.write(line, file=sys.stderr)
 
     def bar(self, total: int, what: str, unit: str = "tile", delay: float = 0) -> tqdm:
-        """Return a progress bar, shown in one process after ``delay`` seconds."""
+        """Return a progress bar, shown in the first process after ``delay`` seconds."""
         return tqdm(total=total, desc=what, unit=unit, disable=not self.reports, delay=delay)
 
 
 def _check_whole(model: nn.Module) -> None:
-    """Raise where a forward needs all processes, which have batches of their own to score."""
+    """Raise if parameters are sharded: their forward needs all processes at the same batch."""
     sharded = [name for name, each in model.named_parameters() if is_sharded(each)]
     if sharded:
         raise UnsupportedOperationError(
-            f"parameters are sharded over processes, {sharded[:3]}, so that a forward needs all of "
-            "them at once, while each is to score batches of its own. Expected a whole model in "
-            "each process: make one without fully_shard, and checkpoints of whole tensors "
-            "(torch.distributed.checkpoint.state_dict, full_state_dict=True)."
+            f"the parameters {sharded[:3]} are sharded over processes, but each process scores "
+            "batches of its own. Expected a whole model in each: make one without fully_shard, and "
+            "checkpoints of whole tensors (torch.distributed.checkpoint.state_dict, "
+            "full_state_dict=True)."
         )
 
 
@@ -273,12 +273,11 @@ def _check_checkpoints(checkpoints: Any) -> None:
 def read_data(work: Work, loader: Any, role: str, ids: Source, *, shared: bool = True) -> Data:
     """Return the data of a call, or raise in every process unless they are the same in all.
 
-    Where results are kept on disk, every batch has to be told from another: all data are read once
-    more.
+    If results are kept on disk, every batch must be identified, which reads all data once more.
 
     Args:
-        loader, role, ids: the data, what they are called, and where their ids are.
-        shared: whether each process scores a part of these data alone, and reads a part of them.
+        loader, role, ids: the loader, its name in messages, and where a batch holds ids.
+        shared: whether the processes divide this pass; if not, each reads all data.
     """
     data = _ranks.together(Data, loader, role, ids, work.layout)
     if work.out is not None and (numbers := data.uncovered()):
@@ -296,16 +295,16 @@ def read_data(work: Work, loader: Any, role: str, ids: Source, *, shared: bool =
         data.cover(chain.from_iterable(_ranks.gather(found)) if shared else found)
     if len(set(_ranks.gather(data.fingerprint))) > 1:
         raise LoaderError(
-            f"the {role} loader gives other data in each process, so that the scores of one would "
-            "be taken for those of another's examples. Expected the whole data in the same order "
-            "in all, of which each takes its share: no DistributedSampler, and no loader that was "
-            "prepared for several processes."
+            f"the {role} loader gives different data in different processes, so it is not known "
+            "which examples scores are of. Expected the whole data in the same order in each, "
+            "which takes its share: pass a loader without DistributedSampler that was not prepared "
+            "for several processes."
         )
     return data
 
 
 def open_folder(work: Work, description: dict[str, Any], ids: dict[str, np.ndarray]) -> Folder:
-    """Return the folder of a call whose results go to the disk, the same for every process."""
+    """Return the folder of a call with ``out``, begun or checked by the first process."""
     assert work.out is not None
     folder = Folder(work.out)
     _ranks.on_first(folder.begin, description, ids, work.resume)
@@ -315,20 +314,22 @@ def open_folder(work: Work, description: dict[str, Any], ids: dict[str, np.ndarr
 def open_tiles(
     folder: Folder | None, tiling: Tiling, entry: dict[str, Any], work: Work
 ) -> tuple[AnyTiles, np.ndarray]:
-    """Return a checkpoint's tiles, and which of them are done, the same in every process.
+    """Return a checkpoint's tiles, and which of them are done: the same in every process.
 
     Args:
-        folder: of the call; None for tiles in memory, each process's own.
-        entry: of the checkpoint.
+        folder: the call's; None for tiles in memory, each process's own.
+        tiling: how the arrays divide into tiles.
+        entry: the checkpoint's, for the manifest.
+        work: of the call.
     """
     if folder is None:
         return MemoryTiles(tiling), np.zeros(tiling.grid, dtype=bool)
 
-    def first() -> tuple[str, list[str], np.ndarray]:
+    def prepare() -> tuple[str, list[str], np.ndarray]:
         prepared = folder.prepare(entry, work.circumstances(), tiling)
         return prepared.folder.name, prepared.damaged, prepared.done
 
-    name, damaged, done = _ranks.on_first(first)
+    name, damaged, done = _ranks.on_first(prepare)
     for line in damaged:
         work.say(f"{line}: computing it again")
     tiles = Tiles(folder.path / name, tiling)

@@ -929,6 +929,9 @@ def test_two_processes_share_the_work(run_processes, tmp_path):
             said = (tmp_path / f"missing-{name}-{rank}").read_text()
             assert "missing-1.pt cannot be read" in said
         for name in ("data", "weights", "learning rates"):
-            assert f"other {name} in each process" in (tmp_path / f"{name}-{rank}").read_text()
+            assert (
+                f"different {name} in different processes"
+                in (tmp_path / f"{name}-{rank}").read_text()
+            )
         told = (tmp_path / f"queries-{rank}").read_text()
-        assert "the query loader gives other data in each process" in told
+        assert "the query loader gives different data in different processes" in told
