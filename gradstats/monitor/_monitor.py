@@ -34,22 +34,22 @@ class Monitor:
             optimizer.step()
             logger.log(monitor.metrics())
 
-    The optimizer steps 0, ``every``, 2 · ``every``, … are measured; in all others the context does
-    nothing: no hook, no change to the model, and ``metrics()`` is empty. Norms are taken before
-    clipping, loss scale and learning rates at the backward, whatever runs in the context after it.
-    Gradients are the same as without the monitor: bit for bit with ``fused=False``, else up to the
-    rounding of a reordered sum. For N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i,
+    The optimizer steps 0, ``every``, 2 · ``every``, … are measured. In all others the context does
+    nothing: no hook, no change to the model, and ``metrics()`` is empty. Norms, loss scale and
+    learning rates are those at the backward, before clipping and whatever else runs in the context
+    after it. Gradients are the same as without the monitor: bit for bit with ``fused=False``, else
+    up to the rounding of a reordered sum. For N examples with n_i = ‖∇ℓ_i‖², ḡ = (1/N) Σ ∇ℓ_i,
     Ḡ² = ‖ḡ‖², p_i = ⟨∇ℓ_i, ḡ⟩ and N̄ = (1/N) Σ n_i, ``metrics()`` has
 
         grad_norm                    norm of the whole step's gradient, over measured parameters
-        example_grad_norm/mean       of √n_i, over the examples where it is finite; likewise
+        example_grad_norm/mean       mean of √n_i over the examples where it is finite; likewise
                                      ``p05``, ``p50``, ``p95`` and ``max``
         gns/tr_sigma                 Ŝ = N/(N−1) (N̄ − Ḡ²), unbiased: the trace of the covariance
         gns/g2                       Ĝ² = (N Ḡ² − N̄)/(N−1), unbiased: the true gradient, squared
         gns/b_simple                 average of Ŝ / average of Ĝ² over measured steps, weighted
                                      by N: the noise scale; NaN while the average of Ĝ² is ≤ 0
         gns/b_simple_se              its standard error
-        gns/undefined                how many measured steps ended with that NaN
+        gns/undefined                how many measured steps ended with b_simple NaN
         coherence/alpha              average of Ĝ² / average of N̄, in the same way
         coherence/alpha_se           its standard error
         gradient_diversity           Δ = N̄ / (N Ḡ²)
@@ -57,8 +57,8 @@ class Monitor:
         m_coherence                  1/Δ
         norm_test/theta              √(Ŝ / (N Ḡ²))
         nonfinite/examples           examples whose norm is not finite
-        nonfinite/steps              measured steps that had any, so far
-        batch_loss                   the step's loss: the mean of its ℓ_i, weighted where they are
+        nonfinite/steps              measured steps with such examples, so far
+        batch_loss                   the step's loss: the (weighted) mean of its ℓ_i
         spike                        1 if a norm stood out, else 0
         cabs                         learning rate · Ŝ / loss; with ``optimizer=``
         clip/frac                    share of examples with √n_i > ``clip``; with ``clip=``
@@ -78,22 +78,24 @@ class Monitor:
         confusion/min                least ⟨∇ℓ_i, ∇ℓ_j⟩
         confusion/fraction_negative  share of pairs with ⟨∇ℓ_i, ∇ℓ_j⟩ < 0
 
-    and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean``,
-    ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer. With gradient accumulation or
-    several processes, p_i and what follows from it are computed within each micro-batch, with its
-    own mean: the fewer examples it has, the larger are the cosines. If examples have different
-    weights (``weights=``, micro-batches of different sizes), ḡ, N̄ and the sums in the tests are
-    weighted means, Σ w_i … with Σ w_i = 1, N is 1 / Σ w_i², Ĝ² the weighted mean of ⟨∇ℓ_i, ∇ℓ_j⟩
-    over i ≠ j, and Ŝ = N̄ − Ĝ². Stiffness is averaged over pairs in which neither gradient is zero.
-    If an example's gradient is not finite, metrics over all examples or pairs of the step are NaN,
-    and the averages over steps leave that step out.
+    and, with ``layers=``, ``grad_norm/<layer>``, ``example_grad_norm/<layer>/mean`` and
+    ``gns/<layer>/{tr_sigma,g2,b_simple,b_simple_se}`` for each layer.
 
-    ``gns/b_simple`` is a number of examples. A step over N examples, at its best step size, makes
-    N / (N + B_simple) of the progress of a step along the true gradient, if the loss has the same
-    curvature in all directions: if N is far smaller, a step on twice the batch is worth nearly two
-    steps; if N is far larger, hardly more than one. It mostly grows during training. ``cabs`` is a
-    number of examples too, the batch size that Balles et al. would choose. The tests ask for a
-    larger batch if θ or ν exceeds a bound that you choose, for θ below 1.
+    With gradient accumulation or several processes, p_i and the metrics that follow from it are
+    computed within each micro-batch, with that micro-batch's mean: the fewer examples it has, the
+    larger are the cosines. If examples have different weights (``weights=``, micro-batches of
+    different sizes), ḡ, N̄ and the sums in the tests are weighted means, Σ w_i … with Σ w_i = 1;
+    N is 1 / Σ w_i², Ĝ² the weighted mean of ⟨∇ℓ_i, ∇ℓ_j⟩ over i ≠ j, and Ŝ = N̄ − Ĝ². Stiffness is
+    averaged over pairs in which neither gradient is zero. If an example's gradient is not finite,
+    metrics over all examples or pairs of the step are NaN, and averages over steps leave that step
+    out.
+
+    ``gns/b_simple`` is a number of examples. If the loss has the same curvature in all directions,
+    a step over N examples, at its best step size, makes N / (N + B_simple) of the progress of a
+    step along the true gradient. So if N is far smaller, a step on twice the batch is worth nearly
+    two steps; if N is far larger, hardly more than one. The noise scale mostly grows during
+    training. ``cabs`` is the batch size that Balles et al. would choose. The tests ask for a larger
+    batch if θ or ν exceeds a bound that you choose; for θ, choose it below 1.
 
     Hooks on parameters (``register_hook``) may change gradients; n_i and p_i are taken before them.
     So are ḡ and ``grad_norm`` with ``alignment=True``, one micro-batch and one process; otherwise
@@ -106,19 +108,19 @@ class Monitor:
             (1/B) Σ ℓ_i over the micro-batch, divided by K if K are accumulated. "sum": Σ ℓ_i,
             divided likewise. "step_mean": the scalars, summed over the micro-batches of the
             optimizer step and averaged over its R processes, give (1/N) Σ ℓ_i over all its N
-            examples; each is (R/N) Σ ℓ_i over its own examples (a mean over the tokens of the whole
-            step: ℓ_i is N / #tokens times the sum of its token losses).
-        optimizer: the optimizer, or a list of those that step together, such as Muon and AdamW;
-            their learning rates, each parameter's own, weight ``self_influence``. If one is None,
-            as in Adafactor, the step does not count there. ``cabs`` is NaN then, or if they differ.
-        scaler: the torch.amp.GradScaler; its scale is divided out of the squares of the scaled
-            gradients: norm · scale must stay below 1.8e19 in float32, or the norm is infinite and
-            counts as not finite.
+            examples; each scalar is (R/N) Σ ℓ_i over its micro-batch. An example is a mean over the
+            tokens of the whole step: ℓ_i is N / #tokens times the sum of its token losses.
+        optimizer: the optimizer, or a list of those that step together, such as Muon and AdamW.
+            The learning rate of each parameter weights its part of ``self_influence``. Steps where
+            a rate is None, as in Adafactor, do not count there. ``cabs`` is NaN if a rate is None
+            or rates differ.
+        scaler: the torch.amp.GradScaler, whose scale is divided out. In float32, norm · scale must
+            stay below 1.8e19, where squares overflow; beyond, a norm counts as not finite.
         alignment: measure p_i too.
         gram: measure all inner products within each micro-batch.
         layers: patterns over module paths: one layer per matching path. Path components are matched
             one by one, from the first: ``"blocks.*"`` makes a layer of ``blocks.0``, but
-            ``"*.layers.*"`` does not of ``model.decoder.layers.0``.
+            ``"*.layers.*"`` makes none of ``model.decoder.layers.0``.
         decay: of the exponential averages over measured steps, in [0, 1).
         spike: a norm stands out if it is more than this many times its median over the last 100
             measured steps (at least 5 are needed).
@@ -127,15 +129,15 @@ class Monitor:
         fused: compute weight gradients in the same pass over the data as the norms.
         parameters, exclude: fnmatch patterns over parameter names.
         workspace: bytes of scratch memory; 256 MiB by default.
-        process_group: the processes that share the optimizer step, over which the backward averages
-            gradients; by default those of a DistributedDataParallel or sharded model.
+        process_group: the processes that share the optimizer step: the backward averages gradients
+            over them. By default those of a DistributedDataParallel or sharded model.
 
     Attributes:
         steps: number of optimizer steps completed.
 
     Raises:
         TrackingError: an argument of the wrong type or value; in ``step``, as from ``gs.track``.
-        CoverageError: a pattern of ``layers``, ``parameters`` or ``exclude`` that matches nothing.
+        CoverageError: a pattern of ``layers``, ``parameters`` or ``exclude`` matches nothing.
 
     Cost:
         A measured step costs as much as ``gs.track``, and one copy from the device to the host (two
@@ -187,19 +189,19 @@ class Monitor:
         check_layers([n for n, each in named if n in selected or not each.requires_grad], layers)
         self.process_group = process_group
         self.steps = 0
-        # Python's own: averages would take the precision of a decay in float32, and the state is to
-        # hold no numbers of NumPy.
+        # As Python's floats: a float32 decay would make averages float32, and states may not hold
+        # NumPy's numbers.
         self._choices = float(decay), float(spike), top, clip
         self._run = Run(*self._choices)
         self._metrics: dict[str, float] = {}
-        # The optimizer step at hand, its next micro-batch, and the last one on its way to the host:
-        # its number, and whether this process skipped it.
+        # The current optimizer step, None if it is not measured, and its next micro-batch.
         self._collector: Collector | None = None
         self._next = 0
+        # The last measured step, until it is read: number, whether this process skipped it, values.
         self._pending: tuple[int, bool, Pending] | None = None
 
     def __repr__(self) -> str:
-        # What is still on the device is counted there: to fetch it would wait.
+        # The pending step is counted without reading it, which would wait for the device.
         pending = self._pending is not None and not self._pending[1]
         measured = len(self._run.history.get("step", ())) + pending
         return f"{type(self).__name__}(every={self.every}, steps={self.steps}, measured={measured})"
@@ -218,9 +220,8 @@ class Monitor:
 
         Args:
             batch_size: number of examples B of this micro-batch, on this process.
-            ids: (B,) integers that say which examples these are, in any order: for ``examples``,
-                ``spikes`` and ``nonfinite``, and, if the monitor was given the optimizer, for
-                ``self_influence``.
+            ids: (B,) integers that name these examples, for ``examples``, ``spikes`` and
+                ``nonfinite`` and, if the monitor was given the optimizer, ``self_influence``.
             weights: (B,) positive, if the scalar is Σ weights_i ℓ_i rather than ``loss_reduction``.
             accumulation: (k, K): this is micro-batch k = 0, …, K − 1 of the K that make one
                 optimizer step, and its scalar is divided by K; (0, 1) by default.
@@ -228,7 +229,7 @@ class Monitor:
             cu_seqlens: (B + 1,) bounds of examples packed into one row; see per_example_norms.
 
         Returns:
-            MonitorStep: a context manager, in which you run the backward yourself; its
+            MonitorStep: a context manager, in which you run forward and backward yourself; its
             ``measured`` says whether this step is measured.
 
         Raises:
@@ -247,9 +248,9 @@ class Monitor:
         if index == 0 and self._next:
             warn(
                 f"an optimizer step began when micro-batch {self._next} of the last one was "
-                "expected, which is then neither measured nor counted. If it was only shorter, as "
-                "at the end of an epoch, say so with accumulation=(k, K) for the K it has, and "
-                "divide its losses by that K, whatever accelerate or the loop divide others by."
+                "expected, so the last one is neither measured nor counted. If it was shorter, as "
+                "at the end of an epoch, pass accumulation=(k, K) with the K that it has, and "
+                "divide its losses by that K."
             )
         return MonitorStep(
             self, batch_size, ids, weights, cu_seqlens, batch_dim,
@@ -262,7 +263,7 @@ class Monitor:
 
         Its ``ids``, ``values`` and ``visits`` are arrays (N,), and ``top(k)`` lists (id, value).
         With ``every`` > 1, how often an example is measured is random: compare ``values / visits``.
-        Empty without ``optimizer=``, whose learning rates weight it; ``top`` then raises an error.
+        It is empty without ``optimizer=``, whose learning rates weight it; ``top`` then raises.
         """
         self._settle()
         return self._run.self_influence
@@ -271,23 +272,23 @@ class Monitor:
     def spikes(self) -> list[Spike]:
         """The last 200 steps at which a norm stood out.
 
-        Of consecutive steps at which a norm was not finite, only the first is listed.
+        Of consecutive measured steps with a norm that is not finite, only the first is listed.
         """
         self._settle()
         return list(self._run.spikes)
 
     @property
     def nonfinite(self) -> list[tuple[int, int]]:
-        """(step, id or position) of examples whose gradient was not finite, the last 1000."""
+        """(step, id or position) of the last 1000 examples whose gradient was not finite."""
         self._settle()
         return list(self._run.nonfinite)
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """Metric → its values at all measured steps, whose numbers are under "step".
+        """Metric → its values at all measured steps; "step" has the steps' numbers.
 
-        NaN where a metric was not measured, because options or layers were different. Empty before
-        the first measured step.
+        A value is NaN where a metric was not measured, because options or layers were different.
+        Empty before the first measured step.
         """
         self._settle()
         return {name: list(values) for name, values in self._run.history.items()}
@@ -297,10 +298,10 @@ class Monitor:
 
         Returns:
             Name → number; empty if the step was not measured. The monitor of a trainer's callback
-            does not see such steps and keeps the metrics of the last measured one.
+            does not see such steps, and keeps the metrics of the last measured one.
 
         Raises:
-            TrackingError: the step's gradient is unknown; the message has the reason.
+            TrackingError: the step's gradient is unknown; the message says why.
         """
         self._settle()
         return dict(self._metrics)
@@ -326,14 +327,14 @@ class Monitor:
             list of ExampleRecord, the largest first; empty before the first measured step.
 
         Raises:
-            TrackingError: ``k`` is not a number of examples, ``by`` is neither, or alignments were
-                not measured.
+            TrackingError: ``k`` is not a number of examples, ``by`` is neither of these names, or
+                alignments were not measured.
         """
         self._settle()
         return self._run.examples(k, by)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, for ``load_state_dict``.
+        """Return everything that a resumed run needs, for ``load_state_dict``.
 
         Returns:
             Nested dicts and lists of numbers, strings and tensors only.
@@ -342,9 +343,9 @@ class Monitor:
         return self._run.state_dict(self.steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state; what was measured before is replaced.
+        """Continue from a saved state, which replaces what was measured before.
 
-        Anything it lacks, because it was saved with other options, starts afresh.
+        Metrics that the state lacks, because it was saved with other options, start afresh.
 
         Args:
             state: what ``state_dict`` returned.
@@ -353,7 +354,7 @@ class Monitor:
             TrackingError: ``state`` is something else, or from another version of gradstats.
         """
         run = Run(*self._choices)
-        # Nothing is lost to a state that is not whole.
+        # Assigned last: if the state is damaged, nothing is lost.
         self._run, self.steps = run, run.load_state_dict(state)
         self._collector, self._pending, self._metrics, self._next = None, None, {}, 0
 
@@ -387,12 +388,12 @@ class Monitor:
         try:
             measured = pending.read()
         except TrackingError as error:
-            # It comes late, from whatever asks for the step's numbers first: the next step perhaps.
+            # With the step's number: the call that reads it may be in a later step.
             raise TrackingError(f"at optimizer step {number}, {error}") from None
         if measured is None:
             if not skipped:
                 warn(
-                    f"optimizer step {number} of gradstats.Monitor was not measured: another "
+                    f"optimizer step {number} was not measured by gradstats.Monitor: another "
                     "process ran no backward in it.",
                 )
             return
