@@ -43,10 +43,10 @@ class MonitorStep:
         """Prepare the context of a micro-batch.
 
         Args:
-            monitor: whose step it is part of.
+            monitor: the monitor that measures it.
             batch_size, ids, weights, cu_seqlens, batch_dim: as ``Monitor.step`` takes them.
             first: whether it is the first micro-batch of the optimizer step.
-            last: whether it is the last one; None where that is known at its end.
+            last: whether it is the last one; None if that is known only at its end.
             divisor: what its scalar is divided by.
         """
         self._monitor = monitor
@@ -118,10 +118,9 @@ class MonitorStep:
                     self._skip_step(
                         collector,
                         "no backward reached the measured parameters inside this step of "
-                        "gradstats.Monitor, so that its optimizer step is not measured. Where the "
-                        "loop skips it on purpose, or its losses do not use them, that is all; "
-                        "otherwise run loss.backward() inside the with block, on losses that were "
-                        "computed there: what torch.autograd.grad returns is not measured.",
+                        "gradstats.Monitor, so its optimizer step is not measured. Unless that is "
+                        "intended, compute the losses and run loss.backward() inside the with "
+                        "block; what torch.autograd.grad returns is not measured.",
                     )
             except BaseException:
                 self.abandon()
@@ -131,11 +130,11 @@ class MonitorStep:
     def skip(self, last: bool, reason: str) -> None:
         """Leave out the optimizer step of a micro-batch that cannot be measured, without opening.
 
-        Other processes, which may measure theirs, learn of it as the step ends.
+        Other processes, which may have measured theirs, learn of it when the step ends.
 
         Args:
             last: whether this is the last micro-batch of the optimizer step.
-            reason: what is said, if the step is one of those measured.
+            reason: the text of the warning, given if the step is to be measured.
         """
         collector = self._begun()
         if collector is not None and not collector.skipped:
@@ -154,18 +153,18 @@ class MonitorStep:
         self.close(last)
 
     def _begun(self) -> Collector | None:
-        """Return what collects this micro-batch's optimizer step; None if it is not measured."""
+        """Return the collector of this micro-batch's optimizer step; None if it is not measured."""
         if self._first:
             self._monitor._begin(single=self._last is True)
         return self._monitor._collector
 
     def _skip_step(self, collector: Collector, reason: str) -> None:
-        """Leave an optimizer step out that loops skip, as they do where a loss is not finite."""
+        """Leave out an optimizer step, with a warning."""
         collector.skipped, self.measured = True, False
         warn(reason)
 
     def abandon(self) -> None:
-        """Leave the model as it was and forget the step; nothing is counted."""
+        """Restore the model and forget the optimizer step; nothing is counted."""
         context, self._context, self.measured = self._context, None, False
         self._monitor._collector, self._monitor._next = None, 0
         if context is not None:

@@ -1,4 +1,4 @@
-"""Groups of parameters by a pattern over module paths."""
+"""Groups of parameters by patterns over module paths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gradstats.errors import CoverageError
 def layers_of(
     parameters: Sequence[str], patterns: Sequence[str] | str | None
 ) -> dict[str, list[int]]:
-    """Return each layer's parameters, by their places, in the model's order.
+    """Return the positions of each layer's parameters, in the model's order.
 
-    A pattern is matched path component by path component with the beginning of a parameter's name:
-    ``"blocks.*"`` makes one layer of all that lies in ``blocks.0``, another of ``blocks.1``;
-    ``"*"`` makes one of each top-level module. The first pattern that matches decides; parameters
-    that none matches belong to no layer. A pattern may match none of them: others may be frozen.
+    A pattern must match the beginning of a parameter's name, component by component: ``"blocks.*"``
+    makes one layer of everything in ``blocks.0``, another of ``blocks.1``; ``"*"`` makes one of
+    each top-level module. The first pattern that matches decides; a parameter that none matches
+    belongs to no layer. A pattern may match nothing here, because its parameters are frozen.
     """
     layers: dict[str, list[int]] = {}
     listed = patterns_of("layers", patterns)
@@ -29,7 +29,7 @@ def layers_of(
 
 
 def check_layers(parameters: Sequence[str], patterns: Sequence[str] | str | None) -> None:
-    """Raise unless each pattern makes a layer of some parameters, if all of them are trained."""
+    """Raise unless each pattern matches some of these parameters, frozen ones included."""
     for pattern in patterns_of("layers", patterns):
         if not any(_layer(name, [pattern]) for name in parameters):
             raise CoverageError(

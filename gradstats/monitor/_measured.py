@@ -1,16 +1,16 @@
 """One measured optimizer step on the host: one vector, unpacked and rescaled.
 
-Everything stays on the model's device until the copy, in one float64 vector:
+All measurements stay on the model's device until one copy to the host, in one float64 vector:
 
-    header          how many micro-batches, the loss scale, whether the gradient was read; 0 alone
-                    where a micro-batch was skipped
+    header          number of micro-batches, loss scale, whether the gradient was read; for a
+                    skipped step only 0
     parameters      ‖G_p‖² of the gradient; whether .grad held one before; whether it was changed
                     between micro-batches
     optimizer       the learning rate of each of its groups that moves measured parameters
-    micro-batches   size and divisor; the scalar; weights and ids, where given; inner products,
-                    where asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
+    micro-batches   size, divisor, …; the scalar; weights and ids, if given; inner products, if
+                    asked for; ‖∇ℓ_i,p‖² of every example and parameter, times weight²
 
-What is made of it is computed on the host: between the large products of a training step each small
+Metrics are computed from it on the host: between the large products of a training step, each small
 operation of PyTorch costs tens of microseconds.
 """
 
@@ -30,11 +30,12 @@ from gradstats.monitor._gradients import AGREEMENT
 from gradstats.monitor._layers import layers_of
 from gradstats.statistics._training import StepGradients
 
-# Entries of the header, and of what stands before the examples of a micro-batch.
+# Entries of the header, and of the fixed part of a micro-batch. B_WEIGHT is the weight of all its
+# examples; NaN if weights follow.
 H_BATCHES, H_SCALE, H_READ = range(3)
 B_SIZE, B_DIVISOR, B_WEIGHT, B_HAS_IDS, B_LOSS = range(5)
-# Of the pairs i ≠ j of a micro-batch: the sums of cosines and of signs over pairs of which neither
-# gradient is zero, how many these are, the least product, and how many products are negative.
+# Over the pairs i ≠ j of a micro-batch: the sums of cosines and of signs where neither gradient is
+# zero, the number of these pairs, the least product, and the number of negative products.
 GRAM_COSINES, GRAM_SIGNS, GRAM_KNOWN, GRAM_LEAST, GRAM_NEGATIVE = range(5)
 GRAM_STATISTICS = GRAM_NEGATIVE + 1
 
@@ -67,12 +68,12 @@ class Measured:
         total_weight: W in G = W ḡ, where G is the gradient that the optimizer is given.
         loss: Σ w_i ℓ_i.
         ids: (N,) int64, or None.
-        parts, names: (K, N) the squared norms n_i of each layer, of each parameter where no layers
-            were asked for; and what these are called.
-        influence: (N,) Σ_p η_p ‖g_i,p‖² over parameters p, or None without an optimizer.
-        learning_rate: that of all groups that move measured parameters, NaN if they differ or there
-            are none.
-        gram: stiffness and confusion, over pairs that share a micro-batch, or None.
+        parts, names: (K, N) the squared norms n_i of each layer, or of each parameter without
+            layers; and the names of these.
+        influence: (N,) Σ_p η_p ‖g_i,p‖² over parameters p; None without an optimizer.
+        learning_rate: of all groups that move measured parameters; NaN if they differ, or without
+            any.
+        gram: the four metrics of stiffness and confusion, or None.
     """
 
     step: StepGradients
@@ -96,15 +97,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch on the host: what the collector wrote of it.
+    """A micro-batch on the host, as the collector wrote it.
 
     Attributes:
-        sizes: B, the divisor, and what else stands before the examples.
-        weight: (B,), None where all examples have the same.
+        sizes: the fixed part: size, divisor, weight, whether ids follow, scalar.
+        weight: (B,); None if all examples have the same weight.
         ids: (B,) or None.
-        gram: the statistics of inner products, empty unless asked for.
-        along: (P, B) products with the gradient of this micro-batch, (0, B) unless asked for.
-        sqnorm: (P, B).
+        gram: statistics of inner products, empty unless asked for.
+        along: (P, B) products with this micro-batch's gradient, (0, B) unless asked for.
+        sqnorm: (P, B) squared norms of weighted gradients.
     """
 
     sizes: np.ndarray
@@ -119,11 +120,12 @@ class Pending:
     """A measured step whose numbers may still be on the device.
 
     Args:
-        vectors: what every process collected.
-        options, names: of the monitor, and of the parameters.
-        shared: how many processes hold each element of a parameter's gradient; None if alone.
+        vectors: every process' vector.
+        options: the monitor's.
+        names: the parameters'.
+        shared: (P,) how many processes hold each element of a gradient; None if there is one.
         groups: (G, P) which group of the optimizer moves which parameter; None without groups.
-        lost: names of the parameters whose gradients were gone when they were to be read.
+        lost: names of the parameters whose gradients were gone when they should have been read.
     """
 
     def __init__(
@@ -185,24 +187,24 @@ class Pending:
         if stale:
             raise TrackingError(
                 "the parameters held a gradient when the first micro-batch's backward started "
-                f"({quoted(stale)}), so that the gradient of this step is not known. Call "
-                "optimizer.zero_grad() before it, model.zero_grad() where the optimizer does not "
-                "hold them all; to accumulate gradients, say so with accumulation=(k, K)."
+                f"({quoted(stale)}), so the gradient of this step is not known. Call "
+                "optimizer.zero_grad() before it, or model.zero_grad() if the optimizer does not "
+                "hold them all; to accumulate gradients, pass accumulation=(k, K)."
             )
         touched = self._where(changed)
         if touched:
             raise TrackingError(
                 f"the gradient of {quoted(touched)} was changed between the micro-batches of the "
-                "step, so that it is not what its examples add up to. Expected gradients that only "
-                "backwards add to until the last one has ended: clip, scale or clear them after "
-                "it; or take each micro-batch as an optimizer step, without accumulation=."
+                "step, so it is not the sum over its examples. Expected that only backwards add to "
+                "it: clip, scale or clear gradients after the last backward; or take each "
+                "micro-batch as an optimizer step, without accumulation=."
             )
         if self._lost:
             raise TrackingError(
                 f"the gradient of {quoted(self._lost)} was gone when the backward had ended, so "
-                "that the gradient of this step is not known. Expected it in .grad: let hooks "
-                "leave it there; or measure with alignment=True, one micro-batch on one process, "
-                "where it need not be read."
+                "the gradient of this step is not known. Expected it in .grad: let hooks leave it "
+                "there; or measure with alignment=True, one micro-batch on one process, which need "
+                "not read it."
             )
         if self._shared is not None:
             whole = np.equal(self._shared, len(gradients))
@@ -211,11 +213,11 @@ class Pending:
             if apart:
                 raise TrackingError(
                     f"the gradient of {quoted(apart)} was not the same on all processes when the "
-                    "backward had ended, so that the gradient of this step is not known. Expected "
-                    "backwards that average it over the processes, as those of "
-                    "DistributedDataParallel do: without no_sync() in the last micro-batch, and "
-                    "without parameters that it ignores. Where a loop averages gradients by "
-                    "itself, measure each process alone, without process_group=."
+                    "backward had ended, so the gradient of this step is not known. Expected "
+                    "backwards that average it over the processes, as DistributedDataParallel does "
+                    "without no_sync() and for parameters that it does not ignore. If your loop "
+                    "averages gradients itself, measure each process alone, without "
+                    "process_group=."
                 )
         for batch in batches:
             if batch.ids is not None and max(batch.ids.max(), -batch.ids.min()) >= MAX_ID:
@@ -224,7 +226,7 @@ class Pending:
                 )
 
     def _where(self, which: np.ndarray) -> list[str]:
-        """Return the names of parameters, given (P,) whether each is one of them."""
+        """Return the names of the parameters where (P,) ``which`` holds."""
         return [self._names[p] for p in np.flatnonzero(which)]
 
     def _measured(
@@ -240,13 +242,13 @@ class Pending:
         Args:
             scale: of the loss.
             ranks: number of processes.
-            gradient: (P,) squared norms of the gradient, None where they follow from ``along``.
+            gradient: (P,) squared norms of the gradient; None if they follow from ``along``.
             rates: (G,) learning rates, or None.
             batches: of all processes, in order.
         """
         sizes = np.stack([batch.sizes for batch in batches])
         number = np.repeat(np.arange(len(batches)), sizes[:, B_SIZE].astype(int))
-        # The scalars differentiated were Σ_i unit_i ℓ_i; in truth each is Σ_i weight_i ℓ_i.
+        # The collector took each scalar for Σ_i unit_i ℓ_i; in truth it is Σ_i weight_i ℓ_i.
         unit = sizes[number, B_WEIGHT]
         for index, batch in enumerate(batches):
             if batch.weight is not None:
@@ -271,7 +273,7 @@ class Pending:
             if along is not None:
                 along /= weight * np.bincount(number, weight)[number]
 
-            def over(parameters: slice | list[int]) -> StepGradients:
+            def gradients_of(parameters: slice | list[int]) -> StepGradients:
                 return StepGradients(
                     sqnorm[parameters].sum(0),
                     weight / total,
@@ -280,15 +282,15 @@ class Pending:
                     None if along is None else along[parameters].sum(0),
                 )
 
-            step = over(slice(None))
+            step = gradients_of(slice(None))
             members = layers_of(self._names, self._options.layers)
-            layers = {name: over(places) for name, places in members.items()}
+            layers = {name: gradients_of(places) for name, places in members.items()}
             parts = np.stack([each.sqnorm for each in layers.values()]) if layers else sqnorm
             influence, learning_rate = None, math.nan
             if rates is not None:
                 influence = rates @ self._groups @ sqnorm
-                alike = len(set(rates.tolist())) == 1
-                learning_rate = float(rates[0]) if alike else math.nan
+                if len(set(rates.tolist())) == 1:
+                    learning_rate = float(rates[0])
             loss = sizes[:, B_LOSS].sum() / scale / ranks / whole
         ids = [batch.ids for batch in batches if batch.ids is not None]
         return Measured(
@@ -308,13 +310,13 @@ class Pending:
 
 
 def _over_pairs(batches: Sequence[Batch], number: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """Return stiffness and confusion over the pairs that share a micro-batch; NaN without any.
+    """Return stiffness and confusion over the pairs that share a micro-batch; NaN without pairs.
 
     Args:
         batches: of all processes, in order.
         number: (N,) which of them each example belongs to.
-        factor: (N,) what turns gradients as they were collected into ∇ℓ_i: one number for each
-            micro-batch. Only the least product has a unit.
+        factor: (N,) what collected gradients are multiplied by to be ∇ℓ_i, the same within each
+            micro-batch; it matters only for the least product.
     """
     statistics = np.stack([batch.gram for batch in batches])
     whole = statistics.sum(0)

@@ -18,10 +18,9 @@ def group_of(model: nn.Module):
     parallel = data_parallel_within(model)
     if any(each._join_config.enable for each in parallel):
         raise TrackingError(
-            "gradstats.Monitor measures the optimizer step of all processes together, expected "
-            "each to have as many steps: inside model.join(), where one may have run out of "
-            "data, the others would wait for it. Give all processes as many batches, or "
-            "measure on each alone, with gradstats.track."
+            "gradstats.Monitor measures an optimizer step over all processes, but inside "
+            "model.join() one of them may have run out of data. Give all processes the same number "
+            "of batches, or measure each process alone, with gradstats.track."
         )
     if parallel:
         groups = [each.process_group for each in parallel]
@@ -48,23 +47,23 @@ def group_of(model: nn.Module):
 
 
 def refuse_to_be_alone(*hooked) -> None:
-    """Raise in a forward whose backward averages gradients over several processes.
+    """Raise if a DistributedDataParallel that averages gradients runs around this forward.
 
-    A forward pre-hook of a model that is measured as if it were alone; it is also called for a step
-    that may be opened inside the forward.
+    A forward pre-hook of a model that is measured as if there were one process. It is also called
+    when a step opens, which may be inside the forward.
     """
     around = DistributedDataParallel._active_ddp_module
     if around is not None and dist.get_world_size(around.process_group) > 1:
         raise TrackingError(
             "the model runs inside a DistributedDataParallel, whose backward averages gradients "
-            "over processes, but gradstats.Monitor was given the module in it, and would compare "
-            "that average with the examples of this process alone. Expected the wrapped model: "
-            "gs.Monitor(parallel_model); or pass process_group=."
+            "over processes, but gradstats.Monitor was given the module in it and would compare "
+            "the average with this process' examples only. Pass the wrapper, "
+            "gs.Monitor(parallel_model), or process_group=."
         )
 
 
 def gather(vector: Tensor, group) -> list[Tensor]:
-    """Return every process's vector, in the order of their ranks; sizes may differ."""
+    """Return every process' vector, in the order of their ranks; their sizes may differ."""
     size = torch.tensor([len(vector)], device=vector.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
@@ -77,7 +76,7 @@ def gather(vector: Tensor, group) -> list[Tensor]:
 
 
 def check_divisors(model: nn.Module, ranks: int) -> None:
-    """Raise where ``fully_shard`` divides gradients by something else than how many processes add.
+    """Raise if ``fully_shard`` divides gradients by anything but the number of processes.
 
     Args:
         model: sharded or not.
@@ -90,11 +89,10 @@ def check_divisors(model: nn.Module, ranks: int) -> None:
             factor = getattr(group, "gradient_divide_factor", None)
             if factor not in (None, ranks):
                 raise TrackingError(
-                    f"the module {path!r} divides gradients by {factor:g}, as told by "
-                    "set_gradient_divide_factor, so that the gradient is not the mean over the "
-                    "processes that the examples are compared with. Expected a division by "
-                    f"{ranks}, which fully_shard does if not told otherwise: scale the loss "
-                    "instead."
+                    f"the module {path!r} divides gradients by {factor:g}, set by "
+                    "set_gradient_divide_factor, so the gradient is not the mean over the "
+                    f"processes. Expected a division by {ranks}, the default of fully_shard: scale "
+                    "the loss instead."
                 )
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step being measured: its micro-batches, until they go to the host in one copy."""
+"""One optimizer step being measured: its micro-batches, until one copy takes them to the host."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class Collector:
     """Collects the micro-batches of one optimizer step on the device.
 
     Args:
-        model: the model, as its optimizer step is run.
+        model: the model.
         options: what to measure.
-        optimizer: whose learning rates weigh the self-influence: one, a list of them, or None.
+        optimizer: whose learning rates weight the self-influence: one, a list of them, or None.
         scaler: the GradScaler, or None.
-        group: the process group of the step, None if alone.
-        single: no other micro-batch will follow.
+        group: the process group of the step; None for one process.
+        single: whether the step has one micro-batch.
 
     Attributes:
-        skipped: a micro-batch had no backward. Of several processes each learns it from the others.
+        skipped: whether a micro-batch of this process had no backward; then no process measures the
+            step.
     """
 
     def __init__(self, model: nn.Module, options: Options, optimizer, scaler, group, single: bool):
@@ -45,7 +46,7 @@ class Collector:
         self._optimizer, self._scaler = optimizer, scaler
         selected = select_parameters(model, options.parameters, options.exclude)
         self._names, self._parameters = list(selected), list(selected.values())
-        # Σ_i ⟨c_i, G⟩ is ‖G‖² where G is all in one context: then the gradients need not be read.
+        # If one context has all of G, Σ_i ⟨g_i, G⟩ is ‖G‖², and .grad need not be read.
         read = not (single and group is None and options.alignment)
         self._gradients = Gradients(selected, read)
         self._batches: list[list[Tensor]] = []
@@ -63,8 +64,8 @@ class Collector:
         """Return the tracking context for one micro-batch, opened.
 
         Args:
-            batch_size, batch_dim: its examples, and their axis.
-            segments: whose its rows are, where examples are packed into one row.
+            batch_size, batch_dim: the number of its examples, and their axis.
+            segments: which example each row belongs to, if examples are packed into one row.
         """
         options = self._options
         tracker = Tracker(
@@ -85,8 +86,8 @@ class Collector:
         if changed:
             raise TrackingError(
                 f"{quoted(sorted(changed))} began or ceased to require grad between the "
-                "micro-batches of one optimizer step. Expected the same parameters in all of them: "
-                "freeze and unfreeze between steps."
+                "micro-batches of one optimizer step. Expected the same parameters in all: freeze "
+                "and unfreeze between steps."
             )
         tracker.listener = self
         tracker.weight = 1.0 if options.loss_reduction == "sum" else 1 / batch_size
@@ -102,7 +103,7 @@ class Collector:
         start: Sequence[Tensor | None],
         inputs: Sequence[Tensor] | None,
     ) -> None:
-        """Note the start of the backward: the optimizer may step before the context closes."""
+        """Read scalar, scale and rates: the optimizer may step before the context closes."""
         if inputs is not None:
             self._check_inputs(inputs)
         self._gradients.before_backward()
@@ -116,6 +117,7 @@ class Collector:
             self._rates, self._groups = learning_rates(groups, self._parameters)
 
     def after_backward(self) -> None:
+        """Read the gradients."""
         self._gradients.after_backward()
 
     def add(
@@ -126,11 +128,11 @@ class Collector:
         weights: Tensor | None,
         divisor: float,
     ) -> None:
-        """Take the statistics of a micro-batch whose context has closed.
+        """Add the statistics of a micro-batch whose context has closed.
 
         Args:
             tracker: the context.
-            batch_size, ids, weights: of the micro-batch, as its ``MonitorStep`` has checked them.
+            batch_size, ids, weights: of the micro-batch, checked by its ``MonitorStep``.
             divisor: of its scalar.
         """
         sqnorm = tracker.reports.sqnorm_by_parameter()
@@ -155,7 +157,7 @@ class Collector:
         self._used |= {root.name for root in tracker.roots if root.result is not None}
 
     def finish(self) -> Pending:
-        """Return the step, gathered from all processes, still on the device."""
+        """Return the step, gathered from all processes but still on the device."""
         self.skipped = self.skipped or not self._batches
         vector, shared = self._vector(), None
         vectors = [vector]
@@ -169,7 +171,7 @@ class Collector:
         )  # fmt: skip
 
     def _vector(self) -> Tensor:
-        """Return what this process measured, as ``_measured`` has it."""
+        """Return this process' measurements in the form that ``_measured`` describes."""
         device = self._parameters[0].device
         if self.skipped:
             return torch.zeros(1, dtype=torch.float64, device=device)
@@ -182,15 +184,15 @@ class Collector:
         return torch.cat([*pieces, *(part for batch in self._batches for part in batch)])
 
     def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Raise where the backward leaves measured parameters without their gradient."""
+        """Raise if a backward's ``inputs`` lack measured parameters."""
         asked = set(map(id, inputs))
         named = zip(self._names, self._parameters, strict=True)
-        left = [name for name, parameter in named if id(parameter) not in asked]
-        if left:
+        missing = [name for name, parameter in named if id(parameter) not in asked]
+        if missing:
             raise TrackingError(
-                f"the backward's inputs= leaves out {quoted(left)} of the measured parameters, "
-                "so that they have no part in the gradient of this step. Expected all of them "
-                "there: measure the others alone, with parameters= or exclude=."
+                f"the backward's inputs= leaves out {quoted(missing)} of the measured parameters, "
+                "which then have no gradient in this step. Expected all of them: list them in "
+                "inputs=, or leave them out of the monitor too, with parameters= or exclude=."
             )
 
 
@@ -199,7 +201,7 @@ def _column(part: Tensor, device: torch.device) -> Tensor:
 
 
 def _gram_statistics(gram: Tensor, weight: Tensor | float) -> Tensor:
-    """Return what ``_measured`` keeps of the pairs; all NaN where a product is not finite.
+    """Return the statistics of pairs that ``_measured`` lists; all NaN if a product is not finite.
 
     Args:
         gram: (B, B) products of weighted gradients.

@@ -1019,7 +1019,7 @@ def test_a_gradient_that_the_optimizer_does_not_clear(model, set_to_none):
         optimizer.zero_grad(set_to_none=set_to_none)
         with monitor.step(batch_size=B):
             losses_of(model, batch_of()).mean().backward()
-    message = r"\('0.weight', '0.bias'\), so .*model.zero_grad\(\) where the optimizer"
+    message = r"\('0.weight', '0.bias'\), so .*model.zero_grad\(\) if the optimizer"
     with pytest.raises(gs.TrackingError, match=message):
         monitor.metrics()
 
