@@ -36,7 +36,7 @@ def check_monitor(
     process_group,
     **flags,
 ) -> None:
-    """Raise unless these can be a monitor's arguments."""
+    """Raise unless these are valid arguments of a monitor."""
     check_model(model)
     reductions = f"one of {REDUCTIONS}; for anything else pass weights= to monitor.step"
     is_reduction = isinstance(loss_reduction, str) and loss_reduction in REDUCTIONS
@@ -63,7 +63,7 @@ def check_monitor(
 
 
 def checked_accumulation(accumulation, optimizer: Any) -> tuple[int, int]:
-    """Return (k, K), or raise; (0, 1) where it was not given."""
+    """Return (k, K), or raise; (0, 1) if it was not given."""
     if accumulation is None:
         _check_not_accelerated(optimizer)
         return 0, 1
@@ -77,14 +77,14 @@ def checked_accumulation(accumulation, optimizer: Any) -> tuple[int, int]:
 
 
 def _check_not_accelerated(optimizer: Any) -> None:
-    """Raise if accelerate divides losses by a number of micro-batches."""
+    """Raise if accelerate divides the losses by a number of micro-batches."""
     for each in optimizers_of(optimizer):
         count = getattr(getattr(each, "gradient_state", None), "num_steps", 1)
         if count != 1:
             raise TrackingError(
-                f"the optimizer is one of accelerate's, with gradient_accumulation_steps={count}, "
-                f"so that its backward divides each loss by {count}, but accumulation= was not "
-                f"given. Pass accumulation=(k, {count}) for micro-batch k of an optimizer step, or "
+                f"the optimizer is accelerate's, with gradient_accumulation_steps={count}, so its "
+                f"backward divides each loss by {count}, but accumulation= was not given. Pass "
+                f"accumulation=(k, {count}) for micro-batch k of an optimizer step, or "
                 "accumulation=(0, 1) if the losses are not divided."
             )
 
@@ -95,8 +95,8 @@ def checked_weights(weights, batch_size: int) -> Tensor:
     assert isinstance(checked, Tensor)
     if not bool((checked > 0).all()):
         raise TrackingError(
-            f"weights are {checked.tolist()}, expected positive numbers: statistics of a batch "
-            "have no meaning where examples count negatively."
+            f"weights are {checked.tolist()}, expected positive numbers. Statistics of examples "
+            "that count negatively have no meaning."
         )
     return checked
 
@@ -108,12 +108,12 @@ def checked_ids(ids, batch_size: int) -> Tensor:
         ids = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TrackingError(
-            f"ids are {reprlib.repr(ids)} ({error}), {expected}. Number examples that have names."
+            f"ids are {reprlib.repr(ids)} ({error}), {expected}. Replace names by numbers."
         ) from error
     if (found := unlike_numbers(ids)) is not None:
         raise TrackingError(f"ids are {found}, {expected}.")
     inexact = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
     if tuple(ids.shape) != (batch_size,) or inexact:
         raise TrackingError(f"ids have shape {tuple(ids.shape)} and dtype {ids.dtype}, {expected}.")
-    # A copy: the caller may write the next batch's into the same memory.
+    # A copy, because the caller may reuse the memory for the next batch.
     return ids.clone()

@@ -26,7 +26,7 @@ def step_metrics(measured: Measured, clip: float | None) -> dict[str, float]:
 
     Args:
         measured: the step.
-        clip: threshold of ``clip/frac``, or None to leave it out.
+        clip: threshold of ``clip/frac``; None to leave it out.
     """
     step = measured.step
     diversity = gradient_diversity(step)
@@ -80,10 +80,10 @@ def _distribution(name: str, values: np.ndarray) -> dict[str, float]:
     ordered = np.sort(values)
 
     def quantile(share: float) -> float:
-        # Between neighbours by a straight line, as np.percentile does in ten times the time.
-        place, beyond = divmod(share * (len(ordered) - 1), 1)
+        # Linear interpolation, like np.percentile, which takes ten times as long.
+        place, fraction = divmod(share * (len(ordered) - 1), 1)
         low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
-        return float(low + beyond * (high - low))
+        return float(low + fraction * (high - low))
 
     return {
         f"{name}/mean": float(values.mean()),

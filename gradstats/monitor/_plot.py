@@ -1,4 +1,4 @@
-"""Pictures of a monitored run."""
+"""A figure of a monitored run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
     from gradstats.monitor._monitor import Monitor
 
-# Okabe and Ito's colours: told apart with any colour vision.
+# Okabe and Ito's colours, which can be told apart with any colour vision.
 BLUE, ORANGE, BLACK = "#0072B2", "#D55E00", "#000000"
+# How many ids label a spike.
 LABELLED = 3
 
-# How far below the training gradient norms of examples are shown.
+# Norms of examples are shown down to this share of the least training gradient norm.
 SHOWN_BELOW = 1e-3
 
 
@@ -42,8 +43,8 @@ def plot(monitor: Monitor) -> Figure:
     """
     if not hasattr(monitor, "history"):
         raise TrackingError(
-            f"monitor is {type(monitor).__name__}, expected a gs.Monitor. A trainer's callback has "
-            "it as callback.monitor, once training has started."
+            f"monitor is {type(monitor).__name__}, expected a gs.Monitor. A trainer's callback "
+            "keeps it as callback.monitor, once training has started."
         )
     with require("plot"):
         from matplotlib.figure import Figure
@@ -51,15 +52,15 @@ def plot(monitor: Monitor) -> Figure:
     history = {name: np.array(values) for name, values in monitor.history.items()}
     if not history:
         raise TrackingError(
-            "the monitor has measured no step yet: there is nothing to plot. Expected at least one "
-            "forward and backward inside monitor.step(...)."
+            "the monitor has measured no step yet, so there is nothing to plot. Expected at least "
+            "one forward and backward inside monitor.step(...)."
         )
     figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
     norms, noise = figure.subplots(2, 1, sharex=True)
     steps = history["step"]
 
     class Plain(LogFormatter):
-        """Labels the ticks that matplotlib would: 0.6, not 6e-01."""
+        """Labels the ticks that matplotlib would label, but as 0.6, not 6e-01."""
 
         def __call__(self, x, pos=None):
             return f"{x:g}" if super().__call__(x, pos) else ""
@@ -88,12 +89,12 @@ def plot(monitor: Monitor) -> Figure:
         norms.plot([], [], marker="v", color=ORANGE, ls="none", label="spike, largest examples")
     if any((line.get_ydata() > 0).any() for line in norms.get_lines()):
         norms.set_yscale("log")
-        # Of less than a decade the ticks between powers of ten are labelled: 2, not 2 × 10⁰.
+        # Over less than a decade, ticks between powers of ten are labelled too: 2, not 2 × 10⁰.
         norms.yaxis.set_major_formatter(Plain())
         norms.yaxis.set_minor_formatter(Plain(minor_thresholds=(1.5, 0.5)))
     norms.set_ylabel("gradient norm")
-    norms.margins(y=0.1)  # spikes are the highest points, and their ids stand above them
-    # Examples that are fit to the last digit must not flatten all other lines.
+    norms.margins(y=0.1)  # room for the ids above spikes, which are the highest points
+    # Norms of examples that are fitted to the last digit must not flatten all other lines.
     gradient = history["grad_norm"]
     least = SHOWN_BELOW * np.min(gradient[gradient > 0], initial=np.inf)
     if norms.get_ylim()[0] < least < np.inf:
@@ -106,10 +107,10 @@ def plot(monitor: Monitor) -> Figure:
         steps, value - spread, value + spread, color=BLUE, alpha=0.25, label="± 2 standard errors"
     )
     draw(noise, "gns/b_simple", color=BLUE, label="noise scale $B_{simple}$")
-    # Steps that know next to nothing must not set the scale, nor their errors flatten the line.
+    # Estimates with large errors must not set the scale, nor large errors flatten the line.
     known = np.isfinite(value + spread)
     if not known.any():
-        # A standard error takes two steps.
+        # There is no standard error before the second step.
         known, spread = np.isfinite(value), np.zeros(len(value))
     if known.any():
         examples = history["gradient_diversity/batch_bound"] / history["gradient_diversity"]
@@ -128,7 +129,7 @@ def plot(monitor: Monitor) -> Figure:
     noise.set_xlabel("optimizer step")
     noise.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for axes in (norms, noise):
-        # Above: wherever it stood inside, a spike or the line would be behind it.
+        # Above the axes: inside, it would cover a spike or a line somewhere.
         axes.legend(
             fontsize=8, ncols=5, loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
             borderaxespad=0, columnspacing=1,
@@ -139,7 +140,7 @@ def plot(monitor: Monitor) -> Figure:
 
 
 def _marked(values: np.ndarray) -> dict[str, Any]:
-    """Return the style of a line that marks the values between gaps, which it does not reach."""
+    """Return a line style that marks single values between gaps, which no line would show."""
     finite = np.pad(np.isfinite(values), 1)
     alone = np.flatnonzero(finite[1:-1] & ~finite[:-2] & ~finite[2:])
     return {"marker": ".", "markevery": alone.tolist()} if len(alone) else {}

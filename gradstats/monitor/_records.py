@@ -11,7 +11,7 @@ import torch
 from gradstats._values import integer
 from gradstats.errors import TrackingError
 
-# Ids in the one line of a spike.
+# How many ids the repr of a spike shows.
 SHOWN = 4
 
 
@@ -45,8 +45,8 @@ class Spike:
         step: the optimizer step's number.
         quantity: the metric that stood out.
         value: of that metric.
-        typical: its median over the measured steps before.
-        examples: those of largest norm and those of largest alignment, by decreasing norm.
+        typical: its median over the preceding measured steps.
+        examples: those of largest norm and of largest alignment, by decreasing norm.
     """
 
     step: int
@@ -65,7 +65,7 @@ class Spike:
 
     @staticmethod
     def from_state(state: dict) -> Spike:
-        """Return the spike of which ``dataclasses.asdict`` gave this."""
+        """Return the spike that ``dataclasses.asdict`` turned into ``state``."""
         examples = tuple(ExampleRecord(**example) for example in state["examples"])
         return Spike(**{**state, "examples": examples})
 
@@ -97,15 +97,15 @@ class RunningSelfInfluence:
         """Add η ‖g‖² for each id; contributions that are not finite are left out.
 
         Args:
-            ids: (N,) integers; None where the step was given none.
-            contributions: (N,) of the examples; None where there is no optimizer.
+            ids: (N,) integers; None if the step was given none.
+            contributions: (N,) η ‖g‖²; None without an optimizer.
         """
         if contributions is None:
-            self._lacked = "the optimizer, whose learning rates weigh it: Monitor(optimizer=...)"
+            self._lacked = "an optimizer, whose learning rates weight it: Monitor(optimizer=...)"
         elif ids is None:
             self._lacked = "the examples' ids: monitor.step(..., ids=...)"
         elif not np.isfinite(contributions).any():
-            self._lacked = "a learning rate or gradients that are finite"
+            self._lacked = "a learning rate, or gradients that are finite"
         if ids is None or contributions is None:
             return
         finite = np.isfinite(contributions)
@@ -148,15 +148,15 @@ class RunningSelfInfluence:
             (id, S_i) of each, in decreasing order.
 
         Raises:
-            TrackingError: k is not a number of examples, or none of the measured steps could count.
+            TrackingError: k is not a number of examples, or no measured step could be counted.
         """
         if integer(k, 0) is None:
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
         if self._lacked and not self._place:
             raise TrackingError(
                 f"no example has a self-influence yet: the last measured step lacked "
-                f"{self._lacked}. Expected steps that have ids and an optimizer with learning "
-                "rates; the callbacks of trainers take ids= too."
+                f"{self._lacked}. Expected steps with ids (the trainers' callbacks also take ids=) "
+                "and an optimizer with learning rates."
             )
         return sorted(self.items(), key=lambda item: -item[1])[:k]
 

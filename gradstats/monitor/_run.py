@@ -1,4 +1,4 @@
-"""What a monitor keeps of a run over its measured steps."""
+"""The averages, spikes and history that a monitor keeps over its measured steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from gradstats.statistics._training import RunningRatio, cosines_to_mean, length
 
 STATE_VERSION = 1
 
-# Quantities that spikes are looked for in, and how many measured steps their median is taken over.
+# Metrics that may spike, and how many measured steps their median is over: at most, at least.
 WATCHED = ("grad_norm", "example_grad_norm/max")
 WINDOW, FEWEST = 100, 5
-# How many spikes, and how many examples whose gradient was not finite, are remembered.
+# How many spikes, and how many examples with a gradient that is not finite, are kept.
 SPIKES, NONFINITE = 200, 1000
 
 
 class Run:
-    """The last measured step, and what follows from all of them: averages, spikes, history.
+    """The last measured step, and averages, spikes and history over all of them.
 
     Args:
         decay, spike, top, clip: as for ``Monitor``.
@@ -54,10 +54,10 @@ class Run:
         self.measured = measured
         step = measured.step
         self.self_influence.add(measured.ids, measured.influence)
-        wrong = np.flatnonzero(~np.isfinite(step.sqnorm))
-        self._nonfinite_steps += bool(len(wrong))
-        names = wrong if measured.ids is None else measured.ids[wrong]
-        self.nonfinite.extend((number, int(name)) for name in names)
+        positions = np.flatnonzero(~np.isfinite(step.sqnorm))
+        self._nonfinite_steps += bool(len(positions))
+        ids = positions if measured.ids is None else measured.ids[positions]
+        self.nonfinite.extend((number, int(each)) for each in ids)
         metrics = step_metrics(measured, self._clip)
         for prefix, gradients in {"": step, **measured.layers}.items():
             path = f"gns/{prefix}/" if prefix else "gns/"
@@ -76,9 +76,9 @@ class Run:
         metrics["nonfinite/steps"] = float(self._nonfinite_steps)
         metrics["spike"] = float(self._look_for_spikes(number, measured, metrics))
         row = {"step": number, **metrics}
-        before = len(self.history.get("step", ()))
+        earlier = len(self.history.get("step", ()))
         for name in {**self.history, **row}:
-            values = self.history.setdefault(name, [math.nan] * before)
+            values = self.history.setdefault(name, [math.nan] * earlier)
             values.append(float(row.get(name, math.nan)))
         return metrics
 
@@ -93,7 +93,7 @@ class Run:
         return {name: column[np.isfinite(column)] for name, column in columns.items()}
 
     def examples(self, k: int, by: str = "norm") -> list[ExampleRecord]:
-        """Return the k examples that stand out in the last step; see ``Monitor.examples``."""
+        """Return the k largest examples of the last measured step; see ``Monitor.examples``."""
         if integer(k, 0) is None:
             raise TrackingError(f"k is {k!r}, expected a number of examples.")
         if not isinstance(by, str) or by not in ("norm", "alignment"):
@@ -102,18 +102,18 @@ class Run:
         if measured is None:
             return []
         step = measured.step
-        known, key = step.sqnorm, step.sqnorm
+        value, key = step.sqnorm, step.sqnorm
         if by == "alignment":
             if step.alignment is None:
                 raise TrackingError("alignments were not measured: pass alignment=True.")
-            # Nothing lies along a mean of zero.
-            known, key = step.alignment, np.nan_to_num(lengths_along_mean(step))
-        # Not finite counts as largest: such an example is what one is looking for.
-        order = np.argsort(-np.where(np.isfinite(known), key, np.inf), kind="stable")
+            # Along a mean of zero, lengths are NaN: they count as zero.
+            value, key = step.alignment, np.nan_to_num(lengths_along_mean(step))
+        # An example that is not finite comes first: it is what one is looking for.
+        order = np.argsort(-np.where(np.isfinite(value), key, np.inf), kind="stable")
         return [_record(measured, position) for position in order[:k]]
 
     def state_dict(self, steps: int) -> dict[str, Any]:
-        """Return all but the last measured step: numbers, strings and tensors only.
+        """Return everything but the last measured step, as numbers, strings and tensors.
 
         Args:
             steps: number of optimizer steps completed.
@@ -135,7 +135,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
-        """Take in what ``state_dict`` returned, where nothing was measured yet; return ``steps``.
+        """Load what ``state_dict`` returned into a new run, and return ``steps``.
 
         Raises:
             TrackingError: it is something else, or from another version of gradstats.
@@ -183,9 +183,9 @@ class Run:
             typical = float(np.median(recent)) if len(recent) >= FEWEST else math.nan
             if not math.isfinite(value) or value > self._spike_factor * typical:
                 found = True
-                before = self.history.get(name, [0.0])[-1]
-                if not (math.isfinite(value) or math.isfinite(before)):
-                    continue
+                last = self.history.get(name, [0.0])[-1]
+                if not (math.isfinite(value) or math.isfinite(last)):
+                    continue  # only the first of consecutive steps
                 examples = self.examples(self._top)
                 if measured.step.alignment is not None:
                     examples += self.examples(self._top, by="alignment")

@@ -809,10 +809,10 @@ def test_bad_arguments(model, call, message):
 @pytest.mark.parametrize(
     "given, ids, lacked",
     [
-        (False, range(B), r"lacked the optimizer.*Monitor\(optimizer="),
+        (False, range(B), r"lacked an optimizer.*Monitor\(optimizer="),
         (True, None, r"lacked the examples' ids: monitor\.step\(.*ids="),
         (None, range(B), "lacked a learning rate"),
-        ([], range(B), "lacked the optimizer"),
+        ([], range(B), "lacked an optimizer"),
     ],
     ids=["no optimizer", "no ids", "no learning rate", "no groups of parameters"],
 )
