@@ -142,6 +142,8 @@ def owners(out: Tensor, h: Tensor, axis: int, along: int) -> list[set[int]]:
 
 # Calls that a function's signature does not allow.
 NO_CALLS: set[tuple] = set()
+# Calls on data in order, of so many axes, that fail or return what an earlier call has returned.
+NOTHING_NEW: set[tuple] = set()
 
 
 def problems(tracker, model, x: Tensor, function, layout: str):
@@ -150,7 +152,7 @@ def problems(tracker, model, x: Tensor, function, layout: str):
     dims = x.dim()
     h = None
     for number, call in enumerate(calls(dims)):
-        if (function, number) in NO_CALLS:
+        if (function, number) in NO_CALLS or (function, number, dims) in NOTHING_NEW:
             continue
         if h is None or h._version:
             h = LAYOUTS[layout](torch.sigmoid(model(x)) + 0.1)
@@ -160,9 +162,12 @@ def problems(tracker, model, x: Tensor, function, layout: str):
             NO_CALLS.add((function, number))
             continue
         except BaseException:
-            continue  # not a way to call it
+            results = []  # not a way to call it
+        before = len(seen)
         with torch._C.DisableTorchFunction():
             yield from wrong(tracker, results, h, layout, seen, f"{function.__name__}, {number}")
+        if layout == "in order" and len(seen) == before:
+            NOTHING_NEW.add((function, number, dims))
 
 
 def wrong(tracker, results, h: Tensor, layout: str, seen: set, name: str):
@@ -210,13 +215,12 @@ def check_all(functions, dims, layout):
     assert not any(each._version for each in CONSTANTS)
 
 
-@pytest.mark.parametrize(
-    ("dims", "layout"),
-    [(2, "in order"), (3, "in order"), (3, "positions first"), (3, "in another order")],
-)
+@pytest.mark.parametrize(("dims", "layouts"), [(2, ["in order"]), (3, LAYOUTS)])
 @pytest.mark.filterwarnings("ignore")
-def test_rows_are_those_of_their_examples(dims, layout):
-    check_all(FUNCTIONS, dims, layout)
+def test_rows_are_those_of_their_examples(dims, layouts):
+    """Of those in order first, which shows what is worth calling on the others."""
+    for layout in layouts:
+        check_all(FUNCTIONS, dims, layout)
 
 
 def by_name(function, first: int):
