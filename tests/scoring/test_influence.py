@@ -937,6 +937,28 @@ def test_equal_to_captum_tracincp(tmp_path):
     np.testing.assert_allclose(own.self_influence, captum.self_influence().numpy(), rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require:UserWarning")
+@pytest.mark.parametrize("fast", [False, True])
+def test_captum_leaves_out_some_layers_in_its_faster_form(fast):
+    """As the guide says: with ``sample_wise_grads_per_batch``, all but linear and Conv2d layers."""
+    tracin = pytest.importorskip("captum.influence").TracInCP
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 4))
+    data = torch.randn(14, 6), torch.randint(4, (14,))
+    query = torch.randn(5, 6), torch.randint(4, (5,))
+    captum = tracin(
+        model, TensorDataset(*data), ["held"], checkpoints_load_func=lambda net, path: 1.0,
+        loss_fn=nn.CrossEntropyLoss(reduction="sum" if fast else "none"), batch_size=5,
+        sample_wise_grads_per_batch=fast,
+    )  # fmt: skip
+    held = gs.Checkpoints(model.state_dict(), lr=1.0)
+    scores = gs.influence(
+        model, [data], [query], loss_fn, held, exclude="1.*" if fast else None, progress=False
+    )
+    expected = captum.influence(query).T.numpy()
+    np.testing.assert_allclose(np.asarray(scores), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_transformer_with_tied_weights_from_dict_batches():
     """Hugging Face's batches, a loss with ignored positions, both sides of different lengths."""
     transformers = pytest.importorskip("transformers")
