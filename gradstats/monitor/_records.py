@@ -36,6 +36,12 @@ class ExampleRecord:
     layer: str
     share: float
 
+    def __repr__(self) -> str:
+        return (
+            f"ExampleRecord(id={self.id}, position={self.position}, norm={self.norm:.4g}, "
+            f"alignment={self.alignment:.4g}, layer={self.layer!r}, share={self.share:.4g})"
+        )
+
 
 @dataclass(frozen=True)
 class Spike:

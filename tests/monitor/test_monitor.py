@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradstats as gs
+from gradstats.monitor._records import ExampleRecord
 from gradstats.monitor._run import WATCHED
 from tests.dispatched import Operations
 from tests.functions import recomputing
@@ -531,6 +532,14 @@ def test_a_spike_names_its_examples():
     spike = monitor.spikes[0]
     shown = f"grad_norm={spike.value:.4g}, typical={median:.4g}, examples=[104, "
     assert repr(spike).startswith(f"Spike(step=6, {shown}") and len(repr(spike)) < 120
+
+
+def test_an_example_is_shown_in_one_line():
+    record = ExampleRecord(26, 5, 0.7965611213103997, math.nan, "2.weight", 0.6709850698286224)
+    assert repr(record) == (
+        "ExampleRecord(id=26, position=5, norm=0.7966, alignment=nan, layer='2.weight', "
+        "share=0.671)"
+    )
 
 
 def test_gradients_that_are_not_finite_are_counted_and_named(model):
