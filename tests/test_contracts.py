@@ -67,7 +67,8 @@ def test_targets_that_broadcast_to_pairs_are_told_apart_by_their_shapes(batch):
     def losses(model, batch):
         return (model(batch[0]) - batch[1]).square().mean(0)  # (B, 1) - (B,)
 
-    with pytest.raises(gs.CoupledExamplesError, match=r"Predictions \(B, 1\) and targets \(B,\)"):
+    shapes = r"predictions and targets one shape \(\(B, 1\) and \(B,\)"
+    with pytest.raises(gs.CoupledExamplesError, match=shapes):
         gs.per_example_norms(nn.Linear(4, 1), (x, y.float()), losses)
 
 

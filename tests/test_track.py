@@ -1065,7 +1065,7 @@ def test_the_backward_of_the_sum_is_not_taken_for_that_of_the_mean(model, batch,
     """It would give norms of B times each loss."""
     expected = oracle_sqnorms(model, batch, losses_of)
     with (
-        pytest.raises(gs.TrackingError, match=r"that of their sum.*loss_reduction='sum'"),
+        pytest.raises(gs.TrackingError, match=r"the backward of their sum.*loss_reduction='sum'"),
         gs.track(model, batch_size=B),
     ):
         start(losses_of(model, batch))
@@ -1074,7 +1074,7 @@ def test_the_backward_of_the_sum_is_not_taken_for_that_of_the_mean(model, batch,
         start(losses_of(model, batch))
     assert_sqnorms(tracker.stats, expected, 1e-9)
     monitor = gs.Monitor(model, every=1)
-    with pytest.raises(gs.TrackingError, match="that of their sum"), monitor.step(B):
+    with pytest.raises(gs.TrackingError, match="the backward of their sum"), monitor.step(B):
         start(losses_of(model, batch))
 
 

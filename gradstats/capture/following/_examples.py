@@ -11,19 +11,12 @@ from gradstats._factors import Segments
 
 # For messages about an unexpected number of rows.
 IF_A_CONSTANT = (
-    "A constant from outside the batch with as many rows as there are examples is taken for data: "
-    "keep it in the model (register_buffer), or compute it inside the call if it is made of "
-    "parameters. In a context, buffers of another module count as data whatever their size, such "
-    "as those of a discriminator's spectral norms: open the context on "
-    'torch.nn.ModuleList([model, other]) with parameters="0.*".'
+    "If a constant with as many rows as there are examples was taken for data, keep it in the "
+    "model (register_buffer)."
 )
-
-IF_KNOWN = (
-    "If you know which example each row belongs to, say so with gs.assign_rows: for the edges of "
-    "graphs; for x, the i-th of a list with one tensor for each example, gs.assign_rows(x, "
-    "torch.full((len(x),), i)); for an input whose examples lie along another axis than batch_dim= "
-    "says, such as a mask (B, T) beside (T, B, d), gs.assign_rows(mask, torch.arange(B), 0)."
-)
+IF_KNOWN = "If you know which example each row belongs to, say so with gs.assign_rows."
+MORE_REMEDIES = "help(gs.ExampleAxisError) lists more causes and remedies."
+MORE_IF_COUPLED = "help(gs.CoupledExamplesError) lists more causes and remedies."
 
 IF_ATTENDING = (
     "Packed rows need a mask that lets them attend to rows of their own example only. Hugging "

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gradstats.capture.following._examples import IF_A_CONSTANT, MIXED, Examples, Whole
+from gradstats.capture.following._examples import (
+    IF_A_CONSTANT,
+    MIXED,
+    MORE_IF_COUPLED,
+    MORE_REMEDIES,
+    Examples,
+    Whole,
+)
 from gradstats.capture.following._marks import Marks
 from gradstats.errors import CoupledExamplesError, ExampleAxisError, TrackingError
-
-# For values that start at zero for every example, such as log-densities of a continuous flow.
-MADE_OF_THE_BATCH = (
-    "If zeros with a row for each example are joined to the examples' values, make them from the "
-    "batch (torch.zeros_like)."
-)
 
 NOBODYS = (
     "nothing was written to some rows of a tensor, or constants were joined to its rows, so that "
@@ -33,10 +34,8 @@ def order_of(marks: Marks, losses: Tensor) -> Tensor | None:
             "normalised or multiplied by a matrix along the example axis, as in a contrastive "
             "loss, which has no gradient of one example. Expected losses that depend on one "
             "example each: reduce over other axes only, give predictions and targets one shape "
-            "((B, 1) and (B,) combine to (B, B)), or detach what comes from other examples. If a "
-            "term is a mean of one value for each example, as a load-balancing loss is when the "
-            "experts' shares are given, add these values to the losses, or run the backward of one "
-            f"scalar inside track(). {IF_A_CONSTANT}"
+            "((B, 1) and (B,) combine to (B, B)), or detach what comes from other examples. "
+            f"{IF_A_CONSTANT} {MORE_IF_COUPLED}"
         )
     plain = isinstance(owned, Examples) and owned.plain
     if plain or not marks.is_marked(losses):
@@ -103,7 +102,7 @@ def check_sum(marks: Marks, loss: Tensor, *, crossed: bool, supposed: bool) -> N
             "that the loss may be more than a sum over the examples. Expected a sum, a mean or a "
             "weighted sum of losses that depend on one example each: combine each example's own "
             "rows alone, or, if you know which example the values belong to, say so with "
-            f"gs.assign_rows. {MADE_OF_THE_BATCH} {IF_A_CONSTANT}"
+            f"gs.assign_rows. {IF_A_CONSTANT} {MORE_REMEDIES}"
         )
     if crossed and not marks.knows_losses:
         raise ExampleAxisError(
@@ -113,7 +112,7 @@ def check_sum(marks: Marks, loss: Tensor, *, crossed: bool, supposed: bool) -> N
             "examples along the same axis of both, as in x * h[:, None], and along axis "
             f"{marks.batch_dim} of all inputs, masks and labels too (or say with gs.assign_rows "
             "where they lie); or one loss for each example, as tracker.backward(losses) takes. "
-            f"{IF_A_CONSTANT}"
+            f"{IF_A_CONSTANT} {MORE_REMEDIES}"
         )
     if supposed and not marks.knows_losses:
         raise ExampleAxisError(
@@ -135,7 +134,7 @@ def _refusal_of_lost(marks: Marks, losses: Tensor) -> ExampleAxisError | Coupled
         "reduce each example's own rows, put rows back by indexing, or, if you know which example "
         "each loss belongs to, say so with gs.assign_rows. Otherwise per_example_norms(..., "
         'fallback="vmap") computes all parameters one example at a time. '
-        f"{MADE_OF_THE_BATCH} {IF_A_CONSTANT}"
+        f"{IF_A_CONSTANT} {MORE_REMEDIES}"
     )
 
 

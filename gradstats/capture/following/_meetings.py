@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
-from gradstats.capture.following._examples import IF_A_CONSTANT, IF_KNOWN
+from gradstats.capture.following._examples import IF_A_CONSTANT, MORE_IF_COUPLED
 from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._memory import storage_of
 from gradstats.errors import CoupledExamplesError
@@ -139,8 +139,7 @@ class Meetings:
             f"{node.name()} {how}: each loss depends on several examples, so that their gradients "
             "cannot be told apart, as those of a contrastive loss. Expected losses that depend on "
             "one example each: combine each example with its own values alone, as (x * y).sum(-1) "
-            "does, or detach what comes from other examples. "
-            f"{IF_A_CONSTANT} {IF_KNOWN}"
+            f"does, or detach what comes from other examples. {IF_A_CONSTANT} {MORE_IF_COUPLED}"
         )
 
 

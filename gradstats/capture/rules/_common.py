@@ -16,6 +16,7 @@ from gradstats.capture.following._examples import (
     IF_ATTENDING,
     IF_KNOWN,
     MIXED,
+    MORE_REMEDIES,
     WHERE_THE_NUMBER_IS_FROM,
     Examples,
     same_rows,
@@ -110,7 +111,7 @@ def locate(
     if layout is not None and axis not in (None, layout.axis):
         remedy = (
             "Move the axis before this operation, or pass batch_first= to recurrent and attention "
-            f"layers. {IF_KNOWN}"
+            f"layers. {IF_KNOWN} {MORE_REMEDIES}"
         )
         if tracker.marks.packed:
             remedy = "It takes packed rows for positions: call it on each example's slice."
@@ -182,7 +183,7 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
     remedies += [
         "If examples were merged with positions or moved to another axis, keep the example axis as "
         "it is up to this operation; if they were taken out one by one, take x[i : i + 1].",
-        IF_KNOWN,
+        f"{IF_KNOWN} {MORE_REMEDIES}",
     ]
     alone = "If each loss depends on its own example only all the same (this is checked),"
     remedies.append(
