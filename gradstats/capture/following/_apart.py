@@ -1,6 +1,7 @@
 """Whether packed examples are kept apart where rows meet rows: in attention, and in products.
 
-Values are read to find out: weights between rows of different examples are zero, or masked.
+They are if the weights between rows of different examples are zero, or masked; values are read to
+find out.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from gradstats.capture.operations._nested import operands_of
 from gradstats.capture.operations._operations import BROADCASTS, MOVES, RESHAPES, variants
 from gradstats.capture.operations._rowwise import POINTWISE
 
-# Operations over scores, where zeros before or after show that no other example counted.
+# Operations over scores. Zeros among their operands or results show that no other example counted.
 SOFTMAX = frozenset([*variants("softmax"), functional.softmax, torch.special.softmax])
 SUMS = frozenset(variants("sum"))
-# Operations in which each score counts by its softmax.
+# Operations in which each score counts with the weight that its softmax has.
 EXPONENTIATED = frozenset(
     [
         *variants("log_softmax", "logsumexp"),
@@ -40,10 +41,11 @@ PICKED = frozenset(variants("amax", "amin", "max", "min"))
 ADDS_UP = SUMS | frozenset(variants("mean"))
 CONCATENATES = frozenset({torch.cat, torch.concat, torch.concatenate})
 
-# The exponential function of this or less is zero in every precision.
+# The exponential of this number, or of a smaller one, is zero in every precision.
 NO_WEIGHT = -746.0
 
-# By how much trained values are changed to see whether they count; later ones by powers of it.
+# To see whether trained operands count, the first is changed by this number, the second by its
+# square, and so on.
 MOVED_BY = 0.7390851
 
 
@@ -52,17 +54,17 @@ def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bo
 
     Args:
         weights: of a product that sums over the columns.
-        rows, columns: where the examples of the product's rows, and of those that are summed, lie
+        rows, columns: where the examples of the product's rows, and of the rows that it sums, lie
             in ``weights``.
     """
-    others = of_others(rows, columns, weights.device)
+    differs = of_others(rows, columns, weights.device)
     values = weights.detach()
     if values.layout is torch.strided:
         pairs = values.movedim((rows.axis, columns.axis), (-2, -1))
-        return not bool((pairs.ne(0) & others).any())
+        return not bool((pairs.ne(0) & differs).any())
     values = values.to_sparse_coo().coalesce()
     row, column = values.indices()[[rows.axis, columns.axis]]
-    return not bool((values.values().ne(0) & others[row, column]).any())
+    return not bool((values.values().ne(0) & differs[row, column]).any())
 
 
 def attention_keeps_apart(marks: Marks, call: Call) -> bool:
@@ -70,7 +72,7 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
     layouts = [_from_the_right(marks, call, place) for place in range(3)]
     trained = [item for item in call.data if item.requires_grad]
     if marks.batch_size > 1 and any(marks.layout_of(item) is None for item in trained):
-        return False  # of all rows, of one example, or not known
+        return False  # values over all examples, of one example, or of unknown ones
     query, *rest = (each if each is not None and each.axis >= -2 else None for each in layouts)
     keys = [layout for layout in rest if layout is not None]
     if (query or keys) and any(each is not None and each.axis < -2 for each in layouts):
@@ -81,28 +83,29 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
     if not keys:
         if query is None or of_mask is None:
             return query is None or query.axis == -2
-        # Its rows must be those of the queries, and its columns nobody's.
+        # The mask's rows must be those of the queries, and its columns nobody's.
         along = of_mask.along(of_mask.axis - mask.dim())
         rows_only = along.axis == query.axis == -2 and not isinstance(of_mask, Scores)
         return rows_only and same_rows(along, query)
     if query is None or mask is None or any(each.axis != -2 for each in (query, *keys)):
-        return False  # features are all summed
+        return False  # without a mask, or with examples along features, all are summed
     if is_trained:
-        # As for scores, its rows and columns must be those of the queries and keys.
+        # The mask's rows and columns must be those of the queries and keys.
         first = mask.dim() - 2
         pairs = [query.along(first), *(each.along(first + 1) for each in keys)]
         if of_mask is None or scores([*pairs, of_mask], mask) is None:
             return False
     allowed = _allowed(call, mask.detach())
-    others = [of_others(query, each, mask.device) for each in keys]
-    return not any(bool((allowed & each).any()) for each in others)
+    differs = [of_others(query, each, mask.device) for each in keys]
+    return not any(bool((allowed & each).any()) for each in differs)
 
 
 def _allowed(call: Call, mask: Tensor) -> Tensor:
-    """Return between which pairs of rows a mask leaves attention a weight.
+    """Return which pairs of rows a mask of attention may leave a weight that is not zero.
 
-    With scores within ±b, a pair has at most the weight exp(2b + m − m_max), where m_max is the
-    largest number of the mask in its row: those of a row that is masked as a whole remain.
+    If all scores lie within ±b, the weight of a pair is at most exp(2b + m − m_max), where m is the
+    mask's number for the pair, and m_max the largest one in its row. If a row is masked as a whole,
+    its pairs thus keep their weights.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -116,7 +119,7 @@ def _allowed(call: Call, mask: Tensor) -> Tensor:
     for each in (query, key):
         dtype = torch.promote_types(each.dtype, torch.float32)
         largest = torch.linalg.vector_norm(each, dim=-1, dtype=dtype).max() * largest
-    # Where scores are not finite, neither are the losses, whatever is masked.
+    # If scores are not finite, neither are the losses, whatever the mask.
     room = 2 * largest.nan_to_num(0, 0)
     return mask - mask.amax(-1, keepdim=True) > NO_WEIGHT - room
 
@@ -126,7 +129,8 @@ def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
 
     Args:
         mask_mod: the mask.
-        shape: (N, H, T, d) of the queries; the mask may differ between the N rows and the heads.
+        shape: (N, H, T, d) of the queries; the mask may differ between the N entries of the batch
+            and between the H heads.
         rows: the layout of the T positions.
     """
     if is_compiling():
@@ -134,33 +138,33 @@ def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
     assert rows.segments is not None
     place = torch.arange(rows.rows, device=rows.segments.owner.device)
     of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
-    others = of_others(rows, rows, place.device)
+    differs = of_others(rows, rows, place.device)
     meets = torch.zeros((), dtype=torch.bool, device=place.device)
-    # Most masks are the same for all rows and heads.
+    # Most masks use neither the entry nor the head, so that one of each is enough.
     numbers = [place.new_zeros(()) for _ in range(4)]
     inside = {*map(id, operands_inside(mask_mod, *numbers))}
     sizes = [size if id(each) in inside else 1 for size, each in zip(shape, numbers, strict=True)]
     for row, head in torch.cartesian_prod(*(place.new_tensor(range(size)) for size in sizes[:2])):
-        meets |= (of_pairs(row, head, place, place) & others).any()
+        meets |= (of_pairs(row, head, place, place) & differs).any()
     return not meets
 
 
 def _from_the_right(marks: Marks, call: Call, place: int) -> Examples | None:
-    """Return where examples lie in an operand of attention, with axes counted from the right."""
+    """Return the layout of an operand of attention, its axis counted from the right."""
     item = call.argument(place, ("query", "key", "value")[place])
     layout = marks.layout_of(item) if any(item is tensor for tensor in call.data) else None
     return layout and layout.along(layout.axis - item.dim())
 
 
 def packs(marks: Marks, layouts: Iterable[Examples]) -> bool:
-    """Whether examples have several rows, side by side, of which values tell what they meet.
+    """Whether examples may be packed, by the caller or by the model itself.
 
-    Whether the caller packed the examples or the model itself did.
+    Their rows then lie side by side, and only values tell which of them meet.
     """
     if marks.packed:
         return True
     if marks.batch_size == 1 or is_compiling():
-        return False  # a graph has no values to look at
+        return False  # a graph has no values to read
     return any(layout.most > 1 for layout in layouts)
 
 
@@ -172,7 +176,8 @@ def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
         result: of the operation.
 
     Returns:
-        The layout; None unless they lie along two axes, along each of which they are the same.
+        The layout; None unless the operands' examples lie along two axes, and those along the same
+        axis agree.
     """
     sides: dict[int, Examples] = {}
     for layout in layouts:
@@ -182,11 +187,12 @@ def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
     if len(sides) != 2:
         return None
     rows, columns = (sides[axis] for axis in sorted(sides))
-    return _paired(rows, columns, fixed=not bool(of_others(rows, columns, result.device).any()))
+    one_example = not bool(of_others(rows, columns, result.device).any())
+    return _paired(rows, columns, fixed=one_example)
 
 
 def _paired(rows: Examples, columns: Examples, fixed: bool) -> Scores | None:
-    """Return the layout of scores of these rows and columns; None for rows that are nobody's."""
+    """Return the layout of scores of these rows and columns; None if some rows are nobody's."""
     if _has_sinks(rows):
         return None
     return Scores(rows.batch, rows.axis, rows.fold, rows.segments, columns=columns, fixed=fixed)
@@ -207,8 +213,9 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     """Return the layout of an operation's result; None if scores of different examples meet in it.
 
     Args:
+        marks: what is noted about the operands.
         call: the operation; an operand or the result has scores.
-        after: the layout of the result if only its rows' examples count.
+        after: the layout of the result if each score belonged to the example of its row.
     """
     func, result = call.func, call.result
     if func in POINTWISE or func in BROADCASTS:
@@ -216,57 +223,57 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
             return None
         return replace(after, fixed=are_fixed(marks, call, after))
     trained = [item for item in call.data if item.requires_grad]
-    of_scores = [(item, own) for item in trained if isinstance(own := marks.owned(item), Scores)]
-    if not of_scores:
+    found = [(item, layout) for item in trained if isinstance(layout := marks.owned(item), Scores)]
+    if not found:
         return after
     if func in CONCATENATES:
         return _joined(marks, call)
-    item, own = of_scores[0]
+    item, layout = found[0]
     if len(trained) > 1 or item is not call.argument(0, "input"):
         return None
     if func in MOVES or func in RESHAPES or func in REINDEXES:
-        return _followed(call, item, own)
+        return _followed(call, item, layout)
     if func is functional.linear:
-        sums = any(side.axis == item.dim() - 1 for side in own.sides)
-        # Scores that were fixed now depend on parameters.
-        return None if sums else scores(own.sides, result)
+        sums = any(side.axis == item.dim() - 1 for side in layout.sides)
+        # Even scores that were fixed depend on parameters now.
+        return None if sums else scores(layout.sides, result)
     over = call.argument(1, "dim")
     if not isinstance(over, int) or func not in OVER_AXES:
         return None
     over %= item.dim()
-    if over not in [side.axis for side in own.sides]:
-        return _followed(call, item, own) if func in ADDS_UP else None
-    return _along(call, item, own, over)
+    if over not in [side.axis for side in layout.sides]:
+        return _followed(call, item, layout) if func in ADDS_UP else None
+    return _along(call, item, layout, over)
 
 
-def _along(call: Call, item: Tensor, own: Scores, over: int) -> Examples | None:
-    """Return the layout of a result over one axis of scores; None if others' count in it.
+def _along(call: Call, item: Tensor, layout: Scores, over: int) -> Examples | None:
+    """Return the layout of a result over one axis of scores; None if different examples met in it.
 
     Args:
         call: the operation.
         item: its operand.
-        own: the layout of that.
+        layout: the operand's layout.
         over: the axis, that of the rows or of the columns.
     """
-    weights = _counting(call, item, own, over)
-    if over == own.axis and _has_sinks(own.columns):
-        return None  # which run over the rows of all examples
-    if weights is None or not weights_keep_apart(weights, *own.sides):
+    weights = _counting(call, item, layout, over)
+    if over == layout.axis and _has_sinks(layout.columns):
+        return None  # the sinks' columns run over the rows of all examples
+    if weights is None or not weights_keep_apart(weights, *layout.sides):
         return None
     if call.func in EXPONENTIATED and call.func not in REDUCES:
-        return own  # log-probabilities of masked scores may be used
-    rows, columns = own.sides
+        return layout  # the log-probabilities of masked scores are not zero: they may be used
+    rows, columns = layout.sides
     kept = follow(call, item, columns if over == rows.axis else rows)
     return kept if isinstance(kept, Examples) else None
 
 
-def _counting(call: Call, item: Tensor, own: Scores, over: int) -> Tensor | None:
+def _counting(call: Call, item: Tensor, layout: Scores, over: int) -> Tensor | None:
     """Return values that are zero where scores do not count in a result over one of their axes.
 
     Args:
         call: the operation.
         item: its operand.
-        own: the layout of that.
+        layout: the operand's layout.
         over: the axis.
 
     Returns:
@@ -277,67 +284,69 @@ def _counting(call: Call, item: Tensor, own: Scores, over: int) -> Tensor | None
         return call.result.detach()
     if func in EXPONENTIATED:
         return values.softmax(over)
-    if func in PICKED and own.fixed:
+    if func in PICKED and layout.fixed:
         picked = call.result.detach()
         return values == (picked if picked.dim() == item.dim() else picked.unsqueeze(over))
-    return values if func in SUMS and own.fixed else None
+    return values if func in SUMS and layout.fixed else None
 
 
-def _followed(call: Call, item: Tensor, own: Scores) -> Examples | None:
-    """Return the layout of a result that only moves rows and columns of scores.
+def _followed(call: Call, item: Tensor, layout: Scores) -> Examples | None:
+    """Return the layout of the result of an operation that only moves scores.
 
-    If both lie along one axis, as after picking pairs, only pairs of one example may be left.
+    If rows and columns lie along the same axis now, as after picking pairs, each pair that is left
+    must be of one example.
     """
-    rows, columns = (follow(call, item, side) for side in own.sides)
+    rows, columns = (follow(call, item, side) for side in layout.sides)
     if not (isinstance(rows, Examples) and isinstance(columns, Examples)):
         return None
     if rows.axis != columns.axis:
-        return _paired(rows, columns, own.fixed)
+        return _paired(rows, columns, layout.fixed)
     return rows if same_rows(rows, columns) else None
 
 
 def _joined(marks: Marks, call: Call) -> Scores | None:
-    """Return the layout of scores joined to each other, or to columns of their rows' examples.
+    """Return the layout of scores joined to each other, or to sinks.
 
-    Such columns are sinks, learned numbers that share a softmax with the scores of each row:
-    torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].
+    Sinks are columns that belong to their rows' examples, such as learned numbers that share a
+    softmax with the scores of each row: torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].
     """
     tensors = [item for item in call.argument(0, "tensors") if item.numel()]
     placed = [marks.owned(item) if marks.is_of_data(item) else None for item in tensors]
-    scores = [own for own in placed if isinstance(own, Scores)]
-    rows, columns = scores[0].sides
+    of_scores = [layout for layout in placed if isinstance(layout, Scores)]
+    rows, columns = of_scores[0].sides
     if call.argument(1, "dim", 0) % call.result.dim() != columns.axis:
         return None
     owners = []
-    for item, own in zip(tensors, placed, strict=True):
-        if isinstance(own, Examples):
-            if own.axis != rows.axis or not same_rows(own, rows):
+    for item, layout in zip(tensors, placed, strict=True):
+        if isinstance(layout, Examples):
+            if layout.axis != rows.axis or not same_rows(layout, rows):
                 return None
-            if isinstance(own, Scores) and own.columns.axis != columns.axis:
+            if isinstance(layout, Scores) and layout.columns.axis != columns.axis:
                 return None
-        elif own is not None or marks.is_trained(item):
-            return None  # a constant, or what a parameter's rule has put beside the rows, has none
-        if isinstance(own, Scores):
-            owners.append(own.columns.owner(item.device))
+        elif layout is not None or marks.is_trained(item):
+            return None  # only constants, and sinks that a rule has placed, may have no layout
+        if isinstance(layout, Scores):
+            owners.append(layout.columns.owner(item.device))
         else:
             owners.append(torch.full((item.shape[columns.axis],), rows.batch, device=item.device))
     columns = columns.owned_by(torch.cat(owners), columns.axis)
-    return _paired(rows, columns, all(own.fixed for own in scores))
+    return _paired(rows, columns, all(layout.fixed for layout in of_scores))
 
 
-def scores_keep_apart(item: Tensor, own: Scores) -> bool:
+def scores_keep_apart(item: Tensor, layout: Scores) -> bool:
     """Whether scores between different examples are zero, whatever the trained values are."""
-    return own.fixed and weights_keep_apart(item, *own.sides)
+    return layout.fixed and weights_keep_apart(item, *layout.sides)
 
 
 def are_fixed(marks: Marks, call: Call, after: Scores) -> bool:
     """Whether scores between different examples are independent of trained values, as if masked.
 
-    The operation is repeated with other trained values. That scores are zero says less: a layer may
-    start with zero weights.
+    To find out, the operation is repeated with other trained values. It would not be enough that
+    the scores are zero: a layer may start with zero weights.
 
     Args:
-        call: an operation on them, element by element.
+        marks: what is noted about the operands.
+        call: an operation on scores, element by element.
         after: the layout of its result.
     """
     trained = {
@@ -349,8 +358,8 @@ def are_fixed(marks: Marks, call: Call, after: Scores) -> bool:
         return True
     if call.func not in BROADCASTS:
         return False
-    # Upwards and downwards, as one of them may not count; each by another amount, which is no
-    # simple multiple of the others': what is moved alike may cancel.
+    # Both upwards and downwards, as a change in one direction may be without effect; and each by an
+    # amount that is no simple multiple of another's, as equal changes may cancel.
     for sign in (1, -1):
         moved = {
             key: item + sign * MOVED_BY**place
@@ -367,27 +376,27 @@ def are_fixed(marks: Marks, call: Call, after: Scores) -> bool:
 
 
 def _is_fixed(marks: Marks, item: Tensor) -> bool:
-    """Whether an operand has scores, of which those between different examples are fixed."""
-    own = marks.owned(item) if marks.is_of_data(item) else None
-    return isinstance(own, Scores) and own.fixed
+    """Whether an operand has scores that are fixed between different examples."""
+    layout = marks.owned(item) if marks.is_of_data(item) else None
+    return isinstance(layout, Scores) and layout.fixed
 
 
-def sums_own(func, item: Tensor, own: Scores) -> bool:
+def sums_own(func, item: Tensor, layout: Scores) -> bool:
     """Whether a number computed from scores is a sum over the examples.
 
     Args:
         func: the operation.
         item: its only trained operand.
-        own: the layout of that.
+        layout: the operand's layout.
     """
     if func in ADDS_UP:
-        return scores_keep_apart(item, own)
-    if func is functional.cross_entropy and own.columns.axis == 1:
-        return weights_keep_apart(item.detach().softmax(1), *own.sides)
+        return scores_keep_apart(item, layout)
+    if func is functional.cross_entropy and layout.columns.axis == 1:
+        return weights_keep_apart(item.detach().softmax(1), *layout.sides)
     return False
 
 
 def of_others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:
-    """Return which pairs of rows belong to different examples, (rows, columns)."""
+    """Return which pairs of rows are of different examples: (rows, columns) of booleans."""
     of_columns = columns.owner(device)
     return (rows.owner(device).unsqueeze(1) != of_columns) & (of_columns < columns.batch)

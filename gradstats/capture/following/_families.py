@@ -1,4 +1,4 @@
-"""Where the examples lie in results of operations on several operands, family by family."""
+"""Where the examples lie in the results of operations on several operands, family by family."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from gradstats.capture.operations._operations import (
 
 
 def _of_linear(marks: Marks, call: Call) -> Layout | Unchanged:
-    """All examples share a layer's weight, unless it was computed from parameters and data."""
+    """All examples share the weight of a layer, unless it was computed from parameters and data."""
     first = call.args[0]
     layout = marks.layout_of(first) if marks.is_of_data(first) else None
     sums = layout is not None and layout.axis == first.dim() - 1
@@ -69,38 +69,37 @@ def _by_matrices(
 
 def _of_added_product(marks: Marks, call: Call) -> Layout:
     _, args, _, data, result = call
-    # In PyTorch's older signatures alpha and beta are among these.
+    # In PyTorch's older signatures the numbers alpha and beta stand between the tensors.
     first, *factors = [item for item in args if isinstance(item, Tensor)]
     of_data = any(item is tensor for item in factors for tensor in data)
     after = _by_matrices(marks, factors, result) if of_data else None
-    if any(tensor is first for tensor in data):
-        added = broadcast(marks, [first], result)
-        if not of_data:
-            return added
-        if isinstance(after, Scores):
-            if added is None and first.requires_grad:
-                return None
-            return scores([after] if added is None else [added, after], result)
-        same = added is not None and after is not None and same_layout(added, after)
-        return after if same else None
-    return after
+    if not any(tensor is first for tensor in data):
+        return after
+    added = broadcast(marks, [first], result)
+    if not of_data:
+        return added
+    if isinstance(after, Scores):
+        if added is None and first.requires_grad:
+            return None
+        return scores([after] if added is None else [added, after], result)
+    return after if same_layout(added, after) else None
 
 
 def _of_solution(marks: Marks, call: Call) -> Layout:
     func, args, kwargs, data, result = call
     if solves_vector(func, args):
-        # Axes in front of the matrices stay where they are; over theirs all unknowns are summed.
+        # Axes in front of the matrices stay where they are; those of the matrices are summed over.
         first, second = (operand.dim() for operand in args[:2])
         places = [[*range(first - 2), -1, -1], [*range(second - 1), -1]]
         return contraction(marks, args[:2], places, result)
     after = broadcast(marks, data, result)
     if after is None or after.axis < result.dim() - 2:
         return after
-    # Right-hand sides are solved independently, if all examples share the matrix.
+    # If all examples share the matrix, each right-hand side has a solution of its own.
     sides = args[SOLVES[func]] if len(args) > SOLVES[func] else None
-    alone = len(data) == 1 and data[0] is sides and data[0].dim() > 1
-    place = result.dim() - (1 if kwargs.get("left", True) else 2)
-    return after if alone and after.axis == place else None
+    shared = len(data) == 1 and data[0] is sides and data[0].dim() > 1
+    axis_of_sides = result.dim() - (1 if kwargs.get("left", True) else 2)
+    return after if shared and after.axis == axis_of_sides else None
 
 
 def _of_einsum(marks: Marks, call: Call) -> Layout:
@@ -125,8 +124,8 @@ def _of_tensor_product(marks: Marks, call: Call) -> Layout:
 
 def _of_batch_norm(marks: Marks, call: Call) -> Layout | Unchanged:
     if call.argument(5, "training") and call.result.requires_grad and marks.batch_size > 1:
-        # By another module than the model, or it was refused. The losses' graph will show whether
-        # a gradient passes.
+        # Layers of the model were refused before; this one is of another module. The losses' graph
+        # will show whether a gradient passes through it.
         how = "normalises by statistics of the batch, as a layer in training mode does"
         marks.meetings.couple(call.result, f"{how} (call .eval() on it)")
     return by_first(marks, call)
@@ -152,7 +151,7 @@ def _of_broadcast(marks: Marks, call: Call) -> Layout | Unchanged:
     return by_first(marks, call)
 
 
-# Rules for operations on several data operands, and others that need one.
+# Rules for operations on several operands, and for others that need a rule of their own.
 FAMILIES: dict[Any, Callable[[Marks, Call], Layout | Unchanged]] = {
     **dict.fromkeys(PRODUCTS | ROW_PRODUCTS, _of_product),
     linear: _of_linear,
