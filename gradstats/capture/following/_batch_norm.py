@@ -1,8 +1,9 @@
 """Batch normalisation, refused if it takes its statistics from several examples.
 
-By layers of other modules than the model, such as a generator or a teacher, it is refused only
-where a loss's gradient passes through it: what they make of the batch is given. So is what the
-model's own layers make where no gradients are recorded.
+It is allowed where no gradient of a loss passes through it, as its results are given values then.
+This is the case where no gradients are recorded. It may be the case in layers of other modules than
+the model, such as a generator or a teacher: those are refused later, if the losses' graph shows
+that a gradient passes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def check_statistics(
     mode: ContextMode, input, running_mean, running_var,
     weight=None, bias=None, training=False, *_, **__,
 ) -> None:  # fmt: skip
-    """Check a batch normalisation of data before it runs."""
-    if not _is_seen_to_mix(mode, input, running_mean, training):
+    """Check a call of ``functional.batch_norm`` before it runs."""
+    if not _mixes(mode, input, running_mean, training):
         return
     try:
         check_batch_norm(running_mean, weight, bias, training)
@@ -32,24 +33,24 @@ def check_statistics(
 def check_native_statistics(
     mode: ContextMode, input, weight, bias, running_mean, running_var, training, *_, **__
 ) -> None:
-    """The same for ``torch.batch_norm``, which all others call."""
-    if _is_seen_to_mix(mode, input, running_mean, training):
+    """Do the same for ``torch.batch_norm``, which all other functions call."""
+    if _mixes(mode, input, running_mean, training):
         check_batch_norm(running_mean, weight, bias, training)
 
 
-def _is_seen_to_mix(mode: ContextMode, input, running_mean, training: bool) -> bool:
-    """Whether a layer takes its statistics from data here, rather than in what is given."""
+def _mixes(mode: ContextMode, input, running_mean, training: bool) -> bool:
+    """Whether a layer takes its statistics from several examples where it must not."""
     if not training and running_mean is not None:
-        return False  # as most do: whose the layer is would take a look at all of the model
+        return False  # the most frequent case, decided before the model is searched for the layer
     if mode.tracker.batch_size == 1:
         return False
-    return mode.tracker.marks.is_of_data(input) and not _is_given(mode, running_mean)
+    return mode.tracker.marks.is_of_data(input) and not _may_mix(mode, running_mean)
 
 
-def _is_given(mode: ContextMode, running_mean) -> bool:
-    """Whether no gradient passes, or the graph shows if one does: by a layer of another module.
+def _may_mix(mode: ContextMode, running_mean) -> bool:
+    """Whether no gradient passes through a layer, or the losses' graph will show if one does.
 
-    It does not show what is computed inside an autograd Function.
+    The graph does not show what is computed inside an autograd Function.
     """
     if mode.tracker.functions.seen is not None:
         return False
@@ -62,7 +63,7 @@ def _is_given(mode: ContextMode, running_mean) -> bool:
 
 
 def _take_back_count(mode: ContextMode, running_mean) -> None:
-    """Take back a layer's count of the batch, made just before its statistics were refused."""
+    """Undo that a layer counted the batch, just before its statistics were refused."""
     for module in mode.tracker.modules:
         if isinstance(module, _BatchNorm) and module.training:
             if module.running_mean is running_mean and module.num_batches_tracked is not None:
@@ -82,8 +83,8 @@ def check_batch_norm(running_mean, weight, bias, training: bool) -> None:
         mode = "in training mode"
         remedy = (
             "Got statistics of the batch, expected running statistics. Call model.eval() first, or "
-            ".eval() on these layers alone, or replace them by GroupNorm. Where no gradient is to "
-            "pass, as through a teacher's layers, run them under torch.no_grad()."
+            ".eval() on these layers alone, or replace them by GroupNorm. If no gradient needs to "
+            "pass through them, as in a teacher, run them under torch.no_grad()."
         )
     raise CoupledExamplesError(
         f"batch normalisation {mode}{owner} mixes the examples of a batch: each loss depends on "

@@ -1,7 +1,7 @@
 """backward and torch.autograd.grad inside a context.
 
-Each function here replaces one of PyTorch's. Its first argument is the context's mode, which is off
-while it handles the call.
+Each public function here replaces one of PyTorch's. Its first argument is the context's mode, which
+is off while the function runs.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def backward(
     tracker = cast("Tracker", mode.tracker)  # a graph's own context runs no backward
     reporting = tracker.before_backward(tensors, start, create_graph, inputs)
     chosen = () if inputs is None else (*inputs, *tracker.targets(reporting))
-    # Checkpoints compute parts of the forward again in backward, and need the mode on. Under it
-    # every public way into the engine would lead back here.
+    # Checkpoints run parts of the forward again in the backward, and need the mode on. But with the
+    # mode on, every public way into the engine would lead back here.
     with mode:
         run_backward(tensors, start, retain_graph, chosen, in_threads=tracker.spans_devices)
     tracker.after_backward()
@@ -123,45 +123,45 @@ def gradients(
 def refuse_forward_mode(mode: ContextMode, *args, **kwargs) -> None:
     """Raise for dual numbers: the graph does not show what their tangents depend on."""
     if transform_level() is not None:
-        return  # torch.func.jvp makes them, and is refused where it meets a parameter
+        return  # made by torch.func.jvp, which is refused where it meets a parameter
     raise UnsupportedOperationError(
         "torch.autograd.forward_ad (also torch.func.linearize) inside the context makes dual "
         "numbers, and how their tangents depend on the parameters is not known. Expected "
-        "torch.func.jvp(function, (x,), (tangent,)), or derivatives written with "
-        "torch.autograd.grad(..., create_graph=True); or, of forward_ad alone, per_example_norms "
-        'with fallback="vmap", which computes one example at a time.'
+        "torch.func.jvp(function, (x,), (tangent,)), or torch.autograd.grad(..., "
+        "create_graph=True). With forward_ad, but not with linearize, per_example_norms with "
+        'fallback="vmap" works too: it computes one example at a time.'
     )
 
 
 def _is_of_no_example(
     tracker: Context, outputs: tuple, inputs: tuple, vectors: tuple, create_graph: bool
 ) -> bool:
-    """Whether derivatives are of tensors computed from parameters alone; raise for mixtures."""
+    """Whether derivatives are of and by tensors that hold no data; raise for mixtures."""
 
     def is_data(item) -> bool:
         return node_of(item) is None and tracker.marks.is_data(item)
 
-    free = [item for item in inputs if not is_data(item)]
+    without_data = [item for item in inputs if not is_data(item)]
     derived = nodes_of(outputs)
-    if not free or not (derived or tracker.derived_from_leaves):
+    if not without_data or not (derived or tracker.derived_from_leaves):
         return False
     given = [item for item in vectors if isinstance(item, Tensor)]
     names = [root.name for root in unique_roots(derived)]
     if len(derived) == len(outputs) and not any(map(is_data, (*inputs, *given))):
-        return create_graph  # else they are numbers like any others
-    if all(node_of(item) is not None for item in free) and not derived:
+        return create_graph  # without a graph, derivatives are numbers like any others
+    if all(node_of(item) is not None for item in without_data) and not derived:
         return False  # gradients of the losses with respect to parameters
     raise UnsupportedOperationError(
         "torch.autograd.grad inside the context differentiates with respect to a tensor that "
-        "belongs to no example (made by zeros, linspace …), of which something was computed "
-        "without any data, and then with data. Expected one that belongs to the examples: pass it "
-        "in the batch, or make it of the batch as torch.zeros_like does.",
+        "belongs to no example (made by zeros, linspace …), but its outputs were computed from "
+        "this tensor and data. Expected a tensor that belongs to the examples: pass it in the "
+        "batch, or make it from the batch, as torch.zeros_like does.",
         names,
     )
 
 
 def _are_stacks(vectors: tuple) -> bool:
-    """Whether each output got equally many vectors; if not, PyTorch raises."""
+    """Whether all outputs got the same number of vectors; if not, PyTorch raises."""
     if not all(isinstance(vector, Tensor) and vector.dim() for vector in vectors):
         return False
     counts = {len(vector) for vector in vectors}
@@ -169,15 +169,15 @@ def _are_stacks(vectors: tuple) -> bool:
 
 
 def _along_each(find, stacks: tuple[Tensor, ...], retain_graph: bool) -> list[Tensor | None]:
-    """Return the gradients along each of several vectors, stacked as ``is_grads_batched=True`` is.
+    """Return gradients along each of several vectors, stacked as ``is_grads_batched=True`` does.
 
-    PyTorch maps the engine over them. Under that map, the gradients' graph would not show uses of
-    parameters in the backward, so the engine runs once for each vector instead.
+    PyTorch maps the engine over the vectors. Under that map, the gradients' graph would not show
+    the uses of parameters in the backward, so here the engine runs once for each vector.
 
     Args:
         find: ``torch.autograd.grad``, given all but the vectors and ``retain_graph``.
         stacks: for each output, its vectors along the first axis.
-        retain_graph: whether the graph is kept after the last of them.
+        retain_graph: whether to keep the graph after the last vector.
     """
     count = len(stacks[0])
     each = [
@@ -195,7 +195,7 @@ def _check_inputs(tracker: Context, inputs: tuple, create_graph: bool) -> None:
         node = node_of(item)
         if node is None:
             continue
-        if in_backward:  # as an autograd Function that computes a layer again puts them in .grad
+        if in_backward:  # such as that of an autograd Function that runs its layers again
             raise UnsupportedOperationError(
                 f"torch.autograd.grad inside a backward asks for the gradient of "
                 f"{node.describe()}, which sums over the examples: what is added to .grad by hand "
@@ -204,23 +204,22 @@ def _check_inputs(tracker: Context, inputs: tuple, create_graph: bool) -> None:
                 node.names,
             )
         if create_graph or not tracker.settings.weight_gradients:
-            as_numbers = " Where it only says how losses weigh, use gs.track, which computes it."
+            as_numbers = " If it only sets the weights of losses, use gs.track, which computes it."
             raise CoupledExamplesError(
                 f"torch.autograd.grad inside the context asks for the gradient of "
                 f"{node.describe()}, which sums over the examples: a loss that contains it has "
                 f"no per-example gradient.{'' if create_graph else as_numbers} If each example "
-                "adapts a copy of its own (MAML), write it as w + delta and differentiate by "
-                "delta, zeros made of the batch, for x (B, d) and a matrix w "
-                "zeros_like(x[:, :1, None]).expand(-1, *w.shape).clone().requires_grad_(); or have "
-                'per_example_norms compute one example at a time with fallback="vmap". '
-                "Otherwise compute it outside the context, or leave the parameter out by name with "
-                f"exclude={node.names!r}.",
+                "adapts its own copy of a matrix w (MAML), write the copy as w + delta and "
+                "differentiate by delta, which for x (B, d) is torch.zeros_like(x[:, :1, None])"
+                ".expand(-1, *w.shape).clone().requires_grad_(); or have per_example_norms compute "
+                'one example at a time with fallback="vmap". Otherwise compute the gradient '
+                f"outside the context, or exclude the parameter: exclude={node.names!r}.",
                 node.names,
             )
 
 
 def _differentiable(item):
-    """Return what represents an input of ``torch.autograd.grad`` in the graph."""
+    """Return what stands for an input of ``torch.autograd.grad`` in the graph."""
     if not isinstance(node_of(item), Root):
         return value_of(item)
     with torch._C.DisableTorchFunctionSubclass():
@@ -232,11 +231,11 @@ def _as_tuple(tensors) -> tuple:
 
 
 def _checked(tensors) -> tuple:
-    """Return what ``torch.autograd.grad`` is asked about, or raise for what is not a tensor."""
+    """Return outputs or inputs of ``torch.autograd.grad``; raise for those that are no tensors."""
     items = _as_tuple(tensors)
     if any(isinstance(item, GradientEdge) for item in items):
         raise UnsupportedOperationError(
-            "torch.autograd.grad inside the context was given a GradientEdge, which does not say "
-            "where the examples lie. Expected tensors: pass the one whose edge it is."
+            "torch.autograd.grad inside the context was given a GradientEdge, which does not show "
+            "where the examples lie. Expected tensors: pass the tensor that the edge is of."
         )
     return items
