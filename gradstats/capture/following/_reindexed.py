@@ -231,34 +231,42 @@ def owner_of_picked(call: Call, source: Tensor, owner: Tensor, last: int) -> Ten
     func, args, kwargs, _, result = call
     if not result.numel() or is_compiling():
         return None  # a graph has no values to look at
-    if not same_storage(result, source):
-        found = func(owner.contiguous(), *args[1:], **kwargs)
-    else:
-        start = int(result.storage_offset() - source.storage_offset())
-        expanded = source.stride(last) == 0
-        if start < 0 or start + extent(result) > extent(source) or expanded:
-            return None
-        # Of the axes behind, which stay as they are, one element stands for all.
-        same = same_behind(
-            list(zip(source.shape, source.stride(), strict=True))[last + 1 :],
-            list(zip(result.shape, result.stride(), strict=True)),
-        )
-        while same and not _steps_over(same, source, result, start):
-            same -= 1
-        first: tuple[Any, ...] = (..., *[0] * same)
-        whole, part, owner = source[first], result[first], owner[first]
-        unit = gcd(start, *whole.stride(), *part.stride()) or 1
-        steps, own = ([step // unit for step in item.stride()] for item in (whole, part))
-        reach = 1 + extent(whole) // unit
-        memory = torch.full((reach,), BETWEEN, dtype=torch.int32, device=source.device)
-        # Along expanded axes, of stride 0, one element stands for all.
-        sizes = [n if step else 1 for n, step in zip(whole.shape, steps, strict=True)]
-        one = tuple(slice(size) for size in sizes)
-        memory.as_strided(sizes, steps).copy_(owner[one])
-        found = memory.as_strided([*part.shape, *[1] * same], [*own, *[1] * same], start // unit)
-    if bool((found == BETWEEN).any()):
+    if same_storage(result, source):
+        return _owner_in_view(source, owner, last, result)
+    return func(owner.contiguous(), *args[1:], **kwargs)
+
+
+def _owner_in_view(source: Tensor, owner: Tensor, last: int, result: Tensor) -> Tensor | None:
+    """Return the example of each element of a view; None if it shows other memory as well.
+
+    The examples' numbers are laid out in memory as the elements are, and seen in the same way.
+
+    Args:
+        source, owner, last: as for ``owner_of_picked``.
+        result: the view.
+    """
+    start = int(result.storage_offset() - source.storage_offset())
+    if start < 0 or start + extent(result) > extent(source) or source.stride(last) == 0:
         return None
-    return found
+    # Of the axes behind, which stay as they are, one element stands for all.
+    same = same_behind(
+        list(zip(source.shape, source.stride(), strict=True))[last + 1 :],
+        list(zip(result.shape, result.stride(), strict=True)),
+    )
+    while same and not _steps_over(same, source, result, start):
+        same -= 1
+    first: tuple[Any, ...] = (..., *[0] * same)
+    whole, part, owner = source[first], result[first], owner[first]
+    unit = gcd(start, *whole.stride(), *part.stride()) or 1
+    whole_steps, part_steps = ([step // unit for step in item.stride()] for item in (whole, part))
+    size = 1 + extent(whole) // unit
+    memory = torch.full((size,), BETWEEN, dtype=torch.int32, device=source.device)
+    # Along expanded axes, of stride 0, one element stands for all.
+    sizes = [n if step else 1 for n, step in zip(whole.shape, whole_steps, strict=True)]
+    memory.as_strided(sizes, whole_steps).copy_(owner[tuple(map(slice, sizes))])
+    ones = [1] * same
+    found = memory.as_strided([*part.shape, *ones], [*part_steps, *ones], start // unit)
+    return None if bool((found == BETWEEN).any()) else found
 
 
 def _steps_over(same: int, source: Tensor, result: Tensor, start: int) -> bool:
