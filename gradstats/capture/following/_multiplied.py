@@ -96,10 +96,7 @@ def contraction(
             kept.append((tensor, after))
         elif layout is not None:
             if kept and packs(marks, [layout]):
-                over = places[at][layout.axis]
-                meets = over in places[0] and len(places) == 2
-                along = places[0].index(over) if meets else None
-                if _sums_own_rows(marks, operands[0], along, layout, result):
+                if len(places) == 2 and _sums_own_rows(marks, operands[0], places, layout, result):
                     # This depends on values, so it must not be cached, which an owner prevents.
                     marks.values.note(result, owner=kept[0][1].of_elements(result))
                     continue
@@ -165,24 +162,28 @@ def convolved_places(call: Call, operands: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _sums_own_rows(
-    marks: Marks, weights: Tensor, axis: int | None, layout: Examples, result: Tensor
+    marks: Marks,
+    weights: Tensor,
+    places: Sequence[Sequence[int]],
+    rows: Examples,
+    result: Tensor,
 ) -> bool:
     """Whether the weights by which packed rows are summed are zero for rows of other examples.
 
     Args:
-        weights: of the rows.
-        axis: of the weights, along which they meet the rows.
-        layout: of the rows.
+        weights: the first of two operands.
+        places: as for ``contraction``.
+        rows: the layout of the second operand.
         result: the sums.
     """
-    own = marks.layout_of(weights)
-    if own is None or axis is None:
+    own, summed = marks.layout_of(weights), places[1][rows.axis]
+    if own is None or summed not in places[0]:
         return False
     if not result.requires_grad:
         return True
-    apart = weights_keep_apart(weights, own, layout.along(axis))
+    apart = weights_keep_apart(weights, own, rows.along(places[0].index(summed)))
     if apart and weights.requires_grad and not isinstance(own, Scores):
-        if bool(of_others(own, layout, weights.device).any()):
+        if bool(of_others(own, rows, weights.device).any()):
             marks.meetings.weighed.add(result.grad_fn)
     return apart
 
