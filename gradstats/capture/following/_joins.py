@@ -162,9 +162,9 @@ def _side_by_side(
             examples += [owned.example] * rows
             of_data.add(owned.example)
         elif isinstance(owned, Examples) and owned.axis == dim and not stacked:
-            own = owned.owner(tensor.device).tolist()
-            examples += own
-            of_data.update(own)
+            of_rows = owned.owner(tensor.device).tolist()
+            examples += of_rows
+            of_data.update(of_rows)
         elif owned is None and not (tensor.numel() and marks.is_marked(tensor)):
             # A constant, or padding instead of rows that do not exist, counts for the examples in
             # whose places it is, if all others are in their places.

@@ -176,14 +176,14 @@ def _sums_own_rows(
         rows: the layout of the second operand.
         result: the sums.
     """
-    own, summed = marks.layout_of(weights), places[1][rows.axis]
-    if own is None or summed not in places[0]:
+    of_weights, summed = marks.layout_of(weights), places[1][rows.axis]
+    if of_weights is None or summed not in places[0]:
         return False
     if not result.requires_grad:
         return True
-    apart = weights_keep_apart(weights, own, rows.along(places[0].index(summed)))
-    if apart and weights.requires_grad and not isinstance(own, Scores):
-        if bool(of_others(own, rows, weights.device).any()):
+    apart = weights_keep_apart(weights, of_weights, rows.along(places[0].index(summed)))
+    if apart and weights.requires_grad and not isinstance(of_weights, Scores):
+        if bool(of_others(of_weights, rows, weights.device).any()):
             marks.meetings.weighed.add(result.grad_fn)
     return apart
 

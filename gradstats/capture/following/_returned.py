@@ -233,9 +233,13 @@ def follow_gradients(
             if marks.meetings.supposed:
                 marks.meetings.supposed.append(None)
             # All examples may share a constant, whatever its size: then its gradient is of all.
-            own = marks.is_data(source) or marks.is_marked(source) or marks.batch_size == 1
-            own = own or _met_beside(marks, source, outputs)
-            owned = marks.owned(source) if own or not result.requires_grad else None
+            has_examples = (
+                marks.is_data(source)
+                or marks.is_marked(source)
+                or marks.batch_size == 1
+                or _met_beside(marks, source, outputs)
+            )
+            owned = marks.owned(source) if has_examples or not result.requires_grad else None
             if batched and isinstance(owned, Examples):
                 owned = owned.along(owned.axis + 1)  # gradients along several vectors
             shared = owned is None and not marks.is_marked(source) and result.requires_grad

@@ -60,16 +60,16 @@ def _of_bags(marks: Marks, args, kwargs, results) -> Layouts:
 
 def _of_alignments(marks: Marks, args, kwargs, results) -> Layouts:
     """The losses (B,) of (steps, B, classes); if reduced or of one example, they have no axis."""
-    own = _common_along(marks, args[:1], 1) if args[0].dim() == 3 else None
-    return [own.along(0)] if own is not None and results[0].dim() == 1 else None
+    layout = _common_along(marks, args[:1], 1) if args[0].dim() == 3 else None
+    return [layout.along(0)] if layout is not None and results[0].dim() == 1 else None
 
 
 def _of_attention(marks: Marks, args, kwargs, results) -> Layouts:
     # Operands of two axes have only positions and features.
-    own = _common_along(marks, args[:3], 1) if args[0].dim() == 3 else None
-    if not _lie_beside(marks, own, args, kwargs):
+    common = _common_along(marks, args[:3], 1) if args[0].dim() == 3 else None
+    if not _lie_beside(marks, common, args, kwargs):
         return [None] * len(results)
-    return [own, own and own.along(0)][: len(results)]
+    return [common, common and common.along(0)][: len(results)]
 
 
 def is_out_of_the_ordinary(marks: Marks, *args, **kwargs) -> bool:
@@ -86,7 +86,7 @@ def is_out_of_the_ordinary(marks: Marks, *args, **kwargs) -> bool:
     if not marks.packed:
         return False
     owners = [sole_of(marks.owned(item)) for item in marks.data_among(args[:3])]
-    return any(isinstance(own, Examples) and own.axis == 0 for own in owners)
+    return any(isinstance(layout, Examples) and layout.axis == 0 for layout in owners)
 
 
 def _of_flex_attention(marks: Marks, args, kwargs, results) -> Layouts:
@@ -94,11 +94,11 @@ def _of_flex_attention(marks: Marks, args, kwargs, results) -> Layouts:
     lost: list[Examples | None] = [None] * len(results)
     if any(map(marks.is_trained, taken_beside(*args, **kwargs))):
         return lost
-    own = _common_along(marks, args[:3], 2 if marks.packed else 0)
-    if marks.packed and (own is None or not mask_keeps_apart(args[4][-1], args[0].shape, own)):
+    rows = _common_along(marks, args[:3], 2 if marks.packed else 0)
+    if marks.packed and (rows is None or not mask_keeps_apart(args[4][-1], args[0].shape, rows)):
         marks.meetings.note(results[0])
         return lost
-    return [own] * len(results)
+    return [rows] * len(results)
 
 
 def _of_packing(marks: Marks, args, kwargs, results) -> Layouts:
@@ -129,18 +129,18 @@ def _of_recurrent_layer(marks: Marks, args, kwargs, results) -> Layouts:
     if any(map(marks.is_trained, weights)):
         return lost
     axis = 0 if packed or args[8] else 1
-    own = packed_places(marks, *args[:2]) if packed else _common_along(marks, (source,), axis)
+    of_steps = packed_places(marks, *args[:2]) if packed else _common_along(marks, (source,), axis)
     states = states_of(hx)
     trained = any(map(marks.is_trained, states)) and marks.batch_size > 1
     # Of untrained states, as those of the batch before, it need not be known whose they are.
     given = [each for each in states if marks.is_trained(each) or _layout(marks, each) is not None]
     of_states = _common_along(marks, given, 1)
-    if own is None and not (packed or marks.is_trained(source)):
-        own = of_states  # whose steps are constants
-    if own is None or (trained and not (of_states and same_rows(own, of_states))):
+    if of_steps is None and not (packed or marks.is_trained(source)):
+        of_steps = of_states  # the steps are constants
+    if of_steps is None or (trained and not (of_states and same_rows(of_steps, of_states))):
         return lost
-    output = _layout(marks, source) if packed else own.along(axis)
-    return [output, *[own.along(1)] * (len(results) - 1)]
+    output = _layout(marks, source) if packed else of_steps.along(axis)
+    return [output, *[of_steps.along(1)] * (len(results) - 1)]
 
 
 def _of_sort(position: int) -> Callable[..., Layouts]:
@@ -176,12 +176,12 @@ def _of_nonzero(marks: Marks, args, kwargs, results) -> Layouts:
 def _of_unique(marks: Marks, args, kwargs, results) -> Layouts:
     """Distinct values may be those of several examples; only their inverse has rows of each."""
     found: list[Examples | None] = [None] * len(results)
-    own, dim = _layout(marks, args[0]), kwargs.get("dim")
-    if own is not None and kwargs.get("return_inverse"):
+    layout, dim = _layout(marks, args[0]), kwargs.get("dim")
+    if layout is not None and kwargs.get("return_inverse"):
         if dim is None:
-            found[1] = own
-        elif dim % args[0].dim() == own.axis:
-            found[1] = own.along(0)
+            found[1] = layout
+        elif dim % args[0].dim() == layout.axis:
+            found[1] = layout.along(0)
     return found
 
 
@@ -230,7 +230,7 @@ def packed_places(marks: Marks, rows: Tensor, batch_sizes: Tensor) -> Examples |
 
 
 def _lie_beside(
-    marks: Marks, own: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    marks: Marks, common: Examples | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """Whether trained operands of attention have their examples where query, key and value do.
 
@@ -243,9 +243,9 @@ def _lie_beside(
     for name, item in trained:
         layout = _layout(marks, item)
         rows_first = PADDING_MASK if item.dim() == 2 else FOR_EACH_HEAD
-        if own is None or layout is None or layout.axis != 0 or name not in rows_first:
+        if common is None or layout is None or layout.axis != 0 or name not in rows_first:
             return False
-        owner = own.owner(item.device).repeat_interleave(layout.rows // own.rows)
+        owner = common.owner(item.device).repeat_interleave(layout.rows // common.rows)
         if not torch.equal(layout.owner(item.device), owner):
             return False
     return True

@@ -221,6 +221,6 @@ def _over_axes(call: Call, numbers: Tensor) -> tuple[Tensor | None, bool]:
         owner = owner.squeeze(over)
     owner = owner.view([*owner.shape, *[1] * (result.dim() - owner.dim())])
     fits = owner.dim() == result.dim() and all(
-        own in (1, size) for own, size in zip(owner.shape, result.shape, strict=True)
+        count in (1, size) for count, size in zip(owner.shape, result.shape, strict=True)
     )
     return owner if fits else None, False
