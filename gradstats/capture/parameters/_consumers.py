@@ -1,12 +1,12 @@
-"""What a backward does with the factors of each parameter besides their norms.
+"""What a backward computes from the factors of each parameter besides norms.
 
-    Keep           hold them for later backwards
+    Keep           holds them for later backwards
     Against        inner products with the kept factors of other batches
     Along          inner products with a given direction
     WithinBatch    inner products with the sum over the batch, and of all pairs within it
 
-The factors of a parameter arrive once all of its uses have delivered: layer by layer, from the last
-to the first. What a consumer does not hold is freed before the next layer.
+A parameter's factors arrive when all of its uses have delivered: layer by layer, from the last to
+the first. Those that a consumer does not hold are freed before the next layer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Arrival:
         name: the parameter's name.
         factors: one for each use.
         sqnorm: (B,) float64 squared norms of their sum; zeros where the consumer needs none.
-        total: their sum over the examples, if it is already known.
-        workspace: bytes of scratch that may be allocated at once.
+        total: their sum over the examples, if already known.
+        workspace: bytes of scratch memory that may be allocated at once.
     """
 
     name: str
@@ -86,21 +86,21 @@ class Keep:
         self._replays: dict = {}
 
     def take(self, arrival: Arrival) -> None:
-        factors = [self._owned(factor) for factor in fold(arrival.factors)]
+        factors = [self._detached(factor) for factor in fold(arrival.factors)]
         self.kept[arrival.name] = KeptParameter(factors, arrival.sqnorm.sqrt())
 
-    def _owned(self, factor: Factor) -> Factor:
+    def _detached(self, factor: Factor) -> Factor:
         if isinstance(factor, Pulled):
             factor = factor.frozen(self._replays)
         return map_tensors(factor, _compact)
 
     def copy_shared(self) -> None:
-        """Copy what others hold as well, and may change, once the graph is gone."""
+        """Copy the tensors whose memory others may change. Called once the graph is gone."""
         factors = [factor for each in self.kept.values() for factor in each.factors]
-        own = {id(tensor): tensor for factor in factors for tensor in tensors_of(factor)}
-        counts = Counter(_address(tensor) for tensor in own.values())
-        shared = {_address(each) for each in own.values() if _is_shared(each, counts)}
-        copies: dict[tuple[Any, ...], Tensor] = {}  # one for all that lie in the same places
+        kept = {id(tensor): tensor for factor in factors for tensor in tensors_of(factor)}
+        counts = Counter(map(_address, kept.values()))
+        shared = {_address(tensor) for tensor in kept.values() if _is_shared(tensor, counts)}
+        copies: dict[tuple[Any, ...], Tensor] = {}  # one for all tensors of the same elements
 
         def copy(tensor: Tensor) -> Tensor:
             if _address(tensor) not in shared:
@@ -115,24 +115,24 @@ class Keep:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, and without a larger one that it is a view of."""
+    """Return a tensor without its graph, or a copy if it is a view that holds a larger one."""
     tensor = tensor.detach()
     size = max(1, tensor.numel()) * tensor.element_size()
     return _copied(tensor) if tensor.untyped_storage().nbytes() > 2 * size else tensor
 
 
 def _address(tensor: Tensor) -> int:
-    """Return what identifies a tensor's memory while it is held."""
+    """Return what identifies a tensor's memory as long as that is held."""
     return tensor.untyped_storage()._cdata
 
 
 def _is_shared(tensor: Tensor, counts: Mapping[int, int]) -> bool:
-    """Whether others hold a tensor's memory too: Python's, or other libraries such as NumPy.
+    """Whether anything else holds a tensor's memory: other tensors, or libraries such as NumPy.
 
     Args:
-        counts: by address, how many tensors of one's own hold it.
+        counts: address → number of kept tensors that hold it.
     """
-    storage = tensor.untyped_storage()  # which holds it as well
+    storage = tensor.untyped_storage()  # one more holder
     holders = torch._C._storage_Use_Count(storage._cdata) - 1
     return holders > counts[storage._cdata] or not storage.resizable()
 
@@ -178,11 +178,11 @@ class Against:
             return tensor.to(sizes.device, non_blocking=True)
 
         for index, kept in enumerate(self._kept):
-            theirs = kept.pop(arrival.name, None) if self._consume else kept.get(arrival.name)
-            if theirs is None:
-                continue  # the other batch's losses do not depend on this parameter
-            factors = [map_tensors(factor, to_device) for factor in theirs.factors]
-            both = theirs.sizes.to(sizes.device), sizes
+            found = kept.pop(arrival.name, None) if self._consume else kept.get(arrival.name)
+            if found is None:
+                continue  # the losses of the kept batch do not depend on this parameter
+            factors = [map_tensors(factor, to_device) for factor in found.factors]
+            both = found.sizes.to(sizes.device), sizes
             part = self._contract(factors, arrival.factors, arrival.workspace, both)
             if self._per_parameter:
                 self.by_parameter[index][arrival.name] = part
@@ -242,7 +242,7 @@ class WithinBatch:
             self.pairs = part if self.pairs is None else self.pairs + part.to(self.pairs.device)
         if self._alignment:
             whole = arrival.total
-            # A sum kept in half precision has lost digits that its terms still have.
+            # A sum in half precision has lost digits that the factors still have.
             if whole is None or whole.dtype not in (torch.float32, torch.float64):
                 whole = total(factors)
             self.with_sum[name] = direction_inner(factors, whole, arrival.workspace)
@@ -251,5 +251,5 @@ class WithinBatch:
 
 def _copied(tensor: Tensor) -> Tensor:
     """Return a copy in which expanded axes stay expanded."""
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-    return tensor[once].clone().expand(tensor.shape)
+    unexpanded = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+    return tensor[unexpanded].clone().expand(tensor.shape)

@@ -2,9 +2,9 @@
 
 A factor describes per-example gradients of the tensor that met the data. If that tensor is a
 transpose, a view, a cast or a multiple of a parameter, its product with a matrix, an embedding of
-constant positions, normalised, standardised, or joined from several parameters, the factor of the
-parameter is just as lean; if several ways lead to the parameter, there is one factor for each.
-Everything else is pulled back by automatic differentiation, a few examples at a time.
+constant positions, a normalised parameter, or several joined, the parameter's factor is just as
+lean. A parameter that is reached in several ways has one factor for each. Everything else is
+pulled back by automatic differentiation, a few examples at a time.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from gradstats.contractions import (
     sqnorm,
 )
 
-# Tensors behind a longer chain of operations are pulled back through all of them at once: each lean
-# step takes two levels of Python's recursion limit.
+# A longer chain of operations is pulled back at once, without lean steps: each of these takes two
+# levels of Python's recursion limit.
 DEEPEST = 200
 
-# Examples to pull back through a custom Function, if the workspace allows, for each check that its
-# backward is linear.
+# Examples to pull back through a custom Function between checks that its backward is linear, if the
+# workspace allows.
 FUNCTION_CHUNK = 8
 
 
@@ -64,8 +64,8 @@ class Pulled(Undivided, Changed):
         inner: factor of the derived tensor.
         node: the derived tensor.
         root: the parameter whose per-example gradients this describes.
-        together: all parameters to which ``inner`` has to be pulled back from this tensor, with
-            their norms once these are known.
+        together: all parameters that ``inner`` is to be pulled back to from this tensor, with their
+            norms once these are known.
     """
 
     inner: Factor
@@ -97,19 +97,19 @@ class Pulled(Undivided, Changed):
     def push(self, direction: Tensor) -> Tensor | None:
         """Return the derivative of the derived tensor along a direction; None if not known.
 
-        The backward of a custom Function need not be differentiable.
+        It is not for custom Functions, whose backward need not be differentiable.
         """
         return None if self.node.has_function else self.replay().push(direction)
 
     def replay(self, copies: bool = False) -> Replay:
-        """Compute the derived tensor again; with copies, it survives changes of the weights."""
+        """Compute the derived tensor again; copies make that independent of later changes."""
         return replay_of(self.node, [self.root], copies)
 
     def frozen(self, replays: dict[tuple[Node, Root], Replay]) -> Frozen:
         """Return the same factor, independent of later changes to the model.
 
         Args:
-            replays: the replays made so far, shared by all uses of a tensor; may be added to.
+            replays: those made so far, which all uses of a tensor share; a new one is added.
         """
         key = (self.node, self.root)
         if key not in replays:
@@ -145,9 +145,9 @@ class Frozen(Undivided, Changed):
 
 
 def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, list[Factor]]:
-    """Return the factors of several roots that result from a factor of ``node``.
+    """Return the factors of several roots, given a factor of ``node``.
 
-    A root's factors add up; it has one for each way in which it is reached.
+    A root has a factor for each way in which it is reached; they add up.
     """
     if isinstance(node, Root):
         return {node: [factor]}
@@ -161,7 +161,7 @@ def pull_back(factor: Factor, node: Node, roots: Sequence[Root]) -> dict[Root, l
 
 
 def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[Root, list[Factor]]:
-    """Return the factors of the roots that are reached by lean steps."""
+    """Return the factors of those roots that lean steps reach."""
     step = lean_step(node) if node.depth <= DEEPEST else None
     if step is None:
         return {}
@@ -178,10 +178,10 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
         r: [] for r in roots if branches[r] == 1 or _may_branch(factor, node.paths[r])
     }
     for parent in parents:
-        own = [root for root in parent.roots if root in found]
-        result = step(factor, node, parent) if own else None
-        above = {} if result is None else pull_back(result, parent, own)
-        for root in own:
+        sought = [root for root in parent.roots if root in found]
+        result = step(factor, node, parent) if sought else None
+        above = {} if result is None else pull_back(result, parent, sought)
+        for root in sought:
             if root not in above or any(map(_is_flattened, above[root])):
                 del found[root]
             else:
@@ -195,21 +195,21 @@ def _pulled_apart(factor: Factor, node: Derived, roots: Sequence[Root]) -> dict[
 
 
 def _is_flattened(factor) -> bool:
-    """Whether a factor stayed in another shape than its weight's."""
+    """Whether a factor did not get back into the shape of its weight."""
     return isinstance(factor.inner if isinstance(factor, Pulled) else factor, Flattened)
 
 
 def _may_branch(factor: Factor, ways: int) -> bool:
-    """Whether to pull a factor back along several ways separately."""
+    """Whether it pays to pull a factor back along several ways separately."""
     if not isinstance(factor, Outer) or not factor.spans_rows:
         return False
     return pays_to_pull_apart(factor.left.shape[2], ways)
 
 
 def _sum(factors: list[Factor]) -> list[Factor] | None:
-    """Return all factors of a root merged; None if a single one, pulled back at once, is better.
+    """Return a root's factors, merged; None if pulling back once, all ways together, is better.
 
-    It is better if the gradients of several would have to be formed one after the other.
+    It is if the gradients of several factors would have to be formed one after the other.
     """
     if len(factors) == 1:
         return factors
@@ -222,8 +222,8 @@ def _sum(factors: list[Factor]) -> list[Factor] | None:
 def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     """Return the squared norms of a pulled-back factor that is its root's only one.
 
-    Unless norms do not change on the way back, examples are pulled back and squared in chunks, for
-    all parameters at once that have no other use.
+    Unless the way back changes no norms, examples are pulled back and squared in chunks, at once
+    for all parameters that have no other use.
     """
     known = factor.together.get(factor.root)
     if known is not None:
@@ -231,32 +231,32 @@ def pulled_sqnorm(factor: Pulled, workspace: int) -> Contraction:
     if isometric_root(factor.node) is factor.root:
         return sqnorm([factor.inner], workspace)
     alone = [root for root in factor.together if root.has_one_use or root is factor.root]
-    norms = sqnorms_together(factor.inner, factor.node, alone, workspace)
-    factor.together.update(zip(alone, norms, strict=True))
-    return pulled_sqnorm(factor, workspace)
+    found = sqnorms_together(factor.inner, factor.node, alone, workspace)
+    factor.together.update(found)
+    return found[factor.root]
 
 
 def sqnorms_together(
     factor, node: Derived, roots: Sequence[Root], workspace: int
-) -> list[Contraction]:
-    """Return the squared norms of several parameters to which a factor is pulled back at once."""
+) -> dict[Root, Contraction]:
+    """Return the squared norms of several parameters that a factor is pulled back to at once."""
     replay = replay_of(node, roots)
     dtype = compute_dtype(node.value)
     size = dtype.itemsize * (node.widest + sum(root.parameter.numel() for root in roots))
     chunk = pulled_chunk(size, factor.batch, workspace, launched=node.value.is_cuda)
     if node.has_function:
-        # Its backward is checked once for each chunk, which takes as long as two examples.
+        # The check of its backward, once for each chunk, takes as long as two examples.
         chunk = max(2, chunk, min(FUNCTION_CHUNK, workspace // size))
-    norms: list[list[Tensor]] = [[] for _ in roots]
+    norms: dict[Root, list[Tensor]] = {root: [] for root in roots}
     for start in range(0, factor.batch, chunk):
         inner = factor.select(slice(start, start + chunk))
-        for found, pulled in zip(norms, replay.pull_each(inner), strict=True):
-            found.append(rows_squared_norms(pulled))
-    return [WellConditioned(dtype, value=torch.cat(found)) for found in norms]
+        for root, pulled in zip(roots, replay.pull_each(inner), strict=True):
+            norms[root].append(rows_squared_norms(pulled))
+    return {root: WellConditioned(dtype, value=torch.cat(parts)) for root, parts in norms.items()}
 
 
 def replay_of(node: Derived, roots: Sequence[Root], copies: bool = False) -> Replay:
-    """Compute a tensor again from parameters; with copies, it survives changes of the weights."""
+    """Compute a tensor again from parameters; copies make that independent of later changes."""
     return (FunctionReplay if node.has_function else Replay)(node, roots, copies)
 
 
@@ -269,14 +269,14 @@ def rearrangement(node: Node) -> Path | None:
         The path from the root; None if a step does anything else.
     """
     if len(node.roots) != 1:
-        return None  # computed from several: not a rearrangement of one
+        return None
     steps: list[tuple] = []
     (root,) = node.roots
     view: Tensor | None = None
     while isinstance(node, Derived):
         if not is_isometric(node):
             return None
-        # The arguments of a cast or a copy do not affect which elements it holds.
+        # The arguments of a cast or a copy do not tell which elements it holds.
         casts = node.function in CASTS
         arguments = "" if casts else repr(rebuild((node.args[1:], node.kwargs), _form_of))
         steps.append((node.function, arguments, node.index))
@@ -284,8 +284,8 @@ def rearrangement(node: Node) -> Path | None:
             view = node.value
         node = node.parents[0]
     view = root.value if view is None else view
-    # In bytes, since views of a complex parameter may have complex or real elements. Relative to
-    # the parameter, which may itself be a view of something larger.
+    # In bytes, since views of a complex parameter may have real elements, and from the parameter's
+    # first one, since it may itself be a view of something larger.
     size = view.element_size()
     first = view.storage_offset() * size - root.value.storage_offset() * root.value.element_size()
     last = first + (extent(view) + 1) * size - 1
@@ -294,10 +294,10 @@ def rearrangement(node: Node) -> Path | None:
 
 
 def isometric_root(node: Node) -> Root | None:
-    """Return the parameter whose per-example gradients have the norms of a tensor's, if known.
+    """Return the parameter whose per-example gradients have the same norms as a tensor's, if any.
 
-    Views and reshapes put each of its elements into the tensor at most once, and what is added to
-    all of them changes nothing.
+    Views and reshapes put each of its elements into the tensor at most once, and adding something
+    to the elements changes no gradient.
     """
     while isinstance(node, Derived):
         parent = node.parents[0]
@@ -309,23 +309,24 @@ def isometric_root(node: Node) -> Root | None:
 
 
 def _form_of(argument: Any) -> Any:
-    """Return an argument, or the shape if it is a tensor: all that a rearrangement depends on."""
+    """Return an argument, or if it is a tensor its shape: all that a rearrangement depends on."""
     value = argument.value if isinstance(argument, Node) else argument
     return tuple(value.shape) if isinstance(value, Tensor) and value.dim() else value
 
 
 def is_isometric(node: Derived) -> bool:
-    """Whether a tensor has elements of its only operand, each at most once."""
+    """Whether a tensor consists of elements of its only operand, each at most once."""
     if node.function not in SAME_NUMBERS and (
         node.value.is_complex() != node.parents[0].value.is_complex()
     ):
         return False  # a cast between real and complex drops an imaginary part
     if node.function in ISOMETRIC:
         return True
-    # Basic indexing selects each element at most once; an index tensor may repeat some.
+    if node.function is not Tensor.__getitem__:
+        return False
+    # Basic indexing picks each element at most once; an index tensor may repeat some.
     items = index_items(node)
-    basic = not any(is_sequence(i) or (isinstance(i, Tensor) and i.dim()) for i in items)
-    return node.function is Tensor.__getitem__ and basic
+    return not any(is_sequence(i) or (isinstance(i, Tensor) and i.dim()) for i in items)
 
 
 ISOMETRIC = SLICES.union(

@@ -1,7 +1,7 @@
 """Several uses of tensors derived from parameters, pulled back at once.
 
-Uses of one tensor are merged first. If parts of a tensor were used, as a hypernetwork's weights are
-parts of its output, their gradients are assembled into one of the whole.
+Uses of one tensor are merged before the way back. Gradients of parts of one tensor, such as the
+weights that a hypernetwork returns in one vector, are assembled into one gradient of the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradstats.contractions import Contraction, merge
 
 
 def merge_uses(factors: list[Factor]) -> list[Factor]:
-    """Return factors with the same sum, merging those of one derived tensor before the way back."""
+    """Return factors with the same sum, with those of one derived tensor merged."""
     uses: dict[Node, list[Pulled]] = {}
     found: list[Factor] = []
     for factor in factors:
@@ -37,11 +37,11 @@ def merge_uses(factors: list[Factor]) -> list[Factor]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The gradients of parts of a derived tensor, as one of the whole.
+    """The gradients of parts of a derived tensor, as one gradient of the whole.
 
     Attributes:
-        parts: the factor of each part, and the elements of the tensor in it, (n,).
-        shape: the whole's.
+        parts: the factor of each part, and the numbers of its elements in the whole, (n,).
+        shape: of the whole.
     """
 
     parts: Sequence[tuple[Factor, Tensor]]
@@ -57,18 +57,19 @@ class Parts:
     def dense(self) -> Tensor:
         whole: Tensor | None = None
         for factor, places in self.parts:
-            own = factor.dense().reshape(self.batch, -1)
+            part = factor.dense().reshape(self.batch, -1)
             if whole is None:
-                whole = own.new_zeros(self.batch, *self.shape)
-            whole.view(self.batch, -1)[:, places] += own
+                whole = part.new_zeros(self.batch, *self.shape)
+            whole.view(self.batch, -1)[:, places] += part
         assert whole is not None
         return whole
 
 
 def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction | None:
-    """Return the squared norms of a parameter used through parts of one derived tensor, or None.
+    """Return the squared norms of a parameter that is used through parts of one derived tensor.
 
-    The parts' gradients are pulled back at once, to all parameters with the same deliveries.
+    The parts' gradients are pulled back at once, to all parameters with the same factors. None if
+    the parameter is used in any other way.
     """
     nodes = {item.node for item in delivered if type(item) is Pulled}
     if len(nodes) < 2 or any(type(item) is not Pulled for item in delivered):
@@ -89,13 +90,13 @@ def parts_sqnorm(root: Root, delivered: Sequence, workspace: int) -> Contraction
         for other in first.together
         if other is root or (other.is_complete and _are_same(other.delivered, delivered))
     ]
-    norms = sqnorms_together(inner, whole, alike, workspace)
-    first.together.update(zip(alike, norms, strict=True))
-    return first.together[root]
+    found = sqnorms_together(inner, whole, alike, workspace)
+    first.together.update(found)
+    return found[root]
 
 
 def _whole_of(node: Derived) -> Derived:
-    """Return the largest derived tensor of which another is a part; that one if there is none."""
+    """Return the largest derived tensor that a derived tensor is a part of, perhaps itself."""
     while is_isometric(node) and node.function not in CASTS:
         parent = node.parents[0]
         if not isinstance(parent, Derived):
@@ -105,8 +106,8 @@ def _whole_of(node: Derived) -> Derived:
 
 
 def _are_same(one: Sequence, other: Sequence) -> bool:
-    """Whether two parameters have factors of the same tensors."""
-    pairs = zip(one, other)  # noqa: B905
+    """Whether two parameters have factors of the same derived tensors."""
     return len(one) == len(other) and all(
-        type(a) is Pulled and a.inner is b.inner and a.node is b.node for a, b in pairs
+        type(a) is Pulled and a.inner is b.inner and a.node is b.node
+        for a, b in zip(one, other, strict=True)
     )
