@@ -1,7 +1,7 @@
-"""Normalised parameters: rows, columns or all of w divided by a norm or a standard deviation.
+"""Steps back through normalisations: rows, columns or all of w over a norm or a deviation.
 
-The gradient of w is that of the result, multiplied by constants, without its component along w and,
-if the mean was subtracted, without its mean.
+The gradient of w is that of the result times a constant, without its component along w and, if the
+mean was subtracted, without its mean.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Flattened:
     """The factor of a reshaped weight, on the way back from the reshaped tensor to the weight.
 
     Attributes:
-        inner: the factor, whose numbers are of one shape alone: as a rule the weight's own.
-        shape: that of the tensor.
+        inner: a factor of a kind that has one shape alone, as a rule that of the weight.
+        shape: the shape of the tensor that it belongs to here.
     """
 
     inner: Patches | Tangent
@@ -38,7 +38,7 @@ class Flattened:
 
 
 def in_shape(factor: Outer | Patches | Tangent, shape: tuple[int, ...]) -> Any:
-    """Return what a ``Flattened`` holds in another shape, if that has the same rows."""
+    """Return a factor in another shape; unchanged if that has other rows."""
     if factor.shape[:1] != shape[:1]:
         return factor
     if isinstance(factor, Outer):
@@ -75,7 +75,7 @@ def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | N
     if parent is direction:
         length = numbers_of(length)
         if length.shape != norm.shape:
-            return None  # several lengths share a norm, or a length several norms
+            return None  # several lengths share a norm, or several norms a length
         return _tangent(factor, node, weight / norm, length.to(norm) / norm)
     dtype = compute_dtype(weight, *tensors_of(factor))
     return node.once(factor, lambda: times(factor, (weight / norm).to(dtype), parent.shape))
@@ -84,7 +84,7 @@ def weight_normalised(factor: Factor, node: Derived, parent: Node) -> Factor | N
 def standardised(
     factor: Factor | Flattened, node: Derived, parent: Node
 ) -> Factor | Flattened | None:
-    """(w - mean) / deviation of each row, multiplied and shifted by a number for each."""
+    """(w - mean) / deviation of each row, scaled and shifted by a number for each."""
     operands = STANDARDISES[node.function](node)
     inner = factor.inner if isinstance(factor, Flattened) else factor
     if operands is None or not isinstance(inner, (Outer, Patches)) or not _pays(inner):
@@ -131,7 +131,7 @@ class Operands:
 
     Attributes:
         weight: of ``rows`` rows, each of which is standardised.
-        scale, shift: (rows,) multiplied with each row, then added.
+        scale, shift: (rows,) what each row is multiplied by, and what is added then.
         eps: added to the variance.
     """
 
@@ -143,7 +143,7 @@ class Operands:
 
 
 def _of_batch_norm(node: Derived) -> Operands | None:
-    """One example, each channel of which is standardised."""
+    """A batch of one, each channel of which is standardised."""
     argument = partial(argument_of, node.args, node.kwargs)
     weight = argument(0, "input")
     if not argument(5, "training", False) or weight.shape[0] != 1:
@@ -156,7 +156,7 @@ def _of_layer_norm(node: Derived) -> Operands | None:
     """Rows of the last axes."""
     argument = partial(argument_of, node.args, node.kwargs)
     if argument(2, "weight") is not None or argument(3, "bias") is not None:
-        return None  # of each column
+        return None  # these scale and shift columns
     weight, shape = argument(0, "input"), tuple(argument(1, "normalized_shape"))
     rows = weight.shape.numel() // math.prod(shape)
     return Operands(weight, rows, None, None, argument(4, "eps", 1e-5))
@@ -166,7 +166,7 @@ STANDARDISES = {functional.batch_norm: _of_batch_norm, functional.layer_norm: _o
 
 
 def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Factor | None:
-    """Return the factor of a tensor whose rows, columns or all of it were rescaled."""
+    """Return the factor of a tensor whose rows or columns, or which as a whole, was rescaled."""
     if not isinstance(factor, (Outer, Patches)):
         return None
     dtype = compute_dtype(unit, *tensors_of(factor))
@@ -181,7 +181,7 @@ def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Fact
 
 
 def _pays(factor: Factor) -> bool:
-    """Whether to pull a factor back by products with w: two ways, one through the norm."""
+    """Whether it pays to pull a factor back in two ways: directly, and through the norm."""
     if isinstance(factor, Patches):
         return pays_to_pull_apart(factor.positions, 2)
     return not isinstance(factor, Outer) or pays_to_pull_apart(factor.left.shape[2], 2)

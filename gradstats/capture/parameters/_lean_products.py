@@ -1,4 +1,4 @@
-"""Sums, multiples and elementwise functions of a parameter and its products with matrices.
+"""Steps back through sums, multiples, elementwise functions and products with matrices.
 
 G is one example's gradient of the tensor that met the data, M what a parameter w was multiplied by.
 The gradient of w is M ∘ G for M ∘ w, summed over the axes along which w was broadcast; G Mᵀ for
@@ -38,7 +38,7 @@ Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
 
 DIVISIONS = frozenset([*variants("div", "divide", "true_divide"), Tensor.__truediv__])
 
-# Differences whose first operand is subtracted, rather than the second.
+# Differences whose first operand is the one that is subtracted.
 REVERSED = frozenset({Tensor.__rsub__, torch.rsub})
 
 
@@ -59,7 +59,7 @@ def negated(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def only_adds(node: Derived) -> bool:
-    """Whether a sum was given no ``alpha``, which may be a third argument as well."""
+    """Whether a sum has no ``alpha``, which may also be given as a third argument."""
     return len(node.args) <= 2 and node.kwargs.keys() <= {"other"}
 
 
@@ -71,7 +71,7 @@ def other_operand(node: Derived, parent: Node) -> Any:
 
 
 def numbers_of(operand: Any) -> Any:
-    """Return an operand's plain value, also of a tracked tensor."""
+    """Return the plain value of an operand, tracked or not."""
     value = operand.value if isinstance(operand, Node) else operand
     return value.detach() if isinstance(value, Tensor) else value
 
@@ -96,7 +96,7 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
         scale = scale.reciprocal() if node.args[0] is parent else -scale / divisor / divisor
     found = _multiple(factor, scale, node, parent)
     if found is not None and isinstance(value, Tensor):
-        node.check_step()  # not for a number, which cannot change
+        node.check_step()  # a number cannot change
     return found
 
 
@@ -145,7 +145,7 @@ def _multiplied(
     axes = (len(shape), other.dim()) if parent is first else (other.dim(), len(shape))
     if axes[1] > 2 or other.layout != torch.strided:
         return None
-    # Autocast may have rounded it first.
+    # As autocast rounded it for the product.
     other, is_vector = other.to(node.value.dtype), axes[1] == 1
     if transposed and parent is first and not is_vector:
         other = other.mT
@@ -179,10 +179,11 @@ def _multiplied(
 
 
 def kronecker(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """X ⊗ Y of matrices: the other matrix's smaller side multiplies the number of positions.
+    """X ⊗ Y of matrices.
 
-    With the sides l and r of each position as matrices L and R, whose rows are X's and whose
-    columns are Y's, the gradient of X is the sum of L Y Rᵀ, and that of Y the sum of Lᵀ X R.
+    As matrices L and R, whose rows are X's and whose columns are Y's, the sides of each position
+    give X the gradient L Y Rᵀ and Y the gradient Lᵀ X R. The number of positions is multiplied by
+    the smaller side of the other matrix.
     """
     if node.kwargs or not isinstance(factor, Outer) or not factor.spans_rows:
         return None
@@ -205,9 +206,9 @@ def kronecker(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def times(factor: Scaled, scale: Tensor, shape: Sequence[int]) -> Factor | None:
-    """Return the factor of ``scale`` ∘ G, summed over the axes along which a shape was broadcast.
+    """Return the factor of ``scale`` ∘ G, summed over the axes along which ``shape`` was broadcast.
 
-    ``factor`` describes G; scale and shape broadcast along it.
+    ``factor`` describes G, with whose shape ``scale`` and ``shape`` broadcast.
     """
     if factor.shape == tuple(shape):
         return _times(factor, scale)
@@ -215,7 +216,7 @@ def times(factor: Scaled, scale: Tensor, shape: Sequence[int]) -> Factor | None:
 
 
 def _times(factor: Scaled, scale: Tensor) -> Factor | None:
-    """Return the factor of ``scale`` ∘ G, for a scale that broadcasts along it."""
+    """Return the factor of ``scale`` ∘ G, with whose shape the scale broadcasts."""
     sizes = (1,) * (len(factor.shape) - scale.dim()) + tuple(scale.shape)
     if isinstance(factor, Vector):
         if factor.axis is not None:
@@ -242,7 +243,7 @@ def _times(factor: Scaled, scale: Tensor) -> Factor | None:
 
 
 def _summed(factor: Scaled, scale: Tensor, shape: tuple[int, ...]) -> Factor | None:
-    """Return the factor of ``scale`` ∘ G, summed over the axes along which it was broadcast."""
+    """Return the factor of ``scale`` ∘ G, summed to a shape that was broadcast."""
     sizes = (1,) * (len(factor.shape) - len(shape)) + shape
     if isinstance(factor, Masked):
         return _summed(factor.inner, factor.mask * scale, shape)
@@ -268,6 +269,6 @@ def _summed(factor: Scaled, scale: Tensor, shape: tuple[int, ...]) -> Factor | N
 
 
 def _in_full(factor: Outer | Ragged, *others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both sides in the accumulation dtype, so that new ones are not rounded to less."""
+    """Return both sides in the accumulation dtype, so that sides made of them lose no digits."""
     dtype = compute_dtype(factor.left, factor.right, *others)
     return cast(factor.left, dtype), cast(factor.right, dtype)

@@ -1,7 +1,7 @@
-"""Reductions of a parameter, including those that normalise it.
+"""Steps back through reductions of a parameter, such as the norms that it is divided by.
 
-For a reduction r_p of each row of w, such as its norm, the gradient is c_p ∂r_p/∂w_pq with a number
-c_p for each example and row: a constant, scaled row by row. The same holds for columns, and for
+For a reduction r_p of each row of w the gradient is c_p ∂r_p/∂w_pq, with a number c_p for each
+example and row: a constant matrix, scaled row by row. The same holds for columns, and for
 reductions of all of w to one number.
 """
 
@@ -35,7 +35,7 @@ def reduced(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def _spread(values: Tensor, slope: Tensor) -> Factor | None:
-    """Return the factor of ``values`` (B, *) ∘ ``slope``, with the values broadcast."""
+    """Return the factor of ``values`` ∘ ``slope``, with which the values (B, *) broadcast."""
     shape = tuple(slope.shape)
     batch, *sizes = values.shape
     if slope.dim() < 2:
@@ -62,5 +62,5 @@ def _reduced_axes(node: Derived, parent: Node) -> Sequence[int] | None:
     dim = argument_of(node.args, node.kwargs, position, "dim")
     dims: Sequence[Any] = dim if isinstance(dim, (tuple, list)) else (dim,)
     if not all(isinstance(axis, int) for axis in dims):
-        return None  # such as the other operand of a maximum
+        return None  # the other operand of a maximum, for example
     return [axis % count for axis in dims]

@@ -1,7 +1,7 @@
-"""Tensors whose elements are a parameter's, or constants: joined, padded or reordered.
+"""Steps back through operations that join, pad or reorder elements.
 
-Which element is where is found by running the operation on the elements' numbers. If it picks rows
-and columns independently, an outer product stays one: its sides are picked.
+Running the operation on the elements' numbers tells which element is where. If it picks rows and
+columns independently, an outer product stays one: its sides are picked.
 """
 
 from __future__ import annotations
@@ -45,36 +45,35 @@ OF_FIRST = PADS | {
     *variants("diag", "diag_embed", "diagflat", "diagonal"),
 }
 
-
 # Operations whose results consist of their operands' elements and constants.
 SELECTS = OF_ALL | OF_FIRST
 
 
 def is_assignment(function: Any) -> bool:
-    """Whether an operation is ``x[index] = w`` out of place, which selects as well."""
+    """Whether an operation is the out-of-place form of ``x[index] = w``, which selects as well."""
     changes = function.function if isinstance(function, OutOfPlace) else None
     return getattr(changes, "__wrapped__", changes) is Tensor.__setitem__
 
 
-# Operands with more than so many times the elements of the result are mostly left out of it, and
-# their factors would be mostly zeros.
+# If an operand has more than this many times the elements of the result, most are left out of it,
+# and the operand's factor would be mostly zeros.
 MOST_LEFT_OUT = 4
 
-# Number of places processed at once.
+# Number of places that are processed at once.
 SLICE = 2**17
 
 
 def selected(factor: Factor | Flattened, node: Derived, parent: Node) -> Factor | None:
-    """The gradient of an element is the sum of those at the places where it is."""
+    """The gradient of an element is the sum of those at the places that it went to."""
     inner = factor.inner if isinstance(factor, Flattened) else factor
     count, places = parent.shape.numel(), node.shape.numel()
     if type(inner) not in PICKED or not 0 < count <= MOST_LEFT_OUT * places:
         return None
     if is_compiling() or _pads_with_numbers(node):
-        return None  # there are no values while a graph is traced
+        return None  # while a graph is traced there are no values
     if node.function not in OF_ALL:
         node.check_step()  # indices may have changed
-    # Once for all operands: there may be thousands.
+    # Once for all operands, of which there may be thousands.
     numbering = node.once(factor, lambda: Numbering(node))
     return PICKED[type(inner)](inner, numbering.places_of(parent))
 
@@ -86,14 +85,14 @@ def _pads_with_numbers(node: Derived) -> bool:
 
 
 class Numbering:
-    """The elements of all operands of an operation, numbered from 1, and where they are.
+    """The elements of an operation's operands, numbered from 1, and their places in its result.
 
     Attributes:
         first: operand → the number of its first element.
-        size: number N of places in the result.
-        where: the place of each element, -1 for elements that are nowhere; None if any is in
-            several places. In that case there are
-        places, numbers: (M,) the places with elements, and their numbers, ascending.
+        size: number of places in the result.
+        where: the place of each element, -1 for an element that is left out; None if any element
+            has several places. Only then there are
+        places, numbers: (M,) the places with elements and the elements' numbers, which ascend.
     """
 
     def __init__(self, node: Derived):
@@ -101,17 +100,17 @@ class Numbering:
         *starts, end = accumulate([each.shape.numel() for each in operands], initial=1)
         self.first = dict(zip(operands, starts, strict=True))
         self.size = node.shape.numel()
-        # Half of the memory, where it is enough.
+        # Numbers of 32 bits, if large enough, take half of the memory.
         dtype = torch.int32 if max(end, self.size) <= torch.iinfo(torch.int32).max else torch.int64
         numbers = self._run(node, dtype).reshape(-1)
         self.where: Tensor | None = numbers.new_full((end - 1,), -1)
-        standing = 0
+        filled = 0
         for start in range(0, self.size, SLICE):
             part = numbers[start : start + SLICE]
             (here,) = part.nonzero(as_tuple=True)
             self.where[part[here].long() - 1] = (here + start).to(numbers.dtype)
-            standing += len(here)
-        if standing > int((self.where >= 0).sum()):
+            filled += len(here)
+        if filled > int((self.where >= 0).sum()):
             self.where = None
             (places,) = numbers.nonzero(as_tuple=True)
             self.numbers, order = numbers[places].sort(stable=True)
@@ -125,31 +124,29 @@ class Numbering:
             if item in self.first:
                 start = self.first[item]
                 return torch.arange(start, start + item.shape.numel(), **kind).view(item.shape)
-            return torch.zeros(item.shape, **kind) if isinstance(item, (Node, Tensor)) else item
+            return torch.zeros(item.shape, **kind)
 
-        args, kwargs = node.args, node.kwargs
-        if node.function in OF_ALL:
-            args, kwargs = rebuild((args, kwargs), numbered)
-        elif node.function in OF_FIRST:
+        if node.function in SELECTS:
+            # Constants among several operands have elements in the result, others are indices.
+            kinds = (Node, Tensor) if node.function in OF_ALL else Node
             args, kwargs = rebuild(
-                (args, kwargs), lambda item: numbered(item) if isinstance(item, Node) else item
+                (node.args, node.kwargs), lambda i: numbered(i) if isinstance(i, kinds) else i
             )
-        else:
-            base, index, value = args
-            value = numbered(value) if isinstance(value, (Node, Tensor)) else 0
-            # With the strides of the base: a write into a view of it is repeated by as_strided.
-            like_base = torch.empty_like(numbers_of(base), **kind)
-            args = like_base.copy_(numbered(base)), index, value
-        return node.function(*args, **kwargs)
+            return node.function(*args, **kwargs)
+        base, index, value = node.args
+        # With the strides of the base: a write into a view of it is repeated by as_strided.
+        whole = torch.empty_like(numbers_of(base), **kind).copy_(numbered(base))
+        written = numbered(value) if isinstance(value, (Node, Tensor)) else 0
+        return node.function(whole, index, written)
 
     def places_of(self, operand: Node) -> Places:
-        """Return where the elements of one operand are."""
+        """Return the places of the elements of one operand."""
         shape, first = tuple(operand.shape), self.first[operand]
         end = first + operand.shape.numel()
         if self.where is None:
             bounds = self.numbers.new_tensor([first, end])
-            own = slice(*torch.searchsorted(self.numbers, bounds).tolist())
-            return Places(shape, self.size, self.places[own], self.numbers[own].long() - first)
+            part = slice(*torch.searchsorted(self.numbers, bounds).tolist())
+            return Places(shape, self.size, self.places[part], self.numbers[part].long() - first)
         where = self.where[first - 1 : end - 1]
         if bool((where >= 0).all()):
             return Places(shape, self.size, where, None)
@@ -159,13 +156,13 @@ class Numbering:
 
 @dataclass(eq=False)
 class Places:
-    """Where the elements of an operand are in a tensor.
+    """The places of an operand's elements in a tensor.
 
     Attributes:
-        shape: the operand's.
-        size: number of the tensor's places.
+        shape: of the operand.
+        size: number of places in the tensor.
         where: (M,) the places with elements, in the order of the elements.
-        elements: (M,) the element in each of them; None if each is in exactly one.
+        elements: (M,) the element in each of them; None if each element has exactly one place.
     """
 
     shape: tuple[int, ...]
@@ -174,7 +171,7 @@ class Places:
     elements: Tensor | None
 
     def within(self, parts: int) -> tuple[int, Places] | None:
-        """Return the one of several equal parts with all elements, and the places in it."""
+        """Return the number of the only equal part with elements, and the places in it, if any."""
         size = self.size // parts
         if not len(self.where):
             return None
@@ -185,13 +182,14 @@ class Places:
         return part, replace(self, size=size, where=where)
 
     def of_matrix(self, rows: int) -> Picks | None:
-        """Return which rows and columns of the operand are in those of the tensor.
+        """Return which rows and columns of the operand those of the tensor hold.
 
         Args:
             rows: number of the tensor's rows.
 
         Returns:
-            None if rows and columns are not picked independently, however the operand is divided.
+            None if rows and columns are not picked independently, whichever of the operand's axes
+            are taken for rows.
         """
         for axis in (*range(1, len(self.shape) + 1), 0):
             picks = self._divided(rows, self.size // rows, math.prod(self.shape[axis:]))
@@ -200,13 +198,13 @@ class Places:
         return None
 
     def of_rows(self, rows: int) -> Picks | None:
-        """Do the same for an operand whose rows lie along its first axis."""
+        """Return the same, with the operand's first axis taken for rows."""
         if not self.shape:
             return None
         return self._divided(rows, self.size // rows, math.prod(self.shape[1:]))
 
     def _divided(self, rows: int, columns: int, width: int) -> Picks | None:
-        """Do the same for an operand whose rows have ``width`` elements."""
+        """Return the same, with ``width`` elements in each of the operand's rows."""
         height = math.prod(self.shape) // width
         of_rows, of_columns = (self.where.new_zeros(n, dtype=torch.long) for n in (rows, columns))
         if self.elements is None:
@@ -218,15 +216,15 @@ class Places:
             same = torch.equal(row[:, None] * columns + column, where)
         else:
             row, column = self.where // columns, self.where % columns
-            mine, across = self.elements // width + 1, self.elements % width + 1
-            of_rows[row], of_columns[column] = mine, across
-            same = torch.equal(of_rows[row], mine) and torch.equal(of_columns[column], across)
-            met = of_rows.count_nonzero() * of_columns.count_nonzero()
-            same = same and int(met) == len(self.where)
+            down, across = self.elements // width + 1, self.elements % width + 1
+            of_rows[row], of_columns[column] = down, across
+            same = torch.equal(of_rows[row], down) and torch.equal(of_columns[column], across)
+            crossings = of_rows.count_nonzero() * of_columns.count_nonzero()
+            same = same and int(crossings) == len(self.where)
         return Picks(of_rows, of_columns, height, width) if same else None
 
     def added(self, values: Tensor) -> Vector:
-        """Return the gradient that sums values (B, M), one for each place."""
+        """Return the operand's gradient, to which each place adds one of the values (B, M)."""
         values = cast(values, compute_dtype(values))
         if self.elements is not None:
             values = added(values.mT, self.elements, math.prod(self.shape)).mT
@@ -234,11 +232,11 @@ class Places:
 
 
 class Picks(NamedTuple):
-    """Rows and columns of an operand in those of a tensor, counted from 1; 0 for none.
+    """Which rows and columns of an operand those of a tensor hold, counted from 1; 0 for none.
 
     Attributes:
-        rows, columns: which of the operand's is in each of the tensor's.
-        height, width: how many the operand has.
+        rows, columns: the operand's row in each row of the tensor, and the same for columns.
+        height, width: number of the operand's rows and columns.
     """
 
     rows: Tensor
@@ -247,12 +245,12 @@ class Picks(NamedTuple):
     width: int
 
     def of(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the operand's sides of an outer product, given those of the tensor."""
+        """Return the sides of an outer product for the operand, given those for the tensor."""
         return _picked(left, self.rows, self.height), _picked(right, self.columns, self.width)
 
 
 def _picked(side: Tensor, picks: Tensor, size: int) -> Tensor:
-    """Return (*, size) sums of the columns of a side (*, n) that have the same number."""
+    """Return (*, size) sums of the columns of a side (*, n) with the same number in ``picks``."""
     if int(picks.count_nonzero()) == size:
         order = picks.argsort()[len(picks) - size :]
         numbers = torch.arange(size, device=picks.device)
@@ -306,7 +304,7 @@ def _of_experts(factor: Experts, places: Places) -> Factor | None:
 
 
 def _of_rows(factor: Rows, places: Places) -> Factor | None:
-    """Whole rows of a table that are in another."""
+    """Of whole rows of a table that are rows of another."""
     picks = places.of_rows(factor.shape[0])
     if picks is None:
         return None

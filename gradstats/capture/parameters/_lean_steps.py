@@ -1,9 +1,9 @@
 """Steps from a derived tensor back to one of its operands that keep factors lean.
 
 The factor of a cast, a reshape, an expansion or a multiple of a parameter, or of its product with a
-matrix, becomes one of the same kind for the parameter itself. A step is called with the factor, the
-derived tensor and one of the operands that depend on parameters; it returns the operand's factor,
-or None if that would not be lean.
+matrix, becomes a factor of the same kind for the parameter itself. A step is called with the
+factor, the derived tensor and one of the operands that depend on parameters. It returns the
+operand's factor, or None if that would not be lean.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from gradstats.contractions import lean
 def lean_step(node: Derived):
     """Return the step from a tensor back to its operands; None if there is none.
 
-    Factors treat complex tensors as real ones with one more axis, for which most steps are wrong.
+    Most steps would be wrong for complex tensors, which to factors are real ones with an axis more.
     """
     if node.function not in SAME_NUMBERS and (
         node.value.is_complex() or any([parent.value.is_complex() for parent in node.parents])
@@ -81,14 +81,15 @@ def lean_step(node: Derived):
     elif is_assignment(node.function):
         step = selected
     if len(set(node.parents)) < len(node.parents) and step is not selected:
-        # An operand that is given twice counts as one for elementwise functions alone.
+        # Only the step of elementwise functions accounts for both places of an operand given twice.
         return elementwise if node.function in ELEMENTWISE else None
-    # Operands that give a type or a shape count as parents where autograd does not tell them from
-    # the one that is rearranged, as in ``w.float().view_as(w)``.
+    # An operand that gives only a type or a shape counts as a parent where autograd cannot tell it
+    # from the one that is rearranged, as in ``w.float().view_as(w)``.
     return None if len(node.parents) > 1 and step in ISOMETRIC_STEPS else step
 
 
 def index_items(node: Derived):
+    """Return the items of the index by which a tensor was picked from its operand."""
     index = node.args[1] if len(node.args) > 1 else ()
     return index if isinstance(index, tuple) else (index,)
 
@@ -96,7 +97,7 @@ def index_items(node: Derived):
 def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     """Axes in another order."""
     count = len(parent.shape)
-    # Use strides, here the numbers of the axes, to find the new order of the axes.
+    # The strides of this tensor number its axes, and so tell their order afterwards.
     axes = torch.empty_strided(tuple(parent.shape), tuple(range(count)), device="meta")
     order = node.function(axes, *node.args[1:], **node.kwargs).stride()
     if order == tuple(range(count)):
@@ -160,7 +161,7 @@ def _of_table(factor: Vector, ids: Tensor, parent: Node, padding: int | None = N
         ids = ids.expand(factor.batch, *ids.shape)
         return embedding_rows(ids, factor.values, table, padding)
     grad = cast(factor.values, compute_dtype(factor.values))
-    # The rows of all examples side by side: adding narrow rows takes many times as long.
+    # Add the rows of all examples side by side: adding narrow rows takes many times as long.
     grad = grad.reshape(factor.batch, ids.numel(), *table[1:]).transpose(0, 1)
     values = added(grad, ids.reshape(-1), table[0])
     if padding is not None:
@@ -176,7 +177,7 @@ def _only_adds_axes(node: Derived) -> bool:
 
 
 def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """Expansion: the gradient is summed over the axes that were repeated."""
+    """Expansion: the gradient is summed over the repeated axes."""
     factor = lean(factor)
     if not isinstance(factor, Vector):
         return None
@@ -184,7 +185,7 @@ def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     padded = (1,) * (len(factor.shape) - len(source)) + source
     values = factor.values
     if factor.axis is not None:
-        # Each example has its own slice along this axis, and all slices are copies of one.
+        # Each example has its own slice along this axis, which must be a copy of the only one.
         if padded[factor.axis] != 1:
             return None
         values = values.unsqueeze(factor.axis + 1)
@@ -195,7 +196,7 @@ def _expanded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 
 def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
-    """Constant ids looked up in a table, as for position embeddings."""
+    """Constant ids looked up in a table, as of position embeddings."""
     if node.kwargs.get("scale_grad_by_freq") or node.kwargs.get("max_norm"):
         return None
     if not isinstance(factor, Vector):
@@ -206,7 +207,7 @@ def _embedded(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 ELEMENTWISE = POINTWISE | POINTWISE_OF_SEVERAL
 
-# To factors, a complex number is two real ones, so that these change nothing.
+# To factors a complex number is two real ones, so these operations change nothing.
 SAME_NUMBERS = frozenset({torch.view_as_real, torch.view_as_complex})
 
 LEAN_STEPS = {
@@ -233,8 +234,8 @@ LEAN_STEPS = {
     torch.nn.functional.embedding: _embedded,
 }
 
-# Steps that only rearrange the elements of the gradient.
+# Steps that only rearrange the elements of a gradient.
 ISOMETRIC_STEPS = frozenset({_permuted, _reshaped, _same_numbers})
 
-# Steps that take any factor. Others take none that is not lean yet, or that is of own slices.
+# Steps that take any factor. Others are given it made lean, and no vector with an example axis.
 OF_ANY_FACTOR = ISOMETRIC_STEPS | {_expanded, _indexed, summed}
