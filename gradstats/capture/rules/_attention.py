@@ -1,4 +1,4 @@
-"""Attention (Vaswani et al., arXiv 1706.03762); with several heads, taken apart into projections.
+"""Attention (Vaswani et al., arXiv 1706.03762). Multi-head attention is split into projections.
 
 Symbols: N examples, L queries, S keys, H heads, E features. Sequence first: (L, N, E).
 """
@@ -57,8 +57,8 @@ def multi_head_attention(
 ):
     """Projections of query, key and value, attention between them, and the output projection.
 
-    Except for arguments that are out of the ordinary, which are followed inside of PyTorch's
-    function (see ``is_out_of_the_ordinary``).
+    Calls with unusual arguments do not arrive here: they are followed inside PyTorch's function
+    (see ``is_out_of_the_ordinary``).
     """
     operands = (
         query, key, value, in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias, attn_mask,
@@ -69,7 +69,7 @@ def multi_head_attention(
         refuse(func, node, "with is_causal=True and without attn_mask, which PyTorch refuses too,")
 
     examples = rows_along(tracker, func, node, (query, key, value), 1)
-    # One conversion for each distinct operand: which of them are the same decides the projection.
+    # Convert each distinct operand once: ``_project`` asks which of them are the same tensor.
     views = {id(item): as_data(tracker, func, node, item, examples) for item in (query, key, value)}
     query, key, value = (views[id(item)] for item in (query, key, value))
     length, rows, width = query.shape
@@ -102,22 +102,21 @@ def multi_head_attention(
         weights = attended.mean(1) if average_attn_weights else attended
     else:
         heads = [x.view(rows, num_heads, *x.shape[1:]) for x in (q, k, v)]
-        for item in heads:  # the rule for a trained mask asks where examples lie
+        for item in heads:  # for the rule of a trained mask
             tracker.marks.place(item, along)
         mixed = run(
             tracker, functional.scaled_dot_product_attention, *heads, mask, dropout_p, is_causal
         )
         mixed = mixed.permute(2, 0, 1, 3).contiguous()
         weights = None
-    # Rows adjacent in memory, as PyTorch has them: the order in which their gradients are summed
-    # depends on it.
+    # With rows adjacent in memory, as in PyTorch, gradients are summed in PyTorch's order.
     mixed = mixed.view(length, rows, width)
     tracker.marks.place(mixed, examples)
     return run(tracker, functional.linear, mixed, out_proj_weight, out_proj_bias), weights
 
 
 def _project(tracker: Context, inputs, weight, bias):
-    """Return q, k and v from a packed weight, in one product for each distinct input."""
+    """Return q, k and v from a packed weight, with one product for each distinct input."""
     query, key, value = inputs
     width = query.shape[-1]
     if key is not value:
@@ -137,7 +136,7 @@ def _project(tracker: Context, inputs, weight, bias):
 
 
 def _split(tracker: Context, packed, sizes: list[int]):
-    """Return consecutive parts of a packed parameter, itself where there is only one."""
+    """Return consecutive parts of a packed parameter; the parameter itself if there is only one."""
     if packed is None or len(sizes) == 1:
         return [packed] * len(sizes)
     return run(tracker, Tensor.split, packed, sizes)
@@ -149,7 +148,7 @@ def _merged_mask(
     """Return what is added to the logits, (1, 1, L, S) or (N, H, L, S); None for nothing.
 
     Args:
-        mask: attn_mask (L, S) or (N·H, L, S), boolean or added.
+        mask: attn_mask (L, S) or (N·H, L, S), boolean or to be added.
         padding: key_padding_mask (N, S).
     """
     if mask is not None:
@@ -161,14 +160,14 @@ def _merged_mask(
         refuse(func, node, "with a tracked key_padding_mask has no rule")
     rows_along(tracker, func, node, (padding,), 0)
     padding = _added(padding, dtype)
-    # For each head, as PyTorch adds them, so that a trained mask's gradient is summed in its order.
+    # Expanded to each head, as in PyTorch, a trained mask's gradient is summed in PyTorch's order.
     padding = padding.view(examples.rows, 1, 1, -1).expand(-1, heads, -1, -1)
     tracker.marks.place(padding, examples)
     return padding if mask is None else run(tracker, torch.add, mask, padding)
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a boolean mask, true where nothing may attend, as numbers to add to the logits."""
+    """Return a mask as numbers to add to the logits; a boolean one is true where not to attend."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
@@ -180,7 +179,7 @@ def _logits(tracker: Context, examples: Examples, q: Tensor, k: Tensor, mask) ->
     if mask is None:
         return torch.bmm(q, k)
     mask = run(tracker, Tensor.flatten, mask, 0, 1)
-    if node_of(mask) is not None:  # whose rule asks where examples lie
+    if node_of(mask) is not None:  # for its rule
         owner = examples.owner(q.device).repeat_interleave(len(q) // examples.rows)
         for item in (q, k):
             tracker.marks.place(item, examples.owned_by(owner, 0))
@@ -188,7 +187,7 @@ def _logits(tracker: Context, examples: Examples, q: Tensor, k: Tensor, mask) ->
 
 
 def scaled_dot_product(tracker: Context, func, query, key, value, *args, **kwargs):
-    """Attention with tracked queries, keys, values or mask: latents, relative position biases."""
+    """Attention with a tracked query, key, value or mask: latents, relative position biases."""
     operands = (query, key, value)
     node = first_node(*operands, *args, *kwargs.values())
     dims = max(item.dim() for item in operands)
@@ -207,7 +206,7 @@ def scaled_dot_product(tracker: Context, func, query, key, value, *args, **kwarg
 def _for_each(
     tracker: Context, func, node: Node, item: Tensor, dims: int, examples: Examples
 ) -> Tensor:
-    """Return an operand of attention with a slice for each example: also of one that all share."""
+    """Return an operand of attention as data with a slice for each example, expanded if shared."""
     of_data = tracker.marks.is_of_data(item)
     if dims < 3 or (of_data and item.dim() < dims):
         refuse(func, node, "whose examples do not lie along the first axis has no rule")
@@ -218,7 +217,7 @@ def _for_each(
             item = item.expand(sizes)
             tracker.marks.mark_constant(item)
         elif tracker.settings.exact:
-            # Which kernel PyTorch takes for what is broadcast gives other bits.
+            # For expanded operands PyTorch may choose a kernel that rounds differently.
             refuse(func, node, "with an operand that all examples share has no rule under "
                    "fused=False", "Pass fused=True.")  # fmt: skip
         else:

@@ -1,4 +1,4 @@
-"""Operations composed of others that have rules."""
+"""Operations written as compositions of others that have rules."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     dim = dim % dims - dims
     sizes = [x.shape[dim] if x.dim() >= -dim else 1 for x in (x1, x2)]
     if sizes[0] != sizes[1]:
-        # The norm is of what was broadcast.
+        # PyTorch takes the norms after broadcasting.
         x1, x2 = torch.broadcast_tensors(x1, x2)
     first, second = (x / _norm_of_at_least(x, dim, eps) for x in (x1, x2))
     return (first * second).sum(dim)
 
 
 def _norm_of_at_least(x: Tensor, dim: int, eps: float) -> Tensor:
-    """max(‖x‖, ε), with the gradient of ‖x‖ where ε is more too, as PyTorch has it."""
+    """max(‖x‖, ε), but with the gradient of ‖x‖ everywhere, as in PyTorch."""
     norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
     return norm + (norm.clamp_min(eps) - norm).detach()
 
@@ -54,21 +54,22 @@ def pairwise_distance(
 
 
 def rows_apart(x1: Tensor, x2: Tensor, fold: int, **kwargs) -> Tensor:
-    """Distances of rows that hold the examples, each row among those of a batch of its own.
+    """Distances of rows that hold the examples, with a batch of its own for each example.
 
     Args:
-        x1, x2: of which the first has the examples along its last axis but one.
-        fold: rows of an example.
+        x1: rows whose examples lie along the last axis but one.
+        x2: the points.
+        fold: how many rows each example has.
     """
     rows = x1.unflatten(-2, (-1, fold))
-    others = x2 if x2.dim() == 2 else x2.unsqueeze(-3)
-    return torch.cdist(rows, others, **kwargs).flatten(-3, -2)
+    points = x2 if x2.dim() == 2 else x2.unsqueeze(-3)
+    return torch.cdist(rows, points, **kwargs).flatten(-3, -2)
 
 
 def cdist(
     tracker: Context, func, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"
 ):
-    """Distances between rows of data and of a tracked tensor, as prototypes and codebooks are."""
+    """Distances between rows of data and of a tracked tensor, such as prototypes or a codebook."""
     kwargs = {"p": p, "compute_mode": compute_mode}
     node = node_of(x2)
     if node is None:
@@ -91,7 +92,7 @@ def _euclidean(tracker: Context, func, x, points, examples: Examples, kwargs) ->
     """Distances of two matrices, each row of data from all rows of the tracked one."""
     distances = func(x, value_of(points), **kwargs)
     saved = x, distances.detach(), value_of(points).detach()
-    # PyTorch's backward needs its result as it is, and what is tapped counts as changed.
+    # PyTorch's backward needs its result unchanged, and a tap marks its operand as changed.
     result = torch.ops.aten._unsafe_view(distances, distances.shape)
     result = tap([first_node(points)], result, DistanceFactors(examples), *saved)
     tracker.note_followed(result, examples)
@@ -100,7 +101,7 @@ def _euclidean(tracker: Context, func, x, points, examples: Examples, kwargs) ->
 
 @dataclass(frozen=True)
 class DistanceFactors:
-    """The factor of points that distances were taken from.
+    """The factor of the points in distances between data and points.
 
     Attributes:
         examples: where the examples lie in the rows of data.
@@ -116,15 +117,15 @@ class DistanceFactors:
         return [Distances(grad, distances, rows, points)]
 
 
-# What stands in an equation of torch.einsum beside indices.
+# What an equation of torch.einsum contains besides indices, deleted.
 NO_INDICES = str.maketrans("", "", " .")
 
 
 def einsum(tracker: Context, func, equation, *operands):
-    """A contraction of any number of operands: of two at a time.
+    """A contraction of any number of operands, two at a time.
 
-    PyTorch has written lists of indices as an equation before it shows the call. Its operator takes
-    all operands in one list.
+    PyTorch shows the call only after it has turned lists of indices into an equation. The operator
+    takes all operands in one list.
     """
     if isinstance(operands[0], list):
         (operands,) = operands
@@ -138,7 +139,7 @@ def einsum(tracker: Context, func, equation, *operands):
 
 
 def by_pairs(equation: str, *operands: Tensor) -> Tensor:
-    """Contract two operands at a time, those first that PyTorch contracts first."""
+    """Contract two operands at a time, in PyTorch's order."""
     inputs, out = parse_equation(equation, operands)
     waiting = list(zip(inputs, operands, strict=True))
     for places in _order(",".join(map("".join, inputs)) + "->" + "".join(out), operands):
@@ -153,7 +154,7 @@ def by_pairs(equation: str, *operands: Tensor) -> Tensor:
 
 
 def _order(equation: str, operands: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
-    """Return the places of the operands to contract next; what they give comes to stand last."""
+    """Return the places of the operands of each step, which puts its result behind the others."""
     optimizer = torch.backends.opt_einsum
     if optimizer.enabled and optimizer.is_available():
         shapes = [tuple(operand.shape) for operand in operands]
@@ -177,9 +178,9 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     for axis, (size, places) in enumerate(zip(input.shape, indices.shape, strict=True)):
         if axis == along:
             where.append(indices)
-        else:  # the same place, or the only one
-            own = torch.arange(size) if size > 1 else torch.zeros(places, dtype=torch.long)
-            where.append(own.to(indices.device).view(-1, *[1] * (input.dim() - 1 - axis)))
+        else:  # each place itself; the only one if the input is broadcast
+            at = torch.arange(size) if size > 1 else torch.zeros(places, dtype=torch.long)
+            where.append(at.to(indices.device).view(-1, *[1] * (input.dim() - 1 - axis)))
     return input[tuple(where)]
 
 
@@ -189,7 +190,7 @@ def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
 
 
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
-    """The solutions of A X = B, or X A = B: products with the inverse, whose rule is known."""
+    """The solutions of A X = B, or X A = B, as products with the inverse."""
     inverse = torch.linalg.inv(A)
     if solves_vector(torch.linalg.solve, (A, B)):
         return _times(inverse, B.unsqueeze(-1)).squeeze(-1)
@@ -197,34 +198,34 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product of matrices, which solvers form in single precision under autocast too."""
+    """Return the product of matrices without autocast, which does not apply to solvers."""
     dtype = torch.promote_types(left.dtype, right.dtype)
     with without_autocast():
         return left.to(dtype) @ right.to(dtype)
 
 
 def _by_columns(matrices: Tensor) -> Tensor:
-    """Return matrices whose columns are adjacent in memory, as PyTorch's solvers leave them.
+    """Return matrices stored by columns, as PyTorch's solvers return them.
 
-    What a model does next may depend on it: ``view`` does.
+    A later ``view`` may depend on it.
     """
     return matrices.mT.contiguous().mT
 
 
 def solve_triangular(input: Tensor, B: Tensor, *, left: bool = True, **triangle: bool) -> Tensor:
-    """The same for a triangular matrix, PyTorch's ``input``."""
+    """The solutions for a triangular matrix A, PyTorch's ``input``."""
     one = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
     inverse = torch.linalg.solve_triangular(input, one.expand_as(input), **triangle)
     return _by_columns(_times(inverse, B) if left else _times(B, inverse))
 
 
 def cholesky_solve(input: Tensor, input2: Tensor, upper: bool = False) -> Tensor:
-    """The same for L Lᵀ, where L is ``input2`` and the right-hand side ``input``."""
+    """The solutions for A = L Lᵀ, where ``input2`` is L and ``input`` the right-hand side."""
     return _by_columns(_times(torch.cholesky_inverse(input2, upper=upper), input))
 
 
 def masked_select(input: Tensor, mask: Tensor) -> Tensor:
-    """The elements of both, broadcast, where the mask is true."""
+    """The elements of the input where the mask is true, both broadcast."""
     input, mask = torch.broadcast_tensors(input, mask)
     return input[mask]
 

@@ -47,8 +47,8 @@ def convolution(
     """Patches(x, g) for the weight, Vector(Σ_t g) for the bias."""
     stride, dilation = _per_axis(stride, dims), _per_axis(dilation, dims)
     if padding == "same":
-        # Stride is 1 here. Where the total is odd PyTorch pads one more at the end; doing the same
-        # beforehand leaves a convolution whose padding is the same on both sides.
+        # The stride is 1 here. If the total is odd, PyTorch pads one more at the end. Doing that
+        # first leaves a convolution with the same padding on both sides.
         total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         if any(t % 2 for t in total):
             extra = [amount for t in reversed(total) for amount in (0, t % 2)]
@@ -99,8 +99,8 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
     marks, batch = tracker.marks, tracker.batch_size
     if call[-1] % batch == 0:
         folded = Examples(batch, 1, input.shape[1] // batch)
-        own_kernels = marks.is_of_data(weight) and not marks.is_of_data(input)
-        if own_kernels or (len(input) == 1 < batch and marks.layout_of(input) == folded):
+        of_each = marks.is_of_data(weight) and not marks.is_of_data(input)
+        if of_each or (len(input) == 1 < batch and marks.layout_of(input) == folded):
             return _in_groups(tracker, func, input, weight, bias, call)
     if node_of(input) is not None:
         refuse(func, first_node(input), "with a tracked input and data as its weight has no rule")
@@ -131,13 +131,13 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
 
 
 def _in_groups(tracker: Context, func, input, weight, bias, call):
-    """A convolution of examples folded into channels, with groups of channels for each of them.
+    """A convolution of examples folded into channels, with groups of channels for each example.
 
-    A kernel that was repeated for the batch has a slice for each example, and so has an input that
-    was, as the constant has with which a generator begins.
+    A tracked kernel that was repeated for the batch has a slice for each example. So does a tracked
+    input, such as the constant that a generator starts from.
     """
 
-    def own(item, axis=0):
+    def sliced(item, axis=0):
         node = node_of(item)
         if node is None:
             return item
@@ -145,14 +145,14 @@ def _in_groups(tracker: Context, func, input, weight, bias, call):
         return as_data(tracker, func, node, item, examples)
 
     def convolve(data):
-        return func(own(data, 1), own(weight), own(bias), **_options(call))
+        return func(sliced(data, 1), sliced(weight), sliced(bias), **_options(call))
 
     # Data convolved with data, which the mode follows.
     return watched(tracker, convolve, input)
 
 
 def _bias_apart(func, input: Tensor, weight: Tensor, bias: Tensor, **options) -> Tensor:
-    """The examples may lie along the kernels, where these were computed from data."""
+    """The layer as a convolution and a sum, for kernels that were computed from data."""
     result = func(input, weight, **options)
     return result + bias.view(-1, *(1 for _ in weight.shape[2:])).to(result.dtype)
 
@@ -167,7 +167,7 @@ def _options(call) -> dict[str, Any]:
 
 
 def as_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A convolution of inputs of the kernel's size: each is one patch, multiplied by the weight."""
+    """A convolution of inputs as large as the kernel: a product of each with the weight."""
     result = functional.linear(input.flatten(1), weight.flatten(1), bias)
     return result.reshape(*result.shape, *(1 for _ in weight.shape[2:]))
 

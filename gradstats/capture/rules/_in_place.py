@@ -1,4 +1,4 @@
-"""Data written into derived tensors, which are data from then on."""
+"""Data written into tensors derived from parameters, which are data from then on."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def write_data(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]):
-    """Run an operation that changes a tracked tensor in place with data among its operands.
+    """Run an operation that changes a tracked tensor in place and has data among its operands.
 
-    The tensor becomes what each example sees of it, and is changed as any data are.
+    The tensor first becomes data: what each example sees of it. Then it is changed as data are.
     """
     target = args[0]
     node = first_node(target)
@@ -38,7 +38,7 @@ def write_data(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, 
     if whole is None:
         _become_data(tracker, func, target, WRITES[func](*args, **kwargs))
     else:
-        # x[i] += data: the tensor that the part was taken of becomes data, and so does the part.
+        # x[i] += data: both the whole tensor and the part become data.
         index = node.args[1]  # type: ignore[attr-defined]
         write = WRITES[Tensor.__setitem__](whole, index, *values)
         node.shown = lambda: None  # type: ignore[attr-defined]
@@ -51,9 +51,9 @@ def write_data(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def write_into(tracker: Context, func, input, *args, **kwargs):
-    """Data written into a tracked tensor or a copy of it, as ``scatter`` does.
+    """Data written into a tracked tensor or a copy of it, as by ``scatter``.
 
-    As the tokens of a masked autoencoder are, among copies of a mask token.
+    A masked autoencoder does this: it writes tokens among copies of a mask token.
     """
     if node_of(input) is None or tracker.marks.packed:
         refuse(func, first_node(input, *args, *kwargs.values()))
@@ -63,15 +63,15 @@ def write_into(tracker: Context, func, input, *args, **kwargs):
     layout = _layout_after(tracker.marks, input, WRITES[func](input, *args, **kwargs))
     if layout is None:
         refuse(func, node, "of data whose examples are not known has no rule")
-    seen = example_view(node, ExampleLayout(input.dim(), layout))
-    tracker.marks.place(seen, layout)
-    result = run(tracker, func, seen, *args, **kwargs)
+    data = example_view(node, ExampleLayout(input.dim(), layout))
+    tracker.marks.place(data, layout)
+    result = run(tracker, func, data, *args, **kwargs)
     tracker.marks.mark(result, layout)
     return result
 
 
 def _whole_of(node: Node) -> Tensor | None:
-    """Return the tensor that a part shows by basic indexing, where the user's code has it."""
+    """Return the tensor that a part is a view of by basic indexing, if user code still holds it."""
     if not isinstance(node, Derived) or node.function is not Tensor.__getitem__ or node.aliased:
         return None
     base = node.args[0]
@@ -80,7 +80,7 @@ def _whole_of(node: Node) -> Tensor | None:
 
 
 def _become_data(tracker: Context, func, target: Tensor, write: Write) -> Examples:
-    """Have a derived tensor hold what each example sees of it; return where the examples lie."""
+    """Turn a derived tensor into what each example sees of it; return where the examples lie."""
     node = first_node(target)
     layout = _layout_after(tracker.marks, target, write)
     if layout is None:
@@ -91,32 +91,32 @@ def _become_data(tracker: Context, func, target: Tensor, write: Write) -> Exampl
 
 
 def become(func, target: Tensor, make: Callable[[], Tensor]) -> None:
-    """Let a derived tensor be the data that ``make`` returns from now on, or refuse it."""
+    """Turn a derived tensor into the data that ``make`` returns, or refuse."""
     node = first_node(target)
-    # In a trace no tensor can take the place of another: the graph runs operation by operation.
+    # A trace records operations; that one tensor takes the place of another is none.
     if not isinstance(node, Derived) or is_compiling() or not node.is_alone():
         refuse_change(func, node)
     data = make()
     if not same_storage(target, node.value):
-        # Whatever else shows the memory of a constant goes on doing so.
+        # The target shows the memory of a constant: other views of it must go on seeing the writes.
         data.data = target.detach().copy_(data.detach())
     node.shown = lambda: None
     _swap(func, node, target, data)
 
 
 def _swap(func, node: Node, target: Tensor, data: Tensor) -> None:
-    """Let a tensor of the user's code be data from now on."""
+    """Put data in the place of a tensor that user code holds."""
     try:
         torch.utils.swap_tensors(target, data)
         if node.value.retains_grad:
             target.retain_grad()
-    except RuntimeError as error:  # something else holds it, such as a view
+    except RuntimeError as error:  # something else, such as a view, holds the tensor
         reason = "changes a tensor in place that others show, which has no rule"
         refuse(func, node, reason, "Write it out of place.", error)
 
 
 def _layout_after(marks: Marks, target: Tensor, write: Write) -> Examples | None:
-    """Return where examples lie in a tensor that holds nothing of any, once data are written."""
+    """Return where the examples will lie in a tensor of no example once data are written to it."""
     values = marks.data_among(write.values) or marks.data_among([write.places])
     layouts = [marks.owned(item) for item in values]
     known = [each for each in layouts if isinstance(each, (Examples, Whole))]

@@ -1,4 +1,4 @@
-"""Losses of each element or class, where an operand is tracked."""
+"""Losses of elements and of classes with a tracked operand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradstats.capture.rules._elementwise import broadcast
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-# Losses that refuse an operand of another shape than the input, with its place and its name.
+# Losses that require an operand to have the input's shape, with its place and name.
 LIKE_INPUT = {
     functional.mse_loss: (5, "weight"),
     functional.l1_loss: (5, "weight"),
@@ -28,7 +28,7 @@ LIKE_INPUT = {
 
 
 def element_loss(tracker: Context, func, *args, **kwargs):
-    """Losses of each element against tracked targets, variances or weights."""
+    """Losses of elements with tracked targets, variances or weights."""
     _check_reduction(func, args, kwargs)
     if func in LIKE_INPUT:
         input = argument_of(args, kwargs, 0, "input")
@@ -39,7 +39,7 @@ def element_loss(tracker: Context, func, *args, **kwargs):
 
 
 def class_loss(tracker: Context, func, input, target, *args, **kwargs):
-    """Losses of classes, with tracked scores for each example: of a start that all have alike."""
+    """Losses of classes with tracked scores that have a slice for each example."""
     _check_reduction(func, (input, target, *args), kwargs)
     weight = argument_of(args, kwargs, 0, "weight")
     if node_of(weight) is not None:
