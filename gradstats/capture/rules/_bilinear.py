@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def bilinear(tracker: Context, func, input1, input2, weight, bias=None):
-    """Outer(g, x₁⊗x₂) for the weight, with the smaller pair written out; Vector(Σ_t g) for b."""
+    """Outer(g, x₁⊗x₂) for the weight, or Outer(g⊗x₁, x₂) if smaller; Vector(Σ_t g) for the bias."""
     nodes = nodes_of((weight, bias))
     if node_of(input1) is not None or node_of(input2) is not None:
         refuse(func, first_node(input1, input2), "with a tracked input has no rule")
@@ -51,7 +51,7 @@ class BilinearFactors:
     def __call__(self, grad: Tensor, first: Tensor, second: Tensor) -> list:
         factors: list = []
         if self.weight:
-            # In half precision products of two operands would be rounded, or overflow.
+            # In half precision the products of two operands would be rounded, or overflow.
             dtype = compute_dtype(grad, first, second)
             grad, first, second = (cast(side, dtype) for side in (grad, first, second))
             outputs, _, width = self.shape

@@ -1,4 +1,4 @@
-"""Grouped products: experts each of which multiplies the rows that were sent to it."""
+"""Grouped products: each expert multiplies the rows that were routed to it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 def grouped_mm(tracker: Context, func, mat_a, mat_b, *, offs=None, bias=None, out_dtype=None):
     """x_r W_e for the rows offs[e - 1] ≤ r < offs[e] of each expert e.
 
-    Rows behind the last expert's belong to none, as PyTorch leaves them.
+    As in PyTorch, rows behind the last expert's belong to none.
     """
     node = first_node(mat_a, mat_b, bias)
     of_rows = node_of(mat_a) is None and offs is not None and (mat_a.dim(), mat_b.dim()) == (2, 3)
     if not of_rows or bias is not None:
-        refuse(
-            func, node, "with other than rows of data, offsets and weights of experts has no rule"
-        )
+        refuse(func, node, "of anything but rows of data, offsets and tracked experts has no rule")
     examples = locate(tracker, func, node, mat_a, axis=0, folds=True, trailing=1)
     result = func(mat_a, value_of(mat_b), offs=offs, out_dtype=out_dtype)
     factors = ExpertFactors(examples, tuple(mat_b.shape))
@@ -50,7 +48,7 @@ class ExpertFactors:
     shape: tuple[int, ...]
 
     def __call__(self, grad: Tensor, x: Tensor, ends: Tensor) -> list[Experts]:
-        # Each expert's rows in the order of their examples, and how many of them each example has.
+        # Sort each expert's rows by their examples, and count how many each example has.
         rows, batch, number = int(ends[-1]), self.examples.batch, len(ends)
         counts = ends.diff(prepend=ends.new_zeros(1))
         expert = torch.arange(number, device=x.device).repeat_interleave(counts, output_size=rows)

@@ -1,10 +1,10 @@
 """Recurrent layers and cells: Elman, LSTM and GRU.
 
-A weight that T steps use is one use with T positions: PyTorch computes the layer, and backward
+A weight that T steps use is one use with T positions: PyTorch computes the layer, and the backward
 finds the gradients of the gates of all steps (``_recurrence``).
 
-Rows are what the steps read, one after the other: all examples' first step, all examples' second
-step, and so on. Packed sequences are rows already, of which later steps have fewer.
+Rows are the inputs of all steps in order: first those of all examples at the first step, then those
+at the second, and so on. Packed sequences are such rows already, with fewer at later steps.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gradstats.capture.following._sequences import (
     states_of,
 )
 from gradstats.capture.operations._names import function_name
+from gradstats.capture.parameters._nodes import unique_roots
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._common import are_of_one, as_data, product_dtype, rows_along
@@ -74,8 +75,8 @@ class Recurrence:
         biases, projects: whether it has two biases, and a projection of its hidden state.
         form: how data and output are laid out: "rows", "steps" (T, B, width), "examples" (B, T,
             width), or "cell": one step, states (B, width), and no output but the states.
-        sizes: number of examples in each step, not increasing.
-        examples: the examples that stand in the places of a step, along axis 0.
+        sizes: number of examples at each step, not increasing.
+        examples: the examples at the places of a step, along axis 0.
         dtype: of the products.
     """
 
@@ -102,7 +103,7 @@ class Recurrence:
         tensors: Sequence[Tensor],
         wanted: Sequence[bool],
     ) -> tuple[list[Tensor | None], list[Site]]:
-        """Return the gradients of the tensors of data that are wanted, and every weight's site.
+        """Return the gradients of the data that are wanted, and the sites of all weights.
 
         Args:
             grads: of the results.
@@ -121,10 +122,10 @@ class Recurrence:
         starts: list[States] = []
         sites: list[Site] = []
         for side in range(self.directions):
-            sweep, own = self._sweep(tensors, side), self._of_side(states, side)
+            sweep, first = self._sweep(tensors, side), self._of_side(states, side)
             after = None if output is None else self._half(self._rows(output), side)
             grad = None if from_output is None else self._half(from_output, side)
-            passed = sweep.pass_back(rows, own, after, grad, self._of_side(ends, side))
+            passed = sweep.pass_back(rows, first, after, grad, self._of_side(ends, side))
             starts.append(passed.starts)
             sites += self._sites(side, passed, rows)
             if wanted[0]:
@@ -149,7 +150,7 @@ class Recurrence:
         return outer_factor(self.examples, left, right, (width, right.shape[-1]))
 
     def _slots(self, side: int) -> list[int | None]:
-        """Return where W_ih, W_hh, b_ih, b_hh and W_hr of a direction stand among the tensors."""
+        """Return the places of a direction's W_ih, W_hh, b_ih, b_hh and W_hr among the tensors."""
         each = 2 + 2 * self.biases + self.projects
         first = 1 + self.states + side * each
         biases = [first + 2, first + 3] if self.biases else [None, None]
@@ -175,9 +176,9 @@ class Recurrence:
         return rows.chunk(self.directions, 1)[side]
 
     def _of_side(self, states: Sequence[Tensor], side: int) -> States:
-        """Return a direction's own states, in the accumulation dtype."""
-        own = states if self.form == "cell" else [state[side] for state in states]
-        return [cast(state, compute_dtype(state)) for state in own]
+        """Return a direction's states, in the accumulation dtype."""
+        chosen = states if self.form == "cell" else [state[side] for state in states]
+        return [cast(state, compute_dtype(state)) for state in chosen]
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Return data or output as rows, in the accumulation dtype."""
@@ -233,21 +234,21 @@ def _packed(tracker: Context, func, data, batch_sizes, hx, weights, *options):
         raise ExampleAxisError(
             f"{function_name(func)} on {node.describe()}: got packed rows that belong to unknown "
             "examples, expected the result of torch.nn.utils.rnn.pack_padded_sequence on data "
-            "with their examples along batch_dim. Pack inside the context, or leave the "
-            "parameter out by name with exclude=.",
-            list(dict.fromkeys(root.name for own in tracked for root in own.roots)),
+            "whose examples lie along batch_dim. Pack inside the context, or leave the parameter "
+            "out by name with exclude=.",
+            [root.name for root in unique_roots(tracked)],
         )
     rows, sizes = (batch_sizes,), tuple(batch_sizes.tolist())
     return _stack(tracker, func, data, rows, states, weights, options, "rows", sizes, examples)
 
 
 def _stack(tracker: Context, func, data, rows, states, weights, options, form, sizes, examples):
-    """Run one layer after the other, so that what each of them returns is known."""
+    """Run the layers one by one, so that the result of each is known."""
     bias, count, dropout, training, bidirectional = options
     node = first_node(data, *states, *weights)
     _check_weights(tracker, func, node, data, weights)
-    # What is not trained brings nothing of an example along to another, as states of the batch
-    # before do not, which lie along another axis than batch_dim.
+    # Only trained states can carry gradients from one example to another. Others, such as those of
+    # the batch before, may lie along any axis.
     trained = list(filter(tracker.marks.is_trained, states))
     if trained and not same_rows(rows_along(tracker, func, node, trained, 1), examples):
         refuse(func, node, "with initial states in another order than the data has no rule")
@@ -258,7 +259,7 @@ def _stack(tracker: Context, func, data, rows, states, weights, options, form, s
 
     def call(trains, data, states, weights):
         options = (bias, 1, 0.0, trains, bidirectional, *layout)
-        # On a GPU PyTorch warns of weights that lie between those of other layers.
+        # On a GPU PyTorch warns if one layer's weights are a part of a larger block.
         with weights_apart() if count > 1 and data.is_cuda else nullcontext():
             return func(data, *rows, as_given(states), weights, *options)
 
@@ -266,10 +267,10 @@ def _stack(tracker: Context, func, data, rows, states, weights, options, form, s
     for number in range(count):
         if number > 0 and training and dropout > 0:
             data = functional.dropout(data, dropout)
-        own = slice(number * directions, (number + 1) * directions)
-        its_weights = weights[number * each : (number + 1) * each]
-        # cuDNN keeps what its own backward needs in training mode alone.
-        differentiated = tracker.settings.exact or all(node_of(w) is None for w in its_weights)
+        layer_states = [state[number * directions : (number + 1) * directions] for state in states]
+        layer_weights = weights[number * each : (number + 1) * each]
+        # Only in training mode does cuDNN keep what its own backward needs.
+        differentiated = tracker.settings.exact or all(node_of(w) is None for w in layer_weights)
         operation = Recurrence(
             call=partial(call, training and differentiated),
             cell=CELLS[func],
@@ -282,8 +283,7 @@ def _stack(tracker: Context, func, data, rows, states, weights, options, form, s
             examples=examples,
             dtype=product_dtype(data),
         )
-        own_states = [state[own] for state in states]
-        data, *final = _attach(tracker, operation, data, own_states, its_weights)
+        data, *final = _attach(tracker, operation, data, layer_states, layer_weights)
         finals.append(final)
     return (data, *(torch.cat(column) for column in zip(*finals, strict=True)))
 
@@ -318,9 +318,10 @@ def cell(tracker: Context, func, input, hx, w_ih, w_hh, b_ih=None, b_hh=None):
 
 
 def _check_weights(tracker: Context, func, node, data: Tensor, weights: Sequence[Tensor]) -> None:
-    """Raise where weights were computed from other examples than the data's one."""
-    own = [item for item in weights if tracker.marks.is_trained(item)]
-    if own and not are_of_one(tracker, [*own, *([] if node_of(data) is not None else [data])]):
+    """Raise if weights were computed from data, unless all of it is the same single example's."""
+    trained = [item for item in weights if tracker.marks.is_trained(item)]
+    rows = [data] if node_of(data) is None else []
+    if trained and not are_of_one(tracker, [*trained, *rows]):
         refuse(func, node, "with weights that were computed from other examples has no rule")
 
 
@@ -330,10 +331,10 @@ def _attach(tracker: Context, operation, data, states, weights):
     slots = dict(enumerate(weights, 1 + len(states)))
     nodes = {slot: node_of(item) for slot, item in slots.items()}
     tracked = {slot: node for slot, node in nodes.items() if node is not None}
-    own = tuple(slot for slot, item in slots.items() if tracker.marks.is_trained(item))
     if not tracked:
         return operation.native(*tensors)
-    return recomputed(list(tracked.values()), tuple(tracked), own, operation, *tensors)
+    trained = tuple(slot for slot, item in slots.items() if tracker.marks.is_trained(item))
+    return recomputed(list(tracked.values()), tuple(tracked), trained, operation, *tensors)
 
 
 RULES = {

@@ -1,4 +1,4 @@
-"""Samples of images and grids between their points: grid_sample."""
+"""Samples of images between their points: grid_sample."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from gradstats.capture.uses._uses import free_of_views, tap
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-# That of PyTorch's cubic convolution, one point away.
+# The slope of PyTorch's cubic kernel one point away from its centre.
 SLOPE = -0.75
 
 
 def grid_sample(
     tracker: Context, func, input, grid, mode="bilinear", padding_mode="zeros", align_corners=None
 ):
-    """Samples at tracked places, or of a tracked image: one for each example, or one for all.
+    """Samples at tracked places or of tracked images: one for each example, or one for all.
 
-    One for all is a table, of which a sample looks up the points around it.
+    One image for all is a table, in which a sample looks up the points around it.
     """
     node, options = first_node(input, grid), (mode, padding_mode, align_corners)
     if node_of(input) is not None:
@@ -53,7 +53,7 @@ def _of_one_image(tracker: Context, func, input, grid, examples, mode, padding_m
     shape = (*table.shape,)
     factors = SampleFactors(examples, sizes, shape, mode, padding_mode, bool(align_corners))
     result = tap([first_node(table)], free_of_views(result), factors, grid)
-    # Channels stand in the result where they stand in the image, in front of what grid has.
+    # The result has an axis of channels in front of those of the grid.
     tracker.marks.place(result, examples.along(examples.axis + 1))
     tracker.followed = result
     return result
@@ -65,7 +65,7 @@ class SampleFactors:
 
     Attributes:
         examples: where the examples lie in the grid.
-        sizes: of the image: how many there are, and its points along each axis.
+        sizes: the number of images, and of points along each of their axes.
         shape: of the table, (all points, channels).
         mode, padding_mode, align_corners: as ``grid_sample`` takes them.
     """
@@ -85,9 +85,9 @@ class SampleFactors:
         return [table_rows(self.examples, ids, of_points, self.shape, None)]
 
     def _found(self, grid: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the number of a point next to each place, and the point's share in the sample."""
+        """Yield, for each neighbour of the places, its number and its share in the sample."""
         count, *points = self.sizes
-        # The last coordinate of a place is that along the first axis of the image.
+        # The last coordinate is that along the first axis of the image.
         along = [
             self._neighbours(place, size)
             for place, size in zip(reversed(grid.unbind(-1)), points, strict=True)
@@ -114,7 +114,7 @@ class SampleFactors:
         return [(first, first + 1 - place), (first + 1, place - first)]
 
     def _cubic(self, place: Tensor, size: int) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return the same for cubic convolution (Keys, 1981), of which the border moves points."""
+        """Return the same for cubic convolution (Keys, 1981); borders clamp points, not places."""
         first, a = place.floor(), SLOPE
         found = []
         for step in (-1, 0, 1, 2):

@@ -1,6 +1,6 @@
-"""Operations on data of one example that have no axis for it, as loops over a batch take them.
+"""Operations on the data of a single example without an example axis, as in loops over a batch.
 
-An axis of size 1 is put in front of the data and taken off the result.
+They run on data with an axis of size 1 in front, which is removed from the result.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def widened(func, x: Tensor, *args, **kwargs) -> Tensor:
-    """The operation on a batch of one."""
+    """The operation, run on a batch of one."""
     return func(x.unsqueeze(0), *args, **kwargs).squeeze(0)
 
 
-# How many axes data of a single example have.
+# How many axes the data of a single example have.
 SINGLE: dict[Any, int] = {
     functional.linear: 1,
     functional.embedding: 0,
@@ -38,7 +38,7 @@ SINGLE: dict[Any, int] = {
 
 
 def alone(func: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule of an operation that serves data of a single example as well."""
+    """Return an operation's rule, extended to data of a single example without an axis for it."""
 
     def run(tracker: Context, called, *args, **kwargs):
         first = args[0] if args else None
