@@ -1,18 +1,18 @@
-"""Factors: lean descriptions of one use's per-example gradient of one parameter.
+"""Factors: lean descriptions of the per-example gradients that one use of a parameter gives.
 
 Symbols, here and everywhere: B examples, T positions, K groups, ``left`` and ``right`` the two
 operands whose outer products, summed over positions, are the gradient. A factor holds tensors that
-the training step has anyway; it never holds a (B, d) gradient.
+the training step has anyway, and never a (B, d) gradient.
 
 _factor     the protocol of all factors
-_outer      linear layers and matrix products; _ragged the same of packed examples and experts
-_patches    convolutions; _images the same of examples with images of different numbers or sizes
+_outer      linear layers and matrix products; _ragged the same for packed examples and experts
+_patches    convolutions; _images the same for examples that differ in number or size of images
 _rows       embeddings and integer indexing
 _vector     biases, scales and everything else that broadcasts
 _masked     weights whose elements were multiplied by constants
 _tangent    weights that were normalised
-_distances  points that distances were taken from
-_segments   examples whose rows differ in number
+_distances  points from which distances were taken
+_segments   examples that differ in their number of rows
 _path       which elements of a parameter a tensor derived from it has, and where
 """
 

@@ -11,11 +11,11 @@ from gradstats._factors._factor import cast, compute_dtype
 
 @dataclass(eq=False)
 class Distances:
-    """G_i[k] = Σ_t grad_itk (points_k - rows_it) / distances_itk, of Euclidean distances.
+    """G_i[k] = Σ_t grad_itk (points_k - rows_it) / distances_itk, for Euclidean distances.
 
     Attributes:
         grad: (B, T, K) gradients of the distances.
-        distances: (B, T, K); one that is zero has no gradient.
+        distances: (B, T, K); a distance of zero has no gradient.
         rows: (B, T, width) data.
         points: (K, width), the parameter.
     """
@@ -44,7 +44,7 @@ class Distances:
         return replace(self, grad=grad, distances=distances, points=self.points[start:stop])
 
     def apart(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients by distance (B, T, K), points and rows, in the accumulation dtype."""
+        """Return grad / distances (B, T, K), points and rows, in the accumulation dtype."""
         dtype = compute_dtype(self.grad, self.rows, self.points)
         zero = self.distances == 0
         distances = cast(self.distances, dtype).masked_fill(zero, 1)
@@ -52,7 +52,7 @@ class Distances:
         return weights, cast(self.points, dtype), cast(self.rows, dtype)
 
     def centred(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same relative to the mean of the points: products round less."""
+        """Return the same, points and rows relative to the mean point: products round less."""
         weights, points, rows = self.apart()
         middle = points.mean(0)
         return weights, points - middle, rows - middle

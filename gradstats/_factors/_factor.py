@@ -28,7 +28,7 @@ class Factor(Protocol):
     def dense(self) -> Tensor:
         """Return the per-example gradients themselves, (B, *shape).
 
-        This is the definition that every contraction agrees with, called on a few examples.
+        This is the definition that every contraction agrees with. Call it on a few examples.
         """
 
     @property
@@ -49,9 +49,9 @@ class Undivided:
 
 
 class Changed:
-    """Gradients that are computed from those of another factor, example by example.
+    """Base of dataclasses whose gradients are computed from an inner factor's, one by one.
 
-    For dataclasses. Shape and granule are the other factor's, unless a class has its own.
+    Shape and granule are the inner factor's, unless a class has its own.
     """
 
     inner: Any
@@ -78,7 +78,7 @@ def selected(rows, batch: int) -> Tensor:
 
 
 def elements_of(factor: Factor) -> int:
-    """Return how many numbers forming the gradient of one example writes."""
+    """Return how many numbers are written to form the gradient of one example."""
     return getattr(factor, "elements", math.prod(factor.shape))
 
 
@@ -105,7 +105,7 @@ def map_tensors(factor, change: Callable[[Tensor], Tensor]):
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor.to(dtype)``, without calling PyTorch if there is nothing to do."""
+    """Return ``tensor.to(dtype)``, saving the call if the dtype is right."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 

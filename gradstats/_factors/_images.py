@@ -15,10 +15,10 @@ from gradstats._factors._patches import Patches, convolved
 
 @dataclass(frozen=True)
 class Images:
-    """G_i = Σ of the gradients of example i's pieces: nothing is copied or padded.
+    """G_i = the sum of the gradients of example i's pieces; nothing is copied or padded.
 
     Attributes:
-        pieces: at least one; the batch axis of each counts images.
+        pieces: at least one; their batch axes count images.
         owners: the example that each piece belongs to.
         batch: number of examples B.
     """
@@ -57,7 +57,9 @@ class Images:
         return replace(self, pieces=tuple(piece.narrow(start, stop) for piece in self.pieces))
 
     def alike(self, budget: float = math.inf) -> Iterator[tuple[list[int], list[Factor]]]:
-        """Yield groups of examples with the same images by size, and factors of their gradients.
+        """Yield groups of examples whose images have the same sizes, and their factors.
+
+        The factors of a group add up to its gradients.
 
         Args:
             budget: bytes of images that may be concatenated at once.
@@ -67,9 +69,9 @@ class Images:
             if piece.batch:
                 images.setdefault(owner, {}).setdefault(piece.form, []).append(piece)
         groups: dict[tuple, list[int]] = {}
-        for example, own in images.items():
-            counts = (sum(piece.batch for piece in pieces) for pieces in own.values())
-            groups.setdefault((*zip(own, counts, strict=True),), []).append(example)
+        for example, by_form in images.items():
+            counts = (sum(piece.batch for piece in pieces) for pieces in by_form.values())
+            groups.setdefault((*zip(by_form, counts, strict=True),), []).append(example)
         for forms, examples in groups.items():
             first = [piece for pieces in images[examples[0]].values() for piece in pieces]
             size = sum(side.nbytes for piece in first for side in piece.sides)
@@ -82,7 +84,7 @@ class Images:
 
 
 def _together(pieces: Sequence[Patches], count: int) -> list[Factor]:
-    """Return factors of examples with ``count`` images each, given in their order."""
+    """Return the factors of examples with ``count`` images each, given example by example."""
     x, grad = (
         torch.cat(sides).unflatten(0, (-1, count))
         for sides in zip(*(piece.sides for piece in pieces), strict=True)

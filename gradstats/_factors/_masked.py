@@ -14,7 +14,7 @@ from gradstats._factors._ragged import Ragged
 
 @dataclass(eq=False)
 class Masked(Changed):
-    """G_i = mask ∘ inner_i: pruned and masked weights, products of two weights element by element.
+    """G_i = mask ∘ inner_i: pruned and masked weights, elementwise products of two weights.
 
     Attributes:
         inner: the factor of the product.
@@ -31,7 +31,7 @@ class Masked(Changed):
 
     @property
     def is_rank_one(self) -> bool:
-        """Whether the inner gradients are one outer product each, of one group."""
+        """Whether each inner gradient is a single outer product, in one group."""
         inner = self.inner
         if not isinstance(inner, Outer) or inner.permutation is not None:
             return False

@@ -16,9 +16,10 @@ class Outer:
     Attributes:
         left: (B, K, T, p), any strides.
         right: (B, K, T, q), any strides.
-        shape: shape of the parameter; ``G`` of shape (K, p, q) holds the same numbers.
-        permutation: order of the axes of ``unfolded`` that gives ``shape``; None if they agree.
-        unfolded: sizes of K, p and q, each axis by axis; None without a permutation.
+        shape: of the parameter, which has the same number of elements as G, (K, p, q).
+        permutation: the order in which the axes of ``unfolded`` give ``shape``; None if G reshaped
+            is the gradient.
+        unfolded: the sizes of all axes that K, p and q consist of; None without a permutation.
     """
 
     left: Tensor
@@ -69,7 +70,7 @@ class Outer:
 
     @property
     def layout(self) -> tuple:
-        """What two factors must have in common for their positions to be concatenated."""
+        """What two factors must have in common so that their positions can be concatenated."""
         sizes = (self.left.shape[1], self.left.shape[3], self.right.shape[3])
         return (*sizes, self.permutation, self.unfolded)
 

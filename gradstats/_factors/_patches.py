@@ -27,7 +27,7 @@ class ConvolutionGeometry:
 
 @dataclass(frozen=True)
 class Patches:
-    """G_i = Σ_t grad[i,·,t] patch_t(input_i)ᵀ: convolutions, patches addressed implicitly.
+    """G_i = Σ_t grad[i,·,t] patch_t(input_i)ᵀ: convolutions, without patches in memory.
 
     A transposed convolution is the same with its input and its output gradient exchanged.
 
@@ -35,7 +35,7 @@ class Patches:
         input: (B, C, *spatial).
         grad: (B, O, *positions), the gradient with respect to the convolution's output.
         shape: (O, C / groups, *kernel).
-        geometry: how patches are cut; it may have one more axis in front of the kernel's own, over
+        geometry: how patches are cut. It may have one more axis in front of the kernel's, for
             frames that are convolved one by one.
     """
 
@@ -54,7 +54,7 @@ class Patches:
 
     @property
     def form(self) -> tuple:
-        """What the images of two factors must have in common to be convolved together."""
+        """What two factors must have in common so that their images can be convolved together."""
         return self.input.shape[1:], self.grad.shape[1:], self.geometry
 
     @property
@@ -64,8 +64,8 @@ class Patches:
     @property
     def kernel(self) -> tuple[int, ...]:
         """The kernel's size along each axis of the geometry."""
-        own = self.shape[2:]
-        return (1,) * (len(self.geometry.stride) - len(own)) + own
+        kernel = self.shape[2:]
+        return (1,) * (len(self.geometry.stride) - len(kernel)) + kernel
 
     def select(self, rows) -> Patches:
         return Patches(self.input[rows], self.grad[rows], self.shape, self.geometry)
@@ -91,9 +91,10 @@ class Patches:
         return self.positions * row * compute_dtype(*self.sides).itemsize
 
     def writes_patches(self, budget: int) -> bool:
-        """Whether to write patches out: where that is best, and one example's fit the budget.
+        """Whether to write patches out.
 
-        Or are no larger than its gradient, all of which a convolution would form instead.
+        Only if that is the fastest way, and one example's patches fit the budget or are no larger
+        than its gradient, which a convolution would form instead.
         """
         if self.way != "patches":
             return False
@@ -108,7 +109,7 @@ class Patches:
     def as_groups(self) -> Tensor:
         """Return the same as ``dense`` by PyTorch's own kernel, without unfolding the input.
 
-        The examples become the groups of one convolution: its weight gradient holds all of theirs.
+        The examples become the groups of one convolution, whose weight gradient consists of theirs.
         """
         dtype = compute_dtype(self.input, self.grad)
         examples, geometry = self.batch, self.geometry
@@ -143,13 +144,12 @@ class Patches:
         examples, channels = x.shape[:2]
         groups, positions = geometry.groups, self.grad.shape[2:]
         sizes = (channels // groups, *kernel)
-        # Not by as_strided: a compiled graph may keep its operands with other strides than it is
-        # traced with.
+        # Not by as_strided: a compiled graph may store operands with other strides than traced.
         windows = x.unflatten(1, (groups, -1))
         steps = zip(kernel, geometry.dilation, geometry.stride, strict=True)
         for axis, (size, apart, step) in enumerate(steps, 3):
             windows = windows.unfold(axis, (size - 1) * apart + 1, step)[..., ::apart]
-        # The longer of the two last axes last, so that longer runs are copied.
+        # The longer of the two innermost axes last, so that longer runs are copied.
         rows_last = positions[-1] > kernel[-1]
         inner = 3 + len(positions)
         places, offsets = range(3, inner), range(inner, windows.dim())
@@ -166,8 +166,8 @@ def convolved(
     """Return the factor of a convolution's weight; 1×1 convolutions are plain products.
 
     Args:
-        x: (B, C, *spatial), or (B, images, C, *spatial) where an example has several, of which
-            none may be a volume: volumes side by side would need a convolution over four axes.
+        x: (B, C, *spatial), or (B, images, C, *spatial) if an example has several images. Several
+            volumes are not possible: they would need a convolution over four axes.
         grad: the gradient of the output, likewise.
         shape: of the weight.
         geometry: how patches are cut.
@@ -175,7 +175,7 @@ def convolved(
     if x.dim() > len(shape) and x.shape[1] == 1:
         x, grad = x.squeeze(1), grad.squeeze(1)
     elif x.dim() > len(shape):
-        # An example's frames are one more axis, along which the kernel has size 1.
+        # An example's images are one more axis, along which the kernel has size 1.
         x, grad = x.transpose(1, 2), grad.transpose(1, 2)
         stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
         geometry = ConvolutionGeometry((1, *stride), (0, *padding), (1, *dilation), geometry.groups)
@@ -202,9 +202,9 @@ def weight_gradient(
         grad: (B, O, *positions).
         sizes: of the weight, (O, C / groups, *kernel).
         geometry: how patches are cut.
-        groups: the number of groups if it is another than the geometry's.
+        groups: the number of groups, if not the geometry's.
     """
-    # Only the weight's shape is read. One expanded number would be copied to memory of that shape.
+    # Only the weight's shape is read. (A single expanded number would be copied to that shape.)
     weight = x.new_empty(tuple(sizes))
     return torch.ops.aten.convolution_backward(
         grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,

@@ -13,8 +13,8 @@ class Path(NamedTuple):
     Attributes:
         steps: (operation, its arguments, which of its results) for each step from the parameter.
         first, last: bytes of the parameter's memory between which all the elements lie.
-        memory: the parameter's strides and element size: with others, as another model may have,
-            the same bytes hold other elements.
+        memory: the parameter's strides and element size. Another model's parameter may have others,
+            and then the same bytes hold other elements.
     """
 
     steps: tuple[tuple, ...]
@@ -23,14 +23,14 @@ class Path(NamedTuple):
     memory: tuple = ()
 
     def is_disjoint(self, other: Path) -> bool:
-        """Whether the two tensors share no element, as far as can be told."""
+        """Whether two tensors are known to share no element."""
         apart = self.last < other.first or other.last < self.first
         if apart and self.memory == other.memory:
             return True
-        for step, its in zip(self.steps, other.steps, strict=False):
-            if step != its:
-                # They are disjoint if these are different pieces of one split.
-                return step[:2] == its[:2] and None not in (step[2], its[2])
+        for step, other_step in zip(self.steps, other.steps, strict=False):
+            if step != other_step:
+                # Different pieces of one split are disjoint.
+                return step[:2] == other_step[:2] and None not in (step[2], other_step[2])
         return False
 
 
@@ -38,7 +38,7 @@ def in_a_row(paths: Collection[Any]) -> bool:
     """Whether several tensors lie one after the other in memory, so that no two share an element.
 
     Args:
-        paths: including () for the whole parameter, and None for tensors derived in other ways.
+        paths: () stands for the whole parameter, None for a tensor derived in another way.
     """
     if not all(paths) or len({path.memory for path in paths}) > 1:
         return False

@@ -17,12 +17,12 @@ from gradstats._factors._segments import padded, padding_index
 
 @dataclass(frozen=True)
 class Ragged:
-    """G_i = Σ_t left_t right_tᵀ over the rows t of example i: products on packed examples.
+    """G_i = Σ_t left_t right_tᵀ over the rows t of example i: products of packed examples.
 
     Attributes:
-        left: (rows, p), sorted by example, and right: (rows, q).
+        left, right: (rows, p) and (rows, q), sorted by example.
         offsets: (B + 1,) where each example's rows begin and end.
-        shape: shape of the parameter, (p, q), or (p, …) with q elements in each of the p rows.
+        shape: of the parameter, (p, q), or (p, …) with q elements in each of the p rows.
     """
 
     left: Tensor
@@ -64,10 +64,10 @@ class Ragged:
         return replace(self, left=self.left[:, start:stop], shape=shape)
 
     def padded(self, examples: Sequence[int] | None = None) -> Outer:
-        """Return the same with each example's rows padded by zeros to the longest's number.
+        """Return the same with zeros added to each example's rows, up to the largest number.
 
         Args:
-            examples: those that are wanted; None for all.
+            examples: which examples; None for all.
         """
         if examples is not None and len(examples) == 1:
             start, end = self.offsets[examples[0] : examples[0] + 2]
@@ -91,7 +91,7 @@ class Experts:
     Attributes:
         pairs: the products of each expert with each example's rows, E·B of them, expert by expert.
         batch: number of examples B.
-        shape: shape of the parameter, (E, p, q).
+        shape: of the parameter, (E, p, q).
     """
 
     pairs: Ragged
@@ -110,9 +110,9 @@ class Experts:
         """Return the factor of one expert's slice."""
         first = number * self.batch
         offsets = self.pairs.offsets[first : first + self.batch + 1]
-        own = slice(offsets[0], offsets[-1])
+        rows = slice(offsets[0], offsets[-1])
         relative = tuple(offset - offsets[0] for offset in offsets)
-        return Ragged(self.pairs.left[own], self.pairs.right[own], relative, self.shape[1:])
+        return Ragged(self.pairs.left[rows], self.pairs.right[rows], relative, self.shape[1:])
 
     def select(self, rows) -> Experts:
         chosen = selected(rows, self.batch)

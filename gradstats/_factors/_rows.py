@@ -19,8 +19,8 @@ class Lookup:
 
     Attributes:
         ids: (N,) the rows of the table that are read.
-        example: (N,) the example that each belongs to, ascending.
-        examples: number of examples B if all read equally many rows, else None.
+        example: (N,) the example that each row belongs to, ascending.
+        examples: number of examples B if all read the same number of rows, else None.
     """
 
     def __init__(self, find: Callable[[], tuple[Tensor, Tensor]], examples: int | None = None):
@@ -41,7 +41,7 @@ class Lookup:
 
     @property
     def each(self) -> int | None:
-        """Number of rows that each example reads; None where it may differ."""
+        """Number of rows that each example reads; None if it may differ."""
         return self.ids.numel() // self.examples if self.examples else None
 
 
@@ -50,13 +50,13 @@ class Rows:
     """G_i = Σ_n e_{ids[n]} grad[n]ᵀ over the rows n of example i: embeddings and integer indexing.
 
     Attributes:
-        ids: (N,) row of the parameter that each gradient row belongs to.
+        ids: (N,) the row of the parameter that each gradient row belongs to.
         grad: (N, width).
         example: (N,) example of each row, ascending.
         batch: number of examples B.
         shape: shape of the parameter, (rows, ...) with width = product of the rest.
-        longest: the largest number of rows of one example; None where only ``example`` tells.
-        lookup: the look-up whose gradient this is, if the forward pass noted it.
+        longest: the largest number of rows of one example; None if only ``example`` tells.
+        lookup: the look-up that this is the gradient of, if the forward pass noted it.
     """
 
     ids: Tensor
@@ -71,7 +71,7 @@ class Rows:
 
     @property
     def each(self) -> int | None:
-        """Number of rows of each example; None where it differs, or only ``example`` tells."""
+        """Number of rows of each example; None if it differs, or if only ``example`` tells."""
         longest = self.longest
         return longest if longest and self.batch * longest == self.ids.numel() else None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 class Segments:
     """Which example each row of an axis belongs to, where examples differ in their number of rows.
 
-    Everything else is computed on first use: nobody asks in what order the edges of a graph are.
+    All else is computed on first use: the order of a graph's edges, for example, may never be.
 
     Attributes:
         owner: (rows,) int64, the example of each row.
@@ -40,7 +40,7 @@ class Segments:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """The rows sorted by example, (rows,); None where they are in that order already."""
+        """The rows sorted by example, (rows,); None if they are in that order already."""
         ascending = bool((self.owner[1:] >= self.owner[:-1]).all())
         return None if ascending else torch.argsort(self.owner, stable=True)
 
@@ -51,14 +51,14 @@ class Segments:
 
     @cached_property
     def sole(self) -> int | None:
-        """The example that has all the rows; None where several examples have rows, or none has."""
-        # A model called for each example has as many segments as examples: no loop over them here.
+        """The example that has all the rows; None if several examples have rows, or none has."""
+        # No loop over examples: a model that is called for each example has as many segments.
         first = bisect_right(self.offsets, 0) - 1
         has_all = 0 < self.offsets[-1] == self.offsets[first + 1]
         return first if has_all else None
 
     def offsets_of(self, rows: int) -> tuple[int, ...]:
-        """Return ``offsets`` for ``rows`` rows, where each row of the axis stands for several."""
+        """Return ``offsets`` in ``rows`` rows, if each row of the axis stands for several."""
         each = rows // max(1, self.rows)
         if each == 1:
             return self.offsets
@@ -84,10 +84,10 @@ def padding_index(
 
     Args:
         offsets: (B + 1,) where each example's rows begin and end.
-        examples: those that are wanted; None for all.
+        examples: which examples; None for all.
 
     Returns:
-        The rows to take, (n, longest), and the flat places among these of padding.
+        The rows to take, (n, longest), and the flat indices among these of padding.
     """
     bounds = torch.tensor(offsets)
     starts, ends = bounds[:-1], bounds[1:]
@@ -111,7 +111,7 @@ def padded(rows: Tensor, index: Tensor, missing: Tensor) -> Tensor:
 
 def segment_sum(values: Tensor, counts: Tensor) -> Tensor:
     """Return the sums over consecutive rows of (rows, *), ``counts`` (n,) of them each: (n, *)."""
-    if values.is_cpu:  # where segment_reduce takes 5 to 10 times as long
+    if values.is_cpu:  # segment_reduce takes 5 to 10 times as long there
         index = torch.arange(len(counts)).repeat_interleave(counts, output_size=len(values))
         return added(values, index, len(counts))
     return torch.segment_reduce(values, "sum", lengths=counts, axis=0, unsafe=True, initial=0)
@@ -120,8 +120,8 @@ def segment_sum(values: Tensor, counts: Tensor) -> Tensor:
 def added(values: Tensor, index: Tensor, size: int) -> Tensor:
     """Return the sums of the rows of (n, *) that have the same index: (size, *).
 
-    The same bits in every run: on CUDA ``index_add_`` adds atomically, in any order, and an
-    embedding's backward does not.
+    The same bits in every run: an embedding's backward adds in a fixed order, unlike ``index_add_``
+    on CUDA, which adds atomically.
     """
     if values.is_cpu:
         return values.new_zeros(size, *values.shape[1:]).index_add_(0, index, values)

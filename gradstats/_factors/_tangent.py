@@ -1,4 +1,4 @@
-"""Gradients of a weight that was normalised: each row, each column, or as a whole."""
+"""Gradients of a weight that was normalised: row by row, column by column, or as a whole."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Tangent(Changed):
     """G_i = inner_i - share ∘ along_i ∘ unit: inner_i less a share of its components along unit.
 
     The unit vectors are the rows of the parameter, its columns, or all of it, each divided by its
-    norm: a normalised weight does not change along them, and the share is 1. It is less where an
-    epsilon was added to the norm.
+    norm. A normalised weight does not change along them, so the share is 1, or less if an epsilon
+    was added to the norm.
 
     Attributes:
-        inner: the factor of what is projected.
+        inner: the factor of the gradients before projection.
         unit: of the parameter's shape, in the accumulation dtype; zeros where nothing is removed.
-        along: (B, *) the inner products of inner_i with each unit vector, its axes kept as 1.
+        along: (B, *) inner products of inner_i with each unit vector, whose axes have size 1.
         share: (*) how much is removed, from 0 to 1.
     """
 

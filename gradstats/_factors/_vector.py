@@ -17,10 +17,10 @@ class Vector:
     """G_i = values[i]: biases, scales and everything that broadcasts.
 
     Attributes:
-        values: (B, *shape) without ``axis``; with it (B, *shape without that axis).
-        shape: shape of the parameter.
-        axis: the parameter's own example axis, where each example touches only its own slice: then
-            G_i is ``values[i]`` at that slice and zero elsewhere.
+        values: (B, *shape), or with ``axis`` (B, *shape without that axis).
+        shape: of the parameter.
+        axis: the parameter's own example axis, if each example touches only its own slice: then
+            G_i is ``values[i]`` in that slice and zero elsewhere.
         slices: (B,) index along ``axis`` of each example's slice; None for 0, 1, …, B − 1.
     """
 
@@ -59,23 +59,23 @@ class Vector:
         if self.axis is None:
             return self.values.to(compute_dtype(self.values)).reshape(self.batch, *self.shape)
         gradient = self.values.new_zeros(self.batch, *self.shape, dtype=compute_dtype(self.values))
-        own = torch.arange(self.batch, device=self.values.device)
-        gradient.movedim(self.axis + 1, 1)[own, self.own_slices] = self.values.to(gradient.dtype)
+        rows = torch.arange(self.batch, device=self.values.device)
+        gradient.movedim(self.axis + 1, 1)[rows, self.own_slices] = self.values.to(gradient.dtype)
         return gradient
 
 
 @dataclass(eq=False)
 class Elementwise(Undivided):
-    """G_i = Σ_t input[i,t] ∘ grad[i,t]: scales that broadcast; without input shifts and biases.
+    """G_i = Σ_t input[i,t] ∘ grad[i,t]: scales that broadcast, or without input shifts and biases.
 
-    Used where kernels contract it, which write neither products nor sums. Elsewhere, and where the
-    factor must be kept, ``Vector`` with the sum over positions is leaner.
+    Only for kernels, which contract it without writing products or sums. Elsewhere, and where a
+    factor has to be kept, a ``Vector`` of the sums over positions is leaner.
 
     Attributes:
         grad: (B, T, C), or packed (rows, C) with offsets.
         input: of the same shape; None for ones.
-        shape: shape of the parameter, of C elements, or of one that all channels share.
-        offsets: (B + 1,) where each example's rows begin and end; None where all have T.
+        shape: of the parameter, with C elements, or one that all channels share.
+        offsets: (B + 1,) where each example's rows begin and end; None if all examples have T.
     """
 
     grad: Tensor
@@ -96,7 +96,7 @@ class Elementwise(Undivided):
         if self.offsets is None:
             chosen = None if self.input is None else self.input[rows]
             return replace(self, grad=self.grad[rows], input=chosen)
-        # Padded to one length: rows past an example's end are zero.
+        # Padded with zeros to one length.
         index, missing = padding_index(self.offsets, selected(rows, self.batch).tolist())
         grad = padded(self.grad, index, missing)
         x = None if self.input is None else padded(self.input, index, missing)

@@ -1,8 +1,8 @@
 """Contractions of factors: squared norms, inner products, and sums over examples.
 
-A table says which module contracts which factor (_table), and two say which functions contract
-which pair of factors (_inner). What is in none is contracted by definition: the per-example
-gradients of a few examples at a time, within the workspace, multiplied and summed.
+One table says which module contracts a factor (_table), two more which functions contract a pair
+of factors (_inner). All others are contracted by definition: the per-example gradients of a few
+examples at a time are formed within the workspace, multiplied and summed.
 
 One factor: squared norms, products with a dense direction, sums over the examples
     _table       which module has them for which factor
@@ -10,22 +10,22 @@ One factor: squared norms, products with a dense direction, sums over the exampl
     _distances   the modules
     _merge       several uses of one parameter as fewer factors
     _tied        a projection and the look-ups tied to it
-    _gram        outer products through products between positions
+    _gram        outer products, through products between positions
     _dense       by definition
-    _formed      gradients of outer products, formed one by one, at once, or a few at a time
+    _formed      outer products whose gradients are formed: one by one, all at once, or in chunks
 
 Inner products
     _inner       of two lists of factors, pair by pair
     _outer_pairs, _patch_pairs, _row_pairs, _vector_pairs    of two factors
     _tiles       by definition
-    _direction   of a list of factors with one dense direction; its sum over the examples
+    _direction   of a list of factors with one dense direction; also their sum over the examples
 
 Used by all of them
-    _result      what contractions return, and how doubtful results are found and recomputed
+    _result      what contractions return; inaccurate results are found and recomputed
     _rounding    how much one operation rounds
-    _precision, _multiply, _tensor_cores    the precision of products, their library, their hardware
+    _precision, _multiply, _tensor_cores    products: their precision, their library, their hardware
     _triton, _triton_layers    the kernels, on CUDA
-    _prepared    what they do for the operands of a layer, decided once for layers that are alike
+    _prepared    the same kernels, decided upon once for all layers that are alike
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def sqnorm_and_sum(
 ) -> tuple[Contraction, Tensor]:
     """Return ‖F[i]‖² for each example and Σ_i F[i], in one pass where that pays.
 
-    The sum is wanted in ``dtype``, but may come in another.
+    ``dtype`` is the preferred one for the sum, which may come in another.
     """
     if isinstance(factor, Elementwise):
         return _elementwise.sqnorm_and_sum(factor, workspace, dtype)
@@ -118,8 +118,8 @@ def sqnorm_and_sum(
 def _disjoint_parts(factors: list[Factor]) -> list[list[Factor]] | None:
     """Return the factors grouped by disjoint parts of the parameter; None if parts may overlap.
 
-    The squared norm of the whole is the sum of the parts': chunks of one projection, experts that
-    are slices of one tensor.
+    The squared norm of the whole is then the sum of those of its parts, such as chunks of one
+    projection, or experts that are slices of one tensor.
     """
     if not any(getattr(factor, "path", ()) for factor in factors):
         return None
@@ -147,5 +147,5 @@ def _sqnorm_of_sum(factors: list[Factor], workspace: int) -> Contraction:
 
 
 def adds_up(merged: Sequence[Factor]) -> bool:
-    """Whether the norms of a sum of merged factors can be contracted without forming gradients."""
+    """Whether the norm of a sum of merged factors needs no gradients to be formed."""
     return crosses_of(merged) is not None

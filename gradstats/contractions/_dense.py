@@ -22,8 +22,8 @@ def sqnorm(factor, workspace: int) -> Contraction:
 def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
     """Return ‖Σ_u F_u[i]‖² from the per-example gradients of chunks of examples.
 
-    Cost: the products that form the gradients; scratch of two gradients for each example of a
-    chunk, or three where they are added, and a chunk is never less than one example.
+    Cost: the products that form the gradients; scratch of two gradients for each example of a chunk
+    (three with several factors), and of one example at least.
     """
     batch = factors[0].batch
     held = (2 if len(factors) == 1 else 3) * dtype_of(factors).itemsize
@@ -42,7 +42,7 @@ def sqnorm_of_sum(factors: Sequence, workspace: int) -> Contraction:
             total = total + part
         value = rows_squared_norms(total)
         values.append(value)
-        # Where the uses cancel each other, what is left is rounded relative to their sizes.
+        # If the uses cancel each other, the rest is rounded relative to their sizes.
         bounds.append(relative_bound(dtype) * size * value.sqrt())
     return Contraction(torch.cat(values), torch.cat(bounds))
 

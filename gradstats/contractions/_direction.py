@@ -1,7 +1,7 @@
 """Inner products with one dense direction, and the sum of per-example gradients.
 
-Both are sums over factors, of what their modules return (``_table``); a factor of a derived tensor
-is multiplied with the direction in which that tensor moves.
+Both are sums, over the factors, of what their modules return (``_table``). The factor of a derived
+tensor is multiplied with the direction in which that tensor moves.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int
     """Return ⟨Σ_u F_u[i], V⟩ for each example, (B,) float64.
 
     Args:
-        factors: factors of one parameter, one for each use.
+        factors: of one parameter, one for each use.
         direction: V, of the parameter's shape.
         workspace: bytes of scratch memory that may be allocated at once.
 
-    Cost: for products and convolutions as much as their forward pass.
+    Cost: for matrix products and convolutions, as much as their forward pass.
     """
     parts = []
     for factor in factors:
@@ -37,7 +37,7 @@ def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int
         if module is not None:
             parts.append(module.direction(factor, direction, workspace))
             continue
-        # Push the direction forward to the derived tensor that this is a factor of.
+        # Push the direction forward to the derived tensor.
         pushed = factor.push(direction)  # type: ignore[attr-defined]
         if pushed is None:
             parts.append(_formed_direction(factor, direction, workspace))
@@ -64,13 +64,13 @@ def row_products(factor: Outer | Patches, direction: Tensor) -> Tensor:
     """Return ⟨G_i[p], V[p]⟩ for each row p of the parameter, (B, p) in the accumulation dtype.
 
     Args:
-        factor: of a convolution, or one whose ``left`` spans the parameter's rows.
+        factor: of a convolution, or with a ``left`` that spans the parameter's rows.
         direction: V, of the parameter's shape.
 
     Cost: as much as the forward pass.
     """
-    # More than fits one core's cache: V is read once for each chunk, and products of few rows take
-    # a third longer (one core of an AMD EPYC).
+    # More than a core's cache holds, since V is read once for each chunk, and products of few rows
+    # take a third longer (one core of an AMD EPYC).
     budget = _cost.FRESH_BYTES if direction.is_cuda else 4 * _cost.CACHE_BYTES
     if isinstance(factor, Patches):
         if not factor.batch:
@@ -111,7 +111,7 @@ def row_sums(factor: Outer | Patches) -> Tensor:
 
 
 def _formed_direction(factor: Factor, direction: Tensor, workspace: int) -> Tensor:
-    """Return the products of per-example gradients formed a few examples at a time."""
+    """Return ⟨F[i], V⟩ from gradients that are formed a few examples at a time."""
     result = _tiles.zeros([factor], factor.batch)
     flat = direction.flatten()
     size = 2 * flat.numel() * _tiles.dtype_of([factor]).itemsize

@@ -1,4 +1,4 @@
-"""Distances factors: of one row, gradients are unit vectors times the distances' gradients."""
+"""Distances factors: with one row of data, gradients are unit vectors, scaled."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gradstats.contractions._rounding import row_norms
 # Number of pairs of rows subtracted at once.
 CHUNK = 1024
 
-# Squared distances are computed by products, whose rounding is relative to the squares of both
-# sides. Below this many roundings of those, a distance is computed again by subtraction.
+# Distances come from a matrix product, whose rounding errors are relative to the squared norms of
+# both sides. A squared distance below this many such errors is computed again, by subtraction.
 UNSURE = 1e5
 
 
 def sqnorm(factor: Distances, workspace: int) -> Contraction:
     """Return Σ_k grad_ik² for one row of data; for several, form the gradients.
 
-    Distances that are small relative to their sides are computed again exactly.
+    Distances that are small relative to the two points are computed again, accurately.
     """
     if factor.grad.shape[1] > 1 or is_compiling():
         return _dense.sqnorm(factor, workspace)
@@ -33,14 +33,14 @@ def sqnorm(factor: Distances, workspace: int) -> Contraction:
     near = distances.square() < UNSURE * torch.finfo(weights.dtype).eps * sizes
     lengths = weights * distances
     example, place = near.nonzero(as_tuple=True)
-    for some, others in zip(example.split(CHUNK), place.split(CHUNK), strict=True):
-        apart = torch.linalg.vector_norm(points[others] - rows[some], dim=1)
-        lengths[some, others] = weights[some, others] * apart
+    for i, k in zip(example.split(CHUNK), place.split(CHUNK), strict=True):
+        apart = torch.linalg.vector_norm(points[k] - rows[i], dim=1)
+        lengths[i, k] = weights[i, k] * apart
     return WellConditioned(lengths.dtype, (row_norms(lengths, lengths.dtype),))
 
 
 def direction(factor: Distances, direction: Tensor, workspace: int) -> Tensor:
-    """Return ⟨G_i, V⟩: V's rows times the points, minus V's rows times the data, weighted."""
+    """Return ⟨G_i, V⟩ = Σ_t Σ_k weight_itk V_k·(points_k - rows_it)."""
     weights, points, rows = factor.centred()
     direction = direction.to(weights)
     of_points = weights.sum(1) @ (points * direction).sum(1)

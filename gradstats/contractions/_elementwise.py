@@ -1,6 +1,6 @@
 """Elementwise factors: scales and shifts whose sums over positions stay on chip.
 
-They are made where kernels contract them; PyTorch sums them only when they are cast to float64.
+They are made only for kernels. PyTorch sums them only if they were cast to float64.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def summed(factor: Elementwise) -> Vector:
 
 
 def lean(factor: Factor) -> Factor:
-    """Return a factor in the form to hold until others arrive.
+    """Return a factor in the form in which to keep it until others arrive.
 
-    A scale or a shift is held as its gradients themselves, (B, C).
+    Of a scale or a shift, the gradients themselves are kept, (B, C).
     """
     return summed(factor) if isinstance(factor, Elementwise) else factor
 
@@ -41,7 +41,7 @@ def sqnorm_and_sum(
     Args:
         factor: what is contracted.
         workspace: bytes of scratch memory.
-        dtype: in which the sum is wanted, though it may come in another; None for any.
+        dtype: the preferred one for the sum, which may come in another; None for any.
     """
     norms, total, _ = _triton_layers.elementwise(factor, None, (False, dtype or torch.float32))
     assert total is not None

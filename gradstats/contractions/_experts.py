@@ -24,7 +24,7 @@ def sqnorm(factor: Experts, workspace: int) -> Contraction:
 def pairs(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64."""
     result = zeros([first], first.batch, second.batch)
-    for one, two in _met(first, second):
+    for one, two in _by_expert(first, second):
         result += _outer_pairs.pairs(one, two, workspace, sizes)
     return result
 
@@ -32,7 +32,7 @@ def pairs(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tens
 def diagonal(first: Experts, second: Experts, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_i⟩ for each example, (B,) float64."""
     result = zeros([first], first.batch)
-    for one, two in _met(first, second):
+    for one, two in _by_expert(first, second):
         result += _outer_pairs.diagonal(one, two, workspace, sizes)
     return result
 
@@ -50,12 +50,14 @@ def total(factor: Experts) -> Tensor:
     dtype = compute_dtype(factor.pairs.left, factor.pairs.right)
     result = factor.pairs.left.new_zeros(factor.shape, dtype=dtype)
     for number in factor.busy:
-        own = factor.of_expert(number)
-        torch.mm(own.left.to(dtype).t(), own.right.to(dtype), out=result[number])
+        expert = factor.of_expert(number)
+        torch.mm(expert.left.to(dtype).t(), expert.right.to(dtype), out=result[number])
     return result
 
 
-def _met(first: Experts, second: Experts) -> Iterator[tuple[Ragged, Ragged] | tuple[Outer, Outer]]:
+def _by_expert(
+    first: Experts, second: Experts
+) -> Iterator[tuple[Ragged, Ragged] | tuple[Outer, Outer]]:
     """Yield both factors of each expert that takes rows of both batches, as the rules take them."""
     for number in sorted({*first.busy} & {*second.busy}):
         one, two = first.of_expert(number), second.of_expert(number)

@@ -1,4 +1,4 @@
-"""Norms and the sum of outer products' gradients that are formed: singly, at once, or in chunks."""
+"""Norms and sums of outer products whose gradients are formed: singly, at once, or in chunks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def form_each(
     with_sum: bool,
     reuse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return norms of parts of each left @ right, (B, parts), and their sum, (1, p, q).
+    """Return norms of parts of each left @ right, (B, parts), and the sum of all, (1, p, q).
 
-    Every gradient is formed by one product of matrices.
+    Each gradient is formed by one matrix product.
 
     Args:
         left, right: B matrices (p, T) and (T, q), which may differ in T.
         dtype: the accumulation dtype.
-        with_sum: the sum is wanted too.
-        reuse: form them all in the same memory, as PyTorch's own products can; else by oneDNN.
+        with_sum: whether to return the sum; else None.
+        reuse: whether PyTorch forms all gradients in the same memory; else oneDNN forms each anew.
     """
     parts = _parts(len(left[0]), right[0].shape[1])
     norms = left[0].new_empty(len(left), parts[0], dtype=dtype)
@@ -52,7 +52,7 @@ def form_each(
 def form_at_once(
     left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the norms of all gradients, (B,), and their sum, (K, p, q); for small gradients."""
+    """Return the norms of small gradients, (B,), and their sum, (K, p, q), by one product."""
     (batch, groups, _, p), q = left.shape, right.shape[3]
     left, right = cast(left, dtype).flatten(0, 1), cast(right, dtype).flatten(0, 1)
     formed = torch.bmm(left.mT, right)
@@ -63,19 +63,22 @@ def form_at_once(
 def form_chunks(
     left: Tensor, right: Tensor, dtype: torch.dtype, with_sum: bool, chunk: int, rows: int
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``form_each`` for K groups, (B, K, parts) and (K, p, q), a few examples at a time.
+    """Return the same as ``form_each`` for K groups, (B, K, parts) and (K, p, q), in chunks.
 
     Args:
-        chunk: how many examples.
-        rows: how many rows of their gradients.
+        left, right: (B, K, T, p) and (B, K, T, q).
+        dtype: the accumulation dtype.
+        with_sum: whether to return the sum; else None.
+        chunk: number of examples at a time.
+        rows: number of rows of their gradients at a time.
     """
     (batch, groups, _, p), q = left.shape, right.shape[3]
-    # All tiles in the same memory: fresh pages would cost more than the products.
+    # Form all tiles in the same memory: fresh pages would cost more than the products.
     scratch = None
     if chunk < batch and rows >= p and not is_compiling():
         scratch = left.new_empty(chunk * groups, p, q, dtype=dtype)
     norms, total = [], None
-    # Once even without examples: sums over nothing are zeros.
+    # Run once even without examples, so that the sum is zeros.
     for start in range(0, max(1, batch), chunk):
         a, b = left, right
         if chunk < batch:
@@ -87,12 +90,12 @@ def form_chunks(
             part = a if rows >= p else a[:, row : row + rows]
             out = None if scratch is None else scratch[: len(b)]
             tile = torch.bmm(part, b, out=out)
-            own = tile.shape[1]
-            sizes = count, groups, *_parts(own, q)
+            height = tile.shape[1]
+            sizes = count, groups, *_parts(height, q)
             lengths.append(row_norms(tile.view(sizes), dtype))
             if with_sum:
-                sums.append(tile.view(count, groups, own, q).sum(0))
-        del a, b, part  # which may be copies
+                sums.append(tile.view(count, groups, height, q).sum(0))
+        del a, b, part  # these may be copies
         norms.append(_concatenated(lengths, 2))
         if with_sum:
             formed = _concatenated(sums, 1)
@@ -101,7 +104,7 @@ def form_chunks(
 
 
 def _parts(rows: int, columns: int) -> tuple[int, int]:
-    """Return the sizes of a matrix some of whose rows, a power of two of them, are one row."""
+    """Return the sizes of a matrix reshaped so that a power of two of its rows are one row."""
     most = max(1, ROW_ELEMENTS // max(1, columns))
     together = math.gcd(rows, 1 << most.bit_length() - 1)
     return rows // together, together * columns

@@ -1,4 +1,4 @@
-"""The Gram form of outer factors: products between positions, half of which are computed."""
+"""The Gram form of outer factors: half of the products between positions are computed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gradstats.contractions._rounding import (
     relative_bound,
 )
 
-# Bounds of rounding errors count the product of two rows' squared norms as at least LEAST_PRODUCT,
-# and each squared norm as at least LEAST_SQUARE. One rounding of these covers what underflow loses
-# below the normal numbers: in one product, and in the 2^17 products that a squared norm may add up.
+# Error bounds count the product of two rows' squared norms as at least LEAST_PRODUCT, and each
+# squared norm as at least LEAST_SQUARE. One rounding error of these covers what underflow loses: in
+# one product, and in the up to 2^17 products that a squared norm adds up.
 LEAST_PRODUCT = {dtype: SMALLEST[dtype] / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
 LEAST_SQUARE = {dtype: 2.0**18 * least for dtype, least in LEAST_PRODUCT.items()}
-# A squared norm of zero may be that of a row whose squares underflow. Multiplied by one of at most
-# this it may count as zero: the product with 2^12 such squares would underflow too.
+# A squared norm of zero may be that of a row whose squares underflow. It may count as zero beside a
+# squared norm of at most this: the product with 2^12 such squares would underflow too.
 MOST_BESIDE_ZERO = {dtype: 2.0**-12 / roundoff for dtype, roundoff in UNIT_ROUNDOFF.items()}
 
-# Elements of a row whose square, by a product of matrices, loses one more rounding (of 2^14 to 2^19
-# random elements, one core with AVX-512).
+# A squared norm from a matrix product loses one more rounding for so many elements of the row
+# (2^14 to 2^19 random elements, one core with AVX-512).
 LONG_ROW = 512
 
 
@@ -33,13 +33,13 @@ def gram(factor: Outer, workspace: int) -> Contraction:
     """Return Σ_{t,s} (left_t·left_s)(right_t·right_s), computing half of the terms.
 
     Cost: about T(T + block)/2 · (p + q) multiply-adds an example; scratch of two T/2 × T/2 tiles,
-    of two T × block tiles where that is too much.
+    or of two T × block tiles if that is too much.
     """
     dtype = compute_dtype(factor.left, factor.right)
     batch, groups, positions, p = factor.left.shape
     q = factor.right.shape[3]
     itemsize = dtype.itemsize
-    # Operands may be copied: to cast them, or because the rows of examples are not adjacent.
+    # Operands may have to be copied, to cast them or because their rows are not adjacent.
     alike = all(
         side.dtype == dtype and side.is_contiguous() for side in (factor.left, factor.right)
     )
@@ -56,8 +56,8 @@ def gram(factor: Outer, workspace: int) -> Contraction:
         whole = _gram_rows(left, right) if halvings is None else _gram_halves(left, right, halvings)
         parts.append(whole)
     total, size = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|. Squares of rows add up errors of one sign, and more
-    # the longer rows are.
+    # (Σ_t ‖left_t‖‖right_t‖)² bounds Σ|terms|. In squared norms errors of one sign add up, the more
+    # the longer the rows are.
     of_squares = relative_bound(dtype) + (p + q) / LONG_ROW * UNIT_ROUNDOFF[dtype]
     bound = size.double().square_().mul_(product_roundoff(factor.left, factor.right))
     bound.add_(total, alpha=of_squares)
@@ -103,7 +103,7 @@ def _evenly_spaced(rows: Tensor) -> Tensor:
 
 
 def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``_gram_halves``, by products of a few positions with all that follow them."""
+    """Return the same as ``_gram_halves``, by products of a few positions with all later ones."""
     count, positions, _ = left.shape
     block = _cost.GRAM_BLOCK
     sizes = left.new_empty(count, positions)
@@ -123,11 +123,11 @@ def _gram_rows(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_sizes(left: Tensor, right: Tensor) -> Tensor:
-    """Return ‖left_t‖‖right_t‖, (n, T), of two Gram matrices (n, T, ≥ T), for a bound of errors.
+    """Return ‖left_t‖‖right_t‖, (n, T), for an error bound, of two Gram matrices (n, T, ≥ T).
 
-    Rows so small that their products underflow count for more, so that the bound covers what is
-    lost there. Rows of zeros lose nothing and count as zero, except beside rows so large that much
-    would be lost if they were not zero.
+    Rows so small that their products underflow count for more, so that the bound covers the loss.
+    Rows that are zero count as zero, unless they stand beside rows so large that much would be lost
+    if they were only nearly zero.
     """
     left, right = left.diagonal(dim1=1, dim2=2), right.diagonal(dim1=1, dim2=2)
     square, product = LEAST_SQUARE[left.dtype], LEAST_PRODUCT[left.dtype]

@@ -17,7 +17,7 @@ from gradstats.contractions._tiles import zeros
 
 
 def alike(factor: Images, workspace: int) -> Iterator[tuple[Tensor, list[Factor]]]:
-    """Yield groups of examples, as an index, and the factors that add up to their gradients."""
+    """Yield an index of a group of examples, and the factors that add up to their gradients."""
     for examples, parts in factor.alike(min(workspace, _cost.MERGED_BYTES)):
         yield torch.tensor(examples, device=factor.pieces[0].grad.device), parts
 

@@ -1,11 +1,11 @@
 """Inner products of the gradients that two lists of factors of one parameter describe.
 
 Inner products are bilinear: ⟨Σ_u F_u, Σ_v F'_v⟩ = Σ_u Σ_v ⟨F_u, F'_v⟩. Two tables say which
-functions contract which pair of factors. Where a pair has no rule, the per-example gradients of
-both whole sums are formed tile by tile (``_tiles``).
+functions contract a pair of factors. If any pair has no rule, the per-example gradients of both
+sums are formed tile by tile (``_tiles``).
 
-A factor of a tensor that only rearranges elements of the parameter (``path`` says how) is
-contracted directly with factors that were rearranged in the same way.
+If a tensor only rearranges elements of the parameter (``path`` says how), its factor is contracted
+directly with factors that are rearranged in the same way.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _swapped_diagonal(rows: Rows, outer: Outer, workspace: int, sizes: Sizes) ->
     return _tied.inner_with_rows(outer, rows, workspace)
 
 
-# For the types of two factors, the rules for all pairs of examples, and for equal indices.
+# The types of two factors → the rules for all pairs of examples, and for equal indices.
 RULES: dict[tuple[type, type], tuple[Rule, Rule]] = {
     (Outer, Outer): (_outer_pairs.pairs, _outer_pairs.diagonal),
     (Outer, Rows): (_outer_pairs.pairs_with_rows, _tied.inner_with_rows),
@@ -70,11 +70,11 @@ RULES: dict[tuple[type, type], tuple[Rule, Rule]] = {
     (Vector, Vector): (_vector_pairs.pairs, _vector_pairs.diagonal),
 }
 
-# The same for whole sums without a rule, and the places of the two in these tuples.
+# The same for sums that have a pair without a rule; and which of the two is which.
 DEFINITIONS = _tiles.dense_pairs, _tiles.dense_diagonal
 PAIRS, DIAGONAL = range(2)
 
-# Where two uses meet in one norm no sizes are known, and rules are those that need none.
+# The rules for two uses in one norm, whose sizes are not known yet.
 CROSS: dict[tuple[type, type], Callable[[Any, Any, int], Tensor]] = {
     (Outer, Rows): _tied.inner_with_rows,
     (Ragged, Rows): _tied.inner_with_rows,
@@ -82,10 +82,10 @@ CROSS: dict[tuple[type, type], Callable[[Any, Any, int], Tensor]] = {
     (Masked, Masked): _masked.inner,
 }
 
-# How much more memory gradients may take than the factors in whose place they are kept.
+# How much more memory gradients may take than the factors that they replace.
 FOLDED = 2
 
-# Norms between which products of two float32 gradients neither underflow nor overflow.
+# Between these norms, products of two float32 gradients neither underflow nor overflow.
 FLOAT32_RANGE = (1e-12, 1e15)
 
 
@@ -96,10 +96,10 @@ def inner_pairs(
     """Return ⟨Σ_u F_u[i], Σ_v F'_v[j]⟩ for all pairs of examples of two batches.
 
     Args:
-        first, second: factors of one parameter, one for each use; the same list for a batch with
-            itself.
+        first, second: factors of one parameter, one for each use; the same list for products of a
+            batch with itself.
         workspace: bytes of scratch memory that may be allocated at once.
-        sizes: norms of the two sums, (B,) and (B',) float64, to which rounding errors are relative.
+        sizes: norms of the two sums, (B,) and (B',) float64; rounding errors are relative to these.
 
     Returns:
         (B, B') float64.
@@ -135,10 +135,10 @@ def inner_diagonal(
 
 @in_full_precision
 def fold(factors: Sequence[Factor]) -> list[Factor]:
-    """Return the factors to keep, or the gradients themselves if at most ``FOLDED`` times as large.
+    """Return merged factors, or the gradients if these are at most ``FOLDED`` times as large.
 
-    With so many positions, an example's gradient costs less to contract than the factors, and it
-    need not be formed again for every product.
+    With so many positions, a gradient costs less to contract than its factors, and need not be
+    formed again for every product.
     """
     factors = merge(factors)
     if len(factors) == 1 and isinstance(factors[0], Vector):
@@ -181,7 +181,7 @@ def _contract(first, second, workspace: int, sizes: Sizes, which: int) -> Tensor
     for rule, one, two in terms:
         value = rule(one, two, workspace, sizes)
         total = value if total is None else total + value
-    if total is None:  # they share no element
+    if total is None:  # no two factors share an element
         batches = (first[0].batch, second[0].batch) if which == PAIRS else (first[0].batch,)
         return _tiles.zeros(first, *batches)
     return total
@@ -194,7 +194,7 @@ def _rules(first: list[Factor], second: list[Factor], which: int):
     for one in first:
         for two in second:
             if several and isinstance(one, Patches):
-                return None  # form the whole sum once, rather than each term repeatedly
+                return None  # forming the sum once is cheaper than forming each term repeatedly
             if not _fit(one, two):
                 return None
             terms.append((RULES[type(one), type(two)][which], one, two))
@@ -202,7 +202,7 @@ def _rules(first: list[Factor], second: list[Factor], which: int):
 
 
 def _fit(one: Factor, two: Factor) -> bool:
-    """Whether there is a rule for two factors of one parameter and they meet its conditions."""
+    """Whether there is a rule for two factors of one parameter, which meet its conditions."""
     if isinstance(one, Rows):
         one, two = two, one
     if isinstance(one, Outer):
@@ -242,7 +242,7 @@ def _spans_rows(factor: Factor) -> bool:
 
 
 def by_path(factors: Sequence[Factor]) -> dict[Any, list[Factor]]:
-    """Return merged factors by path: () for the parameter itself, None for other derivations."""
+    """Return path → merged factors: () for the parameter itself, None for other derivations."""
     groups: dict[Any, list[Factor]] = {}
     for factor in factors:
         path = getattr(factor, "path", ())

@@ -18,8 +18,8 @@ from gradstats.contractions._tiles import chunks
 def sqnorm(factor: Masked, workspace: int) -> Contraction:
     """Return ‖M ∘ G_i‖².
 
-    For one position, G = l rᵀ, it is Σ_pq M_pq² l_p² r_q², a product with the squares of the mask;
-    otherwise the gradients of a few examples at a time are formed.
+    With one position, G = l rᵀ and this is Σ_pq M_pq² l_p² r_q², a product with the squared mask.
+    Otherwise the gradients of a few examples at a time are formed.
     """
     if not factor.mask.numel():
         return _dense.sqnorm(factor, workspace)
@@ -44,7 +44,7 @@ def total(factor: Masked) -> Tensor:
 
 
 def merge(factors: list[Masked]) -> Masked:
-    """Return the sum of gradients that differ only in their masks as one factor."""
+    """Return the sum of factors that differ only in their masks as one factor."""
     return replace(factors[0], mask=reduce(torch.add, [factor.mask for factor in factors]))
 
 
@@ -75,7 +75,7 @@ def inner_with_outer(factor: Outer, masked: Masked, workspace: int) -> Tensor:
         return result
     for here in chunks(factor.batch, max(1, budget // size)):
         (left, right), scale = _multiplied(factor, masked.inner, here, dtype)
-        # Apply the mask to the wider side, so that the narrower is written.
+        # Multiply the mask with the wider side: the result has the width of the narrower.
         one, other = (right @ mask.mT, left) if p <= q else (left @ mask, right)
         result[here] = one.mul_(other).sum(2).sum(1, dtype=torch.float64) * scale
     return result
@@ -84,8 +84,8 @@ def inner_with_outer(factor: Outer, masked: Masked, workspace: int) -> Tensor:
 def _multiplied(first, second, rows: slice, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Return l ∘ l' and r ∘ r' of two outer factors, (b, T, p) and (b, T, q), and their scale.
 
-    Each operand is divided by its largest element, so that products of products stay in range; the
-    scale (b,) float64 is the product of these elements.
+    Each operand is divided by its largest element, so that products of products stay in range. The
+    scale, (b,) float64, is the product of these elements.
     """
     sides, scale = [], torch.ones((), dtype=torch.float64, device=first.left.device)
     for operands in ((first.left, second.left), (first.right, second.right)):

@@ -1,7 +1,7 @@
 """Products of two matrices, by the faster of PyTorch's libraries.
 
-On AMD processors from Zen 5 on, PyTorch (by MKL) multiplies float32 matrices with half the width of
-the vector units and oneDNN with the full width, in 0.4 to 0.6 of the time
+On AMD processors from Zen 5 on, PyTorch's own products (MKL) use half the width of the float32
+vector units. oneDNN uses the full width and takes 0.4 to 0.6 of the time
 (benchmarks/matrix_products.py).
 """
 
@@ -15,19 +15,19 @@ from torch.nn import functional
 
 from gradstats._compiler import is_compiling
 
-# Multiply-adds per thread from which a product is no slower in oneDNN even if its sizes never
-# recur: oneDNN first generates code for each new size, which takes a quarter of a millisecond.
+# Multiply-adds per thread from which oneDNN is no slower even if the sizes never recur: it first
+# generates code for each new size, which takes a quarter of a millisecond.
 WORTH_PREPARING = 2**24
 
-# Multiply-adds below which oneDNN gains less than calling it and its copies cost; and where it need
-# not copy the left operand.
+# Multiply-adds from which oneDNN gains more than its call and its copies cost; the second where it
+# need not copy the left operand.
 WORTH_CALLING, WORTH_CALLING_ON_ROWS = 2**24, 2**21
 
 # Bytes of the copies that oneDNN may make of operands in its own memory order.
 SCRATCH = 16 * 1024 * 1024
 
-# Operands that are copied are multiplied in parts, so that the copies stay in the cache: the fewest
-# terms of a part's sums, and about how many elements are copied for it.
+# Operands that are copied are multiplied in parts, so that the copies stay in the cache. Each part
+# sums over at least so many terms, and copies about so many elements.
 LENGTH_BLOCK, BLOCK_ELEMENTS = 512, 2**20
 
 
@@ -36,7 +36,7 @@ def multiply(left: Tensor, right: Tensor, *, times: int = 1) -> Tensor:
 
     Args:
         left, right: matrices (n, k) and (k, m).
-        times: how many products of these sizes there will be.
+        times: how many products of these sizes will be computed.
     """
     rows, length = left.shape
     columns = right.shape[1]
@@ -57,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def by_onednn(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right of float32 matrices on a CPU, without a gradient."""
+    """Return left @ right by oneDNN, of float32 matrices on a CPU that need no gradient."""
     return _by_columns(left, right) if left.is_contiguous() else _by_length(left, right)
 
 
@@ -69,13 +69,13 @@ def multiply_groups(left: Tensor, right: Tensor) -> Tensor:
 
 
 def pays(work: int, *operands: Tensor, times: int = 1, on_rows: bool = False) -> bool:
-    """Whether matrix products take less time in oneDNN.
+    """Whether a matrix product takes less time in oneDNN.
 
     Args:
         work: multiply-adds of one product.
-        operands: matrices.
-        times: how many products there are of the same sizes.
-        on_rows: whether the left operands are contiguous.
+        operands: its matrices.
+        times: how many products of the same sizes will be computed.
+        on_rows: whether the left operand is contiguous.
     """
     return (
         not is_compiling()
@@ -89,7 +89,7 @@ def pays(work: int, *operands: Tensor, times: int = 1, on_rows: bool = False) ->
 
 @cache
 def has_faster_products() -> bool:
-    """Whether oneDNN's vectors are wider on this processor than those of PyTorch's products."""
+    """Whether oneDNN uses wider vectors on this processor than PyTorch's own products."""
     both = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if not both or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
@@ -99,7 +99,7 @@ def has_faster_products() -> bool:
 
 
 def _is_served(matrix: Tensor) -> bool:
-    """Whether oneDNN takes a matrix: it needs no gradient, and no subclass has to see the call."""
+    """Whether oneDNN can take a matrix: it needs no gradient, and no subclass must see the call."""
     return (
         matrix.is_cpu
         and matrix.dtype == torch.float32
@@ -139,6 +139,6 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     """Return left @ right by oneDNN: a linear layer whose weight is the transpose of ``right``."""
     weight = right.t()
     if not (right.is_contiguous() or weight.is_contiguous()):
-        # With any other strides oneDNN's copies take thousands of times as long.
+        # With other strides, oneDNN's copies take thousands of times as long.
         weight = right.contiguous().t() if right.stride(1) == 1 else weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(left, weight, None, "none", [], "")

@@ -43,8 +43,8 @@ from gradstats.contractions._rounding import (
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.contractions._tiles import chunks, zeros
 
-# The most squares that may be summed in the accumulation dtype: the sum loses no more digits than
-# its terms have lost already.
+# The most squares to sum in the accumulation dtype: the sum then loses no more digits than its
+# terms have lost already.
 SMALL = 4096
 
 
@@ -63,8 +63,8 @@ def sqnorm_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i; the direct form gives both from one product."""
     on_chip = _triton.serves(factor)
     if on_chip and is_of_images(factor):
-        # Of a 1×1 convolution. On an NVIDIA H100 norms beside cuDNN's weight gradient take half to
-        # nine tenths of the time of one kernel for both.
+        # For 1×1 convolutions, separate norms and cuDNN's weight gradient take half to nine tenths
+        # of the time of one kernel for both (NVIDIA H100).
         return sqnorm(factor, workspace), summed(factor)
     form = cheapest_form(factor, with_sum=True, on_chip=on_chip)
     if form == "direct" and on_chip and factor.left.shape[1] == 1:
@@ -83,12 +83,12 @@ def cheapest_form(
     with_sum: bool = False,
     on_chip: bool | None = None,
 ) -> _cost.Form:
-    """Return the form that costs least for these shapes, with the sum where it is wanted."""
+    """Return the form that costs least for these shapes, including the sum if it is wanted."""
     if on_chip is None:
         on_chip = _triton.serves(factor)
     (batch, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
-    # Kernels recompute doubtful results themselves. PyTorch's have to be read back to be
-    # recomputed, which a compiled graph cannot do.
+    # Kernels recompute inaccurate results themselves. PyTorch's are read back first, which a
+    # compiled graph cannot do.
     guarded = on_chip or not is_compiling()
     choose = partial(
         _cost.choose_outer_form, positions, p, q, with_sum=with_sum, guarded=guarded,
@@ -96,7 +96,7 @@ def cheapest_form(
     )  # fmt: skip
     form = choose(roundoff=0.0)
     if form != "gram":
-        return form  # whatever its rounding errors
+        return form  # its rounding errors do not matter
     sides = factor.left, factor.right
     return choose(roundoff=product_roundoff(*sides), cut_off=cut_off_of(*sides))
 
@@ -121,9 +121,9 @@ def rank_one(factor: Outer, *, on_chip: bool = False) -> Contraction:
     sides = (factor.left, factor.right)
     left, right = (row_norms(side, dtype).double() for side in sides)
     value = (left * right).square().sum((1, 2))
-    # What one norm loses of its square counts as often as the other's square says.
-    others = (left.square() + right.square()).sum((1, 2))
-    lost = max(side.shape[-1] for side in sides) * SMALLEST[dtype] * others
+    # What underflow takes from one squared norm is multiplied by the other.
+    factors = (left.square() + right.square()).sum((1, 2))
+    lost = max(side.shape[-1] for side in sides) * SMALLEST[dtype] * factors
     return Contraction(value, relative_bound(dtype) * value + lost)
 
 
@@ -138,7 +138,7 @@ def one_position(left: Tensor, right: Tensor) -> WellConditioned:
 
 
 def guarded_gram(factor: Outer, workspace: int, *, on_chip: bool = False) -> Contraction:
-    """Return the Gram form's result, doubtful examples recomputed by the direct form."""
+    """Return the Gram form's result, with inaccurate examples recomputed by the direct form."""
     if on_chip:
         return _triton.gram(factor)
     return recompute_suspects(
@@ -147,7 +147,7 @@ def guarded_gram(factor: Outer, workspace: int, *, on_chip: bool = False) -> Con
 
 
 def direct(factor: Outer, workspace: int) -> Contraction:
-    """Return Σ over tiles of ‖left_tileᵀ right‖², by PyTorch; never negative, well conditioned.
+    """Return Σ over tiles of ‖left_tileᵀ right‖², by PyTorch. It is well conditioned.
 
     Cost: T·p·q multiply-adds an example; scratch of one tile.
     """
@@ -155,7 +155,7 @@ def direct(factor: Outer, workspace: int) -> Contraction:
 
 
 def direct_and_sum(factor: Outer, workspace: int) -> tuple[Contraction, Tensor]:
-    """Return ‖G_i‖² and Σ_i G_i, the gradients formed once, by PyTorch."""
+    """Return ‖G_i‖² and Σ_i G_i by PyTorch, forming each gradient once."""
     result, total = _direct(factor, workspace, with_sum=True)
     assert total is not None
     return result, total
@@ -172,7 +172,7 @@ def _direct(factor: Outer, workspace: int, *, with_sum: bool) -> tuple[Contracti
         left, right, p, q = right, left, q, p
     cast_widths = sum(side.shape[3] for side in (left, right) if side.dtype != dtype)
     if cast_widths:
-        # The operands of a chunk are cast too, which writes more than the gradients if T is large.
+        # Casting the operands of a chunk writes more than the gradients if T is large.
         size = groups * (rows * q + positions * cast_widths) * dtype.itemsize
         chunk = min(chunk, _cost.examples_per_chunk(size, batch, workspace))
     alone = _forms_alone(factor)
@@ -206,13 +206,13 @@ def direction(factor: Outer, direction: Tensor, workspace: int) -> Tensor:
     if _triton.serves(factor):
         return _triton.direction(factor, direction)
     dtype = compute_dtype(factor.left, factor.right, direction)
-    # Apply the direction to the wider side, so that the narrower is written.
+    # Multiply the direction with the wider side: the result has the width of the narrower.
     one, two = (factor.left, factor.right) if p <= q else (factor.right, factor.left)
     matrix = (direction.mT if p <= q else direction).to(dtype)  # (K, wide, narrow)
     result = zeros([factor], factor.batch)
     size = 2 * (math.prod(one.shape[1:]) + math.prod(two.shape[1:])) * dtype.itemsize
     for here in chunks(factor.batch, _cost.fitting(size, factor.batch, workspace)):
-        # One product for all examples: a batched one would read V once for each.
+        # One product for all examples: a batched product would read V once for each.
         rows = two[here].to(dtype).transpose(0, 1)  # (K, B, T, wide)
         applied = multiply_groups(rows.flatten(1, 2), matrix).unflatten(1, rows.shape[1:3])
         products = applied.mul_(one[here].to(dtype).transpose(0, 1))
@@ -225,7 +225,7 @@ def total(factor: Outer) -> Tensor:
     dtype = compute_dtype(factor.left, factor.right)
     if factor.left.dtype == factor.right.dtype == dtype:
         return summed(factor)
-    # Half-precision operands: their product must not be rounded to half precision again.
+    # The product of half-precision operands must not be rounded to half precision.
     parts = (
         summed(replace(chunk, left=chunk.left.to(dtype), right=chunk.right.to(dtype)))
         for chunk in map(factor.select, chunks(factor.batch, 8))
@@ -236,8 +236,8 @@ def total(factor: Outer) -> Tensor:
 def pieces(factors: Sequence[Factor], workspace: int) -> list[list[Outer]]:
     """Return factors of a few examples at a time, if all are outer and can be merged; else none.
 
-    Merging copies all operands while whoever delivered them still holds them: for all examples at
-    once that would double the activations of all uses of the parameter.
+    Merging copies all operands while autograd still holds the originals: for all examples at once
+    that would double the activations of all uses of the parameter.
     """
     uses = [factor for factor in factors if isinstance(factor, Outer)]
     if is_compiling() or len(uses) < len(factors) or len({use.layout for use in uses}) > 1:
@@ -279,8 +279,8 @@ def summed(factor: Outer) -> Tensor:
 def is_of_images(factor: Outer) -> bool:
     """Whether a GPU sums the gradients fastest as those of a 1×1 convolution.
 
-    It does if positions are adjacent in both operands, which a matrix product would copy. Only in
-    half precision: cuDNN may round float32 where the user does not allow it for products.
+    It does if positions are adjacent in both operands, which a matrix product would have to copy.
+    Only in half precision: in float32 cuDNN may use TF32 though the user forbids it for products.
     """
     left, right = factor.left, factor.right
     if not left.is_cuda or left.shape[1] != 1 or left.dtype != right.dtype:

@@ -1,12 +1,12 @@
-"""Inner products of Outer factors, and of Ragged ones on a GPU: by products of positions, or tiles.
+"""Inner products of Outer factors, and of Ragged ones on a GPU.
 
-Gram    ⟨G_i, G'_j⟩ = Σ_{t,s} (left_t·left'_s)(right_t·right'_s); for T = T' = 1 it is the product
-        of two matrices of dot products, entry by entry
-direct  tiles of both sides' gradients (``_tiles``), whose cost does not grow with T·T'
+Gram    ⟨G_i, G'_j⟩ = Σ_{t,s} (left_t·left'_s)(right_t·right'_s); for T = T' = 1 this is the
+        elementwise product of two matrices of dot products
+direct  products of tiles of both sides' gradients (``_tiles``); the cost does not grow with T·T'
 
 The Gram form loses digits where the terms of both gradients cancel. Its error is at most
-eps · (Σ_t ‖left_t‖‖right_t‖)(Σ_s ‖left'_s‖‖right'_s‖); where that is large beside ‖G_i‖‖G'_j‖ the
-inner products of the example are computed again by the direct form.
+eps · (Σ_t ‖left_t‖‖right_t‖)(Σ_s ‖left'_s‖‖right'_s‖). Where that is large relative to ‖G_i‖‖G'_j‖,
+the direct form computes the products again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from gradstats.contractions._rounding import product_roundoff
 # Bytes of a Gram tile and its partner; larger tiles are no faster.
 GRAM_TILE_BYTES = 32 * 1024 * 1024
 
-# ‖G_i‖ and ‖G'_j‖ of the parameter's whole gradients, (B,) and (B',) float64.
+# ‖G_i‖ and ‖G'_j‖ of a parameter's whole gradients, (B,) and (B',) float64.
 Sizes = tuple[Tensor, Tensor]
 
 
 def pairs(first: Outer | Ragged, second: Outer | Ragged, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by the form that costs least.
 
-    Packed examples reach here only where kernels take them, so that none need be padded.
+    Packed examples come here only if the kernels take them as they are.
     """
     first, second = _plain(first, second)
     if 0 in (first.longest, second.longest):
@@ -58,7 +58,7 @@ def pairs(first: Outer | Ragged, second: Outer | Ragged, workspace: int, sizes: 
 
 
 def diagonal(first: Outer | Ragged, second: Outer | Ragged, workspace: int, sizes: Sizes) -> Tensor:
-    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, likewise."""
+    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, by the form that costs least."""
     first, second = _plain(first, second)
     if 0 in (first.longest, second.longest):
         return _tiles.zeros([first], first.batch)
@@ -98,17 +98,17 @@ def by_form(
     Args:
         first, second: the factors.
         sizes: norms of both sides' gradients.
-        form: the one to use.
-        gram, direct: contract the factors through products of positions, or of gradients: all
-            pairs, or those of equal indices.
+        form: the chosen form.
+        gram, direct: functions that contract the factors in either form, for all pairs or for
+            equal indices.
     """
     if form == "direct":
         return direct(first, second)
     result = gram(first, second)
     if form != "gram":
         return result
-    # √eps · Σ_t ‖left_t‖‖right_t‖ / ‖G‖ of either side's examples: the product bounds a pair's
-    # error relative to ‖G_i‖‖G'_j‖. Zero divided by zero is zero: there is nothing to lose.
+    # √eps · Σ_t ‖left_t‖‖right_t‖ / ‖G‖ for each example of either side. The product of two of them
+    # bounds the pair's error relative to ‖G_i‖‖G'_j‖. For zero gradients 0 / 0 counts as 0.
     roundoff = product_roundoff(*tensors_of(first), *tensors_of(second))
     conditions = [
         roundoff**0.5 * (MAGNITUDE[type(factor)](factor) / size).nan_to_num(nan=0.0)
@@ -119,20 +119,21 @@ def by_form(
 
 
 def recompute_pairs(result: Tensor, first, second, conditions, again) -> Tensor:
-    """Replace rows or columns of doubtful pairs by ``again`` of their examples.
+    """Recompute the rows, or the columns, that hold inaccurate pairs.
 
     Args:
         result: (B, B') by the Gram form.
         first, second: the factors.
-        conditions: of either side's examples; a pair's product is its relative error.
+        conditions: one for each example of either side; the product of two bounds the relative
+            error of the pair.
         again: called as again(first, second) with the examples concerned.
     """
     if not result.numel():
         return result
-    mine, theirs = conditions
-    rows = (mine * theirs.max() > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
-    columns = (theirs * mine.max() > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
-    # Both the rows and the columns cover every doubtful pair.
+    of_first, of_second = conditions
+    rows = (of_first * of_second.max() > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
+    columns = (of_second * of_first.max() > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
+    # The rows alone, and the columns alone, cover all inaccurate pairs.
     if rows.numel() * second.batch <= columns.numel() * first.batch:
         if rows.numel():
             result[rows] = again(first.select(rows), second)
@@ -142,9 +143,9 @@ def recompute_pairs(result: Tensor, first, second, conditions, again) -> Tensor:
 
 
 def recompute_diagonal(result: Tensor, first, second, conditions, again) -> Tensor:
-    """Replace doubtful products of equal indices, (B,), in the same way."""
-    mine, theirs = conditions
-    rows = (mine * theirs > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
+    """Recompute the inaccurate products of equal indices, (B,); as ``recompute_pairs``."""
+    of_first, of_second = conditions
+    rows = (of_first * of_second > _cost.GUARD_TOLERANCE).nonzero().squeeze(1)
     if rows.numel():
         result[rows] = again(first.select(rows), second.select(rows))
     return result
@@ -163,7 +164,7 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
     budget = min(workspace, GRAM_TILE_BYTES) // (2 * dtype.itemsize)
     step = max(1, min(positions, budget // (groups * longest)))  # positions at once
     tile = max(1, budget // (groups * step * longest))  # pairs of examples at once
-    # Operands may have to be copied: to cast them, or to make their positions adjacent.
+    # Operands may have to be copied, to cast them or to make their positions adjacent.
     width = groups * (first.left.shape[3] + first.right.shape[3]) * dtype.itemsize
     columns = min(second.batch, int(tile**0.5), workspace // (4 * longest * width))
     rows = min(first.batch, tile // max(1, columns), workspace // (4 * positions * width))
@@ -180,7 +181,7 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
             for span in _tiles.chunks(positions, step):
                 left1 = _rows_of(first.left[here, :, span], dtype)
                 products = _in_parts(multiply_groups, left1, left2.mT)
-                # A single product of positions is the result itself: do not round it again.
+                # With one position on each side the product is the result: do not round it again.
                 products = products.double() if positions * longest == 1 else products
                 right1 = _rows_of(first.right[here, :, span], dtype)
                 products.mul_(_in_parts(multiply_groups, right1, right2.mT))
@@ -191,7 +192,7 @@ def gram_pairs(first: Outer, second: Outer, workspace: int) -> Tensor:
 
 
 def _in_parts(product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, others: Tensor) -> Tensor:
-    """Return rows @ others, (…, n, width) and (…, width, m): a longer sum would lose digits."""
+    """Return rows @ others, (…, n, width) and (…, width, m), in parts: long sums lose digits."""
     width = rows.shape[-1]
     if width <= _tiles.TILE_ELEMENTS:
         return product(rows, others)
@@ -225,11 +226,11 @@ def gram_diagonal(first: Outer, second: Outer, workspace: int) -> Tensor:
 def pairs_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨Σ_t left_t right_tᵀ, Σ_n e_{ids[n]} grad[n]ᵀ⟩ for all pairs, (B, B') float64.
 
-    It is Σ_n Σ_t left_t[ids[n]] (right_t·grad[n]): nothing of the parameter's size is formed.
+    That is Σ_n Σ_t left_t[ids[n]] (right_t·grad[n]): nothing of the parameter's size is formed.
 
     Args:
-        outer: factor with one group whose ``left`` spans the parameter's rows.
-        rows: factor over the same rows.
+        outer: a factor of one group, with a ``left`` that spans the parameter's rows.
+        rows: a factor over the same rows.
         workspace: bytes of scratch.
         sizes: unused.
     """
@@ -249,7 +250,7 @@ def pairs_with_rows(outer: Outer, rows: Rows, workspace: int, sizes: Sizes) -> T
 
 
 def _plain(first: Outer | Ragged, second: Outer | Ragged) -> tuple:
-    """Drop the permutation of axes, which is the same on both sides and changes no product."""
+    """Drop the permutation of axes: being the same on both sides, it changes no product."""
 
     def plain(factor: Outer | Ragged) -> Outer | Ragged:
         if isinstance(factor, Ragged):
@@ -262,17 +263,17 @@ def _plain(first: Outer | Ragged, second: Outer | Ragged) -> tuple:
 
 
 def formed_pairs(first: Factor, second: Factor, workspace: int) -> Tensor:
-    """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, from gradients that are formed."""
+    """Return ⟨G_i, G'_j⟩ for all pairs, (B, B') float64, by forming gradients."""
     one = [first]
     return _tiles.dense_pairs(one, one if second is first else [second], workspace)
 
 
 def formed_diagonal(first: Factor, second: Factor, workspace: int) -> Tensor:
-    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, from gradients that are formed."""
+    """Return ⟨G_i, G'_i⟩ for each example, (B,) float64, by forming gradients."""
     return _tiles.dense_diagonal([first], [second], workspace)
 
 
-# Σ_t ‖left_t‖‖right_t‖ of each example, (B,); the square bounds the terms of the Gram form.
+# Type of factor → a function for Σ_t ‖left_t‖‖right_t‖, (B,), which bounds Gram's rounding errors.
 MAGNITUDE: dict[type, Callable[[Any], Tensor]] = {
     Outer: _outer.magnitude,
     Patches: _patches.magnitude,

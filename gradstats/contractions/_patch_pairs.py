@@ -1,7 +1,7 @@
 """Inner products of Patches factors: through products of patches, or of tiles of gradients.
 
-On a GPU the kernels address patches where they need them, in either form. Elsewhere, where there
-are few positions, patches are written out for as many examples as a quarter of the workspace holds.
+On a GPU, kernels address patches in the image in both forms. Elsewhere, if there are few positions,
+patches are written out for as many examples as a quarter of the workspace holds.
 """
 
 from __future__ import annotations

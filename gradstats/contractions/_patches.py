@@ -1,8 +1,8 @@
 """Patches factors: per-example weight gradients of convolutions.
 
-On a GPU the kernels address patches where they need them. Elsewhere PyTorch's own weight gradient
-forms the gradients of a chunk of examples, as groups, without patches in memory; where that costs
-less, the patches of a chunk are written out and contracted as outer products.
+On a GPU, kernels address patches in the image. Elsewhere, PyTorch's own weight gradient forms the
+gradients of a chunk of examples, as groups, without patches in memory; or, where that costs less,
+the patches of a chunk are written out and contracted as outer products.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def sqnorm(factor: Patches, workspace: int) -> Contraction:
 def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor]:
     """Return ‖G_i‖² and Σ_i G_i, from the same per-example gradients where that pays."""
     if _triton.convolves(factor):
-        # On an NVIDIA H100 one kernel for both takes as long as cuDNN's weight gradient alone for
-        # depthwise layers, and two to twenty times as long for others.
+        # One kernel for both takes as long as cuDNN's weight gradient alone for depthwise layers,
+        # and two to twenty times as long for others (NVIDIA H100).
         if factor.shape[1] == 1:
             return _triton_layers.depthwise_and_sum(factor)
         dtype = torch.promote_types(factor.input.dtype, factor.grad.dtype)
@@ -59,12 +59,12 @@ def sqnorm_and_sum(factor: Patches, workspace: int) -> tuple[Contraction, Tensor
 def _pieces(factor: Patches, workspace: int) -> Iterator[slice]:
     """Return slices of the examples whose patches are written out at once.
 
-    Slices, not patches: a compiler that reads strides in a backward starts over, and one that
-    stopped inside a generator (PyTorch 2.15) cannot close it.
+    Slices, not patches: a compiler that reads strides in a backward starts over, and if it stopped
+    inside a generator it cannot close that (PyTorch 2.15).
     """
     chunk = max(1, factor.batch)
     if not factor.pointwise:
-        # On two cores of an AMD EPYC 16 MiB take 0.6 to 1.0 of the time of 1 MiB.
+        # Chunks of 16 MiB take 0.6 to 1.0 of the time of 1 MiB (two cores of an AMD EPYC).
         chunk = _cost.fitting(factor.patch_bytes, factor.batch, min(workspace, _cost.FRESH_BYTES))
     return chunks(factor.batch, chunk)
 
@@ -87,7 +87,7 @@ def form_on_chip(factor: Patches) -> _cost.Form:
 def magnitude(factor: Patches) -> Tensor:
     """Return Σ_t ‖patch_t‖‖grad_t‖ over the groups, (B,) float64.
 
-    The norm of a patch is that of its pixels' norms over the channels: only these are unfolded.
+    Only the norms of pixels over the channels are unfolded: a patch's norm is the norm of these.
     """
     channels = factor.input.unflatten(1, (factor.geometry.groups, factor.shape[1]))
     pixels = torch.linalg.vector_norm(channels, dim=2, dtype=torch.float32)
@@ -144,7 +144,7 @@ def total(factor: Patches) -> Tensor:
 def _convolved(factor: Patches, workspace: int, *, alone: bool, with_sum: bool):
     """Return ‖G_i‖², and Σ_i G_i if wanted, from gradients that convolutions form."""
     dtype = compute_dtype(*factor.sides)
-    # The regrouped operands and the gradients all count against the workspace.
+    # Regrouped operands and gradients both count against the workspace.
     operands = (factor.input[0].numel() + factor.grad[0].numel()) * dtype.itemsize
     gradient = math.prod(factor.shape) * dtype.itemsize
     chunk = _convolution_cost.convolution_chunk(operands, gradient, factor.batch, workspace)

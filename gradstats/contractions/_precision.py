@@ -1,4 +1,4 @@
-"""Products in the precision of their operands, also under autocast."""
+"""Products in the precision of their operands, even under autocast."""
 
 from __future__ import annotations
 

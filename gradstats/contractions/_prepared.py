@@ -1,8 +1,8 @@
-"""What the kernels contract, prepared for operands that lie in memory alike.
+"""Contractions by kernels, prepared once for all operands of the same layout in memory.
 
-Which form costs least, which kernels run, and by which tiles, is decided from shapes, strides,
-dtypes and alignment. What is prepared holds the decisions and no tensor. It takes operands of the
-same layout in any view, as the kernels read addresses and know the strides.
+Shapes, strides, dtypes and alignment decide which form costs least, which kernels run, and by which
+tiles. What is prepared holds these decisions and no tensor. It takes operands of that layout in any
+view, since the kernels read addresses and know the strides.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gradstats.contractions._result import Contraction, WellConditioned
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.contractions._triton_layers import NormGradients, Wanted, layer_of, stored
 
-# A contraction with Σ_i G_i, if that is wanted, of left and right operands or of a gradient.
+# From left and right operands, or from a gradient: a contraction, and Σ_i G_i or None.
 OfOuter = Callable[[Tensor, Tensor], tuple[Contraction, Tensor | None]]
 OfBias = Callable[[Tensor], tuple[Contraction, Tensor | None]]
-# The backward of a normalisation layer, of gradient, data, scale and statistics.
+# From gradient, data, scale and statistics: the backward of a normalisation layer.
 OfNorm = Callable[..., NormGradients]
 
-# What a layout holds of an operand that is not there.
+# What a layout holds for an operand that is None.
 NOTHING = (None,)
 
 
 def layout_of(*operands: Tensor | None) -> tuple[Any, ...] | None:
-    """Return what decisions about CUDA operands depend upon; None if they are made each time."""
+    """Return what decisions about CUDA operands depend on; None if nothing may be prepared."""
     from gradstats.kernels._calls import are_plain, is_here
     from gradstats.kernels._precision import tf32_allowed
 
@@ -52,11 +52,11 @@ def layout_of(*operands: Tensor | None) -> tuple[Any, ...] | None:
 def of_outer(
     factor: Outer, *, with_sum: bool, again: Callable[[Tensor, Tensor], Any] | None = None
 ) -> OfOuter | None:
-    """Return what ``sqnorm_and_sum`` does, or ``sqnorm``; None where that is not the kernels' work.
+    """Return a function that does what ``sqnorm`` does; None if kernels cannot do it.
 
     Args:
-        factor: of the operands to prepare for, which the kernels serve.
-        with_sum: Σ_i G_i is wanted too.
+        factor: of operands of the layout to prepare for, which the kernels serve.
+        with_sum: whether the function returns Σ_i G_i too.
         again: makes the factor of other operands, if their positions are several axes.
     """
     (_, groups, positions, p), q = factor.left.shape, factor.right.shape[3]
@@ -77,7 +77,7 @@ def of_outer(
             return WellConditioned(torch.float32, value=value), total.view(shape)
 
         return formed
-    squares: Any  # as ``rank_one_sqnorm`` takes operands
+    squares: Any  # takes operands as ``rank_one_sqnorm`` does
     if form == "gram":
         sides = factor.left, factor.right
         bounded = gram.prepare(a, g, _triton.rounding(*sides, cut_off_of(*sides)))
@@ -101,7 +101,7 @@ def of_outer(
 
 
 def of_patches(factor: Patches, *, with_sum: bool) -> OfOuter:
-    """Return the same for a convolution's gradient and input."""
+    """Return the same as ``of_outer`` for a convolution's gradient and input."""
     from gradstats.kernels import convolution, convolution_gram, convolution_weight_gradient
 
     shape, geometry = factor.shape, factor.geometry
@@ -130,7 +130,12 @@ def of_patches(factor: Patches, *, with_sum: bool) -> OfOuter:
 
 
 def of_bias(factor: Elementwise | Vector, wanted: torch.dtype | None) -> OfBias:
-    """Return what contracts the gradients of a bias, whose sum is wanted in a dtype, or not."""
+    """Return a function that contracts the gradients of a bias.
+
+    Args:
+        factor: of a gradient of the layout to prepare for.
+        wanted: the dtype of the sum to return too; None for no sum.
+    """
     if isinstance(factor, Vector):
 
         def summed(grad: Tensor) -> tuple[Contraction, Tensor | None]:
@@ -155,9 +160,9 @@ def of_bias(factor: Elementwise | Vector, wanted: torch.dtype | None) -> OfBias:
 def of_layer_norm(
     x: Tensor, g: Tensor, weight: Tensor | None, eps: float, rms: bool, dtype: torch.dtype | None
 ) -> OfNorm | None:
-    """Return what ``layer_norm_backward`` does; None for rows that no program holds.
+    """Return a function like ``layer_norm_backward``; None for rows too long for the kernel.
 
-    The gradient of the input is computed, whether it is wanted or not.
+    It always computes the gradient of the input.
     """
     from gradstats.kernels import layer_norm
 
@@ -169,7 +174,7 @@ def of_layer_norm(
 def of_group_norm(
     x: Tensor, g: Tensor, weight: Tensor | None, groups: int, eps: float, dtype: torch.dtype | None
 ) -> OfNorm | None:
-    """Return the same of ``group_norm_backward``; None for groups that no program holds."""
+    """Return a function like ``group_norm_backward``; None for groups too large for the kernel."""
     from gradstats.kernels import group_norm
 
     sums, kept = dtype is not None, stored(dtype)
@@ -180,7 +185,7 @@ def of_group_norm(
 def of_scale(
     x: Tensor, g: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, wanted: Wanted
 ) -> OfNorm:
-    """Return what ``scale_backward`` does, called with the statistics behind the scale."""
+    """Return a function like ``scale_backward``, which takes the statistics after the scale."""
     from gradstats.kernels import scale_backward
 
     want_input, dtype = wanted
@@ -192,11 +197,11 @@ def of_scale(
 
 
 def _normalised(plan: Any, *rest: None) -> Any:
-    """Return the backward that is planned.
+    """Return a function that runs a plan; None if there is no plan.
 
     Args:
-        plan: of the kernel's launches; None where there is none.
-        rest: what the kernel reads last: the bounds of packed rows, and others that are not there.
+        plan: of the kernel's launches.
+        rest: the kernel's last operands, which are absent here, such as the bounds of packed rows.
     """
     from gradstats.kernels.scale import run
 

@@ -1,4 +1,4 @@
-"""Ragged factors: products on packed examples, one by one or in groups of similar length."""
+"""Ragged factors: products of packed examples, one by one or in groups of similar length."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradstats.contractions._rounding import product_roundoff
 from gradstats.contractions._tensor_cores import cut_off_of
 from gradstats.contractions._tiles import chunks
 
-# Elements of both operands from which copying an example into a group costs more than contracting
-# it where it lies: the first for examples whose gradient is formed, in two operations each, the
-# second for all others (two cores of an AMD EPYC).
+# From this number of elements of both operands, copying an example into a group costs more than
+# contracting it where it lies. The first is for examples whose gradient is formed, which takes two
+# operations each, the second for all others (two cores of an AMD EPYC).
 FORMED_ALONE, ALONE = 40_000, 100_000
 
-# The fixed cost of a group, as elements copied in that time, and the multiply-adds that take as
+# The fixed cost of a group, in elements copied in that time, and the multiply-adds that take as
 # long as copying one element.
 ANOTHER_GROUP, PRODUCTS = 600_000, 16
 
@@ -32,8 +32,8 @@ ANOTHER_GROUP, PRODUCTS = 600_000, 16
 def sqnorm(factor: Ragged, workspace: int) -> Contraction:
     """Return ‖G_i‖² by the form that costs least for each example, or each group of short ones.
 
-    Cost: as for examples of one length, and padding that at most doubles a group's rows, or takes
-    less than contracting another group.
+    Cost: as for examples of one length, plus padding, which at most doubles a group's rows or costs
+    less than another group.
     """
     if _triton.serves(factor):
         return _on_chip(factor)
@@ -53,8 +53,8 @@ def sqnorm(factor: Ragged, workspace: int) -> Contraction:
 def formed_alone(factor: Ragged, workspace: int) -> list[int]:
     """Return the examples whose gradients are formed one by one, from rows where they lie.
 
-    The largest products are not among them: there it matters more which library multiplies than how
-    many calls are made, so that they are contracted like all others, in groups of one.
+    Not the largest ones: for these the choice of the library matters more than the number of calls,
+    so they are contracted like all others, in groups of one.
     """
     p, q = factor.left.shape[1], factor.right.shape[1]
     sides = factor.left, factor.right
@@ -80,9 +80,8 @@ def _formed(factor: Ragged, examples: list[int]) -> Contraction:
         left, right = right, left
     rows = [slice(*factor.offsets[example : example + 2]) for example in examples]
     transposed = left.t()
-    norms, _ = form_each(
-        [transposed[:, own] for own in rows], [right[own] for own in rows], dtype, with_sum=False
-    )
+    sides = [transposed[:, span] for span in rows], [right[span] for span in rows]
+    norms, _ = form_each(*sides, dtype, with_sum=False)
     return WellConditioned(dtype, value=norms.double().square_().sum(1))
 
 
@@ -136,10 +135,10 @@ def total(factor: Ragged) -> Tensor:
 
 
 def groups(factor: Ragged, examples: Iterable[int], workspace: int) -> list[list[int]]:
-    """Return those examples that have rows, in groups whose padded rows fit the workspace.
+    """Return the examples that have rows, in groups whose padded rows fit the workspace.
 
-    The longest of a group has at most twice as many rows as the shortest, unless padding the
-    shorter ones costs less than another group. Large examples stay alone.
+    The longest example of a group has at most twice as many rows as the shortest, unless padding
+    the shorter ones costs less than another group. Large examples stay alone.
     """
     lengths = factor.lengths
     p, q = factor.left.shape[1], factor.right.shape[1]
@@ -167,8 +166,8 @@ def merge(factors: list[Ragged]) -> Ragged:
     """Return the sum of several uses as one factor, each example's rows concatenated."""
     bounds = torch.tensor([factor.offsets for factor in factors])
     lengths = bounds.diff()
-    # Only pieces that have rows: a model called once per example uses a parameter once for each,
-    # and all other examples have no rows in that use.
+    # Only pieces that have rows: in a model that is called once for each example, every use of a
+    # parameter has rows of one example only.
     examples, uses = lengths.T.nonzero().unbind(1)
     rows = (bounds[uses, examples], bounds[uses, examples + 1])
     pieces = [

@@ -1,4 +1,4 @@
-"""What every contraction returns."""
+"""What contractions return, and how inaccurate results are found and recomputed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Contraction:
     Attributes:
         value: (B,) float64.
         bound: (B,) float64, absolute: how far ``value`` may be from the squared norm of the
-            gradient as the accumulation dtype forms it. Direct forms add a few roundings to that
-            gradient; the Gram form may lose all digits where its terms cancel, and says so here.
+            gradient as the accumulation dtype forms it. Direct forms add a few roundings to that;
+            the Gram form may lose all digits where its terms cancel, which the bound tells.
     """
 
     value: Tensor
@@ -32,13 +32,13 @@ class Contraction:
 
     @property
     def relative(self) -> float | None:
-        """The bound relative to the value, if that is the same for all examples; else None."""
+        """The bound divided by the value, if that is the same for all examples; else None."""
         return None
 
     def whole_bound(self, shape: Sequence[int]) -> Tensor:
-        """Return a bound that includes underflow: (B,).
+        """Return a bound that includes underflow, (B,).
 
-        Except for what is lost once for each element, which ``relative_error`` adds.
+        Excepted is what is lost once for each element, which ``relative_error`` adds.
 
         Args:
             shape: of the gradient.
@@ -46,20 +46,20 @@ class Contraction:
         return self.bound
 
     def split(self, count: int) -> list[Contraction]:
-        """Return the results of ``count`` batches that were contracted as one."""
+        """Return the results of ``count`` batches that were contracted together."""
         both = (each.view(count, -1).unbind() for each in (self.value, self.bound))
         return [Contraction(*each) for each in zip(*both, strict=True)]
 
 
 class WellConditioned(Contraction):
-    """A result whose terms are squares, so that rounding is relative to itself.
+    """A sum of squares, whose rounding error is relative to itself.
 
     The value is computed when it is first read; ``stack`` computes those of a whole model at once.
 
     Attributes:
         dtype: the accumulation dtype.
-        norms: at most two tensors (B,) of this dtype, the square of whose product is the value;
-            none where the value is known.
+        norms: one or two tensors (B,) of this dtype, whose product squared is the value; empty if
+            the value was given.
     """
 
     def __init__(
@@ -100,19 +100,18 @@ class WellConditioned(Contraction):
     def whole_bound(self, shape: Sequence[int]) -> Tensor:
         if len(self.norms) < 2:
             return self.bound
-        # What one norm loses of its square counts as often as the other's square says.
-        others = self.norms[0].double().square() + self.norms[1].double().square()
-        return self.bound + widest_of(shape) * SMALLEST[self.dtype] * others
+        # What underflow takes from one squared norm is multiplied by the other.
+        factors = self.norms[0].double().square() + self.norms[1].double().square()
+        return self.bound + widest_of(shape) * SMALLEST[self.dtype] * factors
 
 
 class Reported(Contraction):
-    """One parameter's results in a report on several.
+    """One parameter's results in a report on several parameters.
 
     Attributes:
-        report: (parameters, 2, B) float64, the values of all of them and their bounds up to a
-            factor.
+        report: (parameters, 2, B) float64, the values and, up to a factor, the bounds.
         row: the parameter's row in the report.
-        factor: by which its second row is multiplied to give the bound.
+        factor: multiplies the reported bound.
     """
 
     def __init__(self, report: Tensor, row: int, factor: float):
@@ -133,9 +132,9 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
     """Return the values of several results, (len(results), B) float64.
 
     Args:
-        results: with None for zeros.
+        results: None stands for zeros.
         batch: number of examples B.
-        device: where the answer is wanted.
+        device: of the values to return.
     """
     whole = _report_of(results, device)
     if whole is not None:
@@ -157,7 +156,7 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
         value.mul_(value)
         if len(firsts) == len(results):
             return value
-        # Not by an index tensor, which would have to be copied to the device.
+        # Not by an index tensor, which would first be copied to the device.
         squares = iter(value.unbind())
     rows = []
     for part, result in zip(parts, results, strict=True):
@@ -172,7 +171,7 @@ def stack(results: Sequence[Contraction | None], batch: int, device: torch.devic
 
 
 def _report_of(results: Sequence[Contraction | None], device: torch.device) -> Tensor | None:
-    """Return the report whose rows are exactly these results, in this order; else None."""
+    """Return the report whose rows are exactly these results, in this order; None if none is."""
     first = next((each for each in results if each is not None), None)
     if not isinstance(first, Reported) or first.report.device != device:
         return None
@@ -180,7 +179,7 @@ def _report_of(results: Sequence[Contraction | None], device: torch.device) -> T
     if len(report) != len(results):
         return None
     for row, each in enumerate(results):
-        # Parameters that a graph does not report are zero in it.
+        # The rows of parameters that a graph does not report are zero.
         if each is not None and not (
             isinstance(each, Reported) and each.report is report and each.row == row
         ):
@@ -189,10 +188,10 @@ def _report_of(results: Sequence[Contraction | None], device: torch.device) -> T
 
 
 def ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ones, not to be written to; cached, since after large products every call counts."""
+    """Return ones, which must not be written to; cached on CPUs to save the call."""
     if device.type == "cpu" and not is_compiling():
         return _kept_ones(shape, dtype)
-    # A tensor recorded by a CUDA graph has its values, and its memory, only in replays.
+    # A tensor made while a CUDA graph is recorded has values, and memory, only in replays.
     return torch.ones(shape, dtype=dtype, device=device)
 
 
@@ -213,21 +212,21 @@ def relative_error(
     """Return a bound on the rounding errors of a sum of results, relative to it: (B,).
 
     Zero where the sum is zero, NaN where it is not finite. Squares below the normal numbers keep
-    few digits or none. That loss is counted once for each element of a gradient; where two norms
-    are multiplied, once for each row or column of the matrix, times the other norm's square.
+    few digits or none. That loss is counted once for each element of a gradient or, where two norms
+    are multiplied, once for each row or column of the matrix, times the other squared norm.
 
     Args:
-        results: with None for zeros.
-        values: what ``stack`` returned of them, with the examples in ``order``.
+        results: None stands for zeros.
+        values: what ``stack`` returned for the results, with the examples in ``order``.
         total: (B,) the sum of ``values``.
         shapes: of the gradients that the results are squared norms of.
-        order: (B,) which example each column of ``values`` is; None if they are in order.
+        order: (B,) the example of each column of ``values``; None if they are in order.
         unit: what the sum is divided by before it is rounded to the accumulation dtype.
     """
     rows: dict[torch.dtype, list[int]] = {}
     absolute: list[Tensor] = []
     products: list[Tensor] = []
-    # The first is for the rounding of the sum itself.
+    # One square for the rounding of the sum itself.
     widest, squares = 0, 1.0 * unit
     for row, (result, shape) in enumerate(zip(results, shapes, strict=True)):
         count = math.prod(shape)
@@ -244,8 +243,8 @@ def relative_error(
     lost = squares * smallest
     if products:
         sides = torch.stack([norm.to(values.device) for norm in products])
-        others = torch.linalg.vector_norm(sides, dim=0, dtype=torch.float64).square_()
-        lost = (others if order is None else others[order]).mul_(widest * smallest).add_(lost)
+        factors = torch.linalg.vector_norm(sides, dim=0, dtype=torch.float64).square_()
+        lost = (factors if order is None else factors[order]).mul_(widest * smallest).add_(lost)
     if not absolute and len(rows) == 1:
         (dtype,) = rows
         return torch.where(total != 0, (lost + relative_bound(dtype) * total) / total, 0.0)
@@ -270,7 +269,7 @@ class Fused:
     """A factor whose squared norms were computed where it was made, with its sum over examples.
 
     Attributes:
-        factor: what was contracted; None if nobody else needs it.
+        factor: the factor; None if it is not needed any more.
         norms: its squared norms.
         total: Σ_i F[i] in the parameter's shape; None if not wanted.
     """
@@ -290,16 +289,16 @@ def concatenated(parts: Sequence[Contraction]) -> Contraction:
 def sum_of_parts(
     parts: Sequence[Contraction], crosses: Sequence[Tensor], dtype: torch.dtype
 ) -> Contraction:
-    """Return ‖Σ_u F_u[i]‖² from all squared norms and ⟨F_u[i], F_v[i]⟩ of u < v, (B,) float64.
+    """Return ‖Σ_u F_u[i]‖² from all ‖F_u[i]‖² and, for u < v, ⟨F_u[i], F_v[i]⟩, (B,) float64.
 
-    Both were summed in ``dtype``.
+    ``dtype`` is the one in which these were summed.
     """
     squares = reduce(torch.add, [part.value for part in parts])
     value, size = squares, squares
     for cross in crosses:
         value = value + 2 * cross
         size = size + 2 * cross.abs()
-    # Each part's bound is relative to its own size, which counts where the parts cancel.
+    # Where the parts cancel, errors relative to the size of each remain.
     bound = reduce(torch.add, [part.bound for part in parts])
     return Contraction(value, bound + relative_bound(dtype) * size)
 
@@ -315,9 +314,10 @@ def squared_norms(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def recompute_suspects(result: Contraction, again: Callable[[Tensor], Contraction]) -> Contraction:
-    """Replace results whose error bound is too large by ``again`` of their examples (ascending).
+    """Recompute the results whose error bound is too large, calling ``again`` with their examples.
 
-    While a graph is traced there are no numbers to decide by, and the bound remains.
+    These are in ascending order. While a graph is traced there are no numbers to decide by, and the
+    results stay as they are, with their bounds.
     """
     if is_compiling():
         return result

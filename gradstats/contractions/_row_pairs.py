@@ -36,8 +36,8 @@ class Runs:
 def pairs(first: Rows, second: Rows, workspace: int, sizes: Sizes) -> Tensor:
     """Return Σ_v ⟨Σ_{n: id v} grad[n], Σ_{m: id v} grad'[m]⟩ for all pairs, (B, B') float64.
 
-    Ids that most examples of both sides have are multiplied in one dense product; for the others
-    each pair of runs with equal ids is multiplied separately.
+    Rows of ids that most examples of both sides have are multiplied in one dense product. For other
+    ids, each pair of runs with equal ids is multiplied separately.
 
     Cost: at most B·B'·width multiply-adds for each id that both sides have; scratch within the
     workspace.
@@ -105,7 +105,7 @@ def _runs(rows: Rows) -> Runs:
 
 
 def _meetings(chosen: Tensor, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all pairs of a chosen run of the first side and a run of the second with its id."""
+    """Return all pairs of a chosen run of the first side and a run of the second with that id."""
     partners = counts[ids[chosen]]
     starts = counts.cumsum(0) - counts  # (rows,) the first run of each id on the second side
     here = chosen.repeat_interleave(partners)
@@ -117,7 +117,7 @@ def _meetings(chosen: Tensor, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 def _tile(runs: Runs, sums: Tensor, ids: Tensor, rows: Rows) -> Tensor:
-    """Return the rows of some ids (ascending) of every example's gradient, (B, ids · columns)."""
+    """Return some ids' (ascending) rows of every example's gradient, (B, ids · columns)."""
     place = torch.searchsorted(ids, runs.ids).clamp_(max=ids.numel() - 1)
     inside = (ids[place] == runs.ids).nonzero().squeeze(1)
     tile = sums.new_zeros(rows.batch, ids.numel(), sums.shape[1])

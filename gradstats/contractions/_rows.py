@@ -1,4 +1,4 @@
-"""Rows factors: gradients of embeddings, where only positions with equal ids are added."""
+"""Rows factors: gradients of embeddings, in which positions with equal ids are added."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from gradstats.contractions._result import (
 from gradstats.contractions._rounding import row_norms
 from gradstats.contractions._tiles import chunks, zeros
 
-# Rows per example up to which comparing all pairs is faster than sorting.
+# Rows of an example up to which comparing all pairs is faster than sorting.
 FEW = 32
 # Bytes of scratch for comparing pairs.
 SCRATCH = 8 * 1024 * 1024
-# Bytes of rows whose sums are formed at once.
+# Bytes of rows that are summed at once.
 BLOCK = 512 * 1024
 
 
 def sqnorm(factor: Rows, workspace: int) -> Contraction:
     """Return Σ_v ‖Σ_{n: ids[n] = v} grad[n]‖² over the rows of each example.
 
-    Rows are sorted by (example, id); runs of equal keys are summed, squared and added to their
-    example, on a CPU a few examples at a time. Nothing of the parameter's size is formed; on other
-    devices and in graphs all shapes are known beforehand.
+    Rows are sorted by (example, id). Runs of equal keys are summed, squared and added up for their
+    example, on a CPU a few examples at a time; on other devices and in graphs all at once, so that
+    all shapes are known beforehand. Nothing of the parameter's size is formed.
 
     Cost: a sort of N keys and two passes over (N, width); scratch of the rows of a few examples,
     within the workspace.
@@ -51,7 +51,7 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
     del keys
     bounds, runs = [0, count], [0, count]
     if factor.grad.device.type == "cpu" and not is_compiling():
-        # Whole examples, of no more rows than fit the cache unless a single example has more.
+        # Whole examples, with no more rows than fit the cache unless a single example has more.
         rows = _cost.fitting(width * dtype.itemsize, count, BLOCK)
         cuts = torch.searchsorted(factor.example, factor.example[::rows].contiguous()).unique()
         bounds = [*cuts.tolist(), count]
@@ -66,18 +66,18 @@ def sqnorm(factor: Rows, workspace: int) -> Contraction:
 
 
 def _runs(keys: Tensor, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Number the runs of equal keys, for rows in order of keys and in their own order.
+    """Number the runs of equal keys.
 
     Args:
         keys, example: (N,) of each row.
 
     Returns:
-        The run of each row in order of keys; the example of each run; the run of each row in the
-        rows' own order; each (N,).
+        Each (N,): the run of each row once sorted by key; the example of each run; and the run of
+        each row in the given order.
     """
     keys, order = torch.sort(keys, stable=True)
     run = torch.cat([keys.new_zeros(1), (keys[1:] != keys[:-1]).cumsum(0)])
-    # Rows are in order of their examples, and so are the sorted keys.
+    # Rows are in order of their examples, and sorting by key keeps that order.
     run_example = torch.zeros_like(run).scatter(0, run, example)
     return run, run_example, torch.zeros_like(run).scatter(0, order, run)
 
@@ -85,7 +85,7 @@ def _runs(keys: Tensor, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def sqnorm_of_few(ids: Tensor, grad: Tensor) -> Contraction:
     """Return Σ_v ‖Σ_{t: ids[i,t] = v} grad[i,t]‖² for examples with few rows each.
 
-    s_t is the sum over the n positions with the id of position t, and each counts ‖s_t‖² / n.
+    With s_t the sum over the n_t positions that have the id of position t: Σ_t ‖s_t‖² / n_t.
 
     Args:
         ids: (B, T).

@@ -1,4 +1,4 @@
-"""Which module contracts a factor: here a new kind of factor is entered, once it has a module.
+"""Which module contracts a factor: a new kind of factor needs an entry here.
 
 Each module defines, for G_i the per-example gradients that a factor of its kind describes,
 
@@ -6,13 +6,13 @@ Each module defines, for G_i the per-example gradients that a factor of its kind
     direction(factor, direction, workspace)     ⟨G_i, V⟩ for a dense V, (B,) float64
     total(factor)                               Σ_i G_i, in the accumulation dtype
 
-and, if there is something to gain,
+and, if that saves time,
 
     sqnorm_and_sum(factor, workspace)           both, from one pass over the operands
     merge(factors)                              the sum of several uses as one factor of this kind
 
-What pulls the factor of a derived tensor back to the parameter has no module: its norms are
-contracted by definition (``_dense``), all else through that factor where that can be.
+Factors that pull the factor of a derived tensor back to the parameter have no module. Their norms
+are contracted by definition (``_dense``), all else through the inner factor where possible.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from gradstats.contractions import (
     _vector,
 )
 
-# Modules, whose functions are looked up only when they are called: modules of factors that are made
-# of others import this table, to contract these.
+# Modules rather than functions: modules of factors that contain other factors import this table
+# while it is made.
 MODULES: dict[type, ModuleType] = {
     Outer: _outer,
     Patches: _patches,

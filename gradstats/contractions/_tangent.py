@@ -12,7 +12,7 @@ from gradstats.contractions._rounding import relative_bound
 
 
 def sqnorm(factor: Tangent, workspace: int) -> Contraction:
-    """Return ‖inner_i‖² - ‖along_i‖², by Pythagoras; for a share s, minus s(2 - s)‖along_i‖²."""
+    """Return ‖inner_i‖² - s(2 - s)‖along_i‖² for a share s, by Pythagoras."""
     whole = _table.MODULES[type(factor.inner)].sqnorm(factor.inner, workspace)
     removed = factor.along.double().square() * (factor.share * (2 - factor.share))
     along = removed.reshape(factor.batch, -1).sum(1)
@@ -22,7 +22,7 @@ def sqnorm(factor: Tangent, workspace: int) -> Contraction:
 
 
 def direction(factor: Tangent, direction: Tensor, workspace: int) -> Tensor:
-    """Return ⟨G_i, V⟩: the projection is symmetric, and may be applied to V instead."""
+    """Return ⟨G_i, V⟩. The projection is symmetric, so it is applied to V instead."""
     inner = factor.inner
     return _table.MODULES[type(inner)].direction(inner, _projected(factor, direction), workspace)
 
@@ -33,7 +33,7 @@ def total(factor: Tangent) -> Tensor:
 
 
 def _projected(factor: Tangent, direction: Tensor) -> Tensor:
-    """Return a direction without its share of the parts along the unit vectors."""
+    """Return a direction less the share of its components along the unit vectors."""
     unit = factor.unit.to(compute_dtype(factor.unit, direction))
     over = [axis for axis, size in enumerate(factor.along.shape[1:]) if size == 1]
     direction = direction.to(unit)

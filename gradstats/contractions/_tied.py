@@ -1,9 +1,9 @@
 """A projection and the look-ups of its weight, without keeping the projection's output gradient.
 
-An output projection delivers first, with a gradient (B, T, vocabulary); the embedding it is tied to
-delivers last. The cross term is Σ_n grad[n]·(Σ_t left_t[ids[n]] right_t), in which the parenthesis
-can be formed at once, since the ids are known from the forward pass: it is no larger than the
-embedding's output (Ding et al., arXiv 2405.18194, form the same product).
+An output projection delivers first, with a gradient (B, T, vocabulary); the embedding that it is
+tied to delivers last. The cross term is Σ_n grad[n]·(Σ_t left_t[ids[n]] right_t). The inner sum can
+be formed when the projection delivers, since the ids are known from the forward pass, and is no
+larger than the embedding's output (Ding et al., arXiv 2405.18194, form the same product).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gradstats.contractions._result import Contraction, sum_of_parts
 
 @dataclass(frozen=True)
 class Projected:
-    """What is kept of a projection's factor: its norms, and its products with each look-up's rows.
+    """What is kept of a projection's factor: its norms, and what cross terms with look-ups need.
 
     Attributes:
-        norms: squared norms of the projection's own factor.
-        gathered: for each look-up (N, width), Σ_t left_t[ids[n]] right_t.
+        norms: squared norms of the projection's factor.
+        gathered: look-up → Σ_t left_t[ids[n]] right_t for each of its rows, (N, width).
     """
 
     norms: Contraction
@@ -74,10 +74,10 @@ def inner_with_rows(
 def _gathered(factor, rows: Lookup | Rows, workspace: int) -> Iterator:
     """Yield slices of rows with Σ_t left_t[ids[n]] right_t for the rows n of the slice.
 
-    Only the columns of ``left`` at the example's own ids are read, or all of them if there are more
-    ids than columns, as in long texts of few characters. If shapes tell how many rows an example
-    has, the device is not asked: a backward begins with the projection, and would wait there for
-    the whole forward pass.
+    Only the columns of ``left`` at an example's own ids are read; or all, if there are more ids
+    than columns, as in long texts of few characters. The number of rows of each example is not read
+    from the device if shapes tell it: a backward begins with the projection, and reading would wait
+    for the whole forward pass.
     """
     dtype = compute_dtype(factor.left, factor.right)
     ids = rows.ids
@@ -113,27 +113,26 @@ def _gathered_together(factor: Outer, ids: Tensor, dtype, workspace: int) -> Ite
     columns = left.shape[2] if few else count
     width = 2 * columns * positions + (positions + columns + count) * right.shape[2]
     scratch = width * dtype.itemsize
-    if left.is_cpu:
-        chunk = _cost.examples_per_chunk(scratch, factor.batch, workspace)
-    else:  # no core's cache to stay in, and every launch costs
-        chunk = _cost.fitting(scratch, factor.batch, workspace)
+    # On a GPU there is no core's cache to stay in, and every launch costs.
+    fit = _cost.examples_per_chunk if left.is_cpu else _cost.fitting
+    chunk = fit(scratch, factor.batch, workspace)
     for start in range(0, factor.batch, chunk):
-        own = slice(start, min(start + chunk, factor.batch))
+        here = slice(start, min(start + chunk, factor.batch))
         if few:
-            whole = _products(left[own], right[own], dtype)  # (b, vocabulary, width)
-            gathered = whole.gather(1, ids[own, :, None].expand(-1, -1, whole.shape[2]))
+            whole = _products(left[here], right[here], dtype)  # (b, vocabulary, width)
+            gathered = whole.gather(1, ids[here, :, None].expand(-1, -1, whole.shape[2]))
         else:
-            index = ids[own, None].expand(-1, positions, -1)
-            chosen = left[own].gather(2, index)  # (b, T, n)
-            gathered = _products(chosen, right[own], dtype)
-        yield slice(own.start * count, own.stop * count), gathered.flatten(0, 1)
+            index = ids[here, None].expand(-1, positions, -1)
+            chosen = left[here].gather(2, index)  # (b, T, n)
+            gathered = _products(chosen, right[here], dtype)
+        yield slice(here.start * count, here.stop * count), gathered.flatten(0, 1)
 
 
 def _products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return leftᵀ right in `dtype`, for (b, T, n) and (b, T, width)."""
     half = left.dtype == right.dtype and left.dtype in _triton.HALF
     if left.is_cuda and half and dtype == torch.float32:
-        # tensor cores multiply half precision exactly and add in single precision
+        # Tensor cores multiply half precision exactly and add in single precision.
         return torch.bmm(left.mT, right, out_dtype=dtype)
     return left.to(dtype).mT @ right.to(dtype)
 
@@ -151,19 +150,19 @@ def tied_sqnorm(projected: Projected, rows: Sequence[Rows], workspace: int) -> C
     if not rows:
         return projected.norms
     table = rows[0] if len(rows) == 1 else _rows.merge(list(rows))
-    own = _rows.sqnorm(table, workspace)
-    cross = torch.zeros_like(own.value)
+    squares = _rows.sqnorm(table, workspace)
+    cross = torch.zeros_like(squares.value)
     for factor in rows:
         assert factor.lookup is not None
         products = (projected.gathered[factor.lookup] * factor.grad).sum(1, dtype=torch.float64)
         cross += _by_example(products, factor)
     dtype = compute_dtype(table.grad, *projected.gathered.values())
-    return sum_of_parts([projected.norms, own], [cross], dtype)
+    return sum_of_parts([projected.norms, squares], [cross], dtype)
 
 
 def _of_example(factor: Outer | Ragged, example: int) -> tuple[Tensor, Tensor]:
     """Return (T, vocabulary) and (T, width) of one example."""
     if isinstance(factor, Ragged):
-        own = slice(*factor.offsets[example : example + 2])
-        return factor.left[own], factor.right[own]
+        rows = slice(*factor.offsets[example : example + 2])
+        return factor.left[rows], factor.right[rows]
     return factor.left[example, 0], factor.right[example, 0]

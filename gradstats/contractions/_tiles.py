@@ -17,7 +17,7 @@ from gradstats import _convolution_cost, _cost
 from gradstats._factors import Factor, Images, Patches, compute_dtype, elements_of, tensors_of
 from gradstats.contractions._multiply import multiply
 
-# The most elements of one example's tile: a longer float32 sum would lose digits.
+# The most elements of one example's tile: longer float32 sums would lose digits.
 TILE_ELEMENTS = 2**18
 
 # Examples that become the groups of one grouped convolution; see convolution_chunk.
@@ -40,7 +40,7 @@ def dense_pairs(first: Sequence[Factor], second: Sequence[Factor], workspace: in
         for here in chunks(rows, chunk):
             formed = gradients(left, here)
             for there in chunks(columns, chunk):
-                # ⟨i, j⟩ = ⟨j, i⟩: the part below the diagonal has been computed.
+                # ⟨i, j⟩ = ⟨j, i⟩: the part below the diagonal is known already.
                 if same and there.start < here.start:
                     continue
                 other = formed if same and here == there else gradients(right, there)
@@ -60,7 +60,7 @@ def dense_diagonal(first: Sequence[Factor], second: Sequence[Factor], workspace:
     batch = first[0].batch
     result = zeros(first, batch)
     for left, right, size in _tiles(first, second, 3, workspace):
-        # The product of the two sides takes as much memory as either.
+        # The product of the two sides takes as much memory as each of them.
         for here in chunks(batch, _cost.examples_per_chunk(3 * size, batch, workspace)):
             formed = gradients(left, here)
             other = formed if first is second else gradients(right, here)
@@ -93,7 +93,7 @@ def zeros(factors: Sequence[Factor], *sizes: int) -> Tensor:
 def _tiles(
     first: Sequence[Factor], second: Sequence[Factor], examples: int, workspace: int
 ) -> Iterator[tuple[Sequence[Factor], Sequence[Factor], int]]:
-    """Yield both sides restricted to some rows of the parameter, with bytes for each example."""
+    """Yield both sides restricted to some rows of the parameter, and bytes for each example."""
     shape = first[0].shape
     factors = [*first, *second]
     itemsize = dtype_of(factors).itemsize

@@ -26,7 +26,7 @@ DTYPES = (*HALF, torch.float32)
 # The relative error of adding up the terms of a tile on the chip; tiles are added up in float64.
 ADDING = 4 * UNIT_ROUNDOFF[torch.float32]
 
-# Determined once, here: the compiler warns of cached functions.
+# Determined here, not in a cached function, of which the compiler warns.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Set to "torch" to contract with PyTorch's own operations on CUDA too.
@@ -34,7 +34,7 @@ BACKEND_VARIABLE = "GRADSTATS_BACKEND"
 
 
 def serves(*factors: Outer | Ragged) -> bool:
-    """Whether the kernels contract these factors; the PyTorch backend contracts all others."""
+    """Whether the kernels contract these factors; otherwise the PyTorch backend does."""
     return runs(*[side for each in factors for side in (each.left, each.right)])
 
 
@@ -53,7 +53,7 @@ def runs(*operands: Tensor) -> bool:
 
 
 def streams(*operands: Tensor | None) -> bool:
-    """Whether the kernels that multiply no matrices take these operands, each of its own dtype."""
+    """Whether kernels without matrix products take these operands, which may differ in dtype."""
     for operand in operands:
         if operand is not None and not runs(operand):
             return False
@@ -61,7 +61,7 @@ def streams(*operands: Tensor | None) -> bool:
 
 
 def convolves(*factors: Patches) -> bool:
-    """Whether the kernels contract these convolutions, alone or with each other."""
+    """Whether the kernels contract this convolution, or several with each other."""
     first = factors[0]
     if len(first.geometry.stride) > 3 or any(each.geometry != first.geometry for each in factors):
         return False
@@ -72,15 +72,15 @@ def require_triton() -> None:
     """Raise unless Triton can be imported."""
     if not HAS_TRITON:
         raise BackendError(
-            "the model is on CUDA, where gradstats contracts with Triton kernels, but triton is "
-            "not installed. Install triton>=3.6, or set the environment variable "
-            f"{BACKEND_VARIABLE}=torch to contract with PyTorch's own operations, more slowly."
+            "the model is on CUDA, where gradstats uses Triton kernels, but triton is not "
+            "installed. Install triton>=3.6, or set the environment variable "
+            f"{BACKEND_VARIABLE}=torch to use PyTorch's own operations, which are slower."
         )
 
 
 def operators() -> Any:
     """Return the kernels' operators, imported on first use: programs on CPUs need none."""
-    # not "from gradstats.kernels", which asks for submodules in Python each time
+    # Not by "from gradstats.kernels import", which runs Python code each time.
     import gradstats.kernels.operators as operators
 
     return operators
@@ -103,16 +103,17 @@ def gram(factor: Outer | Ragged) -> Contraction:
 
 
 def rounding(left: Tensor, right: Tensor, cut_off: float) -> tuple[float, float, float, float]:
-    """Return the constants by which Gram kernels bound their errors and replace doubtful results.
+    """Return the constants by which Gram kernels bound their errors and find inaccurate results.
 
-    Adding the terms rounds relative to their magnitudes. An inner product of two rows rounds
-    relative to the product of their norms, however small it is, and all terms together relative to
-    (Σ_t ‖left_t‖‖right_t‖)². One that is not small loses what the hardware truncates, relative to
-    itself: the larger of the two counts, as few products of rows lose both.
+    These are the rounding error of adding terms, relative to their magnitudes; that of an inner
+    product of two rows, relative to the product of the rows' norms, so that all terms together
+    round relative to (Σ_t ‖left_t‖‖right_t‖)²; what truncation may take from a large inner product,
+    relative to itself; and the tolerance. The larger of the middle two counts, since few inner
+    products lose both.
 
     Args:
         left, right: the operands.
-        cut_off: how much of two rows' inner products truncation may lose, relative to these.
+        cut_off: how much truncation may take from inner products of rows, relative to these.
     """
     return ADDING, product_roundoff(left, right), cut_off, GUARD_TOLERANCE
 
@@ -142,7 +143,7 @@ def gram_pairs(first: Outer | Ragged, second: Outer | Ragged) -> Tensor:
 def _row_pairs(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> Tensor:
     """Return (A A'ᵀ) ∘ (G G'ᵀ), (B, B') float32, of factors with one position each.
 
-    By PyTorch, whose half-precision products take less than half of the kernel's time.
+    By PyTorch, whose half-precision products take less than half the kernel's time.
     """
     result, other = (
         torch.mm(first[:, 0], second[:, 0].T, out_dtype=torch.float32)
@@ -152,7 +153,7 @@ def _row_pairs(a1: Tensor, g1: Tensor, a2: Tensor, g2: Tensor) -> Tensor:
 
 
 def direct_pairs(first: Outer | Ragged, second: Outer | Ragged, workspace: int) -> Tensor:
-    """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
+    """Return products of all pairs of gradients, formed chunk by chunk, (B, B') float64."""
     products = (
         operators().pairwise_direct(*both, workspace=workspace) for both in _groups(first, second)
     )
@@ -175,7 +176,7 @@ def direction(factor: Outer, direction: Tensor) -> Tensor:
     """Return Σ_k Σ_t left_tᵀ V_k right_t of each example, (B,) float64.
 
     Args:
-        factor: what is contracted.
+        factor: the factor to contract.
         direction: V (K, p, q).
     """
     direction = narrow(direction, factor.left)
@@ -196,7 +197,7 @@ def _both(first: Outer | Ragged, second: Outer | Ragged) -> tuple:
 
 
 def _groups(first: Outer | Ragged, second: Outer | Ragged) -> list[tuple]:
-    """Return the same for each group: different groups have no products."""
+    """Return the same for each group; rows of different groups are never multiplied."""
     if isinstance(first, Ragged):
         return [_both(first, second)]
     one, two = (
@@ -207,7 +208,7 @@ def _groups(first: Outer | Ragged, second: Outer | Ragged) -> list[tuple]:
 
 
 def narrow(direction: Tensor, operand: Tensor) -> Tensor:
-    """Return a direction in a dtype that the kernels multiply with an operand."""
+    """Return a direction in a dtype that the kernels can multiply with an operand."""
     return direction if direction.dtype == operand.dtype else direction.float()
 
 
@@ -219,7 +220,7 @@ def operands_of(factor: Outer | Ragged) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(factor: Outer | Ragged) -> tuple[Tensor | None, int | None]:
-    """Return the bounds of packed examples and the most rows of one; None for others."""
+    """Return the bounds of packed examples and the most rows of one; None for dense examples."""
     if isinstance(factor, Ragged):
         return torch.tensor(factor.offsets), factor.longest
     return None, None

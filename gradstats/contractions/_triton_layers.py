@@ -1,6 +1,6 @@
-"""The CUDA backend of layers that are no matrix product, and of their cross terms with those.
+"""The CUDA backend of convolutions, embeddings, normalisation layers, scales and shifts.
 
-Convolutions, embeddings, normalisation layers, scales and shifts; see ``_triton``.
+Also of the cross terms of embeddings and projections. See ``_triton``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gradstats.contractions._triton import DTYPES, narrow, operands_of, operator
 
 
 def convolution(factor: Patches) -> Contraction:
-    """Return the squares of gradient tiles, patches addressed and never unfolded."""
+    """Return squared norms by gradient tiles, without patches in memory."""
     value = operators().convolution_sqnorm(*factor.sides, *layer_of(factor))
     return WellConditioned(torch.float32, value=value)
 
 
 def convolution_gram(factor: Patches) -> Contraction:
-    """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s), what cancels replaced by gradient tiles."""
+    """Return Σ_{t,s} (patch_t·patch_s)(grad_t·grad_s), recomputed by tiles where it cancels."""
     numbers = rounding(*factor.sides, cut_off=0.0)
     return Contraction(
         *operators().convolution_gram_sqnorm(*factor.sides, *layer_of(factor), *numbers)
@@ -31,7 +31,7 @@ def convolution_gram(factor: Patches) -> Contraction:
 
 
 def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
-    """Return squared norms and Σ_i G_i from one kernel, of layers with one channel in a group."""
+    """Return squared norms and Σ_i G_i from one kernel, for layers with one channel in a group."""
     gradient, value = operators().convolution_weight_gradient_sqnorm(
         *factor.sides, *layer_of(factor)
     )
@@ -40,7 +40,7 @@ def depthwise_and_sum(factor: Patches) -> tuple[Contraction, Tensor]:
 
 
 def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor:
-    """Return all pairs' products of gradients formed chunk by chunk, (B, B') float64."""
+    """Return products of all pairs of gradients, formed chunk by chunk, (B, B') float64."""
     both = *first.sides, *second.sides, *layer_of(first)
     return operators().pairwise_convolution(*both, workspace=workspace).double()
 
@@ -48,7 +48,7 @@ def convolution_pairs(first: Patches, second: Patches, workspace: int) -> Tensor
 def convolution_diagonal(first: Patches, second: Patches, workspace: int) -> Tensor:
     """Return the products of gradient tiles that never leave the chip, (B,) float64."""
     if first.input.shape != second.input.shape:
-        # one kernel forms both sides' tiles, of images of one size
+        # The kernel forms the tiles of both sides from images of one size.
         rows = [slice(row, row + 1) for row in range(first.batch)]
         each = (convolution_pairs(first.select(row), second.select(row), workspace) for row in rows)
         return torch.cat([first.grad.new_empty((0,), dtype=torch.float64), *map(torch.ravel, each)])
@@ -116,7 +116,7 @@ def inner_with_rows(outer: Outer, rows: Rows) -> Tensor:
 
 
 def _rows(factor: Rows) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
-    """Return (ids, grad, bounds, longest): (B, T) where all examples have T rows, else packed."""
+    """Return (ids, grad, bounds, longest): (B, T) if all examples have T rows, else packed."""
     if factor.each is not None:
         shape = (factor.batch, factor.each)
         return factor.ids.view(shape), factor.grad.view(*shape, -1), None, None
@@ -124,14 +124,14 @@ def _rows(factor: Rows) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
 
 
 def _bounds(factor: Rows) -> tuple[Tensor, int]:
-    """Return where each example's rows begin and end, and how many one has at most."""
+    """Return where each example's rows begin and end, and the most rows that one may have."""
     numbers = torch.arange(factor.batch + 1, device=factor.example.device)
     longest = factor.ids.numel() if factor.longest is None else factor.longest
     return torch.searchsorted(factor.example, numbers), longest
 
 
 def _both_rows(first: Rows, second: Rows) -> tuple:
-    """Return the operands of two factors, of which both are packed where one has to be."""
+    """Return the operands of two factors, both packed if one of them has to be."""
     (ids, grad, bounds, longest), (ids2, grad2, bounds2, longest2) = _rows(first), _rows(second)
     if (bounds is None) != (bounds2 is None):
         ids, grad, ids2, grad2 = first.ids, first.grad, second.ids, second.grad
@@ -152,13 +152,13 @@ def group_norm_sum(x: Tensor, g: Tensor, groups: int, eps: float) -> tuple[Tenso
     return operators().group_norm_sum(x, g, groups, eps)
 
 
-# Whether an input's gradient is wanted, and in which dtype those of the parameters are; None for no
+# Whether the input's gradient is wanted, and the dtype of the parameters' gradients; None for no
 # gradients of parameters.
 Wanted = tuple[bool, torch.dtype | None]
 
 
 def stored(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype if the kernels store it; None has them store what they sum in."""
+    """Return the dtype if the kernels can store it, else None: they store the dtype of sums."""
     return dtype if dtype in DTYPES else None
 
 
@@ -166,9 +166,9 @@ class NormGradients(NamedTuple):
     """The backward of a normalisation layer.
 
     Attributes:
-        input: its gradient, in the shape that the kernels took; None where it was not wanted.
+        input: the input's gradient, in the shape that the kernels took; None if not wanted.
         scale, shift: Σ_i of the examples' gradients, (features,), in the dtype that is wanted if
-            the kernels store it, else float32; None where not wanted.
+            the kernels can store it, else float32; None if not wanted.
         scale_norms, shift_norms: squared norms of the examples' gradients.
     """
 
@@ -194,9 +194,9 @@ def layer_norm_backward(
         x, g: inputs and output gradients.
         weight: the scale (D,); None for 1.
         eps: what the layer adds to the variance.
-        rms: the layer is an RMSNorm.
+        rms: whether the layer is an RMSNorm.
         offsets: where the examples of packed rows begin and end; None for dense rows.
-        wanted: of the input's gradient and the parameters'.
+        wanted: which gradients to return.
     """
     bounds = None if offsets is None else torch.tensor(offsets)
     want_input, dtype = wanted
@@ -268,13 +268,14 @@ def scale_backward(
 def elementwise(
     factor: Elementwise, weight: Tensor | None, wanted: Wanted
 ) -> tuple[Contraction, Tensor | None, Tensor | None]:
-    """Return squared norms, Σ_i G_i and grad ∘ weight, the last two as far as wanted.
+    """Return squared norms, Σ_i G_i and grad ∘ weight; of the last two None if not wanted.
 
     Args:
-        factor: of a parameter that channels do not share, if an input's gradient is wanted.
+        factor: the factor to contract. If the input's gradient is wanted, channels must not share
+            the parameter.
         weight: (C,).
-        wanted: of the input's gradient and the sum, which is float32 if the kernels do not store
-            the dtype.
+        wanted: whether the input's gradient is wanted, and the dtype of the sum, which is float32
+            if the kernels cannot store that dtype; None for no sum.
     """
     want_input, dtype = wanted
     sums = dtype is not None
@@ -291,7 +292,7 @@ def elementwise(
         g, x, weight=weight, shift=x is None, input_gradient=want_input, sums=sums,
         cu_seqlens=bounds, gradient_dtype=stored(dtype),
     )  # fmt: skip
-    kind = int(x is None)  # of scale and shift
+    kind = int(x is None)  # 0 for a scale, 1 for a shift
     total, value = both[kind], both[2 + kind]
     return (
         WellConditioned(torch.float32, value=value),

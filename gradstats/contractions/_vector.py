@@ -24,7 +24,7 @@ def sqnorm(factor: Vector, workspace: int) -> Contraction:
 
 
 def sqnorm_of(values: Tensor) -> Contraction:
-    """Return ‖values[i]‖² of a factor's values (B, *)."""
+    """Return ‖values[i]‖² for the values (B, *) of a factor."""
     dtype = compute_dtype(values)
     if values.dim() == 1:
         values = values.unsqueeze(1)
@@ -34,13 +34,13 @@ def sqnorm_of(values: Tensor) -> Contraction:
 
 
 def adds_to(factor: Vector, other: Vector) -> bool:
-    """Whether two factors of one parameter hold gradients of all its elements, laid out alike."""
+    """Whether two factors hold gradients of a whole parameter in the same layout."""
     whole = factor.axis is None and other.axis is None
     return whole and factor.values.shape == other.values.shape
 
 
 def direction(factor: Vector, direction: Tensor, workspace: int) -> Tensor:
-    """Return ⟨values_i, V⟩, for slices with V's slice."""
+    """Return ⟨values_i, V⟩; a slice is multiplied with V's slice."""
     dtype = compute_dtype(factor.values, direction)
     values = factor.values.reshape(factor.batch, -1)
     result = zeros([factor], factor.batch)
@@ -69,7 +69,7 @@ def total(factor: Vector) -> Tensor:
 
 
 def merge(factors: list[Vector]) -> Vector:
-    """Return the sum of several uses, in all of which examples have the same slices, as one."""
+    """Return the sum of several uses as one; each example has the same slice in all of them."""
     first = factors[0]
     dtype = compute_dtype(*(factor.values for factor in factors))
     total = reduce(torch.add, (factor.values.to(dtype) for factor in factors))

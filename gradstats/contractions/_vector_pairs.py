@@ -15,7 +15,7 @@ from gradstats.contractions._outer_pairs import Sizes
 def pairs(first: Vector, second: Vector, workspace: int, sizes: Sizes) -> Tensor:
     """Return ⟨values_i, values'_j⟩ for all pairs, (B, B') float64.
 
-    Where each example touches its own slice only, examples with equal slices meet.
+    If examples have slices, only those with equal slices have a product other than zero.
     """
     dtype = compute_dtype(first.values, second.values)
     left, right = _flat(first), _flat(second)
