@@ -11,7 +11,7 @@ from gradstats.errors import GradStatsError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; every command sets ``run`` to what executes it."""
+    """Return the parser of the command line; every command sets ``run`` to its function."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstats",
         description="Exact per-example gradient norms for unmodified PyTorch models.",
@@ -25,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: the words after the program's name; those of the process by default.
+        arguments: the words after the program's name; by default those of the process.
 
     Returns:
-        int: the exit code; 0 after success, 2 for a command that cannot run as asked, 130 after an
+        The exit code: 0 after success, 2 if the command cannot run as asked, 130 after an
         interrupt.
     """
     parser = build_parser()

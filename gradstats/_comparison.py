@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same numbers, and how far apart the same ones may be computed."""
+"""Whether two tensors hold the same numbers, exactly or up to rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     if first.layout != torch.strided:
         pairs = zip(_parts(first), _parts(second), strict=True)
         return all(same_bits(*pair) for pair in pairs)
-    if first.is_complex():  # in half precision PyTorch cannot compare them
+    if first.is_complex():  # PyTorch cannot compare them in half precision
         first, second = as_real(first), as_real(second)
     if torch.equal(first, second):
         return True
@@ -27,7 +27,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def half_the_digits(*tensors: Tensor) -> float:
-    """Return how far apart what is computed in these dtypes may be by rounding, relatively.
+    """Return the relative difference up to which results in these dtypes count as equal.
 
     Half of the digits of the coarsest dtype have to agree.
     """

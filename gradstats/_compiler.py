@@ -1,4 +1,4 @@
-"""What PyTorch's compiler does in this thread: PyTorch's own answers hold for all threads."""
+"""What PyTorch's compiler does in this thread; PyTorch's own answers are for all threads."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Result = TypeVar("Result")
 
 _LOCK = Lock()
 
-# The stance of each block that runs eagerly and has not ended.
+# For each open block of ``running_eagerly``, the stance to end with.
 _STANCES: list[Any] = []
 
 
 def is_compiling() -> bool:
-    """Whether the caller is being traced, or is called by what traces.
+    """Whether the caller is being traced, or is called by tracing code.
 
-    PyTorch's own answer is yes in every thread while one of them compiles, and in PyTorch 2.11 no
-    for what tracing calls.
+    torch.compiler.is_compiling is true in every thread while one of them compiles and, in PyTorch
+    2.11, false for code that tracing calls.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -36,19 +36,19 @@ def is_compiling() -> bool:
 
 
 def _compiles_here() -> bool:
-    """Whether this thread, in which a dispatch mode is on, compiles or exports a model."""
+    """Whether this thread, which has a dispatch mode on, compiles or exports a model."""
     contexts = CompileContext.try_get(), TracingContext.try_get()
     return contexts != (None, None) or torch.compiler.is_compiling()
 
 
 def called_from_compiled() -> bool:
-    """Whether the caller is called by a function that is being compiled, or has been."""
+    """Whether the caller is called by a function that is being or has been compiled."""
     # The callback is False where compiled code may run but nothing new is compiled.
     return torch.compiler.is_dynamo_compiling() or callable(get_eval_frame_callback())
 
 
 def in_python(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function run in Python, outside of all graphs, when compiled code calls it."""
+    """Make a function run in Python, outside all graphs, when compiled code calls it."""
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -60,24 +60,24 @@ def in_python(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
 
 
 def leave_graph(what: str) -> None:
-    """Stop recording a graph: what follows has to run in Python.
+    """Stop recording a graph, because what follows has to run in Python.
 
     Args:
-        what: what cannot be part of a graph, for the message.
+        what: describes what cannot be part of a graph, for the message.
     """
     if torch.compiler.is_dynamo_compiling():
-        # The user's function then becomes part of no graph. Under fullgraph=True the compiler
+        # The compiler then leaves the user's function out of all graphs. Under fullgraph=True it
         # reports this error.
         raise RuntimeError(
-            f"a compiled graph contains {what}, which can be followed in eager mode only. Compile "
+            f"a compiled graph contains {what}, which can be followed only in eager mode. Compile "
             "without fullgraph=True: this part then runs eagerly inside a context."
         )
 
 
 def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Cache the results of a pure function of plain values, except where code is traced.
+    """Cache the results of a pure function of plain values, except while code is traced.
 
-    There sizes may be symbols, and the compiler would warn of the cache.
+    Then sizes may be symbols, and the compiler would warn of the cache.
     """
     cached = lru_cache(maxsize=4096)(function)
 
@@ -89,7 +89,7 @@ def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def imported_compiler() -> ModuleType | None:
-    """Return the compiler if it has been imported, which takes seconds; else None."""
+    """Return torch._dynamo if it has been imported, which takes seconds; else None."""
     if "torch._dynamo" not in sys.modules:
         return None
     return importlib.import_module("torch._dynamo")  # waits while another thread imports it
@@ -97,10 +97,10 @@ def imported_compiler() -> ModuleType | None:
 
 @contextmanager
 def running_eagerly() -> Iterator[None]:
-    """Have compiled models run eagerly until the last of such blocks ends, in whichever order."""
+    """Run compiled models eagerly until the last open block of this kind ends, in any order."""
     with _LOCK:
         stance: Any = torch.compiler.set_stance("force_eager")
-        # The stance before the first of these blocks is restored after the last.
+        # The last block to end restores the stance before the first.
         _STANCES.append(_STANCES[0] if _STANCES else stance)
     try:
         yield

@@ -1,8 +1,8 @@
 """Complex numbers as pairs of real ones.
 
-Gradients are real throughout: that of a complex tensor has one more axis at the end, (real,
-imaginary), as in ``torch.view_as_real``. So have its factors, and a complex parameter's norm is
-that of the real numbers it holds.
+All gradients are real: that of a complex tensor has one more axis at the end, (real, imaginary), as
+in ``torch.view_as_real``. The same holds for factors, and a complex parameter's norm is that of its
+real numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor (*) as its real numbers (*, 2), and a real one as it is."""
+    """Return a complex tensor (*) as real numbers (*, 2), and a real one as it is."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -24,7 +24,7 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def any_double(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of several tensors is in double precision, so that results are too."""
+    """Whether any of several tensors is in double precision, so that results are as well."""
     dtypes = {tensor.dtype for tensor in tensors}
     return any(dtype.to_real() == torch.float64 for dtype in dtypes)
 

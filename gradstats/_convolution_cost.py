@@ -10,12 +10,12 @@ from gradstats._cost import CACHE_BYTES
 
 ConvolutionWay = Literal["patches", "groups", "alone"]
 
-# Elements of patches that are written and multiplied in the time that oneDNN takes for even the
-# smallest grouped convolution: about 150 µs.
+# Elements of patches that can be written and multiplied in the time that oneDNN takes for even the
+# smallest grouped convolution, about 150 µs.
 FEW_PATCHES = 2**16
 
-# Elements of one example's patches above which oneDNN convolves faster example by example, if the
-# channels do not divide into its blocks: gradients of 14 channels take twice as long as of 16.
+# Elements of one example's patches above which oneDNN is faster example by example, if channels do
+# not divide into its blocks: gradients of 14 channels take twice as long as gradients of 16.
 MANY_PATCHES = 400_000
 CHANNEL_BLOCK = 8
 
@@ -26,13 +26,13 @@ LONG_SEQUENCE = 1024
 def convolution_chunk(operands: int, gradient: int, examples: int, workspace: int) -> int:
     """Return how many examples become the groups of one grouped weight-gradient call.
 
-    Several small gradients at once take down to a fifth of the time of one by one (two cores of an
-    AMD EPYC, 3×3 convolutions of 16 to 512 channels). Gradients of 4 MiB take 0.90 to 0.99 of the
-    time of 1 MiB, and of 8 MiB up to 1.4 times as long, if the C library maps fresh pages for them
-    (one core, gradients of 36 KiB to 2.3 MiB).
+    Computing several small gradients at once takes as little as a fifth of the time that they take
+    one by one (two cores of an AMD EPYC, 3×3 convolutions of 16 to 512 channels). Calls for 4 MiB
+    of gradients take 0.90 to 0.99 of the time of calls for 1 MiB, but for 8 MiB up to 1.4 times as
+    long if the C library maps fresh pages (one core, gradients of 36 KiB to 2.3 MiB each).
 
     Args:
-        operands, gradient: bytes of one example's operands, and of its gradient.
+        operands, gradient: bytes of one example's operands and of its gradient.
         examples: number of examples B.
         workspace: bytes of scratch.
     """
@@ -45,12 +45,12 @@ def convolution_way(
 ) -> ConvolutionWay:
     """Choose how the norms of a convolution's per-example gradients are computed.
 
-    Measured on two cores of an AMD EPYC, for 2600 convolutions over one to three axes with 1 to 256
-    channels: the choice takes 1.05 to 1.12 times as long as the fastest way. Patches are best for
-    pointwise kernels, where they are the input itself; for few positions with many outputs; for few
-    channels, which a convolution pads to a block, except over long sequences; and where they are so
-    few that calling a convolution takes longer than writing them. Large images and volumes with
-    padded channels take a third of the time when they are convolved one by one.
+    The chosen way takes 1.05 to 1.12 times as long as the fastest (two cores of an AMD EPYC, 2600
+    convolutions over one to three axes with 1 to 256 channels). Patches are best for pointwise
+    kernels, whose patches are the input itself; for few positions with many outputs; for few
+    channels, which a convolution pads to a block, except over long sequences; and if writing them
+    takes less time than calling a convolution. Large images and volumes with padded channels take a
+    third of the time if they are convolved one by one.
 
     Args:
         channels: number of input channels in one group.
@@ -61,8 +61,8 @@ def convolution_way(
         examples: number of examples B.
 
     Returns:
-        "patches" for outer products with patches written out, "groups" for examples as the groups
-        of one convolution, "alone" for a convolution of each.
+        "patches" for outer products with patches that are written out, "groups" for one convolution
+        with the examples as its groups, "alone" for one convolution for each example.
     """
     size, rows = math.prod(kernel), outputs // groups
     if len(kernel) == 1 and channels < CHANNEL_BLOCK and positions >= LONG_SEQUENCE:

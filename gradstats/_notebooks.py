@@ -1,4 +1,4 @@
-"""How notebooks show results whose ``print`` is a table."""
+"""Results that notebooks show as ``print`` does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 
 class Printed:
-    """Shown by IPython and notebooks as ``print`` shows it; a plain shell shows the short repr."""
+    """Base of results that IPython and notebooks print; a plain shell shows their short repr."""
 
-    # Not _repr_pretty_: to one that is inherited, IPython prefers the __repr__ of the class itself.
+    # Not _repr_pretty_: if inherited, IPython prefers the class's own __repr__ to it.
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/plain": str(self)}

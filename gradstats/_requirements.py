@@ -20,6 +20,6 @@ def require(extra: str) -> Iterator[None]:
     except ImportError as error:
         package = (error.name or "a package").partition(".")[0]
         raise MissingPackageError(
-            f"{package} is needed here and cannot be imported ({error}). Install the extra "
+            f"{package} is needed here but cannot be imported ({error}). Install the extra "
             f"{extra!r}: pip install 'gradstats[{extra}]'"
         ) from error

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return the lines of a table, its first ``left`` columns left-aligned, the others right."""
+    """Return the lines of a table: its first ``left`` columns left-aligned, the rest right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
