@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers have in common."""
+"""What the callbacks of all trainers share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATTERNS = ("layers", "parameters", "exclude")
 
 
 def check_options(every: int, options: Mapping[str, Any]) -> None:
-    """Raise where a monitor of any model would: here, not when training starts."""
+    """Raise for options that no monitor would accept: now, not when training starts."""
     signature = inspect.signature(Monitor)
     known = list(signature.parameters)[2:]
     for name in options:
@@ -39,10 +39,10 @@ def monitor_of_run(
     process_group: Any,
     **options: Any,
 ) -> Monitor:
-    """Return the monitor of a run: that of the run before, if its model is the same, or a new one.
+    """Return the monitor of the previous run, if its model is the same, or a new one.
 
     Args:
-        before: the monitor of the run before, if any.
+        before: the monitor of the previous run, if any.
         model, every, optimizer, scaler, process_group, options: as for ``gs.Monitor``.
     """
     if before is not None and before.model is model:

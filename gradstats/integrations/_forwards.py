@@ -1,4 +1,4 @@
-"""The forwards of the model in a Trainer's steps: how many examples a micro-batch has."""
+"""Opening the context of a micro-batch at the model's first forward in a Trainer's step."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gradstats.statistics._loss import infer_batch_size
 
 
 class Forwards:
-    """Opens the context of each micro-batch at its first forward, which says how many examples.
+    """Opens the context of each micro-batch at its first forward, which shows how many examples.
 
     Args:
-        called: the module that is called for the whole model.
-        main_input: the name of the input that has one row for each example; None where unknown.
+        called: the module through which the whole model is called.
+        main_input: the name of the input that has one row for each example; None if unknown.
         ids: the name of the input that holds the examples' ids, or None.
         rows_per_example: how many rows each example has.
-        begin: makes the context, given the number of examples, their ids and, of examples packed
+        begin: makes the context, given the number of examples, their ids and, if they are packed
             into one row, their bounds.
 
     Attributes:
-        in_step: whether the Trainer is in a training step: all other calls are not looked at.
+        in_step: whether the Trainer is in a training step; other calls are ignored.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Forwards:
         ]
 
     def take(self) -> MonitorStep | None:
-        """Stop waiting, and return the context that was opened; None if no forward came."""
+        """Stop waiting, and return the context that was opened; None if there was no forward."""
         for hook in self._hooks:
             hook.remove()
         step, self._step, self._hooks = self._step, None, []
         return step
 
     def close(self) -> None:
-        """Leave the model as it was, whatever was going on."""
+        """Restore the model, in whatever state the step is."""
         step = self.take()
         if step is not None:
             step.abandon()
@@ -78,7 +78,7 @@ class Forwards:
             if self._rows_per_example != 1:
                 self._assign_rows([*args, *kwargs.values()])
         except BaseException:
-            # Not in _after: hooks may not be removed while others of them run.
+            # Not left to _after: forward hooks may not be removed while they run.
             self.close()
             raise
 
@@ -95,9 +95,9 @@ class Forwards:
             rows = len(bounds) - 1
             if self._rows_per_example != 1:
                 raise TrackingError(
-                    f"the collator packed {rows} examples into one row, whereas rows_per_example="
-                    f"{self._rows_per_example} is of batches with rows of their own. Expected one "
-                    "of the two: train without padding_free, or without rows_per_example=."
+                    f"the collator packed {rows} examples into one row, but rows_per_example="
+                    f"{self._rows_per_example} expects rows of their own. Train without "
+                    "padding_free, or without rows_per_example=."
                 )
         self._examples, left = divmod(rows, self._rows_per_example)
         if left:
@@ -110,29 +110,28 @@ class Forwards:
         self._step.open()
 
     def _assign_rows(self, inputs: list[Any]) -> None:
-        """Say which example each row belongs to of all that the model is called with."""
+        """Assign each row of the model's inputs to its example."""
         owner = torch.arange(self._examples).repeat(self._rows_per_example)
         for item in inputs:
             if isinstance(item, Tensor) and item.dim() and len(item) == len(owner):
                 assign_rows(item, owner)
 
     def _main_input_in(self, kwargs) -> Tensor | None:
-        """Return what the model calls its main input, if it is called with that by name."""
+        """Return the model's main input, if it was passed by name."""
         inputs = kwargs.get(self._main_input)
         return inputs if isinstance(inputs, Tensor) else None
 
     def _check_rows(self, kwargs) -> None:
-        """Raise where the model is called for another number of rows in one micro-batch."""
+        """Raise if a later call in a micro-batch has another number of rows than the first."""
         inputs = self._main_input_in(kwargs)
         if inputs is None or self._rows is None:
             return
         if len(inputs) != self._rows:
             raise TrackingError(
                 f"the model was called with {self._rows} rows and then, in the same training step, "
-                f"with {len(inputs)}, so that it is not known which are the examples. Expected "
-                "calls with one row for each example in the steps that are measured: run what is "
-                "shared by them under torch.no_grad(), or measure with gs.Monitor in a loop of "
-                "your own."
+                f"with {len(inputs)}, so it is not known which are the examples. Expected one row "
+                "for each example in every call: run other calls under torch.no_grad(), or measure "
+                "with gs.Monitor in your own loop."
             )
 
     def _ids_in(self, kwargs) -> Tensor | None:
@@ -140,7 +139,7 @@ class Forwards:
             return None
         if self._ids not in kwargs:
             raise TrackingError(
-                f"the model was not given the input {self._ids!r} that ids= names; it was given "
+                f"the model was not given the input {self._ids!r} that ids= names, only "
                 f"{sorted(kwargs)}. Set remove_unused_columns=False and let the data collator "
                 "return it."
             )
@@ -148,9 +147,9 @@ class Forwards:
 
 
 class Hook:
-    """A hook of the model that copies of it do not have: an average of its weights, say.
+    """A hook that does nothing in copies of the model, such as averages of its weights.
 
-    A copied method would have a callback of its own, with a copy of all that it refers to.
+    A bound method as hook would be copied with the object it is bound to, and act on that copy.
     """
 
     def __init__(self, call: Callable[..., None], close: Callable[[], None]):
@@ -168,7 +167,7 @@ def nothing(*args) -> None:
 
 
 def close_all(model: nn.Module) -> None:
-    """Close what callbacks have opened, or wait to open, on a model: of runs that broke off."""
+    """Close what callbacks of aborted runs have opened, or wait to open, on a model."""
     for module in model.modules():
         for hook in [*module._forward_pre_hooks.values()]:
             if isinstance(hook, Hook):
@@ -176,7 +175,7 @@ def close_all(model: nn.Module) -> None:
 
 
 def bounds_in(inputs: dict[str, Any]) -> Tensor | None:
-    """Return the bounds of examples that a collator has packed into one row; None for a plain row.
+    """Return the bounds of examples that a collator packed into one row; None if not packed.
 
     Args:
         inputs: of the model, by name.
@@ -185,7 +184,7 @@ def bounds_in(inputs: dict[str, Any]) -> Tensor | None:
     if isinstance(bounds, Tensor):
         return bounds
     positions = inputs.get("position_ids")
-    # Beside a mask the models attend to whole rows, wherever positions begin: in padding, perhaps.
+    # With a mask, models attend to the whole row: positions may restart only in padding.
     masked = inputs.get("attention_mask") is not None
     if masked or not isinstance(positions, Tensor) or positions.dim() != 2:
         return None

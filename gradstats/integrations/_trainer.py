@@ -1,4 +1,4 @@
-"""What the callback needs from Hugging Face's Trainer, and how it is saved."""
+"""Finding Hugging Face's Trainer, and saving the callback's state as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradstats.errors import TrackingError
 with require("transformers"):
     from transformers import Trainer
 
-# What is added where examples turn out to depend on each other, and each row was taken for one.
+# Added to the error for coupled examples, if each row was taken for an example.
 PAIRS = (
     "If each example has several rows in the batch, as in TRL's trainers on pairs (DPOTrainer, "
     "RewardTrainer), say so: GradStatsCallback(rows_per_example=2)."
@@ -38,6 +38,7 @@ def calling_trainer() -> Trainer:
 
 
 def refuse_what_cannot_be_measured(args) -> None:
+    """Raise for training arguments with which the model cannot be measured."""
     for name, uses in (
         ("DataParallel (several GPUs in one process; start one process for each)", args.n_gpu > 1),
         ("DeepSpeed", bool(args.deepspeed)),
@@ -50,7 +51,7 @@ def refuse_what_cannot_be_measured(args) -> None:
 
 
 def to_json(item: Any) -> Any:
-    """Return nested dicts and lists with each tensor as its bytes in base64."""
+    """Return nested dicts and lists with each tensor as base64 of its bytes."""
     if isinstance(item, Tensor):
         content = base64.b64encode(item.numpy().tobytes()).decode("ascii")
         return {"tensor": content, "dtype": str(item.dtype).removeprefix("torch.")}
@@ -62,6 +63,7 @@ def to_json(item: Any) -> Any:
 
 
 def from_json(item: Any) -> Any:
+    """Return what ``to_json`` was given."""
     if isinstance(item, dict):
         if item.keys() == {"tensor", "dtype"}:
             content = bytearray(base64.b64decode(item["tensor"]))

@@ -1,4 +1,4 @@
-"""Rules of the autograd Functions in which TRL's trainers compute what they train on."""
+"""Rules for the autograd Functions in which TRL's trainers compute their losses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def register_rules() -> ExitStack:
-    """Register the rules of Functions that TRL has imported, where they are those known here.
+    """Register rules for imported Functions of TRL whose arguments are those known here.
+
+    Functions that already have a rule keep it.
 
     Returns:
-        What removes them again, on ``close()`` or at the end of a with block: those that it has
-        registered, because nobody had before.
+        ExitStack: removes the rules again, on ``close()`` or at the end of a with block.
     """
     registered = ExitStack()
     for module, name, rule in RULES:
@@ -48,21 +49,21 @@ def log_probabilities(
     logit_scale: float = 1.0,
     outputs: Sequence[str] = OUTPUTS,
 ) -> tuple[Any, ...]:
-    """log p(target) of each token, and more of its distribution where that is asked for.
+    """log p(target) of each token, and the statistics of p that ``outputs`` names.
 
-    Of p = softmax(z / temperature) with z = logit_scale · (hidden Wᵀ + bias), capped where
-    ``final_logit_softcapping`` says so.
+    p = softmax(z / temperature) with z = logit_scale · (hidden Wᵀ + bias), soft-capped if
+    ``final_logit_softcapping`` is given.
     """
     logits = logits_of(hidden, weight, bias, logit_scale, final_logit_softcapping, temperature)
     logs = logits.log_softmax(-1)
 
     found = logs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    given = logits.detach()  # all but the entropy has no gradient
+    constant = logits.detach()  # only the entropy has a gradient
     more: dict[str, Callable[[], Tensor]] = {
         "entropy": lambda: -(logs.exp() * logs).sum(-1),
         "log_sum_sq_probs": lambda: (2 * logs.detach()).logsumexp(-1),
-        "mean_logits": lambda: given.mean(-1),
-        "is_top1": lambda: given.argmax(-1) == targets,
+        "mean_logits": lambda: constant.mean(-1),
+        "is_top1": lambda: constant.argmax(-1) == targets,
     }
     return (found, *(form() if name in outputs else None for name, form in more.items()))
 
@@ -83,8 +84,8 @@ def divergences(
 ) -> tuple[Tensor, Tensor]:
     """Divergence of each token's distribution p from the teacher's q, and the entropy of p.
 
-    KL(q‖p) where β is 0, KL(p‖q) where it is 1, else β KL(q‖m) + (1 − β) KL(p‖m) with the mixture
-    m = (1 − β) p + β q. The teacher has no gradient, nor has the entropy.
+    KL(q‖p) for β = 0, KL(p‖q) for β = 1, else β KL(q‖m) + (1 − β) KL(p‖m) with the mixture
+    m = (1 − β) p + β q. Neither the teacher nor the entropy has a gradient.
     """
     p = logits_of(
         student_hidden, student_weight, student_bias,
@@ -112,15 +113,15 @@ def logits_of(
     cap: float | None,
     temperature: float,
 ) -> Tensor:
-    """z / temperature, of z = scale · (hidden Wᵀ + bias), capped where ``cap`` says so."""
+    """z / temperature, with z = scale · (hidden Wᵀ + bias), soft-capped if ``cap`` is given."""
     logits = functional.linear(hidden, weight, bias).float() * scale
     if cap is not None:
-        cap = cap or 1.0  # as the Functions take a cap of zero
+        cap = cap or 1.0  # the Functions take a cap of zero for one
         logits = cap * torch.tanh(logits / cap)
     return logits / temperature
 
 
-# The modules of TRL, their Functions, and what these compute.
+# TRL's modules, their Functions, and what these compute.
 RULES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("trl.kernels.chunked_logprob", "ChunkedLogProbFunction", log_probabilities),
     ("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", divergences),

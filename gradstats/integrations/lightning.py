@@ -24,7 +24,7 @@ from gradstats.statistics._loss import infer_batch_size
 
 
 def _callback_class() -> type:
-    # Whichever the user imported; the two differ only in their name.
+    # The one that the user has imported: the two differ only in their names.
     packages = ("lightning.pytorch", "pytorch_lightning")
     first, second = sorted(packages, key=lambda name: name not in sys.modules)
     with require("lightning"):
@@ -37,11 +37,11 @@ def _callback_class() -> type:
 class GradStatsCallback(_callback_class()):  # type: ignore[misc]
     """Logs what ``gs.Monitor`` measures to the trainer's loggers, and keeps it in checkpoints.
 
-    An optimizer step is measured if ``trainer.global_step`` is a multiple of ``every``; in all
-    others nothing is done. Values go to every logger at that step, regardless of
-    ``log_every_n_steps``, and into ``trainer.callback_metrics``. Gradient accumulation, GradScaler
-    and the ranks of DDP or ``fully_shard`` are taken from the trainer; norms are taken before
-    clipping. ``training_step`` must return the mean loss of the batch, or the sum with
+    An optimizer step is measured if ``trainer.global_step`` is a multiple of ``every``; in other
+    steps the callback does nothing. Values go to every logger at that step, regardless of
+    ``log_every_n_steps``, and into ``trainer.callback_metrics``. The trainer says how gradients are
+    accumulated, scaled (GradScaler), and averaged over processes (DDP, ``fully_shard``). Norms are
+    taken before clipping. ``training_step`` must return the mean loss of the batch, or the sum with
     ``loss_reduction="sum"``.
 
     Args:
@@ -49,7 +49,8 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
         ids: where a batch holds the ids of its examples, (B,) integers, for
             ``monitor.self_influence`` and ``monitor.examples``: a key or index into the batch, or
             a function of it.
-        batch_size: a function of the batch; by default the first axis of its first tensor.
+        batch_size: a function of the batch that returns B; by default B is the length of the first
+            tensor in the batch.
         histograms: also log the distributions over examples (TensorBoard and W&B loggers).
         options: all other arguments of ``gs.Monitor``.
 
@@ -58,11 +59,12 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             continues it.
 
     Raises:
-        TrackingError: an argument of the wrong type or value; the module optimizes manually.
+        TrackingError: an argument of the wrong type or value. In training: the module optimizes
+            manually.
         TypeError: an option that ``gs.Monitor`` does not have.
 
     Cost:
-        That of ``gs.Monitor`` in measured steps; nothing in others.
+        In measured steps that of ``gs.Monitor``; none in others.
     """
 
     def __init__(
@@ -98,14 +100,14 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
         self._number = 0
 
     def setup(self, trainer, pl_module, stage) -> None:
-        # The states of callbacks are restored from a checkpoint that is validated or tested too.
+        # Validating or testing a checkpoint restores the callbacks' states too.
         self._resumes = stage == "fit"
 
     def on_train_start(self, trainer, pl_module) -> None:
         if not pl_module.automatic_optimization:
             raise TrackingError(
-                "the module optimizes manually, so that the callback cannot know which backwards "
-                "make one optimizer step. Use gs.Monitor inside training_step instead."
+                "the module optimizes manually, so it is not known which backwards make one "
+                "optimizer step. Use gs.Monitor inside training_step instead of this callback."
             )
         run = {
             "optimizer": trainer.optimizers,
@@ -145,7 +147,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             step.leave_out(self._last)
         if not self._last:
             return
-        self.monitor.steps = trainer.global_step  # it counts those alone that it measures
+        self.monitor.steps = trainer.global_step  # the monitor counts only measured steps
         if self._number % self.every:
             return
         metrics = self.monitor.metrics()
@@ -160,7 +162,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
                 _log_histograms(logger, self.monitor.histograms(), self._number)
 
     def on_train_epoch_end(self, trainer, pl_module) -> None:
-        # A module may have skipped the rest of the epoch, after the start of a batch was announced.
+        # A module may skip the rest of an epoch after a batch has started.
         self._abandon()
 
     def on_exception(self, trainer, pl_module, exception) -> None:
@@ -183,7 +185,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
             step.abandon()
 
     def _taken(self) -> MonitorStep | None:
-        """Return the context that is open, which is then somebody else's; None if there is none."""
+        """Return the open context, if any, and leave it to the caller."""
         step, self._step = self._step, None
         return step
 
@@ -205,7 +207,7 @@ class GradStatsCallback(_callback_class()):  # type: ignore[misc]
                 holds += f" of {len(batch)}"
             raise TrackingError(
                 f"the batch is {holds} and has no {self._ids!r}, which ids= names. Expected a key "
-                "or index into the batch, or a function of the batch: (B,) integers."
+                "or index into the batch, or a function of it, that gives (B,) integers."
             ) from error
 
 
@@ -218,5 +220,5 @@ def _log_histograms(logger, columns: dict, step: int) -> None:
     elif columns and any(kind.__name__ == "WandbLogger" for kind in type(logger).__mro__):
         wandb = importlib.import_module("wandb")
         shown = {name: wandb.Histogram(values) for name, values in columns.items()}
-        # The axis over which Lightning has W&B show what it logs.
+        # Lightning makes this the horizontal axis of what it logs to W&B.
         experiment.log({**shown, "trainer/global_step": step})

@@ -39,51 +39,53 @@ with require("transformers"):
 
 
 class GradStatsCallback(TrainerCallback, ExportableState):
-    """Logs what ``gs.Monitor`` measures as the Trainer logs, and keeps it in its checkpoints.
+    """Logs what ``gs.Monitor`` measures like the Trainer's own logs, and saves it in checkpoints.
 
     An optimizer step is measured if ``state.global_step`` is a multiple of ``every`` when it
-    starts; in all others nothing is done. At the end of the step, metrics go to
+    starts; in other steps the callback does nothing. At the end of the step, metrics go to
     ``state.log_history`` and to every reporting integration, under the Trainer's step number. Norms
-    are taken before clipping. Measurements are saved with each checkpoint. They are restored on
-    resuming if ``restore_callback_states_from_checkpoint=True``. As with every restored callback,
-    the Trainer then continues with a new one, made with the saved arguments: it is in
+    are taken before clipping. Measurements are saved with each checkpoint, and restored on resuming
+    if ``restore_callback_states_from_checkpoint=True``. As with every restored callback, the
+    Trainer then continues with a new one, made with the saved arguments: it is in
     ``trainer.callback_handler.callbacks``, and the one that you passed measures nothing.
 
-    The loss of the whole optimizer step, the sum over its micro-batches and mean over its processes
-    of the scalars that the Trainer differentiates, is taken to be (1/N) Σ ℓ_i of its N examples,
-    which defines ℓ_i. With K micro-batches of B examples on each of R processes, ℓ_i is
+    The Trainer differentiates one scalar per micro-batch. Their sum over the micro-batches of an
+    optimizer step, averaged over its processes, is taken to be (1/N) Σ ℓ_i over the step's N
+    examples, which defines ℓ_i. With K micro-batches of B examples on each of R processes, ℓ_i is
 
-        N / #tokens · the sum of its token losses    where the loss is divided by the token count
-        N / (K R B) · its own loss                   where it is the mean over the micro-batch:
+        N / #tokens · the sum of its token losses    if the loss is divided by the token count
+        N / (K R B) · its own loss                   if the loss is the mean over the micro-batch:
                                                      its own loss, if all are of the same size
-        N / B · its own loss                         where the Trainer takes such a mean as divided
-                                                     by the count: K R times its own loss
+        N / B · its own loss                         if the loss is such a mean, but the Trainer
+                                                     takes it to be divided by the token count:
+                                                     K R times its own loss, likewise
 
     #tokens is the Trainer's ``num_items_in_batch``: all labels that are not -100, including the
     first of a row, which nothing predicts. Transformers 5 excludes that one for causal language
     models, which it recognises by their class name (not ``GPT2LMHeadModel``). The Trainer takes a
-    loss as divided by the count if it comes from a ``compute_loss_func``, or if there are
-    ``labels`` and the model takes ``**kwargs``: BERT and T5 in Transformers 5 do, without dividing,
-    and so may your ``compute_loss``. With ``average_tokens_across_devices=False``, #tokens is R
-    times the count of the process, and the third line N / (R B) · its own loss. In each case the
-    gradient is the one that the Trainer trains with.
+    loss to be divided by the count if it comes from a ``compute_loss_func``, or if there are
+    ``labels`` and the model takes ``**kwargs``. BERT and T5 in Transformers 5 do so without
+    dividing, and so may your ``compute_loss``. With ``average_tokens_across_devices=False``,
+    #tokens is R times the count of the process, and the third line is N / (R B) · its own loss. In
+    each case the gradient is the one that the Trainer trains with.
 
-    Examples are the rows of the batch, or those that ``DataCollatorWithFlattening`` packs into one
-    row, if the model is given ``cu_seq_lens_q``, or ``position_ids`` that restart with each example
-    and no ``attention_mask``. ``rows_per_example=2`` makes one example of each pair whose second
-    rows are stacked below all first ones, as in TRL's ``DPOTrainer`` and ``RewardTrainer``.
+    Examples are the rows of the batch; or, if ``DataCollatorWithFlattening`` packs several into one
+    row, those between its bounds: the model must be given ``cu_seq_lens_q``, or ``position_ids``
+    that restart with each example and no ``attention_mask``. With ``rows_per_example=2``, an
+    example is a pair of rows, all second rows being stacked below all first rows, as in TRL's
+    ``DPOTrainer`` and ``RewardTrainer``.
 
-    TRL's trainers compute log-probabilities and divergences in autograd Functions that do not hold
-    the logits of all tokens; measured steps also form these logits.
+    TRL's trainers compute log-probabilities and divergences in autograd Functions that never hold
+    the logits of all tokens; measured steps do form these logits.
 
-    An exception in a training step leaves the model as it was, and is re-raised. Calls of the model
-    outside the Trainer's steps are not measured.
+    After an exception in a training step, the model is restored and the exception raised again.
+    Calls of the model outside the Trainer's training steps are not measured.
 
     Args:
         every: interval of the measured optimizer steps.
-        rows_per_example: K if the batch holds B examples of K rows each: row r + k B belongs to
-            example r. This is trusted: a loss that combines rows in another way (interleaved
-            pairs) and is averaged by the Trainer is not always detected.
+        rows_per_example: k if the batch holds B examples of k rows each: the rows r, r + B,
+            r + 2 B, … belong to example r. This is trusted: a loss that combines rows in another
+            way (interleaved pairs) and is averaged by the Trainer is not always detected.
         ids: the name of the model input, (B,) integers, that holds the ids of a batch's examples,
             for ``monitor.self_influence`` and ``monitor.examples``. The model receives it too; set
             ``remove_unused_columns=False`` if its forward takes it only through ``**kwargs``.
@@ -94,12 +96,12 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             continues it.
 
     Raises:
-        TrackingError: an argument of the wrong type or value; the Trainer runs the model in a way
-            that cannot be measured: DataParallel or DeepSpeed.
+        TrackingError: an argument of the wrong type or value. In training: the Trainer runs the
+            model in DataParallel or DeepSpeed, which cannot be measured.
         TypeError: an option that ``gs.Monitor`` does not have.
 
     Cost:
-        That of ``gs.Monitor`` in measured steps; nothing in others.
+        In measured steps that of ``gs.Monitor``; none in others.
     """
 
     def __init__(
@@ -133,8 +135,8 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             json.dumps([ids, options])
         except TypeError as error:
             raise TrackingError(
-                f"ids and the options {sorted(options)} are saved with the Trainer's state, "
-                f"expected values that can be written as JSON ({error})."
+                f"ids and the options {sorted(options)} are saved with the Trainer's state as "
+                f"JSON, expected values that JSON can hold ({error})."
             ) from error
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
@@ -145,10 +147,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         refuse_what_cannot_be_measured(args)
         trainer = calling_trainer()
         self._handler = trainer.callback_handler
-        # Hooks of a compiled model are compiled with it; those of the module around it are not.
-        around = trainer.model_wrapped
-        called = around if "_orig_mod" in around._modules else model
-        close_all(around)
+        # Hooks of a compiled model are compiled with it; those of its wrapper are not.
+        wrapper = trainer.model_wrapped
+        called = wrapper if "_orig_mod" in wrapper._modules else model
+        close_all(wrapper)
         self._forwards = Forwards(
             called, getattr(model, "main_input_name", None), self._ids, self._rows_per_example,
             self._begin,
@@ -168,14 +170,14 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         monitor = self.monitor = monitor_of_run(before, model, self.every, **run)
         resumes = state.global_step > 0 and monitor is not before
         if starts_again and self._before is not None:
-            # With smaller batches, after one that did not fit: the Trainer's log starts again too.
+            # With smaller batches, after running out of memory: the Trainer's log starts anew too.
             monitor.load_state_dict(self._before)
         elif self.saved is not None:
             monitor.load_state_dict(from_json(self.saved))
             self.saved = None
         elif resumes and not args.restore_callback_states_from_checkpoint:
             warn(
-                "the run resumes from a checkpoint but gradstats' averages and self-influence "
+                "the run resumes from a checkpoint, but gradstats' averages and self-influence "
                 "start anew: set restore_callback_states_from_checkpoint=True to restore them.",
             )
         if args.auto_find_batch_size:
@@ -187,15 +189,15 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self.monitor.steps = state.global_step
         self._first, self._measures = True, state.global_step % self.every == 0
         if self._unfinished:
-            # Its next micro-batch, which hooks may be waiting for, never came.
+            # The next micro-batch, for which hooks may still wait, did not come.
             self.close()
             if self._measures:
                 self._measures = False
                 warn(
-                    f"optimizer step {state.global_step} was not measured: the epoch before ended "
-                    "between its micro-batches, whose gradients the Trainer adds to those of the "
-                    "epoch that begins. Expected epochs of whole steps: a number of batches that "
-                    "gradient_accumulation_steps divides, or a data set whose length is known.",
+                    f"optimizer step {state.global_step} was not measured: it spans two epochs, "
+                    "since the last one ended between its micro-batches. Expected epochs of whole "
+                    "steps: a number of batches that gradient_accumulation_steps divides, or a "
+                    "data set of known length.",
                 )
         self._unfinished = True
         self._wait()
@@ -210,14 +212,14 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         assert self.monitor is not None and self._handler is not None
-        self.monitor.steps = state.global_step  # it counts those alone that it measures
+        self.monitor.steps = state.global_step  # the monitor counts only measured steps
         if not self._measures:
             return
         self._measures = False
         logs = self.monitor.metrics()
         if not logs:
             return
-        # As Trainer.log does it; the handler clears flags of the control it is given.
+        # As in Trainer.log; with a copy of the control, whose flags the handler clears.
         logs["epoch"] = state.epoch
         state.log_history.append({**logs, "step": state.global_step})
         self._handler.on_log(args, state, dataclasses.replace(control), logs)
@@ -227,7 +229,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         self._leave_trainer()
 
     def _enter_trainer(self, trainer: Trainer, forwards: Forwards) -> None:
-        """Run the Trainer's steps, whose exceptions no callback is told of."""
+        """Wrap the Trainer's training step: callbacks are not told of its exceptions."""
         step, rules = trainer.training_step, register_rules()
 
         @functools.wraps(step)
@@ -244,22 +246,22 @@ class GradStatsCallback(TrainerCallback, ExportableState):
             finally:
                 forwards.in_step = False
 
-        own = vars(trainer).get("training_step")
+        replaced = vars(trainer).get("training_step")  # None if it is a method of the class
         trainer.training_step = training_step
 
         def leave() -> None:
-            """Give the Trainer its own step back, unless another callback has put one there."""
+            """Restore the Trainer's step, unless another callback has wrapped it since."""
             if vars(trainer).get("training_step") is training_step:
                 del trainer.training_step
-                if own is not None:
-                    trainer.training_step = own
+                if replaced is not None:
+                    trainer.training_step = replaced
             rules.close()
             self._leave_trainer = nothing
 
         self._leave_trainer = leave
 
     def state(self) -> dict[str, Any]:
-        """Return what the Trainer saves: arguments and attributes, as JSON can hold them."""
+        """Return what the Trainer saves as JSON: arguments and attributes."""
         saved = None if self.monitor is None else to_json(self.monitor.state_dict())
         return {
             "args": {
@@ -287,7 +289,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         )
 
     def _close(self, last: bool) -> None:
-        """End the micro-batch at hand."""
+        """End the current micro-batch."""
         assert self.monitor is not None and self._forwards is not None
         step = self._forwards.take()
         if step is not None:
@@ -297,11 +299,11 @@ class GradStatsCallback(TrainerCallback, ExportableState):
                 last,
                 f"optimizer step {self.monitor.steps} was not measured: no forward of the model in "
                 "training mode was seen in one of its micro-batches. Expected a call of the whole "
-                "model, model(**inputs), with gradients: neither model.forward nor a part of the "
-                "model alone, and not after model.eval().",
+                "model, model(**inputs), with gradients and in training mode: not model.forward, "
+                "nor only a part of the model.",
             )
 
     def close(self) -> None:
-        """Leave the model as it was, whatever was going on."""
+        """Restore the model, in whatever state the step is."""
         if self._forwards is not None:
             self._forwards.close()
