@@ -13,13 +13,12 @@ from torch.overrides import TorchFunctionMode
 from gradstats.errors import GradStatsError
 from gradstats.statistics._loss import order_here
 
-# Losses of one class among several, with what turns their input into probabilities (B, K); the
-# names of their first arguments, and the label that they ignore by default.
+# Losses of one class among several, with what turns their input into probabilities (B, K), and the
+# label that they ignore by default.
 SEVERAL = {
     functional.cross_entropy: lambda logits: logits.softmax(1),
     functional.nll_loss: lambda logarithms: logarithms.exp(),
 }
-ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index")
 IGNORED = -100
 # Losses of two classes, with what turns their input (B,) into probabilities (B, 2).
 BINARY = {
@@ -65,9 +64,9 @@ class CrossEntropyWatch(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in SEVERAL or func in BINARY:
-            given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
-            ignored = given.get("ignore_index", IGNORED)
-            self._seen.append((func, given["input"], given["target"], ignored))
+            # However they were called: input and target by position, all else by keyword.
+            logits, labels = args
+            self._seen.append((func, logits, labels, kwargs.get("ignore_index", IGNORED)))
         return func(*args, **kwargs)
 
     def __enter__(self) -> CrossEntropyWatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -172,7 +173,15 @@ def test_several_classes_beside_two(setting):
     np.testing.assert_allclose(table.el2n, expected.el2n, rtol=1e-10)
 
 
-@pytest.mark.parametrize("loss", [binary, binary_of_probabilities])
+def binary_by_position(model, batch):
+    """With PyTorch's older arguments, of which the fifth is another than a cross-entropy's."""
+    logits, labels = two_classes(model, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return functional.binary_cross_entropy_with_logits(logits, labels, None, None, False)[:, 0]
+
+
+@pytest.mark.parametrize("loss", [binary, binary_of_probabilities, binary_by_position])
 def test_binary_classification(setting, loss):
     def as_two_classes(model, batch):
         logits, labels = two_classes(model, batch)
