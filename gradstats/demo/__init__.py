@@ -1,10 +1,10 @@
 """Find flipped labels among scikit-learn's digits, by self-influence and by cheaper scores.
 
-_command     the command line, and what is written where
-_settings    what is run, in numbers
+_command     the command line and the files it writes
+_settings    the numbers of a run
 _data, _training     digits with flipped labels; a model and its checkpoints
 _experiment  the run and its scores
-_report, _pictures   what is said and drawn of it
+_report, _pictures   the printed report and the CSV file; the figures
 """
 
 from gradstats.demo._command import add_command as add_command

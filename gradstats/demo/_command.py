@@ -1,4 +1,4 @@
-"""The command ``demo``: its arguments, their checks, and what it writes where."""
+"""The command ``demo``: its arguments, their checks, and the files it writes."""
 
 from __future__ import annotations
 

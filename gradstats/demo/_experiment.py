@@ -73,8 +73,8 @@ class Outcome:
 def one_thread() -> Iterator[None]:
     """Let PyTorch compute on one thread inside the context.
 
-    The order of sums, and so the result, then depends on the seed and not on the number of cores,
-    and operations this small gain nothing from more.
+    Then the order of sums, and with it the result, does not depend on the number of cores; and
+    operations this small gain nothing from more threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -112,7 +112,7 @@ def run_experiment(settings: Settings) -> Outcome:
         for weights in (
             gs.Checkpoints(list(checkpoints.values()), lr="optimizer"),
             gs.Checkpoints(checkpoints[settings.early_epoch], lr="optimizer"),
-            # Their mean norm is asked for, which knows no rates.
+            # Only their mean norm is used, on which the rates have no effect.
             gs.Checkpoints(initial, lr=1.0),
         )
     )
@@ -134,11 +134,11 @@ def compare(
     flipped: np.ndarray,
     epoch: int,
 ) -> list[Ranked]:
-    """Return every score of the demo with how well it finds the flipped labels, in this order.
+    """Return every score of the demo with how well it finds the flipped labels.
 
     Args:
         run: over the checkpoints of one training run.
-        early: at one of them.
+        early: at one of these checkpoints.
         untrained: over some random initialisations.
         flipped: (N,) bool.
         epoch: of the early checkpoint.
@@ -147,7 +147,7 @@ def compare(
         TracIn: Pruthi et al., arXiv 2002.08484. GraNd and EL2N: Paul et al., arXiv 2107.07075.
     """
     span, seeds = f"{len(run.checkpoints)} checkpoints", f"{len(untrained.checkpoints)} seeds"
-    # Column, title, whether forward passes are enough, values, and their row of a table's report.
+    # Column, title, whether forward passes are enough, values; the table and the row of its report.
     scores = (
         (SELF_INFLUENCE, f"self-influence (TracIn), {span}", False, run.self_influence,
          run, "self-influence"),

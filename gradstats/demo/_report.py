@@ -1,4 +1,4 @@
-"""The table, what it says in words, and the scores as CSV."""
+"""The printed report, and the scores as CSV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradstats.demo._experiment import (
 )
 from gradstats.scoring._metrics import chance_halfwidth
 
-# AUROCs that differ by no more are called close.
+# AUROCs that differ by no more than this are called close.
 CLOSE = 0.01
 WIDTH = 88
 
@@ -37,7 +37,7 @@ def report(outcome: Outcome) -> str:
 
 
 def table(ranking: Sequence[Ranked]) -> str:
-    """Return the scores in the order given, one aligned line each."""
+    """Return an aligned table with one line per score, in the order given."""
     header = ("score", "needs", "AUROC", "recall at noise rate")
     rows = [
         (
@@ -53,7 +53,7 @@ def table(ranking: Sequence[Ranked]) -> str:
 
 
 def verdict(ranking: Sequence[Ranked]) -> str:
-    """Return one sentence that sets self-influence against the scores that need no gradient."""
+    """Return one sentence that compares self-influence with the scores that need no gradient."""
     own = _find(ranking, SELF_INFLUENCE)
     baselines = [ranked for ranked in ranking if ranked.forward_only]
     best = max(baselines, key=lambda ranked: ranked.detection.auroc)

@@ -1,4 +1,4 @@
-"""What the demo does, in numbers."""
+"""The numbers of a run of the demo."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Settings:
 
     Attributes:
         seed: of the split, the flips, the initialisations and the order of training.
-        held_out: fraction of the digits kept away from training, with clean labels.
+        held_out: fraction of the digits kept out of training, with clean labels.
         noise_rate: fraction of the training labels that are flipped.
         epochs: length of training.
         checkpoints: epochs after which the weights are kept, ascending, from 1 to ``epochs``.
-        early_epoch: that of the checkpoint that is also scored on its own.
+        early_epoch: the epoch whose checkpoint is also scored on its own.
         initialisations: number of random initialisations that GraNd is averaged over.
         learning_rate: of SGD; a tenth of it after 50% of the epochs, a hundredth after 80%.
         momentum: of SGD.
