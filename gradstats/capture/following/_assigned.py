@@ -24,8 +24,8 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
     """Say which example each row of a data tensor belongs to, if its shape does not show it.
 
     Row r of the tensor (its slice r along ``dim``) belongs to example ``owner[r]``; an example may
-    have any number of rows, in any order. What the model computes from them is then followed as for
-    any other data. This is needed if the rows are neither one per example nor those described by
+    have any number of rows, in any order. What the model computes from the rows is then followed as
+    for any other data. Call it for rows that are neither one per example nor those described by
     ``cu_seqlens=``, such as the edge features of graphs that are packed by their nodes:
 
         def loss_fn(model, batch):                           # a batch of torch_geometric
@@ -53,7 +53,7 @@ def assign_rows(tensor: Tensor, owner: Tensor, dim: int = 0) -> Tensor:
         A pass over ``owner`` to check its range, which synchronises with a GPU. Whether the owners
         are correct cannot be checked: they are trusted, as ``cu_seqlens=`` is.
     """
-    # has_torch_function() would not do: in a graph that is traced under a mode it says no.
+    # has_torch_function() is no substitute: in a graph that is traced under a mode it is False.
     mode = innermost_mode()
     if mode is not None:
         leave_graph("rows that are assigned to examples")
@@ -65,14 +65,14 @@ def _note(tracker: Context, tensor: Tensor, owner: Tensor, dim: int) -> None:
     """Note which example each row of a tensor belongs to, or raise."""
     if not isinstance(tensor, Tensor):
         raise ExampleAxisError(
-            f"assign_rows got {type(tensor).__name__}, expected a tensor of data: give the one "
+            f"assign_rows got {type(tensor).__name__}, expected a tensor of data: pass the tensor "
             "that the model takes."
         )
     node = node_of(tensor)
     if node is not None:
         raise ExampleAxisError(
-            f"assign_rows got {node.describe()}, which belongs to no example, expected data. Leave "
-            "the call out: what each example makes of a parameter is found where they meet.",
+            f"assign_rows got {node.describe()}, which belongs to no example, expected data. "
+            "Remove the call: what belongs to which example is found where parameters meet data.",
             node.names,
         )
     with torch._C.DisableTorchFunction():
@@ -80,12 +80,13 @@ def _note(tracker: Context, tensor: Tensor, owner: Tensor, dim: int) -> None:
         axis = -1 if number is None else number + tensor.dim() if number < 0 else number
         rows = tensor.shape[axis] if 0 <= axis < tensor.dim() else None
         _check(owner, rows, tuple(tensor.shape), dim, tracker.batch_size)
-        whose = owner.detach().to(tensor.device, torch.int64)
-        tracker.marks.take_batch([tensor])
-        layout = Examples(tracker.batch_size, axis).owned_by(whose, axis)
-        tracker.marks.place(tensor, layout)
-        if tracker.marks.values.owner_of(tensor) is not None:
-            tracker.marks.values.note(tensor, owner=numbers_of(tensor, layout, tensor.dim()))
+        examples = owner.detach().to(tensor.device, torch.int64)
+        marks = tracker.marks
+        marks.take_batch([tensor])
+        layout = Examples(tracker.batch_size, axis).owned_by(examples, axis)
+        marks.place(tensor, layout)
+        if marks.values.owner_of(tensor) is not None:
+            marks.values.note(tensor, owner=numbers_of(tensor, layout, tensor.dim()))
 
 
 def _check(owner: Tensor, rows: int | None, shape: tuple[int, ...], dim: Any, batch: int) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that functions use from their closures, defaults and globals, and objects of modules."""
+"""Tensors in the closures, defaults and globals of functions, and in objects that modules keep."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from gradstats.capture.parameters._attributes import PLAIN_TYPES, tensors_kept
 
-# Longer lists and dicts are not read; they hold no weights, and few hold modules.
+# Longer containers are not searched: they hold no weights, and few hold modules.
 LONGEST, LONGEST_OF_MODULES = 10_000, 100
 CONTAINERS = (list, tuple, dict)
-# The most objects that are visited.
+# A search ends after this many objects.
 MOST = 100_000
 # Types of objects in which nothing is searched.
 EMPTY_TYPES = PLAIN_TYPES | {type, ModuleType, BuiltinFunctionType}
 READS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
-# Functions that methods use are searched for caches, and those that these use; no further.
+# Levels that are searched for caches: methods, the functions they use, and those that these use.
 DEPTH_OF_CACHES = 3
-# Not found by the names of their modules alone, which classes derived from them may have too; nor
-# by where they are alone, which others may have been put in their place.
+# Both conditions are needed: derived classes may have the same module name, and users may have put
+# classes of their own into ``torch.nn``.
 LAYERS_OF_PYTORCH = frozenset(
     each
     for each in vars(nn).values()
@@ -35,9 +35,9 @@ CACHES: WeakKeyDictionary[type, list[ref[_lru_cache_wrapper]]] = WeakKeyDictiona
 
 
 class EnclosedTensors:
-    """The tensors in the closures and globals of a loss function and a model's code.
+    """The tensors in the closures and globals of a loss function and of a model's code.
 
-    Except those of the batch. They are searched when first asked for, which most calls never do.
+    Those of the batch are left out. The search runs when it is first needed: in most calls, never.
     """
 
     def __init__(self, loss_fn: Any, model: nn.Module, batch: Iterable[Tensor]):
@@ -61,7 +61,7 @@ def of_layers(model: nn.Module, loss_fn: Any, batch: Iterable[Tensor]) -> list[T
 
 
 def sources_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the methods of the user's own modules, and functions and objects that modules keep."""
+    """Yield methods of the user's own modules, and the functions and objects that modules keep."""
     seen: set[type] = set()
     for module in model.modules():
         if type(module) not in seen:
@@ -71,7 +71,7 @@ def sources_of(model: nn.Module) -> Iterator[Any]:
             if _is_function(kept):
                 yield kept
             elif not isinstance(kept, (type, nn.Module, Tensor)):
-                yield getattr(kept, "__dict__", None)  # of an object that is no module
+                yield getattr(kept, "__dict__", None)
 
 
 def _is_function(item: Any) -> bool:
@@ -79,11 +79,11 @@ def _is_function(item: Any) -> bool:
 
 
 def caches_of(kinds: Iterable[type[nn.Module]]) -> list[_lru_cache_wrapper]:
-    """Return the caches (functools.lru_cache) that classes' methods are, or use."""
+    """Return the caches (functools.lru_cache) around methods of classes, and those they use."""
     caches: list[ref[_lru_cache_wrapper]] = []
     for kind in kinds:
         if kind in LAYERS_OF_PYTORCH:
-            continue  # without a look-up, which takes longer
+            continue  # this is faster than a look-up in CACHES
         found = CACHES.get(kind)
         if found is None:
             found = CACHES[kind] = []
@@ -97,18 +97,19 @@ def caches_of(kinds: Iterable[type[nn.Module]]) -> list[_lru_cache_wrapper]:
 
 
 def _methods(kind: type) -> Iterator[Any]:
-    """Yield what a class and its bases define, but for those of PyTorch; methods as functions."""
-    for own in kind.__mro__[:-1]:
-        if own.__module__.partition(".")[0] != "torch":
-            for each in vars(own).values():
-                yield getattr(each, "__func__", each)  # of a static method, for instance
+    """Yield the attributes of a class and its bases, except PyTorch's; methods as functions."""
+    for base in kind.__mro__[:-1]:
+        if base.__module__.partition(".")[0] != "torch":
+            for attribute in vars(base).values():
+                # Static and class methods wrap their function.
+                yield getattr(attribute, "__func__", attribute)
 
 
 def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
     """Return by id the tensors that functions use from closures, defaults, globals and objects.
 
-    Including those in lists, tuples and dicts, and of functions of the same package that they use;
-    not those in modules.
+    Lists, tuples and dicts are searched too, and functions of the same package that these functions
+    use; modules are not.
     """
     return {id(tensor): tensor for tensor in _reached(functions, Tensor, LONGEST)}
 
@@ -116,24 +117,25 @@ def enclosed_tensors(*functions: Any) -> dict[int, Tensor]:
 def buffers_beside(loss_fn: Any) -> list[Tensor]:
     """Return the buffers of the modules that a loss function uses beside the model it is given.
 
-    Searched before each call, and so less far: not in long lists and dicts.
+    This runs before each call, so long lists and dicts are not searched.
     """
     found: list[Tensor] = []
     for module in modules_beside(loss_fn):
-        with suppress(Exception):  # it may not be initialised
+        with suppress(Exception):  # the module may not be initialised
             found.extend(module.buffers())
     return found
 
 
 def modules_beside(loss_fn: Any) -> Iterator[nn.Module]:
-    """Yield the modules that a loss function uses, but for what they hold."""
+    """Yield the modules that a loss function uses, without the modules in them."""
     return _reached([loss_fn], nn.Module, LONGEST_OF_MODULES)
 
 
 def _reached(sources: Iterable[Any], kind: type, longest: int) -> Iterator[Any]:
-    """Yield what is of a kind among objects, what they hold, and so on, the last of several first.
+    """Yield the objects of a kind among the sources, what these hold, and so on.
 
-    Not what lists and dicts with more than ``longest`` entries hold.
+    The last of several objects is searched first. Containers with more than ``longest`` entries are
+    not searched.
     """
     seen: set[int] = set()
     waiting = [*sources]
@@ -142,7 +144,7 @@ def _reached(sources: Iterable[Any], kind: type, longest: int) -> Iterator[Any]:
         if type(item) in EMPTY_TYPES or id(item) in seen:
             continue
         seen.add(id(item))
-        if issubclass(type(item), kind):  # whose __class__ may not support being read
+        if issubclass(type(item), kind):  # isinstance would read __class__, which may raise
             yield item
         elif not (type(item) in CONTAINERS and len(item) > longest):
             try:
@@ -158,11 +160,11 @@ def _inside(item: Any) -> Iterator[Any]:
         yield from (item.func, *item.args, *item.keywords.values())
     elif isinstance(item, MethodType):
         yield item.__func__
-        own = item.__self__
-        if isinstance(own, (type, nn.Module)) or not hasattr(own, "__dict__"):
-            yield own
+        instance = item.__self__
+        if isinstance(instance, (type, nn.Module)) or not hasattr(instance, "__dict__"):
+            yield instance
         else:
-            yield from vars(own).values()
+            yield from vars(instance).values()
     elif isinstance(item, FunctionType):
         yield from _inside_function(item)
     elif isinstance(item, _lru_cache_wrapper):
@@ -170,7 +172,7 @@ def _inside(item: Any) -> Iterator[Any]:
         yield from tensors_kept(item)
     elif not isinstance(item, (type, nn.Module)):
         call = getattr(type(item), "__call__", None)  # noqa: B004
-        if isinstance(call, FunctionType):  # an object with a __call__ of its own
+        if isinstance(call, FunctionType):  # an object that the user made callable
             yield call
             yield from getattr(item, "__dict__", {}).values()
 
@@ -186,7 +188,7 @@ def _inside_function(function: FunctionType) -> Iterator[Any]:
     package = _package(function)
     for name in _globals_read(function.__code__):
         value = function.__globals__.get(name)
-        # Functions of other packages know nothing of the caller's tensors.
+        # Functions of other packages do not hold the caller's tensors.
         if not isinstance(value, FunctionType) or _package(value) == package:
             yield value
 

@@ -17,7 +17,7 @@ FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
 
 def check_flex_attention(mode: ContextMode, *args, **kwargs) -> None:
-    """Refuse parameters in a modification of scores or a mask, which PyTorch does not show."""
+    """Refuse parameters in a score_mod or mask_mod: PyTorch does not show their use there."""
     tracked = [item for item in taken_beside(*args, **kwargs) if node_of(item) is not None]
     if tracked:
         refuse(
@@ -29,28 +29,27 @@ def check_flex_attention(mode: ContextMode, *args, **kwargs) -> None:
 def taken_beside(query, key, value, score_mod, block_mask, *others, **named) -> list[Tensor]:
     """Return the tensors that flex_attention takes beside query, key and value."""
     taken = operands_of(others, named)
-    # Recorded by the compiler, which made them operands.
     if isinstance(score_mod, fx.GraphModule):
-        return taken
+        return taken  # the compiler has made operands of what the graph uses
     score, place = query.new_zeros(()), torch.zeros((), dtype=torch.int64, device=query.device)
     taken += operands_inside(score_mod, score, *[place] * 4)
     return taken + operands_inside(block_mask[-1], *[place] * 4)
 
 
 def operands_inside(modification: Callable[..., Tensor], *numbers: Tensor) -> list[Tensor]:
-    """Return the operands of all that a score_mod or mask_mod runs, given these numbers."""
+    """Return the operands of all operations that a score_mod or mask_mod runs on these numbers."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     taken: list[Tensor] = []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        # The first mode as in PyTorch, so that indexing does not read the value of an index.
+        # As PyTorch does, run the first mode, so that indexing does not read the value of an index.
         with TransformGetItemToIndex(), _Taking(taken):
             modification(*numbers)
     return taken
 
 
 class _Taking(TorchFunctionMode):
-    """Notes the operands of what runs."""
+    """Notes the operands of all operations that run."""
 
     def __init__(self, taken: list[Tensor]):
         super().__init__()

@@ -1,13 +1,13 @@
-"""A cache of what was noted on the results of operations, for repetitions of them.
+"""A cache of what was noted on the results of operations, for when they are repeated.
 
 A model's layers do the same to operands of the same form, step after step. Two operations are alike
-if they agree in everything that following reads: the function and its arguments, and for each
-tensor its form, its layout and whether it requires grad. Operations are not cached if following
-them reads values, or notes more than that a result is constant or where its examples lie.
+if they agree in everything that following reads: the function and its arguments, and of each tensor
+the form, the layout and whether it requires grad. Operations are not cached if following them reads
+values, or notes more than that a result is constant or where its examples lie.
 
 The same cache holds what rules decided about operations of parameters and trained data. These are
-alike if they agree in all that rules read besides: dtypes, devices, numbers, what the context asks
-of its uses, and whether saved tensors have hooks.
+alike if they also agree in what rules read in addition: dtypes, devices, numbers, what the context
+asks of its uses, and whether saved tensors have hooks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ REINDEXES_BY_NUMBERS = EXPANDS.union(
     SLICES, variants("repeat", "tile", "flip", "roll"), {Tensor.__getitem__}
 )
 
-# Operations whose results' layouts depend on forms only, and on which nothing else is noted.
+# Operations whose results have layouts that depend on forms only, and no other notes.
 REPEATABLE = FOLLOWED.difference(
     REINDEXES.keys() - REINDEXES_BY_NUMBERS, WRITES, IN_PLACE, PRESCRIBES, QUANTILES, FACTORIES,
     BLANKS, CALLERS_VALUES,
@@ -67,15 +67,15 @@ COMPARABLE = frozenset(
      torch.memory_format}
 )  # fmt: skip
 
-# What may be noted on a tensor besides a layout.
+# What a key holds of an operand that has no layout noted on it.
 NOTHING, CONSTANT, DRAWN = "nothing", "constant", "drawn"
 NOTHING_NOTED = Note(False, None, {})
 
-# What a key holds of a trained tensor that was not computed: of others the examples may be lost.
+# What a key holds of a trained tensor that was not computed: unlike others, it cannot be lost.
 LEAF = "leaf"
 
-# What was noted on the results of each kind of operation, and whether they are of drawn values; or
-# what a rule decided about it. Cleared at ``MOST`` entries.
+# For each kind of operation, the notes on its results, none if they have nothing to note; or what a
+# rule decided about it. The cache is cleared at ``MOST`` entries.
 NOTED: dict[tuple[Any, ...], Any] = {}
 MOST = 8192
 
@@ -83,7 +83,7 @@ MOST = 8192
 def follow_repeated(
     tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
 ) -> None:
-    """Do what ``follow_results`` does; for an operation that is like an earlier one, at once."""
+    """Do what ``follow_results`` does, from the cache if the operation is like an earlier one."""
     marks = tracker.marks
     alike = likeness(marks, func, args, kwargs, result)
     if alike is None:
@@ -94,8 +94,9 @@ def follow_repeated(
     if found is None:
         before = noted(marks)
         follow_results(tracker, func, args, kwargs, result)
+        # The values of the mask matter where attention runs over rows of several examples.
         if not (func is ATTENTION and _runs_over_rows(marks, operands_of(args, kwargs))):
-            remember(marks, key, results, before)  # else the values of its mask matter
+            remember(marks, key, results, before)
     elif found:
         for tensor, note in zip(results, found, strict=True):
             note_as(marks, tensor, note)
@@ -104,9 +105,9 @@ def follow_repeated(
 def likeness(
     marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any], result
 ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-    """Return a key of all that following an operation reads, and its new results.
+    """Return a key of all that following an operation reads, and the operation's new results.
 
-    None if it may read more than a key can hold.
+    None if following may read more than a key can hold.
     """
     constants = marks.constants
     try:
@@ -117,11 +118,11 @@ def likeness(
         if not operands or (func is Tensor.__getitem__ and len(operands) > 1):
             return None  # the numbers in an index tensor matter
         if func is torch.where and not isinstance(result, Tensor):
-            return None  # those that a condition alone finds
+            return None  # so do the values of a condition without operands
         results: list[Tensor] = []
         for item in (result,) if isinstance(result, Tensor) else result:
             if item is operands[0]:
-                key.append(NOTHING)  # what is noted about it stays
+                key.append(NOTHING)  # its notes stay as they are
                 continue
             number = id(item)
             if type(item) is not Tensor or item.__dict__:
@@ -140,9 +141,9 @@ def likeness(
 def likeness_of_use(
     tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-    """Return a key of all that the rule of an operation reads, and its operands.
+    """Return a key of all that the rule of an operation reads, and the operation's operands.
 
-    None if it may read more than a key can hold.
+    None if the rule may read more than a key can hold.
     """
     try:
         form = _form_of(tracker.marks, func, args, kwargs, tracker)
@@ -159,13 +160,13 @@ def likeness_of_use(
 
 
 def _autocast_of(operands: list[Tensor]) -> tuple[Any, ...]:
-    """What autocast does where operands lie: the only dtypes that the casts of rules depend on."""
+    """Return the state of autocast on the operands' devices, on which the casts of rules depend."""
     kinds = sorted({item.device.type for item in operands})
     return tuple([(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds])
 
 
 def _add_pattern(key: list[Any], tensors: list[Tensor]) -> None:
-    """If one tensor is given twice, following may depend on which operands are the same."""
+    """Add to a key which of the tensors are the same: following may depend on it."""
     if len({*map(id, tensors)}) < len(tensors):
         every = [*map(id, tensors)]
         key.append((*map(every.index, every),))
@@ -181,9 +182,10 @@ def _form_of(
     """Return a key of an operation and its arguments, and the tensors among these.
 
     Args:
-        marks, func, args, kwargs: the operation.
-        tracker: the context, for a key of what rules read besides; called with its parameters'
-            own handling off.
+        marks: what is noted about the operands.
+        func, args, kwargs: the operation.
+        tracker: the context, for a key of what rules read; it is called with the handling of
+            tracked tensors off.
     """
     if func not in REPEATABLE or marks.packed:
         return None
@@ -194,7 +196,7 @@ def _form_of(
     key: list[Any] = [func, marks.batch_size, marks.batch_dim, len(args), asked, (*kwargs,)]
     operands: list[Tensor] = []
     items = [*args, *kwargs.values()] if kwargs else [*args]
-    for item in items:  # and then what those hold that are lists
+    for item in items:  # the loop appends the entries of lists
         kind = type(item)
         if kind is Tensor:
             number = id(item)
@@ -207,7 +209,7 @@ def _form_of(
             if trained and item.is_leaf:
                 trained = LEAF
             if of_use and not (trained or note is CONSTANT) and func in BROADCASTS:
-                return None  # it matters whether it is a mask from a closure
+                return None  # rules treat masks from closures in another way
             key += (note, item.shape, item.stride(), trained)
             if of_use:
                 key += (item.dtype, item.device, item.layout)
@@ -218,12 +220,12 @@ def _form_of(
             node = item._gradstats
             if node is None or node.tracker is not tracker:
                 return None
-            # No rule that decides reads how a derived tensor was made, or numbers of either.
+            # Rules whose decisions are kept read neither how a derived tensor was made, nor values.
             key += (kind, item.shape, item.stride(), item.dtype, item.device)
             operands.append(item)
         elif (kind is tuple or kind is list) and COMPARABLE.issuperset(map(type, item)):
             key += (kind, (*map(type, item),), (*item,))
-        elif kind is float:  # whose value never decides where examples lie
+        elif kind is float:  # its value does not decide where examples lie
             key += (kind, item if of_use else None)
         elif kind is nn.Parameter:
             key += (kind, item.shape, item.stride(), item.requires_grad, item.dtype, item.device)
@@ -250,32 +252,32 @@ def _form_of(
 def _runs_over_rows(marks: Marks, operands: list[Tensor]) -> bool:
     """Whether attention runs over rows of several examples, which only its mask can keep apart.
 
-    That depends on the operands' forms and layouts alone.
+    The answer depends on nothing but the operands' forms and layouts.
     """
     layouts = ((item, marks.layout_of(item)) for item in operands if node_of(item) is None)
     return any(own and runs_over(ATTENTION, (item,), {}, own.axis) for item, own in layouts)
 
 
 def _note_of(marks: Marks, tensor: Tensor) -> tuple[int | str, ...] | str | None:
-    """Return what was noted on a tensor that has notes; None if a key cannot hold that."""
+    """Return what was noted on a tensor that has attributes; None if a key cannot hold that."""
     notes = tensor.__dict__
     constant = id(tensor) in marks.constants or id(tensor) in CONSTANTS
     if is_given(marks, tensor):
-        return None  # beside data it says nothing about the examples
+        return None  # its layout may have to yield to that of data beside it
     drawn = DRAWN if marks.taken is not None and is_drawn(marks, tensor) else NOTHING
     mark = notes.get(LAYOUT)
     if mark is None or mark[0] != marks.serial:
         if VALUES in notes and marks.values.owner_of(tensor) is not None:
             return None
         return CONSTANT if constant else drawn
-    owned = mark[1]
-    if constant or type(owned) is not Examples or owned.segments is not None:
+    layout = mark[1]
+    if constant or type(layout) is not Examples or layout.segments is not None:
         return None
-    return owned.batch, owned.axis, owned.fold, drawn
+    return layout.batch, layout.axis, layout.fold, drawn
 
 
 def noted(marks: Marks) -> tuple[int, int]:
-    """The number of tensors marked, and of operations in which examples met, or constants rows."""
+    """Return how many tensors are marked, and how many operations are noted as meetings."""
     meetings = marks.meetings
     met = meetings.coupled, meetings.added, meetings.crossed, meetings.beside
     return len(marks.marked), sum(map(len, met))
@@ -287,15 +289,16 @@ def remember(
     """Remember what was noted on the results of an operation, if the cache can hold that.
 
     Args:
+        marks: what is noted about the results.
         key: the operation's, from ``likeness``.
         results: the new ones among its results.
-        before: ``noted`` as it was before the operation was followed.
+        before: what ``noted`` returned before the operation was followed.
     """
-    marked, coupled = before
+    marked, met = before
     found: list[Note] = []
     for tensor in results:
         if marks.taken is not None and tensor.is_inference():
-            return  # that its values are drawn could not be noted
+            return  # inference tensors cannot have a note that their values are drawn
         note = note_of(marks, tensor)
         if note is None or not (note.place is None or type(note.place) is Examples):
             return
@@ -303,12 +306,12 @@ def remember(
             return
         found.append(note)
         marked += note.place is not None
-    if (marked, coupled) == noted(marks):
+    if (marked, met) == noted(marks):
         keep(key, () if found.count(NOTHING_NOTED) == len(found) else tuple(found))
 
 
 def keep(key: tuple[Any, ...], found: Any) -> None:
-    """Keep what was found for a kind of operation."""
+    """Keep what was found out about a kind of operation."""
     if len(NOTED) >= MOST:
         NOTED.clear()
     NOTED[key] = found

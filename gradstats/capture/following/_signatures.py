@@ -1,6 +1,6 @@
 """Operands that are given by name, moved to the position where following expects them.
 
-``torch.mul(x, other=y)`` does to the examples what ``torch.mul(x, y)`` does.
+``torch.mul(x, other=y)`` is then followed as ``torch.mul(x, y)`` is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradstats.capture.operations._rowwise import OVERLOADS
 # Operations whose operands are found by position.
 BY_PLACE = FOLLOWED | PRESCRIBES.keys() | WRITES.keys()
 
-# PyTorch's names for arguments that its own functions take by NumPy's as well.
+# From the names that NumPy gives to arguments, which PyTorch's functions take too, to PyTorch's.
 PYTORCHS = {"axis": "dim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 NUMPYS = frozenset(PYTORCHS)
 # Names that ``in_pytorchs_names`` handles.
@@ -32,14 +32,14 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 def in_pytorchs_names(func, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the named arguments of an operation, with NumPy's names replaced by PyTorch's.
 
-    Without an ``out`` of None, which says nothing.
+    An ``out`` of None is left out, as it says nothing.
     """
-    # Those of a user's own operations may mean anything.
-    own = NUMPYS - {"axis"}
+    # In a user's own operations NumPy's names may mean anything.
+    kept = NUMPYS - {"axis"}
     if func in BY_PLACE:
-        own = frozenset(name for names in names_of(func) for name in names)
+        kept = frozenset(name for names in names_of(func) for name in names)
     return {
-        name if name in own else PYTORCHS.get(name, name): item
+        name if name in kept else PYTORCHS.get(name, name): item
         for name, item in kwargs.items()
         if not (name == "out" and item is None)
     }
@@ -48,9 +48,9 @@ def in_pytorchs_names(func, kwargs: dict[str, Any]) -> dict[str, Any]:
 def by_place(
     func, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an operation with those that follow ``args`` moved out of ``kwargs``.
+    """Return an operation's arguments with named ones moved behind ``args``, as far as possible.
 
-    An argument behind one that is left out stays where it is.
+    An argument that comes after one that is left out stays in ``kwargs``.
     """
     moved: list[str] = []
     for names in names_of(func) if func in BY_PLACE else ():
@@ -68,8 +68,8 @@ def names_of(function: Any) -> tuple[tuple[str, ...], ...]:
     try:
         parameters = inspect.signature(function).parameters.values()
         named = [each.name for each in parameters if each.kind in POSITIONAL]
-        found = [[name for name in named if name != "out"]]  # by that name it is told as written
-    except (TypeError, ValueError):  # it is not written in Python
+        found = [[name for name in named if name != "out"]]  # outputs are found by that name
+    except (TypeError, ValueError):  # the function is not written in Python
         operator = f"aten::{function.__name__}"
         found = [
             [each.name for each in schema.arguments if not each.kwarg_only]
