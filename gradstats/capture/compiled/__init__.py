@@ -1,7 +1,7 @@
 """Compiled models.
 
-_used        whether compiled models are in use, and where contexts run their graphs
+_used        whether the compiler is in use, and the devices on which contexts run graphs
 _graphs      what the compiler calls in place of a graph that it recorded inside a context
-_followed    the operations of such a graph, followed while its backend traces it
+_followed    such a graph's operations, followed while its backend traces them
 _skipped     functions that run as graphs only outside of contexts
 """

@@ -1,4 +1,4 @@
-"""The operations of a recorded graph, followed while its backend traces it."""
+"""The operations of a recorded graph, followed while its backend traces them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from gradstats.capture.parameters._transforms import transform_level
 # Kinds of operands of a graph.
 PARAMETER, DATA, CONSTANT = "parameter", "data", "constant"
 
-# Modules of functions that PyTorch shows no function mode: the transforms of torch.func.
+# Modules of functions that function modes do not see: the transforms of torch.func.
 HIDDEN_IN = ("torch._functorch.", "torch._C._functorch")
 
-# What the compiler records for getters; for those that transpose, PyTorch 2.14's.
+# What the compiler records for getters; from PyTorch 2.14 on also for those that transpose.
 GETTERS: dict[Any, str] = {
     torch._C._autograd._get_data_attr: "data",  # type: ignore[attr-defined]
     torch.ops.aten.numpy_T: "T",
@@ -47,7 +47,7 @@ class NotTracedError(Exception):
 
 @torch.library.custom_op("gradstats::stack_rows", mutates_args=())
 def stack_rows(rows: list[Tensor]) -> Tensor:
-    """Stack vectors by one kernel: compilers copy each by a separate one."""
+    """Stack vectors in one kernel; backends would copy each in one of its own."""
     return torch.stack(rows)
 
 
@@ -57,7 +57,7 @@ def _(rows: list[Tensor]) -> Tensor:
 
 
 class Rows(torch.autograd.Function):
-    """The rows of a probe (parameters, 2, B), whose gradient is that of the rows."""
+    """The rows of a probe (parameters, 2, B), whose gradient stacks those of the rows."""
 
     @staticmethod
     def forward(ctx, probe):
@@ -73,7 +73,7 @@ class Rows(torch.autograd.Function):
 
 
 class Anchor(torch.autograd.Function):
-    """A parameter as its uses in a graph see it; its backward, after all of theirs, reports."""
+    """A parameter as its uses in a graph read it. Its backward, which follows theirs, reports."""
 
     @staticmethod
     def forward(ctx, parameter, value, bound, root):
@@ -90,7 +90,7 @@ class Anchor(torch.autograd.Function):
             raise NotTracedError(f"its backward does not reach all uses of {root.describe()}")
         found, report = root.result, (None, None)
         if found is not None:
-            # A bound that is relative to the value is computed on demand.
+            # An error bound that is relative to the value is computed on demand.
             relative = found.relative is not None
             second = found.value if relative else found.whole_bound(root.parameter.shape)
             report = found.value, second
@@ -106,14 +106,14 @@ class Operand(Root):
 
 
 class GraphContext(Context):
-    """The context of a graph: the parameters are operands of the graph, and all uses are inside."""
+    """The context of a graph, which contains all uses of the parameters among its operands."""
 
     def __init__(self, tracker: Context, names: Sequence[str], leaves, probe):
         """Start following the parameters.
 
         Args:
             tracker: the user's context.
-            names: of the parameters.
+            names: the parameters' names.
             leaves, probe: the parameters and the probe as the backend traces them.
         """
         super().__init__(tracker.batch_size, tracker.batch_dim, None, tracker.settings)
@@ -144,7 +144,7 @@ class GraphContext(Context):
         raise NotTracedError("it freezes a parameter or unfreezes one")
 
     def note_on(self, result: Tensor) -> Note:
-        """Return what is known about a result of the graph, or raise."""
+        """Return what is known about a result of the graph; raise if a run could not repeat it."""
         node = node_of(result)
         if node is not None:
             raise NotTracedError(f"it returns {node.describe()}")
@@ -152,14 +152,14 @@ class GraphContext(Context):
             raise NotTracedError("it returns a view that would be taken anew, without its gradient")
         note = note_of(self.marks, result)
         if note is None:
-            raise NotTracedError("it returns a tensor of which only numbers tell whose rows it has")
+            raise NotTracedError("it returns a tensor whose values alone tell whose its rows are")
         if isinstance(note.place, Examples) and not isinstance(note.place.fold, int):
-            raise NotTracedError("it returns examples with a number of rows that is a symbol")
+            raise NotTracedError("it returns examples whose number of rows is not fixed")
         return note
 
 
 class GraphMode(FollowingMode):
-    """The function mode of such a context, where tracked and other tensors are of one class."""
+    """The function mode of a graph's context, where all tensors have one class, tracked or not."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -171,8 +171,8 @@ class Followed:
     """A graph whose operations run inside a context of their own.
 
     Attributes:
-        reporting: the factor of each parameter's error bound; None for parameters that the backward
-            does not report.
+        reporting: what each parameter's reported error bound has to be multiplied by; None for a
+            parameter that the backward does not report.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Followed:
         Args:
             recorded: the graph.
             kinds: of its operands, as ``kinds_of`` returns them.
-            places, names: of the parameters among these, in the order in which they report.
+            places, names: of the parameters among the operands, in the order in which they report.
             tracker: the user's context.
         """
         if [*recorded.parameters(), *recorded.buffers()]:
@@ -205,7 +205,7 @@ class Followed:
         """Run the operations, and note what is known about the results.
 
         Args:
-            inputs: the graph's operands, and then a probe if there are parameters among them.
+            inputs: the graph's operands, and a probe if there are parameters among them.
         """
         tracker = self._tracker
         operands, probe = inputs[: len(self._kinds)], inputs[-1]
@@ -225,14 +225,12 @@ class Followed:
         if any(is_unusual(context.marks, item) for item, kind in pairs if kind is DATA):
             raise NotTracedError("it moves the examples of its operands")
         if context.marks.meetings.crossed:
-            # A note on a result does not say this, and a loss over all examples has to know.
+            # A loss over all examples has to know this, and notes on results do not say it.
             raise NotTracedError("only losses of one example each tell whose its results are")
         # Values written into operands leave the graph as well.
         left = [item for item in (*results, *operands) if isinstance(item, Tensor)]
-        check_coverage(
-            context,
-            list(dict.fromkeys(item.grad_fn for item in left if item.grad_fn is not None)),
-        )
+        ends = dict.fromkeys(item.grad_fn for item in left if item.grad_fn is not None)
+        check_coverage(context, list(ends))
         self._notes = [
             context.note_on(item) if isinstance(item, Tensor) else None for item in results
         ]
@@ -241,18 +239,17 @@ class Followed:
         return results
 
     def finish(self) -> None:
-        """Let go of all contexts, once everything has been traced."""
+        """Let go of all contexts when everything has been traced."""
         traced = [context.roots for context in self._traced]
         for place in range(len(self._names)):
             results = [roots[place].result for roots in traced]
             found = next((result for result in results if result is not None), None)
-            factor = None if found is None else found.relative or 1.0
-            self.reporting.append(factor)
+            self.reporting.append(None if found is None else found.relative or 1.0)
         self._tracker = None
         self._traced.clear()
 
     def note(self, marks: Marks, results: Sequence[Any]) -> None:
-        """Note on the results of one run what was known when the graph was traced."""
+        """Note on the results of a run what is known from tracing the graph."""
         for item, note in zip(results, self._notes, strict=True):
             if note is not None:
                 note_as(marks, item, note)
@@ -261,7 +258,7 @@ class Followed:
 
 
 def is_hidden(recorded: fx.GraphModule) -> bool:
-    """Whether a graph calls anything that modes do not see: bodies, transforms of torch.func."""
+    """Whether a graph holds what modes do not see: bodies of operators, torch.func transforms."""
     return any(map(_is_hidden, recorded.graph.nodes))
 
 
@@ -275,7 +272,7 @@ def _is_hidden(node: fx.Node) -> bool:
 
 
 def restore_getters(recorded: fx.GraphModule) -> None:
-    """Replace what the compiler records for getters, which modes do not see, by the getters."""
+    """Replace what the compiler recorded for getters, which modes do not see, by the getters."""
     found = [node for node in recorded.graph.nodes if node.target in GETTERS]
     for node in found:
         node.target, node.args = getattr, (*node.args, GETTERS[node.target])
@@ -284,7 +281,7 @@ def restore_getters(recorded: fx.GraphModule) -> None:
 
 
 def by_operation(recorded: fx.GraphModule) -> Callable[..., Any]:
-    """Return a function that runs a graph so that active modes see each operation."""
+    """Return a function that runs a graph such that active modes see each operation."""
     return _run_showing(recorded) if is_hidden(recorded) else recorded.forward
 
 
@@ -294,20 +291,20 @@ def _run_showing(recorded: fx.GraphModule) -> Callable[..., Any]:
         try:
             return _Showing(recorded).run(*operands)
         finally:
-            while (transform_level() or 0) > level:  # an error left a transform open
+            while (transform_level() or 0) > level:  # an error has left a transform open
                 torch._C._functorch._vmap_decrement_nesting()
 
     return run
 
 
 class _Showing(fx.Interpreter):
-    """Runs a graph whose transforms map tensors of no example, such as positions of a mask."""
+    """Runs a graph whose transforms map nothing but constants, such as positions of a mask."""
 
     def run_node(self, node: fx.Node) -> Any:
         mapped = transform_level() is not None
         result = super().run_node(node)
         mode = innermost_mode()
-        # Without a mode where a loader fetches inside the context.
+        # There is no mode where a loader fetches inside the context.
         if mode is None or node.op in ("placeholder", "output"):
             return result
         if not (mapped or _is_hidden(node)):

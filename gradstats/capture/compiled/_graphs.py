@@ -1,13 +1,13 @@
 """Graphs of ``torch.compile`` that run inside contexts.
 
-The compiler sees nothing of a context: it records the computation as the user wrote it. But what it
-gives its backend to compile is a single call of a module that runs the recorded operations inside a
-context of their own (see ``_followed``). So the backend traces what eager code would run, including
-the contractions in its backward, and the graph reports through the gradient of a probe. What
-tracing found about the results is noted on them after every run of the graph.
+The compiler sees nothing of a context: it records the computation as the user wrote it. But its
+backend is given a single call to compile, which runs the recorded operations inside a context of
+their own (see ``_followed``). So the backend traces what eager code would run, including the
+contractions in the backward, and the graph reports through the gradient of a probe. What is known
+about the results from tracing is noted on them after every run of the graph.
 
-A graph that cannot be traced this way, or is given other kinds of operands than it was traced with,
-runs operation by operation, followed like eager code.
+A graph that cannot be traced this way, or is called with operands of other kinds than it was traced
+with, runs operation by operation, followed like eager code.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ from gradstats.errors import UnsupportedOperationError
 
 LOG = logging.getLogger(__name__)
 
-# Number of forms of contexts (batch sizes, what is tracked, the model's mode) for which a model's
-# graphs are recorded, each separately. The compiler makes eight recordings of a function by
-# default, and steps outside of contexts need the rest: beyond eight they would run eagerly too.
+# Number of forms of contexts (batch size, what is tracked, the model's mode) for each of which a
+# model's graphs are recorded. By default the compiler records a function eight times; steps outside
+# of contexts need the rest, without which they would run eagerly too.
 MOST_FORMS = 4
 
+# The forms for which graphs have been recorded, by the model's first parameter.
 FORMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def admits(parameter: Tensor, form: str) -> bool:
-    """Whether graphs are, or have been, recorded for contexts of a form; else all runs eagerly.
+    """Whether graphs are recorded for contexts of a form; without, the model runs eagerly there.
 
     Args:
-        parameter: the first of the model.
-        form: of the context.
+        parameter: the model's first.
+        form: the form of a context.
     """
     forms = FORMS.setdefault(parameter, set())
     if len(forms) < MOST_FORMS:
@@ -87,8 +88,9 @@ class Graph:
 
         Args:
             recorded: what the compiler recorded.
-            operands: the compiler's examples, whose kinds all later operands must have.
+            operands: the compiler's examples of operands, of the kinds that the graph will serve.
             backend: what the compiler calls with a graph and its operands.
+            tracker: the context in which the graph was recorded.
         """
         self.reason: str | None = None
         self._form = tracker.form
@@ -100,7 +102,7 @@ class Graph:
             check_sizes()
             self._kinds = kinds_of(tracker, operands)
             with warnings.catch_warnings():
-                # The engine warns of errors in the backward that is traced.
+                # The engine warns of errors in the traced backward.
                 warnings.filterwarnings("ignore", "Error detected in")
                 self._compile(operands, backend, tracker)
         except torch._dynamo.exc.RestartAnalysis:
@@ -112,7 +114,7 @@ class Graph:
     def _compile(
         self, operands: Sequence[Any], backend: Callable[..., Any], tracker: Context
     ) -> None:
-        # In the model's order, so that reports need not be reordered.
+        # In the model's order, in which the graph then reports.
         position = {root: number for number, root in enumerate(tracker.roots)}
         found = [place for place, kind in enumerate(self._kinds) if kind is PARAMETER]
         self._places = sorted(found, key=lambda place: position[operands[place]._gradstats])
@@ -135,11 +137,11 @@ class Graph:
                 report = mode.tracker.reports.of_graph(roots, self._followed.reporting)
                 probes = [report.probe]
             try:
-                # The compiler's code before and after its graph is not to be seen by modes.
+                # Modes must not see the compiler's code before and after its graph.
                 with torch._C.DisableTorchFunction() if roots else nullcontext():
                     results = self._compiled(*operands, *probes)
             except NotTracedError as error:
-                self.reason = str(error)  # the backend calls what it was given, untraced
+                self.reason = str(error)  # the backend calls the graph without tracing it
             else:
                 self._followed.note(mode.tracker.marks, results)
                 return results
@@ -150,15 +152,15 @@ class Graph:
         except NotTracedError as error:
             raise UnsupportedOperationError(
                 f"a compiled graph cannot be followed: {_said_by(error)} of data or of parameters. "
-                "Expected code that runs as it is written: torch.compiler.set_stance('force_eager')"
-                " makes all code do so inside a context."
+                "Expected code that runs eagerly inside a context: call "
+                "torch.compiler.set_stance('force_eager') there."
             ) from None
 
     def _roots_among(self, operands: Sequence[Any]) -> list[Root]:
         return [operands[place]._gradstats for place in self._places]
 
     def _serves(self, tracker: Context, operands: Sequence[Any]) -> bool:
-        """Whether all assumptions made when the graph was traced hold for these operands."""
+        """Whether everything that was assumed in tracing the graph holds for these operands."""
         if tracker.form != self._form:
             return False
         try:
@@ -176,7 +178,7 @@ def kinds_of(tracker: Context, operands: Sequence[Any]) -> list[Any]:
     """Return the kind of each operand of a graph, or raise if it cannot be traced with one.
 
     Returns:
-        PARAMETER, DATA or CONSTANT, and None for all that are not tensors.
+        PARAMETER, DATA or CONSTANT for each tensor, None for anything else.
     """
     kinds: list[Any] = []
     roots: set[Node] = set()
@@ -204,12 +206,12 @@ def kinds_of(tracker: Context, operands: Sequence[Any]) -> list[Any]:
 
 
 def check_sizes() -> None:
-    """Raise if the user's code marked sizes of the graph that is being recorded as dynamic."""
+    """Raise if the user's code marked a size in the graph that is being recorded as dynamic."""
     mode = TracingContext.get().fake_mode
     assert mode is not None
     for fake in getattr(mode.shape_env, "tracked_fakes", None) or ():
         sizes = getattr(fake.symbolic_context, "constraint_sizes", None) or ()
-        # The compiler's own constraints, on sizes that it saw change, are not binding.
+        # The compiler's own constraints, on sizes that it saw change, only warn.
         if any(size is not None and not getattr(size, "warn_only", False) for size in sizes):
             raise NotTracedError("its sizes were marked dynamic, but it would serve one batch size")
 
@@ -217,9 +219,9 @@ def check_sizes() -> None:
 def _calling(
     followed: Followed, recorded: fx.GraphModule, probes: Sequence[Tensor]
 ) -> fx.GraphModule:
-    """Return a graph of a single call, with all operands and the probe, if there is one.
+    """Return a graph of a single call of ``followed.trace``, with all operands and any probe.
 
-    Compilers do not know the function that it calls, and so do not look the graph up in a cache.
+    Backends do not know that function, and so do not look the graph up in a cache.
     """
     graph = fx.Graph()
     operands = []
@@ -240,7 +242,7 @@ def _calling(
     places = range(len(output.args[0]))
     graph.output(tuple(graph.call_function(operator.getitem, (call, n)) for n in places))
     module = fx.GraphModule({}, graph)
-    # By these attributes a backend recognises graphs that come from the compiler.
+    # These attributes tell a backend that the graph comes from the compiler.
     module.meta.update(recorded.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(recorded, name):
@@ -250,16 +252,16 @@ def _calling(
 
 @cache
 def replace_call_of_backend() -> None:
-    """From now on, have the compiler pass on graphs that it recorded inside contexts."""
+    """From now on, have the compiler call a ``Graph`` for each that it records inside contexts."""
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.output_graph import OutputGraph
 
-    own = OutputGraph.call_user_compiler
+    native = OutputGraph.call_user_compiler
 
     def call_user_compiler(self, recorded, operands):
         modes = [mode for mode in self.torch_function_mode_stack if is_of_context(mode)]
         if not modes or modes[-1].tracker.closed:
-            return own(self, recorded, operands)
+            return native(self, recorded, operands)
         backend, tracker, graphs = self.compiler_fn, modes[-1].tracker, []
 
         def followed(recorded, operands):
@@ -268,15 +270,15 @@ def replace_call_of_backend() -> None:
 
         self.compiler_fn = followed
         try:
-            compiled = own(self, recorded, operands)
+            compiled = native(self, recorded, operands)
         finally:
             self.compiler_fn = backend
         reason = graphs[0].reason
         if reason is not None and is_hidden(recorded):
-            # Operation by operation, less of it can be followed than as the user wrote it.
+            # Less of it can be followed operation by operation than as the user wrote it.
             raise Unsupported(
-                f"a compiled graph cannot be followed: {reason}. Compile without fullgraph=True: "
-                "this part then runs eagerly inside a context."
+                f"a compiled graph cannot be followed: {reason}. Compile without fullgraph=True, "
+                "so that this part runs eagerly inside a context."
             )
         return compiled
 

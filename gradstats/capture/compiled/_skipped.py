@@ -1,7 +1,7 @@
 """Functions that the compiler can record only outside of contexts.
 
-The compiler skips what it could not compile from then on, and runs it eagerly. A function that it
-could not compile because of the context is skipped in contexts only, and runs as before elsewhere.
+The compiler skips a function that it could not compile ever after, and runs it eagerly. If that was
+inside a context, the function is skipped inside contexts alone: elsewhere it may compile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradstats.capture.operations._modes import modes_here
 
-SKIPPED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # different functions may have equal code
+# Code objects that are skipped in contexts, by identity: different functions may have equal code.
+SKIPPED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @cache
@@ -50,7 +51,7 @@ def replace_frame_conversion() -> None:
 
 @contextmanager
 def skipping() -> Iterator[None]:
-    """Skip for a block what was skipped in earlier contexts."""
+    """Skip in a block what was skipped in earlier contexts."""
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
     def settle(action: FrameAction) -> None:

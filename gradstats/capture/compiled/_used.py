@@ -1,4 +1,4 @@
-"""Whether compiled models are in use, and where contexts run their graphs."""
+"""Whether the compiler is in use, and the devices on which contexts run graphs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import nn
 
 from gradstats._compiler import imported_compiler
 
-# Devices on which a context runs the graphs of compiled models. Elsewhere compiled models run
-# eagerly: on two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models of
-# benchmarks/step_overhead.py), and nothing has to be compiled.
+# Devices on which contexts run the graphs of compiled models. Elsewhere compiled models run eagerly
+# inside contexts: on two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models
+# of benchmarks/step_overhead.py), and nothing has to be compiled.
 GRAPHS_RUN_ON = frozenset({"cuda"})
 
 _used = False
 
 
 def compiler_is_used() -> bool:
-    """Whether torch.compile has been used; until then nothing need be prepared for it."""
+    """Whether torch.compile has been used; until then contexts need not prepare for it."""
     global _used
-    # flex_attention compiles itself when it is called outside of compiled code.
+    # Outside of compiled code flex_attention compiles itself.
     flex_attention = "torch.nn.attention.flex_attention" in sys.modules
     _used = _used or flex_attention or _compiler_holds_backends()
     return _used
@@ -30,27 +30,27 @@ def _compiler_holds_backends() -> bool:
     dynamo = imported_compiler()
     if dynamo is None:
         return False
-    # That it was imported says little: optimizers import it without using it.
+    # An import says little: optimizers import the compiler without using it.
     backends = getattr(dynamo.eval_frame, "cached_backends", None)
     return backends is None or any(backend is not None for backend in backends.values())
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled in place, or is the wrapper of one that was compiled."""
+    """Whether a module was compiled in place, or is the wrapper of a compiled one."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def _holds_compiled(model: nn.Module) -> bool:
     """Whether a model or a part of it was compiled."""
     modules = {model: None}  # each once, in a third of the calls that ``model.modules()`` takes
-    left = [model]
-    for module in left:
+    pending = [model]
+    for module in pending:
         if is_compiled(module):
             return True
         for child in module._modules.values():
             if child is not None and child not in modules:
                 modules[child] = None
-                left.append(child)
+                pending.append(child)
     return False
 
 
