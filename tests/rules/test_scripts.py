@@ -135,5 +135,5 @@ def test_a_script_module_that_is_given_a_parameter():
     script = torch.jit.script(Scaled())
     check_refused(
         lambda m, x: script(x, m.w), {"w": (WIDTH,)}, normal(BATCH, WIDTH),
-        match="forward of TorchScript .*parameter 'w'.*as it was before torch.jit .*exclude=",
+        match="forward of TorchScript .*parameter 'w'.*without torch.jit .*exclude=",
     )  # fmt: skip

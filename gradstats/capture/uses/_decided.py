@@ -1,8 +1,8 @@
-"""What a rule decided about an operation, to be done at once for operations that are alike.
+"""What a rule decided about an operation, repeated without the rule for operations that are alike.
 
 A rule inspects operands: where their examples lie, whether they are small, what is tracked. All of
-that depends on what a key of ``_repeated`` holds. If a rule did nothing but run the operation with
-factors attached, the decision is remembered, without any tensor.
+this is a function of the operation's key in ``_repeated``. So if a rule did nothing but run the
+operation with factors attached, its decision is remembered under that key, without any tensor.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Decided(NamedTuple):
-    """What a rule did last.
+    """The last decision of a rule.
 
     Attributes:
-        result: what it got.
-        again: what it called, as again(tracker, x, parameters, examples, *rest).
-        x, parameters: the operands that it passed: data, and the weight, bias or scale.
+        result: the result of the call that it decided on.
+        again: the function called, as again(tracker, x, parameters, examples, *rest).
+        x, parameters: the operands passed to it: data, and the weight, bias or scale.
         examples: where the examples lie in the result.
-        rest: what else it passed; no tensors.
+        rest: the other arguments; no tensors.
     """
 
     result: Tensor
@@ -40,9 +40,9 @@ class Decided(NamedTuple):
     def remembered(
         self, tracker: Context, operands: Sequence[Tensor]
     ) -> Callable[[Context, Sequence[Tensor]], Tensor | None] | None:
-        """Return what does the same with other operands, or returns None where it cannot.
+        """Return what makes the same call for other operands; it returns None if it cannot.
 
-        It holds no tensor. None if the rule passed others than the operation's operands.
+        None if the rule passed tensors other than the operation's operands.
         """
         ids = [*map(id, operands)]
         passed = self.x, *self.parameters
@@ -50,11 +50,12 @@ class Decided(NamedTuple):
             return None
         take = itemgetter(*[-1 if item is None else ids.index(id(item)) for item in passed])
         again, rest = self.again, self.rest
-        own = None if self.examples is tracker.marks.contract else self.examples
+        # The contract is that of the context in which the call is repeated.
+        examples = None if self.examples is tracker.marks.contract else self.examples
 
         def repeat(tracker: Context, operands: Sequence[Tensor]) -> Tensor | None:
             x, *parameters = take((*operands, None))
-            return again(tracker, x, parameters, own or tracker.marks.contract, *rest)
+            return again(tracker, x, parameters, examples or tracker.marks.contract, *rest)
 
         return repeat
 
@@ -67,7 +68,7 @@ def decide(
     examples: Examples,
     *rest: Any,
 ) -> Tensor | None:
-    """Do what is to be done again at once for operations that are alike, as ``Decided`` says it."""
+    """Make a call and remember it, to be repeated for operations that are alike (``Decided``)."""
     result = again(tracker, x, parameters, examples, *rest)
     if result is not None:
         tracker.decided = Decided(result, again, x, parameters, examples, rest)

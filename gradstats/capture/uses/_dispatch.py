@@ -75,7 +75,7 @@ def run_on_tracked(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[s
         operands = operands_of(args, kwargs)
         nodes, data, is_complex, is_sparse = _found_among(tracker, func, operands)
         if hidden and func not in DETACHES:
-            # A loop of torch's runs in this way where it is not compiled.
+            # This is how torch's own loops run where they are not compiled.
             refuse(
                 func,
                 nodes[0],
@@ -106,7 +106,7 @@ def run_on_tracked(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[s
                 refuse(
                     func, nodes[0], "of sparse data has no rule", "Make them dense: x.to_dense()."
                 )
-            # The result is dense in either case.
+            # The result is dense with dense operands too.
             dense = partial(_dense, tracker)
             args, kwargs = rebuild(args, dense), rebuild(kwargs, dense)
         if is_complex:
@@ -121,30 +121,30 @@ def run_on_tracked(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[s
                 result = rule(tracker, func, *args, **kwargs)
             finally:
                 decided, tracker.decided = tracker.decided, None
-            # Otherwise the rule did something else besides, or an operation inside it decided.
+            # Another result: the rule did more, or the decision is that of an operation inside it.
             if alike is not None and decided is not None and decided.result is result:
                 keep(alike[0], decided.remembered(tracker, alike[1]))
             return result
         if not is_compiling():
-            # A size that stands in the batch, as that of an image, belongs to no example. Nor
-            # need values that the forward was given, such as the numbers of some rows.
+            # Sizes that the batch contains, such as an image's, belong to no example. Nor do values
+            # that the forward was given, such as indices of rows.
             marks = tracker.marks
             given = [item for item in operands if node_of(item) is None and is_given(marks, item)]
-            sized, named = rebuild(as_constants(marks, given, (args, kwargs)), _number)
-            left = [item for item in operands_of(sized, named) if node_of(item) is None]
+            plain, named = rebuild(as_constants(marks, given, (args, kwargs)), _number)
+            left = [item for item in operands_of(plain, named) if node_of(item) is None]
             if not any(map(marks.is_data, left)):
-                with suppress(TypeError):  # where it takes tensors alone
-                    return _without_data(tracker, func, sized, named, nodes[0])
+                with suppress(TypeError):  # from operations that take no numbers
+                    return _without_data(tracker, func, plain, named, nodes[0])
         return _without_rule(func, nodes, args, kwargs)
 
 
 def _found_among(
     tracker: Context, func, operands: Sequence[Tensor]
 ) -> tuple[list[Node], bool, bool, bool]:
-    """Inspect an operation's operands; raise if contexts of two models meet.
+    """Inspect an operation's operands; raise if the parameters of two contexts meet.
 
     Returns:
-        The nodes of the tracked ones; whether any is of data, of complex numbers, and sparse.
+        The nodes of the tracked operands; whether any operand is data, complex, or sparse.
     """
     nodes: list[Node] = []
     data = is_complex = is_sparse = False
@@ -159,7 +159,7 @@ def _found_among(
         if node.tracker is not tracker:
             raise TrackingError(
                 f"{function_name(func)} combines {nodes[0].describe()} with a parameter that "
-                "another tracking context owns. Track both models in turn, not at once."
+                "another tracking context owns. Track the two models one after the other."
             )
     return nodes, data, is_complex, is_sparse
 
@@ -169,16 +169,16 @@ def _hidden(nodes: Sequence[Node]) -> HiddenError:
     names = [root.name for root in unique_roots(nodes)]
     return HiddenError(
         f"{nodes[0].describe()} is used inside a torch.func transform (vmap, grad, jacrev, "
-        "jvp …), which hides the examples. Expected plain autograd: write derivatives of "
-        "the network with torch.autograd.grad(..., create_graph=True) on the whole batch, "
-        'have per_example_norms compute one example at a time with fallback="vmap", '
-        f"or leave the parameter out by name with exclude={names!r}.",
+        "jvp …), which hides the examples. Expected plain autograd: write derivatives of the "
+        "network with torch.autograd.grad(..., create_graph=True) on the whole batch. Otherwise "
+        'per_example_norms(..., fallback="vmap") computes one example at a time, and '
+        f"exclude={names!r} leaves the parameter out.",
         names,
     )
 
 
 def _without_data(tracker: Context, func, args, kwargs, node: Node):
-    """Run an operation on tracked tensors and constants, whose result belongs to no example."""
+    """Run an operation on tracked tensors and constants; its result belongs to no example."""
     if kwargs and not args:
         args, kwargs = by_place(func, args, in_pytorchs_names(func, kwargs))
     if func in IN_PLACE or kwargs.get("inplace"):
@@ -203,7 +203,7 @@ def _number(item):
 
 
 def _without_rule(func, nodes: list[Node], args, kwargs):
-    """Run an operation without a rule if its result has no gradient; refuse it otherwise."""
+    """Run an operation that has no rule if its result has no gradient; refuse it otherwise."""
     changed = changed_by(func, args, kwargs)
     if not (func in IN_PLACE or any(item.requires_grad for item in changed)):
         with torch.set_grad_enabled(bool(changed)):
@@ -216,8 +216,9 @@ def _without_rule(func, nodes: list[Node], args, kwargs):
     if isinstance(func, SCRIPTS):
         names = [root.name for root in unique_roots(nodes)]
         remedy = (
-            "Use the layer as it was before torch.jit (of e3nn's, build the model after "
-            "e3nn.set_optimization_defaults(jit_script_fx=False)), have per_example_norms compute "
-            f'one example at a time with fallback="vmap", or exclude={names!r}.'
+            "Use the layer without torch.jit (for e3nn, call "
+            "e3nn.set_optimization_defaults(jit_script_fx=False) before building the model), have "
+            f'per_example_norms compute one example at a time with fallback="vmap", or '
+            f"exclude={names!r}."
         )
     refuse(func, nodes[0], remedy=remedy)

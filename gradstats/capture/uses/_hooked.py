@@ -1,7 +1,7 @@
 """Operations that PyTorch runs as usual, with a hook on their autograd node.
 
-Here the norms cannot share any work with the training gradient. So operation and backward stay
-PyTorch's, and a hook that runs after the backward reports. That costs less than an autograd
+For operations whose norms cannot share work with the training gradient. The operation and its
+backward stay PyTorch's, and a hook reports after the backward. That costs less than an autograd
 Function, which would take longer than a small operation itself.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Gradients = tuple[Tensor | None, ...]
 
-# Of an operation of which it was not asked whether it may wait for others.
+# Stands for the kind of an operation that was not asked whether it may wait for others.
 UNDECIDED = object()
 
 
@@ -49,10 +49,10 @@ class Place(NamedTuple):
     """Where the autograd node of an operation keeps its data.
 
     Attributes:
-        kind: type of the node.
-        saved: the attribute that holds the data; None where the factors need none.
-        edge: position of the edge to the node that computed the data; None where data never have a
-            gradient.
+        kind: the type of the node.
+        saved: the attribute that holds the data; None if the factors need none.
+        edge: the position of the edge to the node that computed the data; None if data never have
+            a gradient.
     """
 
     kind: type
@@ -80,7 +80,7 @@ class Hooked(Use):
         place: where the node keeps its data.
         factors_of: as ``tap`` takes it, and as ``Joinable`` has it.
         group: the operations that it may wait for; None if it may not wait.
-        behind: the node that computed the data, until it was asked for; None where there is none.
+        behind: the node that computed the data, until it was asked for; None if there is none.
     """
 
     place: Place
@@ -94,11 +94,11 @@ class Hooked(Use):
             self.group.expected += 1
 
     def edges_to_data(self, node: GraphNode) -> tuple[tuple[GraphNode | None, int], ...]:
-        """Return which edges of its node lead to data; the others lead to parameters.
+        """Return the edges of its node that lead to data; the others lead to parameters.
 
-        Python's objects for those others, which ``next_functions`` makes, live as long as the graph
-        and take longer to make than all else here. Without it, nodes of views that the operation
-        makes of the data are passed over, which matter only where tensors were given other values.
+        ``next_functions`` is avoided: the Python objects that it makes for the other edges live as
+        long as the graph, and take longer to make than all else here. This skips the nodes of views
+        that the operation takes of the data, which matter only if tensors were given other values.
         """
         if self.place.edge is None:
             return ()
@@ -108,11 +108,11 @@ class Hooked(Use):
         return ((behind, 0),)
 
     def after_backward(self, grads: Gradients, given: Gradients) -> Gradients | None:
-        """Report the factors; in a differentiated backward return gradients that can be tracked.
+        """Report the factors; in a differentiated backward return tracked gradients instead.
 
         Args:
-            grads: gradients of the operation's operands.
-            given: gradients of its results, after the user's hooks.
+            grads: the gradients of the operation's operands.
+            given: the gradients of its results, after the user's hooks.
         """
         grad = given[0]
         if torch.is_grad_enabled():
@@ -140,7 +140,7 @@ class Hooked(Use):
         self.deliver(self.factors_of(grad, *saved))
 
     def _with_tracked(self, grads: Gradients, grad: Tensor | None) -> Gradients | None:
-        """Return the gradients, that of the data computed by tracked operations."""
+        """Return the gradients, with the data's computed by tracked operations."""
         edge = self.place.edge
         if edge is None or grad is None:
             return None
@@ -157,7 +157,7 @@ def hooked(
     factors_of,
     run: Callable[..., Tensor],
 ) -> Tensor | None:
-    """Do what ``hook`` does, to be done again at once for operations that are alike."""
+    """Do what ``hook`` does and remember it, to be repeated for operations that are alike."""
     if not may_hook():
         return None
     result = hook(tracker, x, parameters, examples, place, factors_of, run)
@@ -168,9 +168,9 @@ def hooked(
 
 
 def may_hook() -> bool:
-    """Whether operations may be hooked where they run; operations that are alike agree in it."""
+    """Whether operations may be hooked here and now; the same for operations that are alike."""
     # Autocast caches casts of leaves, and would reuse one made where no gradient is recorded. Hooks
-    # on saved tensors may unpack each only once, as those of checkpoints do.
+    # on saved tensors, such as checkpoints', may unpack each tensor only once.
     return not (
         is_compiling() or torch._C._is_any_autocast_enabled() or hooks_on_saved() is not None
     )
@@ -189,7 +189,7 @@ def hook(
 ) -> Tensor | None:
     """Return PyTorch's result of an operation, with a hook on its node; None if not possible.
 
-    Called only where ``may_hook`` holds.
+    Call it only if ``may_hook`` holds.
 
     Args:
         x: the data.
@@ -214,7 +214,7 @@ def hook(
         root = item._gradstats
         assert isinstance(root, Root)
         roots.append(root)
-        # To be added up in PyTorch's order, a parameter's gradients must all meet at its alias.
+        # A parameter's gradients are summed in PyTorch's order only if all meet at its alias.
         operands.append(root.value if exact else root.parameter)
     behind = None if place.edge is None else x.grad_fn
     result = run(x, *operands)
@@ -244,4 +244,4 @@ def use_at(node: Any) -> Use | None:
     """Return the use that a node reports; None for all other nodes."""
     partial = type(node) is COPY_SLICES
     use = node.metadata.get(KEY) if partial else hooked_on(node) or getattr(node, "use", None)
-    return use if isinstance(use, Use) else None  # not what a user's Function keeps by this name
+    return use if isinstance(use, Use) else None  # a user's Function may keep others by this name

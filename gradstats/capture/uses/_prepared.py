@@ -1,4 +1,4 @@
-"""Factors of operations on a GPU whose backward is decided once for operands that lie alike."""
+"""Factors of operations on a GPU whose backward is planned once for operands that lie alike."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gradstats.contractions._prepared import layout_of
 
 
 class Preparable(Joinable):
-    """Factors that are the same object for all operations that are alike (see ``_decided``).
+    """Factors that are one object for all operations that are alike (see ``_decided``).
 
     Attributes:
-        plans: what was prepared, by what is wanted and by the operands' layouts. No tensors.
-        prepare: called as prepare(use, wanted, grad, *saved) for the only use of its parameters;
-            returns what computes the backward of such operands, called with others that lie alike,
-            or None where that is to be decided each time.
+        plans: the prepared functions, by what is wanted and the operands' layouts. No tensors.
+        prepare: called as prepare(use, wanted, grad, *saved) for the only use of its parameters.
+            Returns a function that computes the backward, for these operands and for others that
+            lie alike, or None if the backward has to be decided each time.
     """
 
     __slots__ = ()
@@ -28,15 +28,15 @@ class Preparable(Joinable):
     prepare: Callable[..., Any]
 
     def prepared(self, use: Use, wanted: tuple[Any, ...], grad: Tensor, *saved: Tensor | None):
-        """Return what ``prepare`` does, for operands that are alike only once."""
+        """Return what ``prepare`` returns, which is called once for operands that lie alike."""
         if not (grad.is_cuda and use.direct and use.all_sole):
             return None
         layout = layout_of(grad, *saved)
         if layout is None:
             return None
-        known = wanted, layout
+        key = wanted, layout
         try:
-            return self.plans[known]
+            return self.plans[key]
         except KeyError:
-            self.plans[known] = found = self.prepare(use, wanted, grad, *saved)
-            return found
+            self.plans[key] = plan = self.prepare(use, wanted, grad, *saved)
+            return plan

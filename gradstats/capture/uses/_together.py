@@ -1,9 +1,9 @@
-"""Small operations that differ only in their operands' values, contracted together.
+"""Small operations that differ only in the values of their operands, contracted together.
 
-With small operands, calling PyTorch takes most of the time of a contraction. An example's norms
-depend only on its own rows of the operands: so several uses, with their operands concatenated along
-the example axis, are one use by a larger batch, which takes as many calls as a single one. Operands
-are copied when they arrive, so that it does not matter what happens to them afterwards.
+With small operands, a contraction spends most of its time on calls of PyTorch. An example's norms
+depend only on its own rows of the operands. So several uses, with their operands concatenated along
+the example axis, are one use by a larger batch, with as many calls as a single one. Operands are
+copied when they arrive, so that it does not matter what happens to them afterwards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.uses._uses import Settings
 from gradstats.contractions import Contraction, sqnorm
 
-# Bytes of an operation's result up to which calls dominate the time of its contraction.
+# Up to this size of an operation's result, in bytes, calls dominate the time of its contraction.
 SMALL = 16 * 1024
-# At most so many operations, and bytes of operands, are contracted at once.
+# The most operations, and bytes of operands, that are contracted at once.
 MOST, MOST_BYTES = 64, 256 * 1024
-# Bytes of operands of all kinds that may wait.
+# The most bytes of operands, of all kinds together, that may wait.
 HELD = 4 * 1024 * 1024
-# For fewer operations copying costs as much as it saves.
+# For fewer operations, copying costs as much as it saves.
 FEWEST = 3
 
 
@@ -35,8 +35,8 @@ def is_small(settings: Settings, x: Tensor, width: int, outputs: int) -> bool:
 
     Args:
         x: the data.
-        width: how many numbers of each position the operation takes.
-        outputs: how many it makes of them.
+        width: how many numbers the operation takes at each position.
+        outputs: how many it returns there.
     """
     if settings.consumer is not None or is_compiling() or not x.is_cpu:
         return False
@@ -44,7 +44,7 @@ def is_small(settings: Settings, x: Tensor, width: int, outputs: int) -> bool:
 
 
 def kind_of(settings: Settings, factors_of: Joinable, result: Tensor) -> Hashable | None:
-    """Return what operations share that may wait for each other; None for one that may not.
+    """Return the key that operations share that may wait for each other; None if it may not wait.
 
     Args:
         factors_of, result: the operation's.
@@ -61,7 +61,7 @@ def kind_of(settings: Settings, factors_of: Joinable, result: Tensor) -> Hashabl
 
 
 class Joinable:
-    """Factors of an operation, as ``tap`` takes them, whose operands can be joined.
+    """Factors of an operation, as ``tap`` takes them, that can be joined with those of others.
 
     Attributes:
         examples: where the examples lie in all operands.
@@ -75,14 +75,14 @@ class Joinable:
         raise NotImplementedError
 
     def likeness(self) -> Hashable | None:
-        """Return what two must share to be joined, beside their kind and sizes; None if never."""
+        """Return what joined operations must share besides type and sizes; None if never joined."""
 
     def joined(self, count: int) -> Any:
         """Return the factors of ``count`` such operations, joined along their first axis."""
         return replace(self, examples=self.examples.times(count))  # type: ignore[type-var]
 
     def norms(self, grad: Tensor, *saved: Any) -> list[Contraction] | None:
-        """Return squared norms without the factors; None where these are needed."""
+        """Return squared norms without forming factors; None if factors are needed."""
 
 
 class Together:
@@ -94,7 +94,7 @@ class Together:
         self._held = 0
 
     def group(self, kind: Hashable, factors_of: Joinable) -> Group:
-        """Return the group of the operations of a kind, those with factors like these."""
+        """Return the group of the operations of a kind."""
         group = self._groups.get(kind)
         if group is None:
             group = self._groups[kind] = Group(self, factors_of)
@@ -110,13 +110,13 @@ class Together:
         return [operand.new_empty(count, *operand.shape) for operand in operands]
 
     def contract(self) -> None:
-        """Contract what waits, and hold nothing any more."""
+        """Contract all that waits, and release the memory."""
         for group in self._groups.values():
             group.contract()
         self.drop()
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Drop all that waits, and release the memory."""
         for group in self._groups.values():
             group.drop()
         self._held = 0
@@ -128,7 +128,7 @@ class Together:
 
 
 class Group:
-    """Operations that are alike.
+    """Operations of one kind.
 
     Attributes:
         expected: how many of them the graph of the losses contains.
@@ -141,13 +141,13 @@ class Group:
         self.drop()
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Drop all that waits, and release the memory."""
         self._memory: list[Tensor] = []
         self._places: list[tuple[Tensor, ...]] = []
         self._waiting: list[Sequence[Root]] = []
 
     def take(self, roots: Sequence[Root], *operands: Tensor) -> bool:
-        """Copy the operands of its roots' only use; return False if it cannot wait."""
+        """Copy the operands of the only use of some roots; return False if it cannot wait."""
         if self.expected < FEWEST:
             return False
         if not self._memory:
@@ -167,7 +167,7 @@ class Group:
         return True
 
     def contract(self) -> None:
-        """Give the roots of all that wait their squared norms."""
+        """Hand the roots of all uses that wait their squared norms."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
