@@ -1,6 +1,6 @@
-"""Providers are checked before they are timed: against plain autograd, one example at a time.
+"""Checking providers before they are timed, against plain autograd, one example at a time.
 
-What is wrong, refuses, fails or takes too long is named, and not timed.
+A provider that is wrong, refuses, fails or takes too long gets a note instead of a time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.workloads import Workload
 
 GIBIBYTE = 2**30
 
-# Seconds that a first call may take, and where something is compiled: BackPACK loops over the rows
-# of an embedding, for minutes where there are fifty thousand.
+# Seconds that a first call may take, without and with compilation. BackPACK loops over the rows of
+# an embedding: for minutes if there are fifty thousand.
 PATIENCE, COMPILING = 10.0, 300.0
 
-# A squared norm may be off by this much, or by this many times what plain autograd is off on the
-# same examples in the same precision: deep models and bfloat16 round more than any formula does.
+# The relative error that a squared norm may have: this much, or this many times that of plain
+# autograd in the same precision. In deep models and bfloat16 the gradients themselves are rounded.
 TOLERANCE, TIMES_ROUNDING = 1e-3, 5.0
 
 
@@ -35,9 +35,9 @@ class Prepared:
     """A provider on one workload, checked.
 
     Attributes:
-        call: None where there is nothing to time.
+        call: the call to time; None if there is none.
         error: largest relative error of the squared norms; NaN for a plain step.
-        note: why there is nothing to time.
+        note: why there is no call.
     """
 
     call: Call | None
@@ -58,13 +58,13 @@ class Oracle:
     tolerance: float
 
     def error(self, found: Tensor) -> float:
-        """Return the largest relative error of (B,) squared norms; infinite where one is NaN."""
+        """Return the largest relative error of (B,) squared norms; infinite if one is NaN."""
         errors = [abs(found[at].item() - value) / value for at, value in self.squares.items()]
         return max(errors) if all(each == each for each in errors) else float("inf")
 
 
 def oracle(work: Workload) -> Oracle:
-    """Return what the squared norms of four examples, from first to last, are and may be off."""
+    """Return the squared norms of four examples, from first to last, and their tolerance."""
     size = len(work.batch[0])
     examples = sorted({round(each) for each in torch.linspace(0, size - 1, 4).tolist()})
     exact = work.replace_model(copy.deepcopy(work.model).double())
@@ -108,7 +108,7 @@ def prepare(
     if held > limit:
         return Prepared(None, note=f"not run: would hold {held / GIBIBYTE:.0f} GiB")
     with warnings.catch_warnings():
-        # Of the libraries about themselves; what matters here is whether the numbers are right.
+        # Libraries warn about themselves; only whether the numbers are right matters here.
         warnings.simplefilter("ignore")
         try:
             call = provider.make(work)
@@ -119,7 +119,7 @@ def prepare(
             return Prepared(None, note=f"cannot be imported: {first_line(error)}")
         except TimeoutError as error:
             return Prepared(None, note=f"not run: {error}")
-        except Exception as error:  # whatever another library raises is its result here
+        except Exception as error:  # whatever another library raises becomes its note
             return Prepared(None, note=f"{type(error).__name__}: {first_line(error)}")
     if found is None:
         return Prepared(quietly(call))
@@ -135,7 +135,7 @@ def prepare(
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError inside the context when it lasts too long."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals reach the main thread alone
+        yield  # signals reach only the main thread
         return
 
     def stop(number: int, frame: object) -> None:
@@ -151,7 +151,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def ready(build: Callable[[], Workload], name: str) -> Call:
-    """Return the call of one of ``PROVIDERS`` on a workload that is built for it."""
+    """Return the call of one of ``PROVIDERS`` on a new workload."""
     return quietly(PROVIDERS[name].make(build()))
 
 
@@ -167,7 +167,7 @@ def quietly(call: Call) -> Call:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, cut to the width of a cell."""
+    """Return the first line of an error's message, cut to the width of a cell."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
     return text if len(text) <= 90 else text[:89] + "…"

@@ -3,8 +3,8 @@
 A machine's speed drifts by more than the differences of interest. Ratios are therefore taken within
 a round, between neighbours in time, and their median is given with a bootstrap interval.
 
-What one variant leaves in the allocator decides what the next one pays: ``take_turns`` gives each a
-process of its own, in which a step follows another like it, as in training.
+What one variant leaves in the allocator affects the time of the next one. So ``take_turns`` runs
+each in a process of its own, where a step follows a step of the same kind, as in training.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ import gradstats
 
 RESULTS = Path(__file__).parent / "results"
 
-# By default glibc gives the top of its heap back to the system and gets it again page by page, or
-# not, as chance has laid the heap out: a step of the same work then takes up to a fifth longer.
+# By default glibc may return the top of its heap to the system and get it back page by page.
+# Whether it does so depends on chance, and makes the same step take up to a fifth longer.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
-# Seconds for which a process that has had its turn may keep the cores: threads that found no more
-# work look for some before they sleep, and a step of a millisecond waited for five until they did.
+# Seconds to wait between turns: idle threads of the last process spin before they sleep, and made a
+# step of one millisecond wait for five.
 SPINNING = 0.05
 
 
@@ -79,8 +79,8 @@ def rounds_of(
         variants: name → a call that does the whole work once.
         rounds: how many times each variant is timed.
         warmup: how many rounds are not counted.
-        device: "cuda" for times between CUDA events, the wait for the host's launches included.
-        clock: of seconds, on a CPU.
+        device: "cuda" for times between CUDA events, including waits for the host's launches.
+        clock: gives seconds, on a CPU.
 
     Returns:
         name → (rounds,) seconds.
@@ -113,7 +113,7 @@ def duration(
 
 
 def restart_keeping_memory() -> None:
-    """Start this program again with an allocator that keeps what is freed, unless it is so."""
+    """Restart this program with an allocator that keeps freed memory, unless it has one."""
     if not KEEP_MEMORY.items() <= os.environ.items():
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **KEEP_MEMORY})
 
@@ -126,13 +126,12 @@ def take_turns(
 ) -> dict[str, numpy.ndarray]:
     """Run every variant once in each round, in rotating order, each in a process of its own.
 
-    Before each call that is timed stands one that is not: while others had their turn, the caches
-    forgot this one.
+    Each timed call follows an untimed one, which refills the caches after other turns.
 
     Args:
-        variants: name → what makes the call, in the new process: a function that can be pickled.
+        variants: name → a function, which can be pickled, that makes the call in the new process.
         rounds: how many times each variant is timed.
-        keep_memory: let the allocator keep what is freed, rather than do what it does by default.
+        keep_memory: let the allocator keep freed memory, which by default it may not.
 
     Returns:
         name → (rounds,) seconds.
@@ -158,7 +157,7 @@ def take_turns(
 
 
 def _serve(make: Callable[[], Callable[[], object]], end: Connection) -> None:
-    """Time a call whenever asked, until nobody will ask again."""
+    """Time a call on every message, until the other end is closed."""
     call = make()
     for _ in range(2):
         call()
@@ -230,7 +229,7 @@ def reported(workload: str, timings: Mapping[str, Timing], rounds: int) -> list[
 
 
 def lost_by(chosen: str, timings: Mapping[str, Timing]) -> float:
-    """Return how much longer a chosen variant takes than the fastest, as a share of that."""
+    """Return by what share of the fastest variant's time a chosen variant is slower."""
     return timings[chosen].ratio / min(timing.ratio for timing in timings.values()) - 1
 
 
@@ -245,7 +244,7 @@ def machine(device: str = "cpu") -> str:
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-    # Virtual machines hide which of a maker's processors it is; their products differ fourfold.
+    # Virtual machines hide the exact processor; its instructions make products up to 4× faster.
     instructions = torch.backends.cpu.get_cpu_capability()
     return f"{model} ({instructions}), {torch.get_num_threads()} threads"
 
@@ -262,7 +261,7 @@ def commit() -> str:
 
 
 def parser_of(description: str, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser of what every benchmark is told: rounds, and where results go."""
+    """Return a parser of the options of every benchmark: rounds, and where results go."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--no-csv", action="store_true", help="do not append to the results")
@@ -271,7 +270,7 @@ def parser_of(description: str, rounds: int) -> argparse.ArgumentParser:
 
 
 def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """Return the type of an argument that names one of several things."""
+    """Return an argparse type that accepts one of several names."""
 
     def check(name: str) -> str:
         if name not in names:
@@ -301,7 +300,7 @@ def write_csv(
     path = folder / f"{name}.csv"
     table = [*read_csv(name, folder), *({**row, **stamp} for row in rows)]
     columns = dict.fromkeys(column for row in reversed(table) for column in row)
-    # Written beside and moved into place: a run that is killed here loses no earlier result.
+    # As a draft that is moved into place: a run that is killed here loses no earlier results.
     draft = path.with_suffix(".tmp")
     with draft.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(columns), restval="", lineterminator="\n")
