@@ -1498,7 +1498,7 @@ def test_parameters_without_elements(function):
     batch = (normal(3, 4),)
     check_model(model, batch, uneven_loss)
     check_products(model, batch, uneven_loss)
-    with pytest.raises(gs.TrackingError, match="what has no elements"):
+    with pytest.raises(gs.TrackingError, match="that have no elements"):
         gs.per_example_norms(model, batch, uneven_loss, parameters="e")
 
 
