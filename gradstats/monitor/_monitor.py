@@ -63,7 +63,7 @@ class Monitor:
         cabs                         learning rate · Ŝ / loss; with ``optimizer=``
         clip/frac                    share of examples with √n_i > ``clip``; with ``clip=``
 
-    with ``alignment=True``
+    with ``alignment=True``, the default,
 
         align/mean_cos_to_mean       mean of the cosines p_i / (√n_i Ḡ)
         align/mean_cos_to_mean_se    its standard error
@@ -116,7 +116,7 @@ class Monitor:
             or rates differ.
         scaler: the torch.amp.GradScaler, whose scale is divided out. In float32, norm · scale must
             stay below 1.8e19, where squares overflow; beyond, a norm counts as not finite.
-        alignment: measure p_i too.
+        alignment: measure p_i too. Compiled models then run eagerly in measured steps.
         gram: measure all inner products within each micro-batch.
         layers: patterns over module paths: one layer per matching path. Path components are matched
             one by one, from the first: ``"blocks.*"`` makes a layer of ``blocks.0``, but
