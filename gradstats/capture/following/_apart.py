@@ -57,7 +57,7 @@ def weights_keep_apart(weights: Tensor, rows: Examples, columns: Examples) -> bo
         rows, columns: where the examples of the product's rows, and of the rows that it sums, lie
             in ``weights``.
     """
-    differs = of_others(rows, columns, weights.device)
+    differs = differing_pairs(rows, columns, weights.device)
     values = weights.detach()
     if values.layout is torch.strided:
         pairs = values.movedim((rows.axis, columns.axis), (-2, -1))
@@ -96,7 +96,7 @@ def attention_keeps_apart(marks: Marks, call: Call) -> bool:
         if of_mask is None or scores([*pairs, of_mask], mask) is None:
             return False
     allowed = _allowed(call, mask.detach())
-    differs = [of_others(query, each, mask.device) for each in keys]
+    differs = [differing_pairs(query, each, mask.device) for each in keys]
     return not any(bool((allowed & each).any()) for each in differs)
 
 
@@ -138,7 +138,7 @@ def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
     assert rows.segments is not None
     place = torch.arange(rows.rows, device=rows.segments.owner.device)
     of_pairs = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
-    differs = of_others(rows, rows, place.device)
+    differs = differing_pairs(rows, rows, place.device)
     meets = torch.zeros((), dtype=torch.bool, device=place.device)
     # Most masks use neither the entry nor the head, so that one of each is enough.
     numbers = [place.new_zeros(()) for _ in range(4)]
@@ -187,7 +187,7 @@ def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
     if len(sides) != 2:
         return None
     rows, columns = (sides[axis] for axis in sorted(sides))
-    one_example = not bool(of_others(rows, columns, result.device).any())
+    one_example = not bool(differing_pairs(rows, columns, result.device).any())
     return _paired(rows, columns, fixed=one_example)
 
 
@@ -396,7 +396,7 @@ def sums_own(func, item: Tensor, layout: Scores) -> bool:
     return False
 
 
-def of_others(rows: Examples, columns: Examples, device: torch.device) -> Tensor:
+def differing_pairs(rows: Examples, columns: Examples, device: torch.device) -> Tensor:
     """Return which pairs of rows are of different examples: (rows, columns) of booleans."""
     of_columns = columns.owner(device)
     return (rows.owner(device).unsqueeze(1) != of_columns) & (of_columns < columns.batch)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._apart import (
-    of_others,
+    differing_pairs,
     packs,
     scores,
     scores_keep_apart,
@@ -183,7 +183,7 @@ def _sums_own_rows(
         return True
     apart = weights_keep_apart(weights, of_weights, rows.along(places[0].index(summed)))
     if apart and weights.requires_grad and not isinstance(of_weights, Scores):
-        if bool(of_others(of_weights, rows, weights.device).any()):
+        if bool(differing_pairs(of_weights, rows, weights.device).any()):
             marks.meetings.weighed.add(result.grad_fn)
     return apart
 
