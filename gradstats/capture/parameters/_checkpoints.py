@@ -66,21 +66,21 @@ def _bypassing(function: Callable[..., Any], args: tuple[Any, ...]):
     tracked = {place: args[place] for place, node in nodes.items() if node is not None}
     if mode is None and not tracked:
         return function, args
-    marks = None if mode is None else mode.tracker.marks
-    notes = {
-        place: note
-        for place, node in nodes.items()
-        if marks is not None and node is None
-        if is_unusual(marks, args[place]) or not marks.is_data(args[place])
-        if (note := note_of(marks, args[place])) is not None
-    }
+    notes = {}
+    if mode is not None:
+        marks = mode.tracker.marks
+        for place in nodes.keys() - tracked.keys():
+            item = args[place]
+            if is_unusual(marks, item) or not marks.is_data(item):
+                notes[place] = note_of(marks, item)
 
     def run(*copies, **kwargs):
         given = [tracked.get(place, item) for place, item in enumerate(copies)]
-        if mode is None or marks is None or mode.tracker.closed:
+        if mode is None or mode.tracker.closed:
             return function(*given, **kwargs)
         for place, note in notes.items():
-            note_as(marks, copies[place], note)
+            if note is not None:
+                note_as(mode.tracker.marks, copies[place], note)
         with nullcontext() if mode in modes_here() else mode:
             return function(*given, **kwargs)
 

@@ -111,7 +111,7 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if cls is CheckpointFunction:
         return run_checkpoint(inner, *args, **kwargs)
     if cls is BackwardHookFunction and tracked:
-        return _hook_module(mode.tracker, inner, args)
+        return _hook_module(tracker, inner, args)
     if cls.__module__.startswith(NOT_FOLLOWED) and not cls.__module__.startswith(QUANTISATION):
         result = inner(*args, **kwargs)
         follow_unchanged(tracker.marks, operands, result)
@@ -137,14 +137,15 @@ def _hook_module(tracker: Context, inner, tensors: Sequence[Tensor]) -> tuple[Te
     """
     results = inner(*map(value_of, tensors))
     follow_unchanged(tracker.marks, tensors, results)
+
+    def shown(node: Node | None, result: Tensor) -> Tensor:
+        if node is None:
+            return result
+        # Of a tensor x the Function returns x.view_as(x).
+        return wrap(Derived(tracker, result, Tensor.view_as, (node, node), {}, None))
+
     with torch._C.DisableTorchFunction():
-        nodes = zip(map(node_of, tensors), results, strict=True)
-        return tuple(
-            result
-            if node is None
-            else wrap(Derived(tracker, result, Tensor.view_as, (node, node), {}, None))
-            for node, result in nodes
-        )
+        return tuple(map(shown, map(node_of, tensors), results))
 
 
 def _check_unchanged(function, node: Node, version: int) -> None:
