@@ -110,7 +110,7 @@ class Level:
         self.leaves: set[int] = set()
 
     def aliased(self, args: tuple[Any, ...], argnums: int | tuple[int, ...] | None):
-        """Return the arguments, with aliases to differentiate by of the chosen ones, or of all."""
+        """Return the arguments, with aliases to differentiate by for the chosen ones, or all."""
         if argnums is None:
             return pytree.tree_map(self._alias, args)
         chosen = pytree.tree_map(self._alias, functorch._slice_argnums(args, argnums))

@@ -166,7 +166,12 @@ STANDARDISES = {functional.batch_norm: _of_batch_norm, functional.layer_norm: _o
 
 
 def _tangent(factor: Factor, node: Derived, unit: Tensor, scale: Tensor) -> Factor | None:
-    """Return the factor of a tensor whose rows or columns, or which as a whole, was rescaled."""
+    """Return the factor of a tensor whose rows, columns or whole was multiplied by ``scale``.
+
+    Args:
+        unit: the tensor over its norms, along which the gradient has no component.
+        scale: the inverse norms, times any lengths.
+    """
     if not isinstance(factor, (Outer, Patches)):
         return None
     dtype = compute_dtype(unit, *tensors_of(factor))

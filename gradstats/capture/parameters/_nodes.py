@@ -1,4 +1,4 @@
-"""The nodes of tracked tensors, and of these the roots: parameters.
+"""The nodes of tracked tensors, and among them the roots, which are parameters.
 
 The factors of all uses of a parameter are contracted together, cross terms included, so the
 backward must know which use delivers last. Before it starts, ``_coverage`` counts the uses in the

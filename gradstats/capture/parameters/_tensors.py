@@ -103,7 +103,7 @@ class DerivedTensor(torch.Tensor):
         self._gradstats.value.grad = gradient  # type: ignore[attr-defined]
 
 
-# Graphs are traced with the last, of which any may be tracked.
+# Graphs are traced with tensors of the last class, any of which may be tracked.
 TRACKED_TYPES = frozenset({TrackedParameter, DerivedTensor, FunctionalTensor})
 
 
@@ -142,7 +142,7 @@ def replace_as_subclass() -> None:
     Tensor.as_subclass = as_subclass  # type: ignore[method-assign]
 
 
-# Not empty once the compiler compiles no frame of ``as_subclass``, which would call itself there.
+# Not empty once the compiler skips the frame of ``as_subclass``, where the function called itself.
 TRACED: list[bool] = []
 
 
@@ -173,7 +173,7 @@ def run(func, args, kwargs):
 
 
 def run_followed(func, args, kwargs):
-    """Have the context of the first tracked operand run an operation; copies belong to none."""
+    """Have the context of the first tracked operand run an operation, if any."""
     node = _first_open([*args, *kwargs.values()] if kwargs else args)
     node = node or _first_open(operands_of(args, kwargs))  # also inside lists
     if node is not None:

@@ -74,7 +74,7 @@ def check_hidden(tracker: Context, func, args, kwargs, result) -> None:
 
 
 def hidden(what: str) -> HiddenError:
-    """Return the error about what a transform hides; for torch.vmap it means slice by slice."""
+    """Return the error about what a transform hides; a torch.vmap then runs slice by slice."""
     return HiddenError(
         f"{what} computes with values that depend on parameters, and hides which of them belong to "
         "which example. Expected plain autograd: write derivatives with "

@@ -74,7 +74,7 @@ class Watched:
     """Compares the gradients that a node hands on, or is given, before and after users' hooks."""
 
     def __init__(self, described: str, names: Sequence[str]):
-        """Describe what hooks may not change the gradients of, and name the parameters."""
+        """Say, for errors, whose gradients hooks may not change, and name the parameters."""
         self._described, self._names = described, names
         self._before: list[tuple[Tensor | None, int]] = []
 
