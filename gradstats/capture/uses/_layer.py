@@ -18,8 +18,8 @@ from gradstats.capture.uses._uses import Settings, Use, attach, derived, free_of
 from gradstats.contractions import Contraction, Fused, _prepared, _triton, on_chip, summed
 from gradstats.contractions._prepared import OfOuter
 
-# What takes the result's gradient and the data, and returns the squared norms of the parameters and
-# the gradients of weight and bias, where they are wanted and come with these.
+# Takes the result's gradient and the data. Returns the squared norms of the parameters, and the
+# gradients of weight and bias if they are wanted and come with the norms.
 Report = Callable[[Tensor, Tensor], tuple[Sequence[Contraction], Tensor | None, Tensor | None]]
 
 
@@ -28,13 +28,13 @@ class Layer(Preparable):
     """The factors of a linear layer or a convolution.
 
     Attributes:
-        weight, bias: whether each of the two is tracked.
-        examples: where they lie in the data and in the result.
+        weight, bias: whether each is tracked.
+        examples: where the examples lie in the data and in the result.
         shape: of the weight as the operation takes it.
-        data: whether each of the two was computed from trained data, as in hypernetworks: then
-            its gradient leads on to tracked parameters, and is needed even for norms alone.
+        data: whether weight and bias were computed from trained data, as in hypernetworks. Such a
+            gradient leads on to tracked parameters, and is needed even for norms alone.
         channel: the axis of the bias in the result.
-        reads_weight: whether the weight's own gradient is computed with its values at hand.
+        reads_weight: whether ``gradients`` takes the weight's values even for its own gradient.
     """
 
     weight: bool
@@ -56,7 +56,7 @@ class Layer(Preparable):
         raise NotImplementedError
 
     def cast(self, x: Tensor, parameters: list[Tensor | None]) -> list[Tensor | None]:
-        """Return weight and bias for data that were cast as autocast does.
+        """Return weight and bias for data that were cast as under autocast.
 
         By default PyTorch casts them, and caches the casts.
         """
@@ -73,16 +73,16 @@ class Layer(Preparable):
     def gradients(
         self, settings: Settings, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of x and of the weight, those ``wanted``.
+        """Return the gradients of x and of the weight, each None if not ``wanted``.
 
-        The weight is None where neither reads it.
+        The weight is None if neither gradient needs it.
         """
         raise NotImplementedError
 
     def is_contracted_here(self, use: Use, factor: Factor, want_sum: bool) -> bool:
         """Whether the weight's gradient comes from the same pass as the norms of its factor.
 
-        In a graph only if a kernel gives both: loops over the examples would be unrolled there.
+        In a graph only if a kernel computes both: loops over examples would be unrolled there.
         """
         if not (want_sum and use.settings.fused):
             return False
@@ -91,9 +91,9 @@ class Layer(Preparable):
         return use.is_sole(0) or (use.settings.consumer is None and use.is_tied(factor))
 
     def prepared_weight(self, grad: Tensor, x: Tensor, want_weight: bool) -> OfOuter | None:
-        """Return what contracts gradient and data that lie as these, with Σ_i G_i if wanted.
+        """Return what contracts gradient and data that lie like these, with Σ_i G_i if wanted.
 
-        None where it is to be decided each time.
+        None if that has to be decided each time.
         """
         raise NotImplementedError
 
@@ -104,10 +104,10 @@ class Layer(Preparable):
         grad: Tensor,
         x: Tensor,
     ) -> Report | None:
-        """Return what reports the parameters of such operands; see ``Preparable``.
+        """Return the ``Report`` for such operands; see ``Preparable``.
 
         Args:
-            wanted: whether the weight's gradient is, and the dtype in which the bias's is, or None.
+            wanted: whether the weight's gradient is wanted, and the dtype of the bias's or None.
         """
         examples, settings, (want_weight, bias_dtype) = self.examples, use.settings, wanted
         if settings.consumer is not None or settings.exact or not _triton.runs(grad, x):
@@ -146,12 +146,12 @@ class Layer(Preparable):
         return bias_factor(self.examples, grad, channel=self.channel)
 
     def bias_sum(self, grad: Tensor) -> Tensor:
-        """Return the gradient of a bias that is not tracked, in the accumulation dtype."""
+        """Return the gradient of an untracked bias, in the accumulation dtype."""
         axes = [axis for axis in range(grad.dim()) if axis != self.channel % grad.dim()]
         return grad.sum(axes, dtype=compute_dtype(grad))
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> tuple[Tensor]:
-        """Return the gradient of x, by an operation that counts as one more use of the weight."""
+        """Return the gradient of x, computed by one more use of the weight."""
         node = nodes[0]
         if node.value.dtype != grad.dtype:
             node = derived(node, Tensor.to, grad.dtype)
@@ -182,14 +182,14 @@ class LayerUse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use, layer, x, weight, bias):
         ctx.use, ctx.layer = use, layer
+        # A weight that the backward does not read may be changed before it.
         read = ctx.needs_input_grad[2] or layer.reads_weight or is_compiling()
-        ctx.save_for_backward(x, weight if read else None)  # which may change until the backward
+        ctx.save_for_backward(x, weight if read else None)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         result = layer.forward(x, weight, bias)
         if not result._is_view():
             return result
-        # A later relu_ could not change it in place. A view of it in turn would leave a graph
-        # without its gradient.
+        # A later relu_ could not change a view in place. In a graph detach would lose the gradient.
         return free_of_views(result) if is_compiling() else result.detach()
 
     @staticmethod
@@ -210,7 +210,7 @@ class LayerUse(torch.autograd.Function):
                 use.finish(norms)
         else:
             total, grad_bias = _deliver(use, layer, grad, x, want_weight, bias_dtype)
-        # Last, so that the layer below finds its gradient still in the cache.
+        # Last, so that the layer below finds its gradient in the cache.
         wanted = want_x, want_weight and total is None
         grad_x, grad_weight = layer.gradients(settings, grad, x, weight, wanted)
         grad_weight = total if grad_weight is None else grad_weight
@@ -227,7 +227,7 @@ def _deliver(
     want_weight: bool,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Deliver the factors; return the gradients of weight and bias that this gave."""
+    """Deliver the factors; return the gradients of weight and bias that come with them."""
     factors: list[Factor | Fused] = []
     total = grad_bias = None
     if layer.weight:
@@ -262,7 +262,7 @@ def bias_gradient(examples: Examples, grad: Tensor) -> Tensor:
 
 
 def bias_factor(examples: Examples, grad: Tensor, *, channel: int = -1) -> Vector | Elementwise:
-    """Return the factor of a bias, Σ_t g_t of each example, summed unless a kernel will do that.
+    """Return the factor of a bias, Σ_t g_t of each example, summed unless a kernel sums it later.
 
     Args:
         examples: where the examples of ``grad`` lie.
@@ -287,13 +287,13 @@ def bias_report(
     place: int,
     wanted: torch.dtype | None,
 ) -> tuple[Factor | Fused, Tensor | None]:
-    """Return what to report of a bias, and Σ_i G_i where wanted, in one pass where possible.
+    """Return what to deliver for a bias, and Σ_i G_i if wanted, in one pass if possible.
 
     Args:
         use: of the operation.
         factor: the factor of the bias.
-        place: the bias's place among the use's nodes.
-        wanted: the dtype of the bias's gradient; None where it is not wanted.
+        place: the bias's position among the use's nodes.
+        wanted: the dtype of the bias's gradient; None if it is not wanted.
     """
     sole = use.settings.consumer is None and use.is_sole(place)
     if sole and isinstance(factor, Elementwise):

@@ -26,9 +26,9 @@ class LinearFactors(Layer):
     """The factors of a linear layer, y = x Wᵀ + b or, with ``inputs_first``, y = x W + b.
 
     Attributes:
-        inputs_first: the shape is (d_in, d_out), not (d_out, d_in).
-        by_columns: the weight's columns are contiguous, and so are those of its gradient, so that
-            accumulating it takes no copy.
+        inputs_first: whether the shape is (d_in, d_out), not (d_out, d_in).
+        by_columns: whether the weight's columns are contiguous. Its gradient is laid out likewise,
+            so that accumulating it takes no copy.
     """
 
     inputs_first: bool
@@ -43,16 +43,16 @@ class LinearFactors(Layer):
         return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     def norms(self, grad: Tensor, x: Tensor) -> list[Contraction] | None:
-        """Return the squared norms of weight and bias where each row is one example, else None."""
+        """Return the squared norms of weight and bias if each row is one example, else None."""
         if not (self.weight and grad.dim() == 2 and self.examples.plain and grad.is_cpu):
             return None
         norms = one_position(grad, x)
-        # An example's gradient of the bias is its row of grad, whose norm is a factor of these.
+        # The bias's gradient is the example's row of grad; ``norms`` has its norm as a factor.
         return [norms, norms.first()] if self.bias else [norms]
 
     def likeness(self) -> Hashable | None:
         if self.examples.plain:
-            return None  # the norms of single rows cost no more than copying them
+            return None  # copying single rows would cost as much as their norms
         return self.weight, self.bias, self.shape, self.inputs_first
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Outer | Ragged:
@@ -86,8 +86,8 @@ class LinearFactors(Layer):
         if want_x:
             weight = cast(weight, grad.dtype)
             matrix = weight.t() if self.inputs_first else weight
-            # Beside training, the product must be PyTorch's own: differences in rounding would grow
-            # from layer to layer in the training gradients.
+            # For training gradients, the product must be PyTorch's own: differences in rounding
+            # would grow from layer to layer.
             product = torch.mm if settings.weight_gradients else multiply
             grad_x = product(rows_of(grad), matrix).view(*grad.shape[:-1], matrix.shape[1])
         return grad_x, grad_weight
@@ -101,8 +101,8 @@ def is_pytorchs_own(
 ) -> bool:
     """Whether a linear layer is best left to PyTorch, with a hook that reports.
 
-    Not for a consumer, which also needs factors and the training gradient, and not if a Function's
-    own products are faster than PyTorch's.
+    Not for a consumer, which needs factors and the training gradient too, and not if our own
+    products are faster than PyTorch's.
     """
     if settings.consumer is not None or not x.is_cpu:
         return False
@@ -111,7 +111,6 @@ def is_pytorchs_own(
         small = is_small(settings, x, width, outputs)
         if not (small and examples.joinable and x.is_contiguous()):
             return False
-    # Unless our own products are faster, of data or gradients of these sizes.
     positions = math.prod(x.shape[:-1])
     return settings.exact or x.dtype != torch.float32 or not pays(positions * weight.numel())
 
@@ -134,11 +133,11 @@ def rows_of(tensor: Tensor) -> Tensor:
 def outer_factor(
     examples: Examples, left: Tensor, right: Tensor, shape: tuple[int, ...]
 ) -> Outer | Ragged:
-    """Return the factor Σ_t left_t right_tᵀ, of a parameter in that shape.
+    """Return the factor Σ_t left_t right_tᵀ of a parameter.
 
     Args:
         examples: where the examples lie in both.
-        left, right: (…, p) and (…, q): gradient and data of a product, or data and gradient.
+        left, right: (…, p) and (…, q): a product's gradient and data, or data and gradient.
         shape: of the parameter.
     """
     if examples.segments is None:

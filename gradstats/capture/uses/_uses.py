@@ -64,8 +64,9 @@ class Use:
         roots: the parameters that they are computed from.
         direct: whether the nodes are parameters, all of them different.
         tracker, settings: the context, and what it asks of its uses.
-        lookup: the look-up, if this is one, on which what is kept for cross terms depends.
-        times: how many places each root's numbers had had by then; empty where none was given any.
+        lookup: the look-up, if this is one; it decides what is kept for cross terms.
+        times: for each root, how often its values had been moved (by .data = ...) at the time of
+            the use; empty if none had.
     """
 
     lookup: Lookup | None = None
@@ -88,21 +89,21 @@ class Use:
         return [root.name for root in self.roots]
 
     def describe(self) -> str:
-        """Describe it for error messages."""
+        """Describe the use for error messages."""
         return f"an operation on {', '.join(node.describe() for node in self.nodes)}"
 
     def is_sole(self, position: int) -> bool:
-        """Whether the node there is a parameter whose only use this is, and only there."""
+        """Whether the node at a position is a parameter that is used here alone, and only once."""
         node = self.nodes[position]
         if not (isinstance(node, Root) and node.has_one_use):
             return False
-        return self.direct or sum(node in other.roots for other in self.nodes) == 1
+        return self.direct or sum(node in each.roots for each in self.nodes) == 1
 
     @property
     def all_sole(self) -> bool:
-        """Whether all nodes are parameters whose only use this is."""
+        """Whether all nodes are parameters that are used here alone."""
         if self.direct:
-            for root in self.roots:  # each backward asks: no list is made
+            for root in self.roots:  # asked in each backward: a loop is faster than all()
                 if not root.has_one_use:
                     return False
             return True
@@ -111,7 +112,7 @@ class Use:
     def is_tied(self, factor: Factor) -> bool:
         """Whether the first node is a parameter whose other uses are all look-ups of its rows.
 
-        Then only the norms of this use's factor are kept, and its products with the look-ups.
+        Then only the norms of this use's factor, and its products with the look-ups, are kept.
         """
         node = self.nodes[0]
         if not (isinstance(node, Root) and self.direct and node.is_projection):
@@ -120,13 +121,13 @@ class Use:
 
     def check_numbers(self) -> None:
         """Raise if a parameter no longer has the values that it was used with."""
-        for place, root in enumerate(self.roots):
-            if root.places and not root.is_at(self.times[place] if self.times else 0):
+        for index, root in enumerate(self.roots):
+            if root.places and not root.is_at(self.times[index] if self.times else 0):
                 remedy = "put them back, or use others by torch.func.functional_call"
                 raise given_others(root.describe(), remedy)
 
     def expect(self) -> None:
-        """Count this use: the backward that is about to run will reach it."""
+        """Count this use, which the backward that is about to run will reach."""
         for root in self.roots:
             root.counted += 1
             root.expected += 1
@@ -140,19 +141,19 @@ class Use:
         return self.tracker.is_backward_of_losses()
 
     def finish(self, norms: Sequence[Contraction]) -> None:
-        """Hand the roots, whose only use this is, their squared norms."""
+        """Hand the roots, which are used here alone, their squared norms."""
         for root, result in zip(self.roots, norms, strict=True):
             root.expected -= 1
             root.finish(result)
 
     def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
-        """Hand the roots the factor of each node in turn.
+        """Hand the roots the factors of all nodes.
 
-        ``Fused`` stands for a factor whose norms have been computed already (the only use of a
-        parameter, or of a cast or reshape of one); None for a node that no gradient reached.
+        ``Fused`` stands for a factor whose norms have been computed already (for the only use of a
+        parameter, or of a cast or reshape of one), None for a node that no gradient reached.
         """
         if torch._C._is_any_autocast_enabled():
-            with without_autocast():  # a graph's backward is traced in that of its forward
+            with without_autocast():  # a graph's backward is traced under its forward's autocast
                 return self.deliver(factors)
         if not self.is_due():
             return
@@ -178,16 +179,16 @@ class Use:
             if isinstance(node, Root):
                 found = {node: [factor]}
             else:
-                assert not isinstance(factor, Fused)  # of sole uses, which are roots
+                assert not isinstance(factor, Fused)  # which only roots get here
                 assert isinstance(node, Derived)
                 found = pull_back(factor, node, node.roots)
-                if any([isinstance(own, Pulled) for terms in found.values() for own in terms]):
+                if any([isinstance(term, Pulled) for terms in found.values() for term in terms]):
                     found = as_slices(factor, node) or found
             for root, terms in found.items():
-                parts = max(len(terms), sum([root in other.roots for other in self.nodes]))
-                for own in terms:
-                    root.deliver(_held(own, root), parts)
-        # All at first: what one contracts may serve the others that are complete as well.
+                parts = max(len(terms), sum([root in each.roots for each in self.nodes]))
+                for term in terms:
+                    root.deliver(_held(term, root), parts)
+        # Count down all roots first: contracting one may serve others that are complete too.
         for root in self.roots:
             root.expected -= 1
         for root in self.roots:
@@ -196,27 +197,27 @@ class Use:
 
 
 def given_others(what: str, remedy: str) -> UnsupportedOperationError:
-    """Return the error for a tensor of which PyTorch's backward may use the old or the new values.
+    """Return the error for a tensor that was given other values between forward and backward.
 
-    Which of them depends on what an operation saves: a tensor itself, or a view of it.
+    PyTorch's backward may use either, depending on whether an operation saved the tensor or a view.
     """
     return UnsupportedOperationError(
-        f"{what} was given other numbers (by .data = ...) since an operation used it of which the "
-        "losses are made, so that the backward may compute with these in place of those of the "
-        f"forward. Expected the numbers of the forward: {remedy}."
+        f"{what} was given other numbers (by .data = ...) after the losses' forward had used it, "
+        "so that the backward may compute with these instead of the forward's. Expected the "
+        f"numbers of the forward: {remedy}."
     )
 
 
 def _held(factor: Factor | Fused, root: Root) -> Factor | Fused:
-    """Return a factor to keep, in lean form if it has to wait for other uses."""
+    """Return a factor, in lean form if it has to wait for other uses."""
     return factor if root.has_one_use or isinstance(factor, Fused) else lean(factor)
 
 
 @cache
 def attach(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return what applies an autograd Function that takes a ``Use``.
+    """Return a function that applies an autograd Function that takes a ``Use``.
 
-    It skips PyTorch's support for torch.func transforms, in which there are no uses.
+    It skips PyTorch's support for torch.func transforms, inside which there are no uses.
     """
     return INNERMOST.__get__(None, function)
 
@@ -224,7 +225,7 @@ def attach(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def fuse(
     factor: Factor, settings: Settings, want_sum: bool, dtype: torch.dtype | None = None
 ) -> Fused:
-    """Return the only factor of a parameter with its norms, and its sum if one pass gives both.
+    """Return a parameter's only factor with its norms, and its sum if one pass gives both.
 
     Args:
         want_sum: whether the weight gradient is wanted.
@@ -236,24 +237,24 @@ def fuse(
 
 
 def unseen(again):
-    """Make a backward of a function of (ctx, grad, *saved), and hide its operations from modes.
+    """Turn a function of (ctx, grad, *saved) into a backward whose operations modes do not see.
 
-    Saved tensors are read first: reading them makes a checkpoint run its part of the forward again,
-    which modes have to see.
+    Saved tensors are read first: that makes a checkpoint run its part of the forward again, which
+    modes have to see.
 
     Args:
-        again: called as again(ctx, grad, *saved) in place of the function when grad mode is on,
-            that is inside a ``torch.autograd.grad(..., create_graph=True)`` whose result becomes
-            part of the loss. Nothing is reported then. Tracked operations compute the gradients of
-            the data, which uses the parameters once more. Returns the position and the gradient of
-            each input that is data.
+        again: called as again(ctx, grad, *saved) instead of the function if grad mode is on, that
+            is inside a ``torch.autograd.grad(..., create_graph=True)`` whose result becomes part of
+            the loss. It reports nothing. It computes the gradients of the data by tracked
+            operations, which use the parameters once more, and returns the position and gradient
+            of each input that is data.
     """
 
     def decorate(backward):
         def run(ctx, grad):
             saved = ctx.saved_tensors
             if is_compiling():
-                with without_autocast():  # a graph's backward is traced in that of its forward
+                with without_autocast():  # the backward is traced under the forward's autocast
                     return backward(ctx, grad, *saved)
             if torch.is_grad_enabled():
                 gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -270,33 +271,33 @@ def unseen(again):
 
 
 def check_derivatives(use: Use) -> None:
-    """Raise if a context cannot serve a loss that contains derivatives of the network."""
+    """Raise if the context does not support losses that contain derivatives of the network."""
     if use.tracker.closed:
         raise closed_before(use.nodes[0])
     if transform_level() is not None:
         raise HiddenError(
             "torch.autograd.grad(..., create_graph=True) inside a torch.func transform (vmap, "
             f"grad, jvp …) ran through {use.nodes[0].describe()}: the transform hides how the "
-            "derivatives depend on it. Expected torch.autograd.grad outside of transforms, with "
-            "is_grads_batched=True for several vectors at once.",
+            "derivatives depend on it. Expected torch.autograd.grad outside of transforms; for "
+            "several vectors at once, pass is_grads_batched=True.",
             use.names,
         )
     if use.settings.exact:
         raise UnsupportedOperationError(
             "the loss contains derivatives of the network (torch.autograd.grad with "
             f"create_graph=True ran through {use.nodes[0].describe()}). With fused=False gradients "
-            "are PyTorch's own to the bit, which does not allow such derivatives to be told apart "
-            "by example. Use fused=True."
+            "are PyTorch's own to the bit, so that such derivatives cannot be told apart by "
+            "example. Use fused=True."
         )
 
 
 def refuse_derivatives(use: Use) -> NoReturn:
-    """Raise for derivatives through an operation whose own are not known."""
+    """Raise for derivatives of the network through an operation that does not support them."""
     raise UnsupportedOperationError(
         "the loss contains derivatives of the network (torch.autograd.grad with create_graph=True "
         f"ran through an operation on {use.nodes[0].describe()}), and how they depend on the "
-        "parameter is not known for this operation. Expected a linear layer, convolution, "
-        "normalisation layer, product, or operation that broadcasts: write it with these, have "
+        "parameter is not known for this operation. Expected linear layers, convolutions, "
+        "normalisation layers, products, or operations that broadcast: write it with these, have "
         'per_example_norms compute one example at a time with fallback="vmap", or leave the '
         f"parameter out by name with exclude={use.names!r}."
     )
@@ -360,13 +361,12 @@ def tap(
     Args:
         nodes: the tracked operands of the operation.
         result: what the operation returned, still connected to the operands as PyTorch connects it.
-        factors_of: called as factors_of(grad, *saved); returns one factor for each node. Its
-            method ``data_gradients(nodes, grad, *saved)``, where it has one, returns the gradients
-            of ``saved``, computed by tracked operations, or None where these do not depend on the
-            tracked operands. Its method ``norms(grad, *saved)``, where it has one, returns the
-            norms of factors that need not wait for other uses, one ``Contraction`` for each node,
-            or None.
-        saved: tensors that ``factors_of`` needs, saved as any operation saves its operands.
+        factors_of: called as factors_of(grad, *saved); returns one factor for each node. It may
+            have two methods. ``data_gradients(nodes, grad, *saved)`` returns the gradients of
+            ``saved``, computed by tracked operations, or None if they do not depend on the tracked
+            operands. ``norms(grad, *saved)`` returns a ``Contraction`` for each node, for factors
+            that need not wait for other uses, or None.
+        saved: tensors that ``factors_of`` needs, saved as an operation saves its operands.
         lookup: the look-up that the operation is, if its factors name one.
     """
     use = Use(nodes)
@@ -374,21 +374,21 @@ def tap(
     if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
         result = attach(Tap)(use, factors_of, result, *saved)
     else:
-        # Dispatch modes, such as selective checkpoints, may check that results were not changed.
+        # Dispatch modes, such as selective checkpoints', may check that results were not changed.
         with torch.autograd._unsafe_preserve_version_counter(result):
             result = attach(Tap)(use, factors_of, result, *saved)
     base = result._base
     if base is not None and base.grad_fn is not None and not is_compiling():
-        metadata: Any = base.grad_fn.metadata  # of the node that hides that of the use
+        metadata: Any = base.grad_fn.metadata  # of the node that hides the use's own
         metadata[KEY] = use
     return result
 
 
 def free_of_views(tensor: Tensor) -> Tensor:
-    """Return a new result, which autograd may take for a view, as an ordinary tensor.
+    """Return a new result as an ordinary tensor even if autograd takes it for a view.
 
-    A view that is marked as changed passes its gradient on through a copy of its base with other
-    strides, so that sums over it are rounded differently.
+    A view that is marked as changed passes on its gradient through a copy with the strides of its
+    base, so that sums over it are rounded differently.
     """
     if not tensor._is_view():
         return tensor
