@@ -1,10 +1,11 @@
-"""Contractions of data with a tracked operand, index by index."""
+"""Contractions of data with a tracked operand, described index by index."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -23,12 +24,12 @@ class ProductFactor:
 
     Each index is of one kind: that of the examples; groups K, in both operands and the result;
     positions T, in data and result; p, in parameter and result; q, in parameter and data; or an
-    index of the data alone, which is summed away.
+    index that only the data have, which is summed over.
 
     Attributes:
         examples: to which examples the rows of the example axis belong.
         left: the result's axes in the order (example, K, T, p).
-        right: the data's axes in the order (example, K, T, q, data alone).
+        right: the data's axes in the order (example, K, T, q, data only).
         sizes: sizes of K, p and q, axis by axis.
         shape: shape of the parameter.
         permutation: order of the axes (K, p, q) that gives the parameter's own.
@@ -73,6 +74,11 @@ class ProductFactor:
             alone,
         )
 
+    @property
+    def _kept(self) -> int:
+        """How many of the data's axes are not summed over."""
+        return len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
+
     def _left(self, grad: Tensor) -> Tensor:
         """Return the result's gradient by rows: (rows, K, T, p)."""
         grad = grad.unsqueeze(0) if self.alone else grad
@@ -80,10 +86,9 @@ class ProductFactor:
 
     def _right(self, x: Tensor) -> Tensor:
         """Return the data by rows: (rows, K, T, q)."""
-        kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
         right = x.permute(self.right)
-        if right.dim() > kept:
-            right = right.sum(tuple(range(kept, right.dim())))
+        if right.dim() > self._kept:
+            right = right.sum(tuple(range(self._kept, right.dim())))
         return self._grouped(right, len(self.sizes[2]))
 
     def _grouped(self, rows: Tensor, last: int) -> Tensor:
@@ -108,19 +113,16 @@ class ProductFactor:
                 return [Ragged(left, right, segments.offsets_of(len(left)), self.shape)]
         left, right = self._by_example(left), self._by_example(right)
         if left.is_complex():
-            # Real and imaginary part are one more index of parameter and data.
+            # Real and imaginary parts are one more index of parameter and data.
             left, right = real_product(left, right)
-            within = self.permutation
-            sizes_of_k, sizes_of_p, sizes_of_q = self.sizes
-            unfolded = (*sizes_of_k, *sizes_of_p, *sizes_of_q, 2)
-            return [Outer(left, right, (*self.shape, 2), (*within, len(within)), unfolded)]
+            order = *self.permutation, len(self.permutation)
+            return [Outer(left, right, (*self.shape, 2), order, (*chain(*self.sizes), 2))]
         if ordered:
             return [Outer(left, right, self.shape)]
         n_p, n_q = len(self.sizes[1]), len(self.sizes[2])
         if self.permutation == (*range(n_p, n_p + n_q), *range(n_p)):
             return [Outer(right, left, self.shape)]
-        unfolded = tuple(size for sizes in self.sizes for size in sizes)
-        return [Outer(left, right, self.shape, self.permutation, unfolded)]
+        return [Outer(left, right, self.shape, self.permutation, (*chain(*self.sizes),))]
 
     def data_gradients(self, nodes: Sequence[Node], grad: Tensor, x: Tensor) -> list[Tensor]:
         """Return the data's gradient: one more product with the parameter, as (K, p, q)."""
@@ -141,8 +143,8 @@ class ProductFactor:
         )
         result = torch.einsum("bktp,kpq->bktq", left, matrix.value)
         result = tap([matrix], result, again, left)
-        # Along axes that the product summed away the gradient is the same everywhere.
+        # The gradient is constant along axes that the product summed over.
         sizes = [x.shape[axis] for axis in self.right]
-        kept = len(self.left) - len(self.sizes[1]) + len(self.sizes[2])
-        result = result.reshape(*sizes[:kept], *(1 for _ in sizes[kept:])).expand(sizes)
+        rest = sizes[self._kept :]
+        result = result.reshape(*sizes[: self._kept], *(1 for _ in rest)).expand(sizes)
         return [result.permute([self.right.index(axis) for axis in range(x.dim())])]
