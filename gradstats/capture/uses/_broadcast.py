@@ -23,8 +23,8 @@ class Broadcast:
     Attributes:
         layout: where the examples lie.
         shape: shape of the parameter.
-        order: the axes of the data behind the leading examples (see ``Examples.first``), first
-            the positions, then the channels.
+        order: the axes of the data after the leading examples (see ``Examples.first``): first the
+            positions, then the channels.
         positions: how many of these axes are positions.
     """
 
@@ -34,7 +34,7 @@ class Broadcast:
     positions: int
 
     def __call__(self, grad: Tensor, x: Tensor | None = None) -> list[Elementwise]:
-        """Return the factors, where PyTorch computes the gradients."""
+        """Return the factors, if PyTorch computes the gradients."""
         return [self.factor(grad, x)]
 
     def _leading(self, tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Broadcast:
         return first * math.prod(positions), math.prod(channels)
 
     def is_view(self, tensor: Tensor) -> bool:
-        """Whether the kernels can read the rows of data in place, without a copy."""
+        """Whether the kernels can read the rows of data without a copy."""
         leading = self._leading(tensor.detach())
         try:
             leading.view(self._sizes(leading))
@@ -65,7 +65,7 @@ class Broadcast:
         return leading.reshape(self._sizes(leading))
 
     def restore(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Return rows (as ``rows`` gives them) in the shape of the data ``like``."""
+        """Return rows, laid out as by ``rows``, in the shape of the data ``like``."""
         examples, leading = self.layout.examples, self._leading(like)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         tensor = rows.reshape(leading.shape).permute(0, *(axis + 1 for axis in inverse))
@@ -96,15 +96,15 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
     served = (
         x.dim() == layout.dims
         and not layout.own_slices(value.shape)
-        and all(size in (1, own) for size, own in zip(padded, x.shape, strict=True))
+        and all(size in (1, full) for size, full in zip(padded, x.shape, strict=True))
         and (segments is None or segments.order is None)
     )
     if not served:
         return None
     axis, fold = layout.examples.axis, segments is None and layout.examples.fold != 1
     rest = [(n, *both) for n, both in enumerate(zip(padded, x.shape, strict=True)) if n != axis]
-    # The places of the other axes in the view whose examples lead: behind the examples, and behind
-    # the axis of each example's rows where it has several.
+    # The places of the other axes once the examples lead: after the axis of the examples, and that
+    # of each example's rows if it has several.
     places = range(1 + fold, 1 + fold + len(rest))
     strides = {place: x.stride(n) for place, (n, *_) in zip(places, rest, strict=True)}
     channels = [place for place, (_, size, _) in zip(places, rest, strict=True) if size != 1]
@@ -115,7 +115,7 @@ def on_chip(layout: ExampleLayout, x: Tensor, value: Tensor, *, multiply: bool) 
         channels = [positions.pop()]  # a parameter of one element, shared by this axis
     positions = [1] * fold + positions
     if not (multiply or positions or segments is not None):
-        return None  # the example's gradient is that of the result: there is nothing to sum
+        return None  # an example's gradient is the result's: there is nothing to sum
     found = Broadcast(layout, tuple(value.shape), (*positions, *channels), len(positions))
     return found if found.is_view(x) else None
 

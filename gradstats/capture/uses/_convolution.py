@@ -38,7 +38,7 @@ class ConvolutionFactors(Layer):
     call: tuple
 
     channel: ClassVar[int] = 1
-    reads_weight: ClassVar[bool] = True  # as in PyTorch's own
+    reads_weight: ClassVar[bool] = True  # as in PyTorch
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.convolution(x, weight, bias, *self.call)
@@ -55,7 +55,7 @@ class ConvolutionFactors(Layer):
         grad, x = self._sides(grad, x)
         steps = zip(output_padding, stride, strict=True)
         if transposed and any(extra >= step for extra, step in steps):
-            # Padding both sides alike would give more positions than the input has: crop the end.
+            # Equal padding of both sides would give more positions than the input has: crop.
             sides = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
             x = functional.pad(x, [amount for side in reversed(sides) for amount in side])
             padding = (0,) * len(padding)
@@ -77,7 +77,7 @@ class ConvolutionFactors(Layer):
         if isinstance(factor, Outer):
             if is_copied((factor.left, factor.right), sides):
                 return None
-            again = replace(self)._of_sides  # not its own: what is prepared lies with it
+            again = replace(self)._of_sides  # a copy's: self holds the plan, and would hold itself
             found = _prepared.of_outer(factor, with_sum=want_weight, again=again)
         else:
             assert isinstance(factor, Patches)
@@ -89,7 +89,7 @@ class ConvolutionFactors(Layer):
         return lambda grad, x: found(x, grad)
 
     def _sides(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both, first what the weight's rows belong to: where it is transposed the data."""
+        """Return both, first the side of the weight's rows: the data if transposed."""
         return (x, grad) if self.call[3] else (grad, x)
 
     def _of_sides(self, first: Tensor, second: Tensor) -> Factor:

@@ -1,9 +1,9 @@
-"""The gradients of all gates of a recurrent layer from PyTorch's own backward of a layer.
+"""The gradients of all gates of a recurrent layer, from PyTorch's own backward of a layer.
 
-If the input weight is the identity, a layer's input is its contribution to the gates, and has the
-gradient of the gates: so a layer with that weight and the input W_ih x + b_ih yields the gradients
-of all steps in one call. On a GPU, where cuDNN runs all steps in one kernel, that is one more
-forward and half a backward of the layer instead of several kernels for each step.
+If the input weight is the identity, a layer's input is added to the gates and has their gradient.
+So a layer with that weight and the input W_ih x + b_ih yields the gradients of all steps in one
+call. On a GPU, where cuDNN runs all steps in one kernel, that is one more forward and half a
+backward of the layer instead of several kernels for each step.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def find_at_once(
         starts, after, grad, ends: as ``Sweep.pass_back`` takes them.
 
     Returns:
-        (rows, H), (rows, gates · H) and (sequences, H) each; gradients of gates are those of what
-        the input contributes to them.
+        (rows, H), (rows, gates · H) and (sequences, H) each. The gradients of the gates are those
+        of the input's contribution.
 
     Cost: one forward of the layer and a backward without weight gradients, each with a product of
     the gates with the identity.
@@ -91,14 +91,14 @@ def weights_apart() -> Iterator[None]:
 
 
 def as_given(states: Sequence[Tensor]) -> Any:
-    """Return a layer's states as PyTorch takes them: a single one not in a tuple."""
+    """Return a layer's states as PyTorch takes them: a single one by itself."""
     return states if len(states) > 1 else states[0]
 
 
 def _laid_out(steps: Steps, rows: Tensor) -> Tensor:
-    """Return rows as input of a PyTorch layer that reads the first step first."""
+    """Return rows as the input of a PyTorch layer that reads forwards."""
     if not steps.even:
-        return rows  # packed sequences, read in no other order
+        return rows  # packed sequences, which are only read forwards here
     laid_out = rows.unflatten(0, (len(steps.sizes), -1))
     return laid_out.flip(0) if steps.reverse else laid_out
 

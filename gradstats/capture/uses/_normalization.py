@@ -41,11 +41,10 @@ class NormalisationUse(torch.autograd.Function):
     def backward(ctx, grad, x, weight, *statistics):
         use, layer = ctx.use, ctx.layer
         wanted = [need and use.tracker.trains for need in ctx.needs_input_grad[4:6]]
-        # Under autocast, layers normalise in a wider dtype than the input's, and the
-        # gradient has that dtype.
-        own = dtype = x.dtype
-        if grad.dtype != own:
-            dtype = torch.promote_types(own, grad.dtype)
+        # Under autocast layers normalise in a wider dtype than the input's, which the gradient has.
+        input_dtype = x.dtype
+        if grad.dtype != input_dtype:
+            dtype = torch.promote_types(input_dtype, grad.dtype)
             grad, x = cast(grad, dtype), cast(x, dtype)
         # The kernel returns both sums in one dtype; if the parameters' differ, each is cast.
         dtypes = [ctx.parameters[index][1] for index in range(2) if wanted[index]]
@@ -70,9 +69,8 @@ class NormalisationUse(torch.autograd.Function):
                 use.finish([norms for tracked, norms in both if tracked])
         else:
             use.deliver(_factors(use, layer, result, totals, grad, x, *statistics))
-        grad_x = None if result.input is None else cast(result.input, own)
-        none = (None for _ in statistics)
-        return (None, None, None, grad_x, *totals, *none)
+        grad_x = None if result.input is None else cast(result.input, input_dtype)
+        return (None, None, None, grad_x, *totals, *(None for _ in statistics))
 
 
 def _factors(
@@ -84,8 +82,8 @@ def _factors(
     x: Tensor,
     *statistics: Tensor,
 ) -> list[Factor | Fused]:
-    """Return what to report of each tracked parameter; factors only where several uses meet."""
-    tracked = [index for index, own in enumerate((layer.scale, layer.shift)) if own]
+    """Return what to deliver for each tracked parameter; factors only if it has several uses."""
+    tracked = [index for index, is_tracked in enumerate((layer.scale, layer.shift)) if is_tracked]
     sole = [use.is_sole(position) for position in range(len(use.nodes))]
     factors: list = [None] * len(tracked) if all(sole) else layer(grad, x, *statistics)
     norms = result.scale_norms, result.shift_norms

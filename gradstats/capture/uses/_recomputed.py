@@ -1,8 +1,7 @@
-"""Operations that PyTorch computes as a whole, and whose backward is taken apart.
+"""Operations that PyTorch computes as a whole and whose backward is taken apart.
 
-A recurrent layer reaches PyTorch as one operation, whose backward does not show the gradients of
-the products inside. The backward here computes these again, for the gradients of the operands and
-for their factors.
+A recurrent layer reaches PyTorch as one operation, whose backward does not expose the gradients of
+the products inside. The backward here computes them again, for the operands' gradients and factors.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Site:
     """A place where one operand meets data: its gradient is Σ_r left_r right_rᵀ over rows r.
 
     Attributes:
-        slot: position of the operand among the operation's tensors.
-        left: (rows, p), gradients of what the operand computes.
-        right: (rows, q), what it is multiplied by; None where it is added.
+        slot: the position of the operand among the operation's tensors.
+        left: (rows, p), the gradients of the product or sum that the operand is in.
+        right: (rows, q), the data that it multiplies; None if it is added.
     """
 
     slot: int
@@ -46,8 +45,8 @@ class Site:
 class Kept:
     """An operation's result, kept for its backward unless it is changed in place.
 
-    It is not saved as autograd saves tensors, which would raise an error where PyTorch's own
-    operation does not need its result and the user's code changes it.
+    Saved by autograd, it would raise an error if user code changed it, which PyTorch's operation
+    may allow.
     """
 
     def __init__(self, result: Tensor):
@@ -56,7 +55,7 @@ class Kept:
         self._version = result._version
 
     def take(self) -> Tensor | None:
-        """Return the result and drop it; None where it was not kept or has changed."""
+        """Return the result and drop it; None if it was not kept or has changed."""
         alias, self._alias = self._alias, None
         return alias if alias is not None and alias._version == self._version else None
 
@@ -64,7 +63,7 @@ class Kept:
 class Recomputed(torch.autograd.Function):
     """The results of an operation, with a backward that computes the operation again.
 
-    Of results that PyTorch's own operation gave, and differentiates, it finds factors only.
+    If results are ``given``, PyTorch's operation differentiates them: only factors are found here.
     """
 
     @staticmethod
@@ -122,20 +121,20 @@ def recomputed(
     Args:
         nodes: the tracked operands.
         tracked: their positions among ``tensors``.
-        data: the positions of operands that stand in a parameter's place but were computed from
-            trained data: their gradients are always wanted.
-        operation: what computes the results and takes them apart.
+        data: the positions of weights that were computed from trained data: their gradients are
+            always wanted.
+        operation: computes the results and takes its backward apart.
         tensors: its operands, as plain tensors.
 
-    Cost: one more forward of the operation in the backward; until then only the first result is
+    Cost: one more forward of the operation, in the backward; until then only the first result is
     kept in memory.
     """
     use = Use(nodes)
     if not use.settings.exact:
         return Recomputed.apply(use, operation, tracked, data, 0, *tensors)
     results = tuple(map(free_of_views, operation.native(*tensors)))
-    # The tap marks the results as changed but leaves their values alone: without this, an operation
-    # that needs its own result in the backward would raise an error.
+    # The Function marks the results as changed, without changing their values. Without this, an
+    # operation that needs its own result in the backward would raise an error.
     with torch.autograd._unsafe_preserve_version_counter(results):
         own = use, operation, tracked, data, len(results)
         return Recomputed.apply(*own, *results, *tensors)

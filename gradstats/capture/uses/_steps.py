@@ -1,4 +1,4 @@
-"""The steps of recurrent layers, and walking them."""
+"""The steps of recurrent layers, and how states are carried through them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ States = list[Tensor]
 
 @dataclass(frozen=True)
 class Steps:
-    """How the rows of a layer are arranged: the first step of all sequences, then the second, ….
+    """How the rows of a layer are ordered: the first step of all sequences, then the second, ….
 
     Attributes:
         sizes: number of sequences in each step, not increasing.
@@ -25,7 +25,7 @@ class Steps:
 
     @property
     def even(self) -> bool:
-        """Whether all sequences have as many steps."""
+        """Whether all sequences have the same number of steps."""
         return self.sizes[0] == self.sizes[-1]
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ class Steps:
         return [torch.cat(parts) for parts in zip(states, *reversed(left), strict=True)]
 
     def before(self, rows: Tensor, start: Tensor) -> Tensor:
-        """Return, in place of each row, that of the step read before it."""
+        """Return, in place of each row, its sequence's row at the step that is read before it."""
         if self.even:
             size = self.sizes[0]
             return torch.cat([rows[size:], start] if self.reverse else [start, rows[:-size]])

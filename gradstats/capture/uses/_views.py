@@ -18,8 +18,8 @@ from gradstats.capture.uses._uses import Use, attach
 class ExampleView(torch.autograd.Function):
     """A tracked tensor as each example sees it: expanded, not copied, along the example axis.
 
-    The operation that follows is PyTorch's own, and so is the gradient that comes back, with one
-    slice for each example.
+    The operation on the view is PyTorch's own, and so is the view's gradient, which has one slice
+    for each example.
     """
 
     @staticmethod
@@ -97,7 +97,7 @@ class ExampleLayout:
 
 @dataclass(frozen=True)
 class Shared(ExampleLayout):
-    """How what belongs to no example enters a sum over all of them: as a part of each, alike."""
+    """How a term of no example enters a sum over all examples: as an equal share of each."""
 
     def serves(self, shape: Sequence[int]) -> bool:
         return True
