@@ -201,7 +201,7 @@ def test_rates_that_are_no_number(model, rate):
 @pytest.mark.parametrize("key", [None, 3])
 def test_names_that_are_no_strings(model, batch, key):
     state = model.state_dict()
-    with pytest.raises(gs.CheckpointError, match=f"state dict 0 has the key {key} .*names of parameters"):
+    with pytest.raises(gs.CheckpointError, match=f"state dict 0 has the key {key} .*only names"):
         gs.Checkpoints([{**state, key: torch.ones(2)}], lr=0.1)
     with pytest.raises(gs.CheckpointError, match=f"lr holds {key}, expected .* over parameter na"):
         gs.Checkpoints([state], lr={key: 0.1})
