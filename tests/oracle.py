@@ -120,6 +120,7 @@ def check_model(
     gradient_rtol: float = 1e-12,
     fusing: tuple[bool, ...] = (True, False),
     size: str = "small",
+    gradients: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> None:
     """Check norms alone, norms beside training (fused and not), and the training gradients.
@@ -131,9 +132,13 @@ def check_model(
         gradient_rtol: tolerance of ``param.grad`` with fusing, relative to all gradients' norm.
         fusing: which values of ``fused`` to check beside training.
         size: what the operations' data are taken for: ``"small"`` or ``"large"``.
+        gradients: the oracle's, if they are known; they may be of parameters that are frozen now.
         options: passed on to both calls.
     """
-    expected = oracle_sqnorms(model, batch, loss_fn)
+    if gradients is None:
+        gradients = oracle_gradients(model, batch, loss_fn)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    expected = sqnorms_of({name: gradients[name] for name in trained})
     with taken_for(size):
         _check_model(model, batch, loss_fn, expected, rtol, gradient_rtol, fusing, options)
 
@@ -205,6 +210,7 @@ def check_products(
     *,
     other: tuple[nn.Module, Any] | None = None,
     rtol: float = 1e-9,
+    gradients: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> None:
     """Check inner products within a batch, with another checkpoint, and with directions.
@@ -215,10 +221,11 @@ def check_products(
         model, batch, loss_fn: as for gs.inner_products.
         other: another model and batch; by default the model with other weights, the same batch.
         rtol: tolerance relative to the product of the norms.
+        gradients: the oracle's of the model and batch, if they are known.
         options: passed on to all calls.
     """
     state = snapshot(model)
-    named = oracle_gradients(model, batch, loss_fn)
+    named = oracle_gradients(model, batch, loss_fn) if gradients is None else gradients
     rows = flat(named)
     mean = rows.mean(0, keepdim=True)
     stats = gs.per_example_norms(model, batch, loss_fn, gram=True, alignment=True, **options)

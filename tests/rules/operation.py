@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradstats as gs
-from tests.oracle import check_model, check_products
+from tests.oracle import check_model, check_products, oracle_gradients
 
 IN_TURN = [
     {"size": size, "fusing": (fused,)}
@@ -83,17 +83,20 @@ def check_operation(
     model = Operation(function, parameters, upstream=False)
     # Beside training a small operation is PyTorch's own, fused or not.
     whole: dict[str, Any] = {"fusing": (True,)} if floating else {}
-    check_model(model, data, loss_fn, **(whole | options))
+    gradients = oracle_gradients(model, data, loss_fn)
+    check_model(model, data, loss_fn, gradients=gradients, **(whole | options))
     products = {k: v for k, v in options.items() if k not in ("gradient_rtol", "fusing")}
-    check_products(model, data, loss_fn, **products)
+    check_products(model, data, loss_fn, gradients=gradients, **products)
 
-    named = list(model.named_parameters())
-    step = min(len(named), 4)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    step = min(len(trained), 4)
     in_turn = cycle(IN_TURN)
     for first in range(step if step > 1 else 0):
-        for index, (_, parameter) in enumerate(named):
+        for index, parameter in enumerate(trained):
             parameter.requires_grad_(index % step != first)
-        check_model(model, data, loss_fn, **(next(in_turn) | options))
+        check_model(model, data, loss_fn, gradients=gradients, **(next(in_turn) | options))
+    for parameter in trained:
+        parameter.requires_grad_(True)  # a module may be given to several calls
 
 
 def check_refused(
