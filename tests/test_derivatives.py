@@ -607,6 +607,25 @@ def test_derivatives_of_zeros_that_stand_for_what_is_not_used():
     check_model(model, torch.randn(4, 3).double(), losses, fusing=(True,))
 
 
+def test_zeros_that_stand_for_gradients_of_unused_parameters_belong_to_no_example():
+    """The parameter has as many rows as there are examples."""
+    model = nn.Linear(3, 1).double()
+    model.unused, model.scale = (nn.Parameter(torch.ones(4).double()) for _ in range(2))
+
+    def losses(model, x):
+        hidden = model(x).squeeze(1)
+        _, zeros = torch.autograd.grad(
+            hidden.sum(), (model.weight, model.unused), retain_graph=True, materialize_grads=True
+        )
+        return hidden + ((zeros + 1) * model.scale.sin()).sum()
+
+    x = torch.randn(4, 3).double()
+    expected = oracle_sqnorms(model, x, losses)
+    with gs.track(model, batch_size=4) as tracker:
+        tracker.backward(losses(model, x))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+
+
 def points(**options):
     return torch.linspace(0, 1, 5, dtype=torch.float64, **options)[:, None]
 

@@ -113,10 +113,10 @@ def gradients(
         found = [*found]
         for place, item in enumerate(inputs):
             if found[place] is None:
-                value = value_of(item)
-                zeros = found[place] = torch.zeros_like(value, requires_grad=create_graph)
+                zeros = torch.zeros_like(value_of(item), requires_grad=create_graph)
                 if followed:
-                    follow_results(tracker, torch.zeros_like, (value,), {}, zeros)
+                    follow_results(tracker, torch.zeros_like, (item,), {}, zeros)
+                found[place] = zeros
     return (*found,)
 
 
