@@ -617,3 +617,42 @@ def test_sparse_data_of_one_example_at_a_time():
     check_operation(
         function, {"w": (4, 2)}, normal(3, 4, 3), gradient_of_data=False, fusing=(True,)
     )
+
+
+class AddsConstants(nn.Module):
+    """Adds a product of the model's own tensors, which has as many rows as there are examples."""
+
+    def __init__(self, add):
+        super().__init__()
+        self.layer = nn.Linear(3, 4).double()
+        self.register_buffer("first", normal(4, 5))
+        self.register_buffer("second", normal(5, 4))
+        self.add = add
+
+    def forward(self, x):
+        return self.add(self.layer(x), self.first, self.second).sin()
+
+
+ADDS_CONSTANTS = {
+    "to rows": torch.addmm,
+    "to columns": lambda h, a, b: torch.addmm(h.T, a, b).T,
+    "to one column": lambda h, a, b: torch.addmm(h[:, :1], a, b),
+    "to a stack": lambda h, a, b: torch.baddbmm(h[None], a[None], b[None])[0],
+}
+
+
+@pytest.mark.parametrize("add", ADDS_CONSTANTS.values(), ids=ADDS_CONSTANTS)
+def test_products_of_constants_added_to_data(add):
+    def losses(model, x):
+        return model(x).square().sum(1)
+
+    model, x = AddsConstants(add), normal(4, 3)
+    gradients = torch.autograd.functional.jacobian(
+        lambda w, b: torch.func.functional_call(
+            model, {"layer.weight": w, "layer.bias": b}, (x,)
+        ).square().sum(1),
+        (model.layer.weight.detach(), model.layer.bias.detach()),
+    )  # fmt: skip
+    expected = sum(each.flatten(1).square().sum(1) for each in gradients)
+    got = gs.per_example_norms(model, x, losses)
+    torch.testing.assert_close(got.sqnorm, expected, rtol=1e-9, atol=0, check_dtype=False)
