@@ -187,8 +187,8 @@ def scores(layouts: Sequence[Examples], result: Tensor) -> Scores | None:
     if len(sides) != 2:
         return None
     rows, columns = (sides[axis] for axis in sorted(sides))
-    one_example = not bool(differing_pairs(rows, columns, result.device).any())
-    return _paired(rows, columns, fixed=one_example)
+    differs = differing_pairs(rows, columns, result.device)
+    return _paired(rows, columns, fixed=not bool(differs.any()))
 
 
 def _paired(rows: Examples, columns: Examples, fixed: bool) -> Scores | None:
@@ -270,14 +270,8 @@ def _along(call: Call, item: Tensor, layout: Scores, over: int) -> Examples | No
 def _counting(call: Call, item: Tensor, layout: Scores, over: int) -> Tensor | None:
     """Return values that are zero where scores do not count in a result over one of their axes.
 
-    Args:
-        call: the operation.
-        item: its operand.
-        layout: the operand's layout.
-        over: the axis.
-
-    Returns:
-        The values, in the operand's shape; None if it is not known which scores count.
+    Takes what ``_along`` takes. The values have the operand's shape; None if it is not known which
+    scores count.
     """
     func, values = call.func, item.detach()
     if func in SOFTMAX:
