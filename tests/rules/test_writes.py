@@ -964,6 +964,46 @@ def test_rows_of_their_own_examples_written_into_what_a_layer_returned(in_place)
     check_operation(function, parameters, normal(BATCH, 3, WIDTH))
 
 
+MET_IN_A_VIEW = {
+    "summed": lambda h, x: h[:, 0].cumsum_(0),
+    "summed where axes are exchanged": lambda h, x: h.transpose(0, 1).cumsum_(1),
+    "multiplied": lambda h, x: h[:, 1:].cumprod_(0),
+    "other examples' products": lambda h, x: h[:, :2].baddbmm_(x.flip(0)[:, :2, :3], h.flip(0)),
+    "a product of examples": lambda h, x: h[:, 0].addmm_(h[:, 0, :3].clone(), x[:, 0]),
+    "norms over examples": lambda h, x: h[:, 1].renorm_(2, 1, 0.5),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("meet", MET_IN_A_VIEW.values(), ids=MET_IN_A_VIEW)
+def test_examples_that_meet_in_a_view_are_refused(meet, copied):
+    """What the view shows is another tensor's too, itself perhaps a view of one nobody saw."""
+
+    def function(m, x):
+        h = m.first(x)
+        h = h.clone() if copied else h
+        meet(h, x)
+        return m.last(h)
+
+    check_refused(
+        function, {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)},
+        normal(BATCH, 3, WIDTH), error=gs.GradStatsError, match="example",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_changes_of_a_view_that_keep_examples_apart(copied):
+    def function(m, x):
+        h = m.first(x)
+        h = h.clone() if copied else h
+        h[:, :2].baddbmm_(x[:, :2, :3], x)
+        h[:, 0].cumsum_(1)
+        return m.last(h)
+
+    parameters = {"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)}
+    check_operation(function, parameters, normal(BATCH, 3, WIDTH))
+
+
 @pytest.mark.parametrize("back", ["by an index", "by a write"])
 @pytest.mark.parametrize("drawn", range(3))
 def test_packed_rows_in_groups(back, drawn):

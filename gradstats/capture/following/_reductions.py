@@ -117,8 +117,8 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
         [
             *IMPLICIT, *OVER_LAST, ATTENTION, torch.special.softmax, torch.special.log_softmax,
             *variants(
-                "softmax", "log_softmax", "cumsum", "cumsum_", "cumprod", "cumprod_",
-                "logcumsumexp", "cummax", "cummin", "nanmedian",
+                "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin",
+                "nanmedian",
             ),
         ],
         (1, None),

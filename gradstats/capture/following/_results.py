@@ -17,7 +17,6 @@ from gradstats.capture.following._following import follow_layout
 from gradstats.capture.following._layout import FOLLOWED, ON_NESTED
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._operands import is_padding, sole_example
-from gradstats.capture.following._reductions import OVER_AXES
 from gradstats.capture.following._returned import follow_gradients, note_beside
 from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._signatures import RENAMED, by_place, in_pytorchs_names
@@ -208,9 +207,7 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
         return
     if after is target:
         marks.mark_data(target)
-    if func in OVER_AXES:
-        follow_layout(marks, Call(func, args, kwargs, [target], target))
-    elif func in MOVES_IN_PLACE or func is Tensor.resize_:
+    if func in MOVES_IN_PLACE or func is Tensor.resize_:
         follow_move(marks, func, args, kwargs)
     elif func in CHANGES_IN_PLACE:
         follow_change(marks, Call(CHANGES_IN_PLACE[func], args, kwargs, data, target))

@@ -26,6 +26,7 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._meetings import BROUGHT_BACK
 from gradstats.capture.following._numbered import Found, Owned, lies_after, lies_behind
 from gradstats.capture.following._operands import holds_one_alone, sole_example
+from gradstats.capture.following._reductions import OVER_AXES
 from gradstats.capture.following._slots import settled
 from gradstats.capture.following._writes import CHANGES, REPLACES, Write
 from gradstats.capture.operations._call import Call
@@ -290,19 +291,24 @@ def follow_change(marks: Marks, call: Call) -> None:
             that was changed.
     """
     func, target = call.func, call.result
+    name = None if func is None else function_name(func)
     if func is Tensor.as_strided:
         # It does not show any more where its elements were in memory.
-        marks.place(target, None, function_name(func))
+        marks.place(target, None, name)
         return
-    if not target.requires_grad:
+    if not (target.requires_grad or func in OVER_AXES):
         return
+    before = marks.owned(target)
     if func in FOLLOWED or type(func) in OPAQUE:
         follow_layout(marks, call)
     else:
-        name = None if func is None else function_name(func)
-        marks.note_rearranged(target)
         marks.place(target, None, name)
-    _place_base(marks, target, None)
+    after = marks.owned(target)
+    stays = isinstance(after, APART) and not isinstance(after, Scores)
+    if target.requires_grad and not (stays and same_layout(before, after)):
+        # Other tensors may show its memory.
+        _place_base(marks, target, None, moves=True)
+        marks.place(target, after, name)
 
 
 def follow_move(marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
