@@ -130,14 +130,17 @@ def _of_recurrent_layer(marks: Marks, args, kwargs, results) -> Layouts:
         return lost
     axis = 0 if packed or args[8] else 1
     of_steps = packed_places(marks, *args[:2]) if packed else _common_along(marks, (source,), axis)
-    states = states_of(hx)
-    trained = any(map(marks.is_trained, states)) and marks.batch_size > 1
-    # Of untrained states, as those of the batch before, it need not be known whose they are.
-    given = [each for each in states if marks.is_trained(each) or _layout(marks, each) is not None]
-    of_states = _common_along(marks, given, 1)
-    if of_steps is None and not (packed or marks.is_trained(source)):
-        of_steps = of_states  # the steps are constants
-    if of_steps is None or (trained and not (of_states and same_rows(of_steps, of_states))):
+    # The layout of untrained states, such as those of the batch before, need not be known.
+    given = marks.data_among(states_of(hx))
+    states = [each for each in given if each.requires_grad or _layout(marks, each)]
+    if states:
+        of_states = _common_along(marks, states, 1)
+        if of_steps is None and not (packed or marks.is_trained(source)):
+            of_steps = of_states  # the steps are constants
+        trained = marks.batch_size > 1 and any(each.requires_grad for each in states)
+        if trained and not (of_steps and of_states and same_rows(of_steps, of_states)):
+            return lost
+    if of_steps is None:
         return lost
     output = _layout(marks, source) if packed else of_steps.along(axis)
     return [output, *[of_steps.along(1)] * (len(results) - 1)]
