@@ -1,4 +1,7 @@
-"""Operations followed through a decomposition, which runs instead of them or beside them."""
+"""Operations followed through a decomposition, which runs instead of them or beside them.
+
+Beside them, the operation's own result is kept and the decomposition only says how it was made.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Grafted:
     """The rule of an operation that runs as it is, with a decomposition beside it.
 
     Attributes:
-        decomposition: returns what the operation returns.
+        decomposition: takes the operation's arguments and returns what it returns.
     """
 
     def __init__(self, decomposition: Callable[..., Any]):
@@ -42,13 +45,13 @@ class Grafted:
     def __call__(self, tracker: Context, func, *args, **kwargs):
         trains = tracker.settings.weight_gradients
 
-        def own(item):
+        def plain(item):
             node = node_of(item)
             if node is None:
                 return item
             return node.value if trains else node.value.detach()
 
-        def seen(item):
+        def beside(item):
             node = node_of(item)
             if node is None:
                 return _beside(tracker.marks, item)
@@ -60,14 +63,14 @@ class Grafted:
         stand_ins: dict[int, Tensor] = {}
         shown = _readable(tracker.marks, operands)
         before = [item._version for item in shown]
-        result = func(*rebuild(args, own), **rebuild(kwargs, own))
+        result = func(*rebuild(args, plain), **rebuild(kwargs, plain))
         node = first_node(*operands)
         if [item._version for item in shown] != before:
             _refuse_change(func, node)
         # Modes and subclasses are off while an operation is handled: turn them on again, so that
-        # the decomposition is seen.
+        # the operations of the decomposition are seen.
         with torch._C._EnableTorchFunction(), tracker.watching():
-            shadow = self._run(func, node, args, kwargs, seen)
+            shadow = self._run(func, node, args, kwargs, beside)
         single = isinstance(result, Tensor)
         results = [result] if single else list(result)
         shadows = list(shadow) if isinstance(shadow, (tuple, list)) else [shadow]
@@ -90,10 +93,10 @@ class Grafted:
         tracker.followed = returned
         return returned
 
-    def _run(self, func, node: Node | None, args, kwargs, seen: Callable[[Any], Any]) -> Any:
-        """Return what the decomposition makes of operands as they are to be ``seen``."""
+    def _run(self, func, node: Node | None, args, kwargs, beside: Callable[[Any], Any]) -> Any:
+        """Run the decomposition on the stand-ins that ``beside`` returns for the operands."""
         try:
-            return self.decomposition(*rebuild(args, seen), **rebuild(kwargs, seen))
+            return self.decomposition(*rebuild(args, beside), **rebuild(kwargs, beside))
         except TypeError as error:
             if _takes(self.decomposition, args, kwargs):
                 raise
@@ -101,23 +104,23 @@ class Grafted:
             raise self._wrong(func, node, problem) from error
         except RecursionError:
             name = function_name(func)
-            problem = f"exceeded Python's limit on recursion, as one does that calls {name} itself"
+            problem = f"exceeded Python's recursion limit, as one that calls {name} itself does"
             raise self._wrong(func, node, problem) from None
 
     def follow(self, tracker: Context, func, args, kwargs, results: list) -> None:
-        """Note where the examples lie in the operation's results, where it takes data alone."""
+        """Note where the examples lie in the results of an operation on data alone."""
 
-        def seen(item):
+        def beside(item):
             return _beside(tracker.marks, item)
 
         with torch._C._EnableTorchFunction(), tracker.watching():
-            shadow = self._run(func, None, args, kwargs, seen)
+            shadow = self._run(func, None, args, kwargs, beside)
         for first, second in zip(results, flatten((shadow,)), strict=True):
             if isinstance(first, Tensor) and isinstance(second, Tensor):
                 tracker.marks.place_like(first, second)
 
     def _check(self, func, node: Node, results: list, shadows: list) -> None:
-        """Raise unless the decomposition computes what the operation computes."""
+        """Raise unless the decomposition computed what the operation computed."""
         got, expected = list(map(_shape, shadows)), list(map(_shape, results))
         if got != expected:
             problem = f"returned results of shape {got}, expected {expected}"
@@ -134,7 +137,7 @@ class Grafted:
         raise self._wrong(func, node, problem)
 
     def _check_use(self, func, operands: Sequence[Tensor], shadows: list) -> None:
-        """Raise if no result of the decomposition depends on a parameter, which would get zeros."""
+        """Raise if no result depends on some parameter, whose gradients would be reported as 0."""
         values = [each for each in map(value_of, tensors_in(shadows)) if each.requires_grad]
         nodes = nodes_of(operands)
         used = {node for value in values for node in reached(value, nodes)}
@@ -143,8 +146,8 @@ class Grafted:
                 raise self._wrong(
                     func,
                     node,
-                    "returned nothing that depends on it, expected a use of it (where the "
-                    "operation has no gradient for it, detach it in the model)",
+                    "returned nothing that depends on it, expected a use of it (if the operation "
+                    "has no gradient for it, detach it in the model)",
                 )
 
     def _wrong(self, func, node: Node | None, problem: str) -> UnsupportedOperationError:
@@ -158,34 +161,34 @@ class Grafted:
 
 
 class Registered(Grafted):
-    """The rule that a user registered: its results have to depend on every tracked operand."""
+    """The rule that a user registered. Its results must depend on every tracked operand."""
 
 
 def _takes(function: Callable[..., Any], args, kwargs) -> bool:
-    """Whether a function can be called with so many arguments, of these names."""
+    """Whether a function accepts arguments of this number and these names."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
         return False
-    except ValueError:  # of a function without a signature it is not known
+    except ValueError:  # it has no signature to ask
         return True
     return True
 
 
 def _readable(marks: Marks, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Return the operands whose values a decomposition may read, without blank ones."""
+    """Return the operands whose values a decomposition may read; not those without any yet."""
     plain = [item for item in operands if node_of(item) is None and not item.is_inference()]
     data = [item for item in plain if marks.is_data(item) and not marks.values.was_blank(item)]
     return [node.value for node in nodes_of(operands)] + data
 
 
 def _refuse_change(func, node: Node) -> NoReturn:
-    """Raise for an operation that overwrote what its decomposition would be given."""
+    """Raise for an operation that overwrote an operand of its decomposition."""
     raise UnsupportedOperationError(
         f"{function_name(func)} on {node.describe()} changed an operand in place, so that the rule "
-        "registered for it would be given what the operation wrote. Expected an operation that "
-        "leaves its operands as they are: return a new tensor, or leave the parameter out by name "
-        f"with exclude={node.names!r}.",
+        "registered for it would read what the operation wrote. Expected an operation that leaves "
+        "its operands unchanged: return a new tensor, or leave the parameter out by name with "
+        f"exclude={node.names!r}.",
         node.names,
     )
 
@@ -196,7 +199,7 @@ class Graft(torch.autograd.Function):
     @staticmethod
     def forward(ctx, node, shadow, result):
         ctx.node = node
-        # Marked as changed, the result is no view, which a later relu_ could not change in place.
+        # Without this mark the result would be a view, which a later relu_ could not change.
         ctx.mark_dirty(result)
         return result
 
@@ -205,12 +208,11 @@ class Graft(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(
                 "the loss contains derivatives of the network (a backward with create_graph=True "
-                f"ran through an operation on {ctx.node.describe()} that runs as it is, with a "
-                "decomposition beside it), where the parameter is used once more in a way that is "
-                "not counted. Expected the decomposition in the model instead, or for PyTorch's "
-                "operations fused=True and float32 or float64, without autocast; or have "
-                'per_example_norms compute one example at a time with fallback="vmap", or exclude '
-                "the parameter.",
+                f"ran through an operation on {ctx.node.describe()} with a decomposition beside "
+                "it), which use the parameter once more in a way that is not counted. Expected the "
+                "decomposition in the model, or for PyTorch's operations fused=True and float32 or "
+                "float64, without autocast. Otherwise have per_example_norms compute one example "
+                f'at a time with fallback="vmap", or pass exclude={ctx.node.names!r}.',
                 ctx.node.names,
             )
         return None, grad, grad
@@ -219,13 +221,13 @@ class Graft(torch.autograd.Function):
 def _graft(node: Node, shadow: Tensor, result: Tensor) -> Tensor:
     if result._is_view():
         result = result.clone()
-    # Nothing is really changed: an operation that saved its own result must be able to read it.
+    # No value is changed, and an operation that saved its own result must be able to read it.
     with torch.autograd._unsafe_preserve_version_counter(result):
         return Graft.apply(node, shadow, result)
 
 
 class Blocked(torch.autograd.Function):
-    """A view that requires grad but passes none on: the operation's own backward does that."""
+    """A view that requires grad but passes none back: the operation's own backward does."""
 
     @staticmethod
     def forward(ctx, value):
@@ -237,17 +239,17 @@ class Blocked(torch.autograd.Function):
 
 
 def _beside(marks: Marks, item):
-    """Return an operand for the decomposition, with its layout, that passes no gradient back."""
+    """Return a stand-in for an operand: located as it is, but without a gradient to pass back."""
     if not isinstance(item, Tensor):
         return item
-    # It still has to require grad: examples of trained operands must not meet in the decomposition.
+    # It still has to require grad: trained examples must not be mixed in the decomposition.
     shown = Blocked.apply(item) if item.requires_grad else item.detach()
     marks.place_like(shown, item)
     return shown
 
 
 def _without_gradient(node: Node) -> Tensor:
-    """Return a tracked tensor of the node's value whose uses count but pass no gradient back."""
+    """Return a tracked stand-in for a node, whose uses count but pass no gradient back."""
     value = Blocked.apply(node.value)
     return wrap(Derived(node.tracker, value, Tensor.clone, (node,), {}, None))
 
@@ -263,20 +265,20 @@ def _difference(result, shadow) -> tuple[float, float]:
     tolerance = VALUE_TOLERANCE.get(result.dtype, OTHER_TOLERANCE)
     wide, other = (as_real(item.detach()).double() for item in (result, shadow))
     distance = ((wide - other).norm() / wide.norm().clamp(min=1e-300)).item()
-    # The decomposition may have values that are not finite where the operation has none.
+    # Only the decomposition may have returned values that are not finite.
     return distance if math.isfinite(distance) else math.inf, tolerance
 
 
 class Composed:
     """The rule of an operation that is replaced by a composition of other operations.
 
-    Where the training gradients must be PyTorch's own, the operation runs as it is and the
+    If the training gradients must be PyTorch's own, the operation runs as it is, with the
     composition beside it.
 
     Attributes:
-        composition: returns what the operation returns.
-        rounds: whether it rounds more often than the operation, so that in low precision the
-            operation has to run as it is too.
+        composition: takes the operation's arguments and returns what it returns.
+        rounds: whether it rounds more often than the operation. Then it runs beside the operation
+            in low precision too.
     """
 
     def __init__(self, composition: Callable[..., Tensor], *, rounds: bool = False):
@@ -289,7 +291,7 @@ class Composed:
         try:
             return watched(tracker, self.composition, *args, **kwargs)
         except (GradStatsError, _StopRecomputationError):
-            raise  # the latter by a checkpoint that has all tensors which the backward needs
+            raise  # the latter ends a checkpoint's recomputation once it has all tensors
         except Exception:
             func(*rebuild(args, value_of), **rebuild(kwargs, value_of))  # PyTorch's own error
             raise
@@ -305,7 +307,7 @@ def _are_low(operands: Sequence[Tensor]) -> bool:
 def watched(tracker: Context, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Run a function, handling each of its operations as if the user had called it.
 
-    Modes and subclasses are off in the rule that calls this, and have to be turned on again.
+    Modes and subclasses are off in the rule that calls this: they are turned on again.
     """
     with torch._C._EnableTorchFunction(), tracker.watching():
         tracker.followed = function(*args, **kwargs)

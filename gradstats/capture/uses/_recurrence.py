@@ -1,9 +1,9 @@
 """Recurrent cells, and backpropagation through time with known hidden states.
 
-A layer's hidden states are its output. Given these, the gates of all steps are computed at once,
-and each gate's gradient is that of its state times a known factor: only the gradients passed to
-previous steps have to be computed step by step (Werbos 1990). On a GPU a single call of PyTorch's
-own layer does all of this (see ``_gates``).
+A layer's output is its hidden states. Given these, the gates of all steps are computed at once, and
+each gate's gradient is its state's times a known factor. Only the gradients passed to previous
+steps have to be computed step by step (Werbos 1990). On a GPU a single call of PyTorch's own layer
+does all of this (see ``_gates``).
 
     Elman  h' = tanh(gate) or max(0, gate)
     Lstm   i, f, g, o = gates;  c' = σ(f)·c + σ(i)·tanh(g);  h' = σ(o)·tanh(c')
@@ -61,19 +61,19 @@ class Cell(Protocol):
 
     @staticmethod
     def forward(inner: Tensor, outer: Tensor, states: States) -> States:
-        """Return the states after one step; what the gates were given may be overwritten."""
+        """Return the states after one step; the contributions to the gates may be overwritten."""
 
     def back(self, step: int, grad: Tensor, others: States) -> tuple[Tensor, Tensor | None, States]:
         """Pass one step's gradients back.
 
         Args:
-            step: which.
-            grad: of the hidden state before it is projected.
-            others: of the other states.
+            step: its number.
+            grad: the gradient of the hidden state before it is projected.
+            others: the gradients of the other states.
 
         Returns:
-            The gradient of ``outer`` at this step; what reaches the previous hidden state by other
-            ways, or None; the gradients of the other previous states.
+            The gradient of ``outer`` at this step; the gradient that reaches the previous hidden
+            state by other ways, or None; the gradients of the other previous states.
         """
 
 
@@ -132,7 +132,7 @@ class Lstm:
         steps.walk(starts[1:], write)
         shown = memory.tanh()
         self.hidden = o * shown
-        # Times the gradient of c' for the first three gates, of h' for the last.
+        # To be multiplied by the gradient of c' for the first three gates, of h' for the last.
         slopes = outer.unflatten(1, (4, -1))
         slopes[:, 0] = sigmoid_backward(g, i)
         slopes[:, 1] = sigmoid_backward(steps.before(memory, starts[1]), f)
@@ -302,13 +302,13 @@ class Sweep:
         return Passed(cell.inner, cell.outer, before, cell.hidden, torch.cat(projected), first)
 
     def _product_of_steps(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the product of one step's rows, in a dtype, with W_hh or W_hr.
+        """Return the function that multiplies one step's rows, in a dtype, by W_hh or W_hr.
 
-        A step may be so small that choosing anew for each would take as long as its operations.
+        Chosen once: steps may be so small that choosing takes as long as their operations.
         """
         product: Callable[[Tensor, Tensor], Tensor] = torch.mm
         work, count = self.steps.sizes[0] * self.from_state.numel(), len(self.steps.sizes)
-        # Steps of other sizes would each have to be prepared for.
+        # Steps of different sizes would each need preparation.
         if self.steps.even and pays(work, self.from_state, times=count, on_rows=True):
             product = partial(multiply, times=count)
         return product if dtype == self.from_state.dtype else partial(_product, product=product)

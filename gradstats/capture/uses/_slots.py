@@ -1,6 +1,6 @@
-"""Operations of parameters and rows along two axes, as experts of a fixed capacity have them.
+"""Operations of parameters and data with rows along two axes, as of experts of fixed capacity.
 
-They are taken apart along one of the two, so that the rows of each part lie along the other.
+They are taken apart along one of the two axes, so that each part has its rows along the other.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from gradstats.capture.uses._grafted import Composed
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
 
-# Operations that do the same to all rows of their first operand.
+# Operations that treat all rows of their first operand alike.
 OF_ROWS = frozenset({functional.linear, functional.layer_norm, functional.rms_norm})
 
-# Operations that return a new tensor, with an element for each of their operands', broadcast.
+# Operations that return a new tensor of their operands' broadcast shape.
 ELEMENTWISE = BROADCASTS.difference(IN_PLACE, ELEMENT_LOSSES, {torch.broadcast_tensors})
 
 
 def run_on_slots(
     tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Run an operation of parameters and rows along two axes; None where there are none."""
+    """Run an operation of parameters and rows along two axes; None if it is not one."""
     marks = tracker.marks
     operands = operands_of(args, kwargs)
     found = None
@@ -54,7 +54,7 @@ def run_on_slots(
     possible = [(*cut, parts) for cut, parts in cuts if cut is not None]
     if not possible:
         return None
-    # Along an axis that weights have too, if there is one, as that of the experts.
+    # Preferably along an axis that the weights have too, such as that of the experts.
     along, result_axis, parts = min(possible, key=lambda cut: cut[0].count(None))
     run = partial(_in_parts, func, along, parts, result_axis)
     return Composed(run)(tracker, func, *args, **kwargs)
@@ -67,32 +67,32 @@ def _in_parts(
 
     Args:
         func, args, kwargs: the operation.
-        along: for each operand, the axis along which it is cut; None where all parts share it.
-        parts: how many there are.
-        result_axis: along which the results are concatenated.
+        along: for each operand, the axis along which it is cut; None if all parts share it.
+        parts: the number of parts.
+        result_axis: the axis along which the results are concatenated.
     """
     results = []
     for part in range(parts):
         axes = iter(along)
 
-        def own(item, axes=axes, part=part):
+        def cut(item, axes=axes, part=part):
             if not isinstance(item, Tensor):
                 return item
             axis = next(axes)
             return item if axis is None else item.narrow(axis, part, 1)
 
-        results.append(func(*rebuild(args, own), **rebuild(kwargs, own)))
+        results.append(func(*rebuild(args, cut), **rebuild(kwargs, cut)))
     return torch.cat(results, result_axis)
 
 
 def _cut(
     func, args: tuple[Any, ...], operands: Sequence[Tensor], item: Tensor, axis: int
 ) -> tuple[list[int | None], int] | None:
-    """Return along which axes of the operands and the result an operation may be taken apart.
+    """Return the axes of operands and result along which to take an operation apart, or None.
 
     Args:
         func, args, operands: the operation.
-        item, axis: the operand of rows, and one of their axes.
+        item, axis: the operand with rows along two axes, and one of the two.
     """
     if func in OF_ROWS:
         if item is not operands[0] or axis > item.dim() - 3:
@@ -110,10 +110,10 @@ def _cut(
         return None
     place = next(place for place, each in enumerate(operands) if each is item)
     index = inputs[place][axis]
-    if index not in out or any(own.count(index) > 1 for own in inputs):
+    if index not in out or any(spec.count(index) > 1 for spec in inputs):
         return None
     along = [
-        own.index(index) if index in own and each.shape[own.index(index)] > 1 else None
-        for own, each in zip(inputs, operands, strict=True)
+        spec.index(index) if index in spec and each.shape[spec.index(index)] > 1 else None
+        for spec, each in zip(inputs, operands, strict=True)
     ]
     return along, out.index(index)
