@@ -151,17 +151,7 @@ class Reports:
         consumer, fused = self._settings.consumer, delivered[0]
         projected = next((item for item in delivered if isinstance(item, Projected)), None)
         if projected is not None:
-            rows = [item for item in delivered if isinstance(item, Rows)]
-            known = all(factor.lookup in projected.gathered for factor in rows)
-            if len(rows) != len(delivered) - 1 or not known:
-                raise CoverageError(
-                    f"{root.describe()} has a use that appeared only in the backward, too late to "
-                    "compute its cross term with the other uses. Expected all uses in the graph of "
-                    "the losses: use torch.utils.checkpoint.checkpoint rather than another "
-                    "library's, or leave the parameter out by name with "
-                    f"exclude=[{root.name!r}]."
-                )
-            return tied_sqnorm(projected, rows, self._settings.workspace)
+            return self._tied(root, projected, delivered)
         factors: list[Factor] = [
             item.factor if isinstance(item, Fused) else item  # type: ignore[misc]
             for item in delivered
@@ -190,6 +180,19 @@ class Reports:
                 sqnorm = sqnorm[order]
             consumer.take(Arrival(root.name, factors, sqnorm, total, self._settings.workspace))
         return norms
+
+    def _tied(self, root: Root, projected: Projected, delivered: Sequence) -> Contraction:
+        """Return the squared norms of a projection and the look-ups tied to it."""
+        rows = [item for item in delivered if isinstance(item, Rows)]
+        known = all(factor.lookup in projected.gathered for factor in rows)
+        if len(rows) != len(delivered) - 1 or not known:
+            raise CoverageError(
+                f"{root.describe()} has a use that appeared only in the backward, too late to "
+                "compute its cross term with the other uses. Expected all uses in the graph of the "
+                "losses: use torch.utils.checkpoint.checkpoint rather than another library's, or "
+                f"leave the parameter out by name with exclude=[{root.name!r}]."
+            )
+        return tied_sqnorm(projected, rows, self._settings.workspace)
 
     def shrink(self, root: Root, factor: Factor | Fused) -> Factor | Fused | Projected:
         """Return what to keep of a factor until look-ups of the same parameter have delivered."""

@@ -130,7 +130,7 @@ def alignment(
             )
         within = WithinBatch(alignment=True, gram=False)
         tracker, losses = run(model, batch, loss_fn, within, **options)
-        # Of the sum over the batch.
+        # The consumer has products with the sum over the batch.
         values = {name: value / len(losses) for name, value in within.with_sum.items()}
     else:
         along = Along(check_direction(direction, shapes))

@@ -71,8 +71,8 @@ def per_example_norms(
             own forward writes to.
         batch: whatever ``loss_fn`` takes: a tensor, or nested tuples, lists and mappings of
             tensors. A list may hold one entry for each example (detection targets, say), in order.
-        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It may be called twice: with
-            ``fallback``, for some compiled models, and where a tensor that the forward makes from
+        loss_fn: ``loss_fn(model, batch) -> (B,)`` unreduced losses. It may be called several times:
+            with ``fallback``, for some compiled models, and if a tensor that the forward makes from
             values (``torch.tensor([...])``) or finds in a closure or global was taken for data and
             turns out to be a constant.
         batch_dim: the example axis of the data.
@@ -189,11 +189,12 @@ class track:
         cu_seqlens: (B + 1,) bounds of packed examples; see per_example_norms.
         loss_reduction: how you formed the scalar, if you run ``loss.backward()`` yourself. "mean"
             means scalar = (1/B) Σ ℓ_i, which *defines* ℓ_i. So for a mean over the N tokens of the
-            batch, ℓ_i is B/N times the sum of its token losses; where accelerate's ``backward``
-            divides by the number of accumulated steps, so is ℓ_i; and a penalty added to the scalar
-            is part of every ℓ_i. "sum" means scalar = Σ ℓ_i. Your word is trusted, but a scalar
-            that is not known to be a sum over the examples is refused. What a custom autograd
-            Function or a TorchScript function computes from a loss is taken for such a sum.
+            batch, ℓ_i is B/N times the sum of its token losses; if accelerate's ``backward``
+            divides by the number of accumulated steps, ℓ_i is divided too; and a penalty added to
+            the scalar is part of every ℓ_i. "sum" means scalar = Σ ℓ_i. Your word is trusted, but a
+            scalar that is not known to be a sum over the examples is refused. What a custom
+            autograd Function or a TorchScript function computes from a loss is taken for such a
+            sum.
         weights: (B,) in place of ``loss_reduction``: scalar = Σ weights_i ℓ_i, in the order of the
             batch, or of the losses that ``tracker.backward`` is given.
         scaler: the torch.amp.GradScaler of the step; its scale is divided out of the statistics.
