@@ -80,8 +80,9 @@ def refill(contents: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _kind(container: Any) -> Any:
-    """Return the built-in class whose methods copy and refill a container of a subclass."""
-    return next(kind for kind in CONTAINERS if issubclass(type(container), kind))
+    """Return the class whose methods copy and refill a container; a subclass may change them."""
+    kind = type(container)
+    return kind if kind in CONTAINERS else next(k for k in CONTAINERS if issubclass(kind, k))
 
 
 def _identities(container: Any) -> list[int]:
