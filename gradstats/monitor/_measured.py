@@ -116,10 +116,13 @@ class Batch:
     sqnorm: np.ndarray
 
 
+@dataclass(frozen=True)
 class Pending:
     """A measured step whose numbers may still be on the device.
 
-    Args:
+    Attributes:
+        number: the optimizer step's.
+        skipped: whether this process skipped it.
         vectors: every process' vector.
         options: the monitor's.
         names: the parameters'.
@@ -128,22 +131,19 @@ class Pending:
         lost: names of the parameters whose gradients were gone when they should have been read.
     """
 
-    def __init__(
-        self,
-        vectors: list[Tensor],
-        options: Options,
-        names: list[str],
-        shared: list[float] | None,
-        groups: np.ndarray | None,
-        lost: list[str],
-    ):
-        self._vectors, self._options, self._names = vectors, options, names
-        self._shared, self._groups, self._lost = shared, groups, lost
+    number: int
+    skipped: bool
+    vectors: list[Tensor]
+    options: Options
+    names: list[str]
+    shared: list[float] | None
+    groups: np.ndarray | None
+    lost: list[str]
 
     def read(self) -> Measured | None:
         """Copy everything to the host at once, and rescale it; None for a skipped step."""
-        whole = torch.cat(self._vectors) if len(self._vectors) > 1 else self._vectors[0]
-        ends = np.cumsum([len(vector) for vector in self._vectors])
+        whole = torch.cat(self.vectors) if len(self.vectors) > 1 else self.vectors[0]
+        ends = np.cumsum([len(vector) for vector in self.vectors])
         ranks = np.split(whole.cpu().numpy(), ends[:-1])
         if not all(rank[H_BATCHES] for rank in ranks):
             return None
@@ -151,28 +151,28 @@ class Pending:
         batches: list[Batch] = []
         for reader in map(_Reader, ranks):
             header = reader.take(H_READ + 1)
-            seen.append(reader.take(3, len(self._names)))
-            if self._groups is not None:
-                rates = reader.take(len(self._groups))
+            seen.append(reader.take(3, len(self.names)))
+            if self.groups is not None:
+                rates = reader.take(len(self.groups))
             batches += [self._batch(reader) for _ in range(int(header[H_BATCHES]))]
         gradients, held, changed = np.stack(seen, axis=1)
         self._check(held.any(0), changed.any(0), gradients, batches)
         gradient: np.ndarray | None = None
         if header[H_READ]:
             gradient = gradients.sum(0)
-            if self._shared is not None:
-                gradient = gradient / self._shared
+            if self.shared is not None:
+                gradient = gradient / self.shared
         return self._measured(header[H_SCALE], len(ranks), gradient, rates, batches)
 
     def _batch(self, reader: _Reader) -> Batch:
         sizes = reader.take(B_LOSS + 1)
-        size, parameters = int(sizes[B_SIZE]), len(self._names)
+        size, parameters = int(sizes[B_SIZE]), len(self.names)
         return Batch(
             sizes=sizes,
             weight=reader.take(size) if math.isnan(sizes[B_WEIGHT]) else None,
             ids=reader.take(size) if sizes[B_HAS_IDS] else None,
-            gram=reader.take(GRAM_STATISTICS if self._options.gram else 0),
-            along=reader.take(parameters if self._options.alignment else 0, size),
+            gram=reader.take(GRAM_STATISTICS if self.options.gram else 0),
+            along=reader.take(parameters if self.options.alignment else 0, size),
             sqnorm=reader.take(parameters, size),
         )
 
@@ -199,15 +199,15 @@ class Pending:
                 "it: clip, scale or clear gradients after the last backward; or take each "
                 "micro-batch as an optimizer step, without accumulation=."
             )
-        if self._lost:
+        if self.lost:
             raise TrackingError(
-                f"the gradient of {quoted(self._lost)} was gone when the backward had ended, so "
+                f"the gradient of {quoted(self.lost)} was gone when the backward had ended, so "
                 "the gradient of this step is not known. Expected it in .grad: let hooks leave it "
                 "there; or measure with alignment=True, one micro-batch on one process, which need "
                 "not read it."
             )
-        if self._shared is not None:
-            whole = np.equal(self._shared, len(gradients))
+        if self.shared is not None:
+            whole = np.equal(self.shared, len(gradients))
             agree = np.isclose(gradients, gradients[0], rtol=AGREEMENT, atol=0, equal_nan=True)
             apart = self._where(whole & ~agree.all(0))
             if apart:
@@ -227,7 +227,7 @@ class Pending:
 
     def _where(self, which: np.ndarray) -> list[str]:
         """Return the names of the parameters where (P,) ``which`` holds."""
-        return [self._names[p] for p in np.flatnonzero(which)]
+        return [self.names[p] for p in np.flatnonzero(which)]
 
     def _measured(
         self,
@@ -254,7 +254,7 @@ class Pending:
             if batch.weight is not None:
                 unit[number == index] = batch.weight
         weight = unit / sizes[number, B_DIVISOR]
-        if self._options.loss_reduction == "step_mean":
+        if self.options.loss_reduction == "step_mean":
             plain = np.array([batch.weight is None for batch in batches])
             weight[plain[number]] = ranks / len(unit)
         total = weight.sum()
@@ -262,7 +262,7 @@ class Pending:
         with np.errstate(invalid="ignore", over="ignore"):
             sqnorm = np.concatenate([batch.sqnorm for batch in batches], 1) / (weight * scale) ** 2
             along: np.ndarray | None = None
-            if self._options.alignment:
+            if self.options.alignment:
                 along = np.concatenate([batch.along for batch in batches], 1) / scale**2
             if gradient is None:
                 assert along is not None
@@ -283,12 +283,12 @@ class Pending:
                 )
 
             step = gradients_of(slice(None))
-            members = layers_of(self._names, self._options.layers)
+            members = layers_of(self.names, self.options.layers)
             layers = {name: gradients_of(places) for name, places in members.items()}
             parts = np.stack([each.sqnorm for each in layers.values()]) if layers else sqnorm
             influence, learning_rate = None, math.nan
             if rates is not None:
-                influence = rates @ self._groups @ sqnorm
+                influence = rates @ self.groups @ sqnorm
                 if len(set(rates.tolist())) == 1:
                     learning_rate = float(rates[0])
             loss = sizes[:, B_LOSS].sum() / scale / ranks / whole
@@ -300,12 +300,10 @@ class Pending:
             loss=float(loss),
             ids=np.concatenate(ids).astype(np.int64) if len(ids) == len(batches) else None,
             parts=parts,
-            names=list(layers) or self._names,
+            names=list(layers) or self.names,
             influence=influence,
             learning_rate=learning_rate,
-            gram=_over_pairs(batches, number, unit / weight / scale)
-            if self._options.gram
-            else None,
+            gram=_over_pairs(batches, number, unit / weight / scale) if self.options.gram else None,
         )
 
 

@@ -197,12 +197,12 @@ class Monitor:
         # The current optimizer step, None if it is not measured, and its next micro-batch.
         self._collector: Collector | None = None
         self._next = 0
-        # The last measured step, until it is read: number, whether this process skipped it, values.
-        self._pending: tuple[int, bool, Pending] | None = None
+        # The last measured step, until it is read.
+        self._pending: Pending | None = None
 
     def __repr__(self) -> str:
         # The pending step is counted without reading it, which would wait for the device.
-        pending = self._pending is not None and not self._pending[1]
+        pending = self._pending is not None and not self._pending.skipped
         measured = len(self._run.history.get("step", ())) + pending
         return f"{type(self).__name__}(every={self.every}, steps={self.steps}, measured={measured})"
 
@@ -376,25 +376,24 @@ class Monitor:
             return
         if self._collector is not None:
             collector, self._collector = self._collector, None
-            pending = collector.finish()
-            self._pending = self.steps, collector.skipped, pending
+            self._pending = collector.finish(self.steps)
         self.steps += 1
 
     def _settle(self) -> None:
         """Fetch the last measured step, if its numbers are still on the device."""
-        if self._pending is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        (number, skipped, pending), self._pending = self._pending, None
         try:
             measured = pending.read()
         except TrackingError as error:
             # With the step's number: the call that reads it may be in a later step.
-            raise TrackingError(f"at optimizer step {number}, {error}") from None
+            raise TrackingError(f"at optimizer step {pending.number}, {error}") from None
         if measured is None:
-            if not skipped:
+            if not pending.skipped:
                 warn(
-                    f"optimizer step {number} was not measured by gradstats.Monitor: another "
-                    "process ran no backward in it.",
+                    f"optimizer step {pending.number} was not measured by gradstats.Monitor: "
+                    "another process ran no backward in it.",
                 )
             return
-        self._metrics = self._run.add(number, measured)
+        self._metrics = self._run.add(pending.number, measured)

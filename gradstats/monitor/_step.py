@@ -156,8 +156,8 @@ class Collector:
         self._batches.append([_column(part, device) for part in parts])
         self._used |= {root.name for root in tracker.roots if root.result is not None}
 
-    def finish(self) -> Pending:
-        """Return the step, gathered from all processes but still on the device."""
+    def finish(self, number: int) -> Pending:
+        """Return optimizer step ``number``, gathered from all processes, still on the device."""
         self.skipped = self.skipped or not self._batches
         vector, shared = self._vector(), None
         vectors = [vector]
@@ -166,7 +166,7 @@ class Collector:
             ranks = torch.distributed.get_world_size(self._group)
             shared = [processes_with(parameter, ranks) for parameter in self._parameters]
         return Pending(
-            vectors, self._options, self._names, shared, self._groups,
+            number, self.skipped, vectors, self._options, self._names, shared, self._groups,
             self._gradients.lost(self._used),
         )  # fmt: skip
 
