@@ -72,7 +72,7 @@ class Folder:
             path.mkdir(parents=True, exist_ok=True)
             temporary = (_lock(path).name, _draft(path / MANIFEST).name)
             files = [each.name for each in path.iterdir() if each.name not in temporary]
-            # After listing the files: another process that makes the folder writes it first.
+            # Asked after listing: another process that makes the folder writes its manifest first.
             if files and not (path / MANIFEST).exists():
                 raise StoreError(
                     f"{path} is not empty and has no {MANIFEST}, so it holds something other than "

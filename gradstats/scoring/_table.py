@@ -61,8 +61,8 @@ class SelfInfluence(Printed):
         self_influence: (N,) Σ_c η_c ‖∇ℓ_i(w_c)‖², in units of loss.
         grad_norm: (N,) mean of ‖∇ℓ_i(w_c)‖ over the checkpoints; early in training, GraNd.
         loss: (N,) mean over the checkpoints.
-        margin: (N,) mean over the checkpoints of p_y - max_{k≠y} p_k; NaN if the loss calls no
-            cross-entropy, if the label is ignored, or if the logits are not finite.
+        margin: (N,) mean over the checkpoints of p_y - max_{k≠y} p_k; NaN if no classification was
+            seen in the loss, if the label is ignored, or if the logits are not finite.
         el2n: (N,) mean over the checkpoints of ‖p - onehot(y)‖; NaN likewise.
         label: (N,) the given label; -1 if it is ignored or unknown.
         predicted: (N,) the class of highest probability at the last checkpoint; -1 if unknown.

@@ -216,7 +216,7 @@ class Tiles:
             self._write(name, offset * size, np.ascontiguousarray(value[:, number]).tobytes())
 
     def _write(self, name: str, offset: int, data: bytes) -> None:
-        """Write bytes into an array; not through a memory map, where a full disk would kill us."""
+        """Write bytes into an array; in a memory map, a full disk would kill the process."""
         file = self._files[name]
         file.seek(self._starts[name] + offset)
         while data:
