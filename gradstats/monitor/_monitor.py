@@ -233,11 +233,12 @@ class Monitor:
             ``measured`` says whether this step is measured.
 
         Raises:
-            TrackingError: micro-batches out of order, or none where accelerate's optimizer
-                accumulates several; when the context opens on a measured step, ids that do not fit
-                or negative weights.
-            LossShapeError, ExampleAxisError: when the context opens on a measured step, weights of
-                another shape or zero; an invalid ``batch_size``, ``batch_dim`` or ``cu_seqlens``.
+            TrackingError: micro-batches are out of order, or ``accumulation`` is missing although
+                accelerate's optimizer accumulates several. When the context opens on a measured
+                step: ids are not (B,) integers, or weights are negative.
+            LossShapeError, ExampleAxisError: when the context opens on a measured step: weights are
+                zero or of another shape; an invalid ``batch_size``, ``batch_dim`` or
+                ``cu_seqlens``.
         """
         index, count = checked_accumulation(accumulation, self.optimizer)
         if index not in (0, self._next):
