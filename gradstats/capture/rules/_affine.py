@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -89,8 +89,11 @@ class AffineFactors(Preparable):
             return [Vector(each, self.shape) for each in self._formed(grad, x, *statistics)]
         # Summed, (B, features) is all that has to be held until other uses or batches are known.
         both = self.normalise.sums(*self._operands(x, grad), *statistics)
-        values = zip((self.scale, self.shift), both, strict=True)
-        return [Vector(v.view(-1, *self.shape), self.shape) for wanted, v in values if wanted]
+        return [Vector(v.view(-1, *self.shape), self.shape) for v in self.of_tracked(*both)]
+
+    def of_tracked(self, of_scale: Any, of_shift: Any) -> list:
+        """Return the items of scale and shift, each only if it is tracked."""
+        return [*([of_scale] if self.scale else []), *([of_shift] if self.shift else [])]
 
     def _formed(self, grad: Tensor, x: Tensor, *statistics: Tensor) -> list[Tensor]:
         """Return Σ_t g·x̂ and Σ_t g, where tracked, by PyTorch's own operations."""
@@ -133,8 +136,7 @@ class AffineFactors(Preparable):
             values = self._formed(grad, x, *statistics)
             return [_vector.sqnorm_of(each) for each in values]
         found = self.backward(grad, x, None, (False, None), *statistics)
-        both = zip((self.scale, self.shift), (found.scale_norms, found.shift_norms), strict=True)
-        return [norms for wanted, norms in both if wanted]
+        return self.of_tracked(found.scale_norms, found.shift_norms)
 
     def likeness(self) -> Hashable:
         return self.normalise, self.channels, self.scale, self.shift, self.shape

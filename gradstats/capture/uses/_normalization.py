@@ -65,8 +65,7 @@ class NormalisationUse(torch.autograd.Function):
                 totals[index] = cast(total.view(shape), dtype)
         if prepared is not None or (use.direct and use.all_sole):
             if use.is_due():
-                both = (layer.scale, result.scale_norms), (layer.shift, result.shift_norms)
-                use.finish([norms for tracked, norms in both if tracked])
+                use.finish(layer.of_tracked(result.scale_norms, result.shift_norms))
         else:
             use.deliver(_factors(use, layer, result, totals, grad, x, *statistics))
         grad_x = None if result.input is None else cast(result.input, input_dtype)
@@ -83,11 +82,12 @@ def _factors(
     *statistics: Tensor,
 ) -> list[Factor | Fused]:
     """Return what to deliver for each tracked parameter; factors only if it has several uses."""
-    tracked = [index for index, is_tracked in enumerate((layer.scale, layer.shift)) if is_tracked]
     sole = [use.is_sole(position) for position in range(len(use.nodes))]
-    factors: list = [None] * len(tracked) if all(sole) else layer(grad, x, *statistics)
-    norms = result.scale_norms, result.shift_norms
+    factors: list = [None] * len(sole) if all(sole) else layer(grad, x, *statistics)
+    norms = layer.of_tracked(result.scale_norms, result.shift_norms)
     return [
-        Fused(factor, norms[index], totals[index]) if alone else factor
-        for index, alone, factor in zip(tracked, sole, factors, strict=True)
+        Fused(factor, norm, total) if alone else factor
+        for alone, factor, norm, total in zip(
+            sole, factors, norms, layer.of_tracked(*totals), strict=True
+        )
     ]
