@@ -6,7 +6,6 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,6 +16,7 @@ from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of,
 from gradstats.capture.rules._common import (
     are_of_one,
     as_data,
+    autocast_dtype,
     cast_for_autocast,
     layered,
     locate,
@@ -122,7 +122,7 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
         result = hooked(tracker, input, (weight, bias), examples, CONVOLVED, layer, layer.forward)
         if result is not None:
             return result
-    autocast = torch.is_autocast_enabled(input.device.type)
+    autocast = autocast_dtype(input) is not None
     if settings.exact:
         x, operands = cast_for_autocast(tracker, input), [value_of(weight), value_of(bias)]
         result = layer.forward(x, *(layer.cast(x, operands) if autocast else operands))

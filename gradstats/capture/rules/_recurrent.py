@@ -329,12 +329,11 @@ def _attach(tracker: Context, operation, data, states, weights):
     """Run the operation with the factors of its tracked weights attached."""
     tensors = [data, *states, *map(value_of, weights)]
     slots = dict(enumerate(weights, 1 + len(states)))
-    nodes = {slot: node_of(item) for slot, item in slots.items()}
-    tracked = {slot: node for slot, node in nodes.items() if node is not None}
+    tracked = tuple(slot for slot, item in slots.items() if node_of(item) is not None)
     if not tracked:
         return operation.native(*tensors)
     trained = tuple(slot for slot, item in slots.items() if tracker.marks.is_trained(item))
-    return recomputed(list(tracked.values()), tuple(tracked), trained, operation, *tensors)
+    return recomputed(nodes_of(weights), tracked, trained, operation, *tensors)
 
 
 RULES = {
