@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 PLAIN = ["tests", "--ignore=tests/kernels/interpreter", "--ignore=tests/kernels/compiled",
-         "--ignore=tests/kernels/fake_device", "-n", "auto", "--dist", "worksteal"]  # fmt: skip
+         "--ignore=tests/kernels/fake_device", "-n", "logical", "--dist", "worksteal"]  # fmt: skip
 KERNELS = (
     ("kernels in Triton's interpreter", ["tests/kernels/interpreter"], {"TRITON_INTERPRET": "1"}),
     ("CUDA tensors on a fake device", ["tests/kernels/fake_device"],
