@@ -432,6 +432,19 @@ def test_a_slice_for_each_place_of_a_mask_is_refused():
         )  # fmt: skip
 
 
+def test_a_slice_for_each_row_of_an_example_is_not_written_by_a_mask():
+    def function(m, x):
+        hidden = x.flatten(0, 1).t() * 2
+        hidden[torch.arange(5) > 2] = m.w
+        return hidden.t().view_as(x)
+
+    check_operation(function, {"w": (1,)}, normal(BATCH, 2, 5))
+    check_refused(
+        function, {"w": (2 * BATCH,)}, normal(BATCH, 2, 5),
+        match="__setitem__ of a slice for each row of an example.*'w'",
+    )  # fmt: skip
+
+
 def test_writing_into_a_tensor_of_no_example_is_refused():
     def function(m, x):
         table = torch.zeros(2, dtype=torch.float64)

@@ -81,6 +81,8 @@ def _assign_where(tracker: Context, func, node: Node, input, index, mask, value)
     shown = mask.reshape(*mask.shape, *(1 for _ in range(rest)))
     tracker.marks.place_like(shown, mask)
     layout = lined_up(tracker, func, node, (input, shown))
+    if not layout.serves(value.shape):
+        refuse(func, node, "of a slice for each row of an example has no rule")
     func(input, index, node.value)
     factors = MaskedFactors(BroadcastFactors(layout, tuple(value.shape)))
     tap([node], input, factors, shown)
