@@ -14,8 +14,10 @@ IF_A_CONSTANT = (
     "If a constant with as many rows as there are examples was taken for data, keep it in the "
     "model (register_buffer)."
 )
-IF_KNOWN = "If you know which example each row belongs to, say so with gs.assign_rows."
 MORE_REMEDIES = "help(gs.ExampleAxisError) lists more causes and remedies."
+IF_KNOWN = (
+    "If you know which example each row belongs to, say so with gs.assign_rows. " + MORE_REMEDIES
+)
 MORE_IF_COUPLED = "help(gs.CoupledExamplesError) lists more causes and remedies."
 
 IF_ATTENDING = (

@@ -16,7 +16,6 @@ from gradstats.capture.following._examples import (
     IF_ATTENDING,
     IF_KNOWN,
     MIXED,
-    MORE_REMEDIES,
     WHERE_THE_NUMBER_IS_FROM,
     Examples,
     same_rows,
@@ -111,7 +110,7 @@ def locate(
     if layout is not None and axis not in (None, layout.axis):
         remedy = (
             "Move the axis before this operation, or pass batch_first= to recurrent and attention "
-            f"layers. {IF_KNOWN} {MORE_REMEDIES}"
+            f"layers. {IF_KNOWN}"
         )
         if tracker.marks.packed:
             remedy = "It takes packed rows for positions: call it on each example's slice."
@@ -183,7 +182,7 @@ def _refusal(marks: Marks, func, node: Node, data: Tensor, axis: int) -> Example
     remedies += [
         "If examples were merged with positions or moved to another axis, keep the example axis as "
         "it is up to this operation; if they were taken out one by one, take x[i : i + 1].",
-        f"{IF_KNOWN} {MORE_REMEDIES}",
+        IF_KNOWN,
     ]
     alone = "If each loss depends on its own example only all the same (this is checked),"
     remedies.append(
