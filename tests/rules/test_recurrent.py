@@ -536,6 +536,40 @@ def test_states_made_of_data_before_constant_steps():
     check_operation(function, parameters, normal(BATCH, WIDTH))
 
 
+@pytest.mark.parametrize("learned", [False, True], ids=["constant", "learned"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_steps_of_no_example_belong_to_those_of_the_initial_states(learned, batch_first):
+    def function(m, x):
+        steps = m.steps if learned else torch.ones_like(m.steps)
+        axis = 0 if batch_first else 1
+        steps = steps.unsqueeze(axis).repeat_interleave(len(x), axis)
+        output = m.layer(steps, x.flip(0)[None])[0]
+        return output.flip(axis).movedim(axis, 0)
+
+    parameters = {
+        "layer": nn.GRU(2, HIDDEN, batch_first=batch_first),
+        "steps": nn.Parameter(normal(2, 2)),
+    }
+    check_operation(function, parameters, normal(BATCH, HIDDEN))
+
+
+@pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("started", [False, True])
+def test_learned_steps_of_frozen_layers(cell, started):
+    frozen = cell(2, HIDDEN, batch_first=True).double().requires_grad_(False)
+
+    def function(m, x):
+        states = x[None], x.tanh()[None]
+        states = (m.layer(states[0]), states[1]) if started else states
+        steps = m.steps.expand(len(x), 3, 2)
+        return frozen(steps, states if cell is nn.LSTM else states[0])[0]
+
+    parameters = {"steps": nn.Parameter(normal(2))}
+    if started:
+        parameters["layer"] = nn.Linear(HIDDEN, HIDDEN)
+    check_operation(function, parameters, normal(BATCH, HIDDEN))
+
+
 STARTS = {
     "of other examples": lambda h: h.flip(0),
     "of one example": lambda h: h[:1].expand(BATCH, -1),

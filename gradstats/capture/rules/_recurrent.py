@@ -218,11 +218,23 @@ def _padded(tracker: Context, func, input, hx, weights, *options):
     states = states_of(hx)
     node = first_node(input, *states, *weights)
     axis = 0 if batch_first else 1
-    examples = rows_along(tracker, func, node, (input,), axis).along(0)
+    operands, place = [input], axis
+    if not tracker.marks.is_of_data(input):
+        # Steps of no example are those of the examples of the states.
+        operands, place = [item for item in states if _tells(tracker, item)], 1
+    examples = rows_along(tracker, func, node, operands, place).along(0)
     data = as_data(tracker, func, node, input, examples.along(axis))
     form = "examples" if batch_first else "steps"
     sizes = (examples.rows,) * data.shape[1 - axis]
-    return _stack(tracker, func, data, (), states, weights, shared, form, sizes, examples)
+    return _stack(tracker, func, node, data, (), states, weights, shared, form, sizes, examples)
+
+
+def _tells(tracker: Context, state: Tensor) -> bool:
+    """Whether an initial state tells to which examples the rows belong: a trained one has to."""
+    if tracker.marks.is_trained(state):
+        return True
+    layout = tracker.marks.layout_of(state) if tracker.marks.is_of_data(state) else None
+    return layout is not None and layout.axis == 1
 
 
 def _packed(tracker: Context, func, data, batch_sizes, hx, weights, *options):
@@ -239,13 +251,15 @@ def _packed(tracker: Context, func, data, batch_sizes, hx, weights, *options):
             [root.name for root in unique_roots(tracked)],
         )
     rows, sizes = (batch_sizes,), tuple(batch_sizes.tolist())
-    return _stack(tracker, func, data, rows, states, weights, options, "rows", sizes, examples)
+    form = "rows"
+    return _stack(tracker, func, node, data, rows, states, weights, options, form, sizes, examples)
 
 
-def _stack(tracker: Context, func, data, rows, states, weights, options, form, sizes, examples):
+def _stack(
+    tracker: Context, func, node, data, rows, states, weights, options, form, sizes, examples
+):
     """Run the layers one by one, so that the result of each is known."""
     bias, count, dropout, training, bidirectional = options
-    node = first_node(data, *states, *weights)
     _check_weights(tracker, func, node, data, weights)
     # Only trained states can carry gradients from one example to another. Others, such as those of
     # the batch before, may lie along any axis.
