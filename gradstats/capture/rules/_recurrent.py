@@ -343,10 +343,10 @@ def _attach(tracker: Context, operation, data, states, weights):
     """Run the operation with the factors of its tracked weights attached."""
     tensors = [data, *states, *map(value_of, weights)]
     slots = dict(enumerate(weights, 1 + len(states)))
-    tracked = tuple(slot for slot, item in slots.items() if node_of(item) is not None)
+    tracked = tuple([slot for slot, item in slots.items() if node_of(item) is not None])
     if not tracked:
         return operation.native(*tensors)
-    trained = tuple(slot for slot, item in slots.items() if tracker.marks.is_trained(item))
+    trained = tuple([slot for slot, item in slots.items() if tracker.marks.is_trained(item)])
     return recomputed(nodes_of(weights), tracked, trained, operation, *tensors)
 
 
