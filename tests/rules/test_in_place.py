@@ -558,6 +558,18 @@ def test_axes_moved_in_place(function, batch):
     check_operation(function, used, normal(batch, POSITIONS, WIDTH))
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_views_in_the_shape_of_another_changed_in_place(by_name):
+    def function(m, x):
+        tensor, other = m.w * 2, m.v.exp()
+        view = tensor.view_as(other=other) if by_name else tensor.view_as(other)
+        view[:1].mul_(other[:1])
+        return x * tensor + other.sum()
+
+    shapes = {"w": (POSITIONS * WIDTH,), "v": (POSITIONS, WIDTH)}
+    check_operation(function, shapes, normal(BATCH, POSITIONS * WIDTH))
+
+
 def moved_then_changed_while_shown(m, x):
     tensor = m.w * 2
     part = tensor[1:]

@@ -177,7 +177,12 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
                 _stand_for(changed, target)
             return _returned(func, target)
     if isinstance(before, Derived) and before.index is None:
-        base, *view_args = before.args
+        base = before.args[0]
+        # Of other operands a view has at most the shape.
+        view_args, view_options = rebuild(
+            (before.args[1:], before.kwargs),
+            lambda item: item.value if isinstance(item, Node) else item,
+        )
         if isinstance(base, Derived) and same_storage(before.value, base.value):
             # The target is a view: change the tensor it is a view of, and take the view again.
             whole = base.shown()
@@ -185,13 +190,13 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
 
             @wraps(func)
             def change_part(first, *operands, **options):
-                part = before.function(first, *view_args, **before.kwargs)
+                part = before.function(first, *view_args, **view_options)
                 func(part, *operands, **options)
 
             change_part.__module__ = "Tensor"
             before.shown = lambda: None
             change(tracker, change_part, (whole, *args[1:]), kwargs, node)
-            again = derive(tracker, before.function, (whole, *view_args), before.kwargs)
+            again = derive(tracker, before.function, (whole, *view_args), view_options)
             part = node_of(again)
             if isinstance(part, Derived):
                 target.data = part.value.detach()
