@@ -596,9 +596,24 @@ def test_one_forward_where_all_has_a_rule(batch):
         calls.append(len(batch[0]))
         return classify(model, batch)
 
+    state = torch.get_rng_state()
     stats = gs.per_example_norms(model, batch, counted, fallback="vmap")
-    assert calls == [B]
+    assert calls == [B] and torch.equal(torch.get_rng_state(), state)
     assert torch.equal(stats.sqnorm, gs.per_example_norms(model, batch, classify).sqnorm)
+
+
+def test_coupled_losses_are_refused_before_examples_are_taken_apart(batch):
+    """Even where losses and gradients alone do not show it."""
+    model, calls = nn.Linear(4, 3).double(), []
+
+    def coupled(model, batch):
+        calls.append(len(batch[0]))
+        losses = classify(model, batch)
+        return losses + 1e-30 * losses.mean()
+
+    with pytest.raises(gs.CoupledExamplesError, match="each loss depends on several examples"):
+        gs.per_example_norms(model, batch, coupled, fallback="vmap")
+    assert calls == [B]
 
 
 def test_a_gradient_that_is_not_finite(batch):
