@@ -87,6 +87,9 @@ MIXES = {
     "adjoint": lambda h: torch.adjoint(torch.cat([h, h[:, :1]], 1)),
     "copied transpose": lambda h: torch.transpose_copy(torch.cat([h, h[:, :1]], 1), 0, 1),
     "channels": lambda h: functional.conv1d(h, torch.ones(BATCH, BATCH, 1).double()),
+    "steps": lambda h: torch.conv_tbc(
+        h[:, :, None], torch.ones(3, 1, 1).double(), torch.zeros(1).double(), 1
+    ).flatten(1),
     "matrix of a vector": lambda h: (SQUARE @ h[:, 0])[:, None],
     "vector in a matrix": lambda h: (h[:, 0] @ SQUARE)[:, None],
     "views written": lambda h: torch.zeros_like(h)[1:].copy_(h[:-1])._base,

@@ -227,7 +227,7 @@ BATCH_FIRST = frozenset(
     for owner in (functional, torch)
     for name in dir(owner)
     if name.startswith(
-        ("conv1d", "conv2d", "conv3d", "conv_t", "avg_pool", "max_pool", "max_unpool",
+        ("conv1d", "conv2d", "conv3d", "conv_transpose", "avg_pool", "max_pool", "max_unpool",
          "fractional_max_pool", "lp_pool", "adaptive_", "grid_sample", "affine_grid")
     )
     or name in ("group_norm", "instance_norm", "batch_norm", "interpolate", "local_response_norm",
