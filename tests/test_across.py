@@ -90,6 +90,9 @@ MIXES = {
     "steps": lambda h: torch.conv_tbc(
         h[:, :, None], torch.ones(3, 1, 1).double(), torch.zeros(1).double(), 1
     ).flatten(1),
+    "variances along columns": lambda h: (
+        functional.gaussian_nll_loss(SQUARE, SQUARE + 1, h.exp()[:, 0], reduction="none").mT
+    ),
     "matrix of a vector": lambda h: (SQUARE @ h[:, 0])[:, None],
     "vector in a matrix": lambda h: (h[:, 0] @ SQUARE)[:, None],
     "views written": lambda h: torch.zeros_like(h)[1:].copy_(h[:-1])._base,
@@ -218,6 +221,12 @@ APART = {
     "soft labels": lambda h, x: functional.cross_entropy(h, h.softmax(1), reduction="none"),
     "variances": lambda h, x: functional.gaussian_nll_loss(
         h, x, h.exp()[:, :1], reduction="none"
+    ).sum(1),
+    "variances of rows": lambda h, x: functional.gaussian_nll_loss(
+        h, x, h.exp()[:, 0], reduction="none"
+    ).sum(1),
+    "variances of as many rows as columns": lambda h, x: functional.gaussian_nll_loss(
+        SQUARE, SQUARE + 1, var=h.exp()[:, 0], reduction="none"
     ).sum(1),
     "einsum": lambda h, x: torch.einsum("bd,bd->b", h, h.sin()),
     "einsum of outer products": lambda h, x: torch.einsum("bi,bj->bij", h, h).sin().sum((1, 2)),

@@ -38,12 +38,7 @@ from gradstats.capture.operations._formats import NORMALISATIONS, settle_format
 from gradstats.capture.operations._modes import ContextMode, remove_modes
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of
-from gradstats.capture.operations._opened import (
-    OPENED,
-    OPENED_IF_TRACKED,
-    as_operands_say,
-    opened,
-)
+from gradstats.capture.operations._opened import OPENED, as_operands_say, opened
 from gradstats.capture.operations._operations import OPAQUE, QUESTIONS
 from gradstats.capture.operations._operators import OPERATORS, as_function
 from gradstats.capture.parameters._branches import COND, take_branch
@@ -213,11 +208,21 @@ def _takes_data_first(marks: Marks, *args, **kwargs) -> bool:
     return any(tracked) and not tracked[0]
 
 
+def _takes_variance_of_rows(marks: Marks, input, target, var, *args, **kwargs) -> bool:
+    """Whether a variance lacks the last axis, so that it is not broadcast as operands mostly are.
+
+    Or whether only operands other than the first are tracked, as above.
+    """
+    lacks_axis = isinstance(var, Tensor) and var.dim() < input.dim()
+    return lacks_axis or _takes_data_first(marks, input, target, var)
+
+
 # Functions that the mode takes apart to see the operations inside them, if the predicate holds. It
 # is called with the context's marks and the arguments.
 OPENS: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(OPENED, lambda *_, **__: True),
-    **dict.fromkeys(OPENED_IF_TRACKED, _takes_data_first),
+    torch.nn.functional.normalize: _takes_data_first,
+    torch.nn.functional.gaussian_nll_loss: _takes_variance_of_rows,
     MULTI_HEAD_ATTENTION: is_out_of_the_ordinary,
 }
 

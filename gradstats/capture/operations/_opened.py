@@ -31,12 +31,6 @@ OPENED: tuple[Callable[..., Any], ...] = (
     *filter(None, [getattr(functional, "linear_cross_entropy", None)]),
 )
 
-# Opened only if an argument is tracked; otherwise followed as one operation.
-OPENED_IF_TRACKED: tuple[Callable[..., Any], ...] = (
-    functional.normalize,
-    functional.gaussian_nll_loss,
-)
-
 
 def opened(function: Any) -> Callable[..., Any]:
     """Return a copy of a PyTorch function that skips its ``__torch_function__`` dispatch."""
