@@ -2201,3 +2201,34 @@ def test_rows_of_two_examples_side_by_side_are_refused():
 
     with pytest.raises((gs.ExampleAxisError, gs.CoupledExamplesError)):
         gs.per_example_norms(nn.Sequential(first, model), x, losses)
+
+
+OVER_AN_AXIS = {
+    "sum": lambda h, axis: h.sum(axis),
+    "mean": lambda h, axis: h.mean(dim=axis),
+    "softmax": lambda h, axis: h.softmax(axis),
+    "largest": lambda h, axis: h.amax(axis),
+    "running sum": lambda h, axis: h.cumsum(axis),
+    "norm": lambda h, axis: torch.linalg.norm(h, 2, dim=axis),
+    "normalised": lambda h, axis: nn.functional.normalize(h, dim=axis),
+}
+
+
+@pytest.mark.parametrize("name", OVER_AN_AXIS)
+def test_an_axis_given_as_a_number_of_numpy(name):
+    function, layer = OVER_AN_AXIS[name], {"layer": nn.Linear(4, 2, bias=False)}
+    data = normal(BATCH, 2, 4)
+    check_operation(lambda m, x: function(m.layer(x), np.int64(1)), layer, data)
+    check_refused(
+        lambda m, x: function(m.layer(x), np.int64(0)) + m.layer(x),
+        layer, data, error=gs.GradStatsError, match="example",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("axis", [np.int64(0), (0,), np.int64(1)])
+def test_squares_of_norms_along_an_axis_in_a_loss_over_all_examples(axis):
+    layer, x = nn.Linear(4, 2).double(), normal(BATCH, 4)
+    with gs.track(layer, batch_size=BATCH, loss_reduction="sum") as tracker:
+        (torch.linalg.norm(layer(x), 2, dim=axis) ** 2).sum().backward()
+    expected = oracle_sqnorms(layer, x, lambda model, rows: model(rows).square().sum(1))
+    assert_sqnorms(tracker.stats, expected, 1e-10)

@@ -152,7 +152,7 @@ def runs_over(func, args, kwargs, axis: int) -> bool:
     dim = argument_of(args, kwargs, position, "dim", default)
     if dim is None and func in IMPLICIT:
         return axis == (0 if dims in (0, 1, 3) else 1)
-    if dim is None or dim == () or (func in ROW_LOSSES and dims == 1):
+    if dim is None or (func in ROW_LOSSES and dims == 1):
         return True  # over all axes, or the only one
     over = dim if isinstance(dim, (tuple, list)) else (dim,)
-    return axis in over or axis - dims in over
+    return not over or axis in over or axis - dims in over

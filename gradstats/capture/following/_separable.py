@@ -194,10 +194,12 @@ def is_root(marks: Marks, call: Call) -> bool:
 
 def _is_spectral(call: Call) -> bool:
     """Whether a norm of order 2 is that of matrices, which is their largest singular value."""
+    if call.func is not torch.linalg.norm:
+        return False
     axes = call.argument(2, "dim")
     if axes is None:
-        axes = range(call.data[0].dim())
-    return call.func is torch.linalg.norm and not isinstance(axes, int) and len(axes) == 2
+        return call.data[0].dim() == 2
+    return isinstance(axes, (tuple, list)) and len(axes) == 2
 
 
 def is_square(call: Call) -> bool:
