@@ -176,7 +176,7 @@ def wrong(tracker, results, h: Tensor, layout: str, seen: set, name: str):
     for out in results:
         if out.layout is not torch.strided or not out.requires_grad or not out.numel():
             continue
-        value = (tuple(out.shape), *out.detach().flatten()[:2].tolist())
+        value = (tuple(out.shape), *out.detach().flatten().tolist())
         if value in seen:
             continue
         seen.add(value)
