@@ -276,7 +276,9 @@ def test_rates_that_cannot_be_known_are_errors(setting):
             score(setting, gs.Checkpoints(content, lr="optimizer"))
     for rate in (0.1, 0.2):  # though the rates may agree
         patterns = {"0.*": 0.1, "*.bias": rate}
-        with pytest.raises(gs.CheckpointError, match="2 patterns of lr match the parameter '0.bias'"):
+        with pytest.raises(
+            gs.CheckpointError, match=r"2 patterns of lr match the parameter '0\.bias'"
+        ):
             score(setting, gs.Checkpoints(setting.states, lr=patterns))
     with pytest.raises(
         gs.CheckpointError, match=r"0 patterns of lr match the parameter '2.weight'"
