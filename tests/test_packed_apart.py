@@ -547,6 +547,9 @@ MEET = {
         v * torch.cat([(part @ k.T).amax(1, keepdim=True) for part in q.split(LENGTHS)])
     ),
     "the largest score": lambda q, k, v: (q @ k.T).amax(-1, keepdim=True) * v,
+    "pairs of columns as complex numbers": lambda q, k, v: (
+        torch.view_as_complex((q @ k.T)[:, 1:3].contiguous()).abs()[:, None] * v
+    ),
     "keys in two orders": lambda q, k, v: (
         (q @ k.T + q @ k.flip(0).T).masked_fill(OTHERS, -torch.inf).softmax(-1) @ v
     ),

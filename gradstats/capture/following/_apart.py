@@ -219,8 +219,8 @@ def after_scores(marks: Marks, call: Call, after: Examples | None) -> Examples |
     """
     func, result = call.func, call.result
     if func in POINTWISE or func in BROADCASTS:
-        if not isinstance(after, Scores):
-            return None
+        if not (isinstance(after, Scores) and after.fits(result)):
+            return None  # the columns may be real and imaginary parts, which became one number
         return replace(after, fixed=are_fixed(marks, call, after))
     trained = [item for item in call.data if item.requires_grad]
     found = [(item, layout) for item in trained if isinstance(layout := marks.owned(item), Scores)]

@@ -208,6 +208,9 @@ class Scores(Examples):
         """The layouts of the rows and of the columns."""
         return Examples(self.batch, self.axis, self.fold, self.segments), self.columns
 
+    def fits(self, tensor: Tensor) -> bool:
+        return super().fits(tensor) and self.columns.fits(tensor)
+
     def behind(self, axes: int) -> Scores:
         return replace(self, axis=self.axis + axes, columns=self.columns.behind(axes))
 
