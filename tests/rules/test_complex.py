@@ -100,6 +100,26 @@ def test_products(function, shape):
     )
 
 
+OF_BOTH_KINDS = {
+    "elementwise": (lambda x, w: torch.einsum("bti,i->bti", x, w), (WIDTH,)),
+    "outer": (lambda x, w: torch.einsum("bti,k->btik", x, w), (OUT,)),
+    "of the examples": (lambda x, w: torch.outer(x[:, 0, 0], w), (OUT,)),
+    "of one example each": (lambda x, w: torch.stack([torch.outer(w, e[0]) for e in x]), (OUT,)),
+    "of three": (lambda x, w: torch.einsum("bti,i,i->bti", x, w, w.real), (WIDTH,)),
+}
+
+
+@pytest.mark.parametrize("trained", ["real", "complex"])
+@pytest.mark.parametrize(("function", "shape"), OF_BOTH_KINDS.values(), ids=OF_BOTH_KINDS)
+def test_products_without_sums_of_real_and_complex_numbers(function, shape, trained):
+    weight = numbers(*shape)
+    check_operation(
+        lambda m, x: real(function(complex_of(x) if trained == "real" else x, m.w)),
+        {"w": weight.real.clone() if trained == "real" else weight},
+        normal(BATCH, POSITIONS, WIDTH),
+    )
+
+
 MADE = {
     "view": (lambda w: torch.view_as_complex(w), (WIDTH, 2)),
     "view of a part": (lambda w: torch.view_as_complex(w[1:]), (WIDTH + 1, 2)),

@@ -300,8 +300,23 @@ def _contracted(
             operand if late and {*spec} - {*other, *out} else _cast_data(tracker, operand)
             for operand, spec, other in zip(operands, inputs, reversed(inputs), strict=True)
         )
+    if result.is_complex():
+        operands = tuple(_as_complex(tracker, operand, result.dtype) for operand in operands)
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
     return tap([node], free_of_views(result), factors, x)
+
+
+def _as_complex(tracker: Context, item: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an operand as complex numbers.
+
+    Contractions without a sum multiply real numbers with complex ones.
+    """
+    if item.is_complex():
+        return item
+    cast = run(tracker, Tensor.to, item, dtype)
+    if node_of(item) is None:
+        tracker.marks.place_like(cast, item)
+    return cast
 
 
 def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:
