@@ -157,6 +157,14 @@ def test_cosine_similarity_along_an_axis_counted_from_the_front_of_the_larger():
     )  # fmt: skip
 
 
+def test_cosine_similarity_with_integers():
+    check_operation(
+        lambda m, x: functional.cosine_similarity(x, m.w, dim=-1),
+        {"w": (WIDTH,)},
+        torch.tensor([[1, -2, 3, 0], [0, 4, 1, 1], [2, 2, -5, 1]]),
+    )
+
+
 @pytest.mark.parametrize("size", [1e-9, 0.0])
 def test_cosine_similarity_of_vectors_shorter_than_epsilon(size):
     """PyTorch divides by epsilon there, and differentiates as if by the norm."""

@@ -126,6 +126,19 @@ def test_einsum_of_a_list_of_operands():
     )
 
 
+@pytest.mark.parametrize("equation", ["bti,i->bti", "bti,k->bitk"])
+def test_einsum_of_integers(equation):
+    """Without a sum PyTorch multiplies them with other numbers."""
+    check_operation(
+        lambda m, x: torch.einsum(equation, x, m.w), {"w": (4,)}, torch.arange(-8, 16).view(3, 2, 4)
+    )
+
+
+@pytest.mark.parametrize("numbers", [torch.tensor([2, -1, 3]), torch.tensor([True, False, True])])
+def test_outer_products_with_integers(numbers):
+    check_operation(lambda m, x: torch.outer(x, m.w), {"w": (4,)}, numbers)
+
+
 class Optimizer:
     """Has the last two operands contracted first, as opt_einsum may."""
 

@@ -32,6 +32,8 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     """⟨x₁, x₂⟩ / (max(‖x₁‖, ε) max(‖x₂‖, ε)) along ``dim`` of both, broadcast."""
     dims = max(x1.dim(), x2.dim())
     dim = dim % dims - dims
+    dtype = torch.result_type(x1, x2)
+    x1, x2 = (x if x.dtype == dtype else x.to(dtype) for x in (x1, x2))  # perhaps integers
     sizes = [x.shape[dim] if x.dim() >= -dim else 1 for x in (x1, x2)]
     if sizes[0] != sizes[1]:
         # PyTorch takes the norms after broadcasting.

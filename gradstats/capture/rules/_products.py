@@ -300,18 +300,17 @@ def _contracted(
             operand if late and {*spec} - {*other, *out} else _cast_data(tracker, operand)
             for operand, spec, other in zip(operands, inputs, reversed(inputs), strict=True)
         )
-    if result.is_complex():
-        operands = tuple(_as_complex(tracker, operand, result.dtype) for operand in operands)
+    operands = tuple(_of_kind(tracker, operand, result.dtype) for operand in operands)
     node, x, factors = _factors_between(tracker, func, operands, inputs, out)
     return tap([node], free_of_views(result), factors, x)
 
 
-def _as_complex(tracker: Context, item: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an operand as complex numbers.
+def _of_kind(tracker: Context, item: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an operand as complex or floating-point numbers, as the result has them.
 
-    Contractions without a sum multiply real numbers with complex ones.
+    Contractions without a sum multiply real numbers with complex ones, and integers with both.
     """
-    if item.is_complex():
+    if item.is_complex() or (item.is_floating_point() and not dtype.is_complex):
         return item
     cast = run(tracker, Tensor.to, item, dtype)
     if node_of(item) is None:
