@@ -2232,3 +2232,25 @@ def test_squares_of_norms_along_an_axis_in_a_loss_over_all_examples(axis):
         (torch.linalg.norm(layer(x), 2, dim=axis) ** 2).sum().backward()
     expected = oracle_sqnorms(layer, x, lambda model, rows: model(rows).square().sum(1))
     assert_sqnorms(tracker.stats, expected, 1e-10)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_images_without_channels_are_resized_as_channels(mode):
+    """As padding masks of detection models are, beside the features of their images."""
+
+    def function(m, x, mask):
+        small = torch.nn.functional.interpolate(mask[None], size=(2, 2), mode=mode)[0]
+        hidden = m.layer(small.flatten(1)).view(len(x), 2, 2) * x
+        return torch.nn.functional.interpolate(hidden[None], scale_factor=2, mode=mode)[0]
+
+    check_operation(function, {"layer": nn.Linear(4, 4)}, normal(BATCH, 2, 2), normal(BATCH, 4, 4))
+
+
+def test_examples_resized_along_their_own_axis_are_refused():
+    check_refused(
+        lambda m, x: torch.nn.functional.interpolate(m.layer(x).T[None], size=BATCH)[0].T,
+        {"layer": nn.Linear(4, 4)},
+        normal(BATCH, 4),
+        error=gs.ExampleAxisError,
+        match="which loss belongs to which example",
+    )

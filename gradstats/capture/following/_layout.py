@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradstats.capture.following._examples import Examples, Whole
 from gradstats.capture.following._reductions import OVER_AXES, QUANTILES, REDUCES, reduced
@@ -76,8 +77,11 @@ def is_one(func, source: Tensor) -> bool:
 
 def takes_for_channels(func, source: Tensor, layout: Examples) -> bool:
     """Whether an operation on images treats the example axis as channels or positions."""
-    apart = source.dim() - POOLS[func] if func in POOLS else 1
-    return func in BATCH_FIRST and layout.axis >= apart
+    if func not in BATCH_FIRST:
+        return False
+    if func is functional.interpolate:
+        return layout.axis >= 2  # it keeps channels apart, as pooling does
+    return layout.axis >= (source.dim() - POOLS[func] if func in POOLS else 1)
 
 
 # Operations with an operand that all examples share, unless it was computed from data.
