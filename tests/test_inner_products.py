@@ -15,6 +15,7 @@ import gradstats as gs
 from benchmarks.workloads import Transformer, classification, next_token
 from gradstats._factors import Outer
 from gradstats.capture import _tracker
+from gradstats.capture.parameters._consumers import WithinBatch
 from gradstats.contractions import _outer_pairs, _tiles
 from gradstats.statistics._kept import keep, products
 from tests.oracle import (
@@ -720,6 +721,22 @@ def test_losses_in_another_order(kind, order):
         tracker.backward(turned(loss_fn, order)(model, batch))
     assert_products(tracker.stats.gram, rows, rows, 1e-9)
     assert_products(tracker.stats.alignment[:, None], rows, rows.mean(0)[None], 1e-9)
+
+
+def test_norms_beside_products_are_in_the_order_of_the_losses(monkeypatch):
+    """They tell which products have to be computed again."""
+    seen = {}
+    take = WithinBatch.take
+
+    def noted(self, arrival):
+        seen[arrival.name] = arrival.sqnorm
+        take(self, arrival)
+
+    monkeypatch.setattr(WithinBatch, "take", noted)
+    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+    stats = gs.per_example_norms(model, x, lambda m, x: m(x).flip(0).square().sum(1), gram=True)
+    for name, row in stats.by_parameter.items():
+        torch.testing.assert_close(seen[name], row, rtol=1e-12, atol=0)
 
 
 def test_weighted_losses_in_another_order():
