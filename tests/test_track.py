@@ -198,21 +198,6 @@ def test_the_scale_of_a_grad_scaler_is_divided_out(model, batch, own_backward):
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_scale_is_divided_out_of_products_too(model, batch, weighted):
-    rows = flat(oracle_gradients(model, batch, losses_of))
-    weights = torch.rand(B).double() + 0.5 if weighted else None
-    mean = rows.mean(0) if weights is None else weights @ rows
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    options = {"scaler": scaler, "weights": weights, "alignment": True, "gram": True}
-    with gs.track(model, batch_size=B, **options) as tracker:
-        tracker.backward(losses_of(model, batch))
-    stats = tracker.stats
-    torch.testing.assert_close(stats.gram, rows @ rows.T, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(stats.alignment, rows @ mean, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(stats.mean_sqnorm, mean @ mean, rtol=1e-9, atol=0)
-
-
 def test_a_grad_scaler_that_scaled_nothing(model, batch):
     """Its scale would be divided out of gradients that never had it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
