@@ -829,8 +829,9 @@ def test_a_function_of_data_whose_examples_were_lost_does_not_find_them():
     squared = unseen_sine(lambda x: x * x)
 
     def function(m, x):
-        lost = functional.interpolate(m.first(x)[None], scale_factor=2)  # over channels, it seems
-        return squared.apply(lost).movedim(3, 0) * m.scale
+        images = m.first(x).movedim(0, 2)[None]  # as if the examples were positions
+        lost = functional.interpolate(images, scale_factor=2)
+        return squared.apply(lost).movedim(2, 0) * m.scale
 
     check_refused(
         function,
