@@ -188,7 +188,8 @@ def bounds_in(inputs: dict[str, Any]) -> Tensor | None:
     masked = inputs.get("attention_mask") is not None
     if masked or not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
-    starts = (positions[0] == 0).nonzero()[:, 0]
+    # Positions are counted from 0, or from 2 as RoBERTa does.
+    starts = (positions[0] == positions[0].min()).nonzero()[:, 0]
     if len(starts) < 2 or starts[0] != 0:
         return None
     return torch.cat([starts, starts.new_tensor([positions.shape[1]])])

@@ -30,6 +30,7 @@ from gradstats.integrations._trainer import from_json, to_json  # noqa: E402
 from gradstats.integrations.transformers import GradStatsCallback  # noqa: E402
 from tests.monitor.text import (  # noqa: E402
     IGNORED,
+    LENGTH,
     Lines,
     Recorder,
     assert_close,
@@ -119,16 +120,21 @@ class Whole(torch.utils.data.Dataset):
         return {"input_ids": [*self.lines[index]]}
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["position_ids", "cu_seq_lens_q"])
-def test_lines_packed_into_one_row(tmp_path, named):
+@pytest.mark.parametrize(
+    ("named", "start"),
+    [(False, 0), (False, 2), (True, 0)],
+    ids=["position_ids", "position_ids from two", "cu_seq_lens_q"],
+)
+def test_lines_packed_into_one_row(tmp_path, named, start):
     """As many examples as lines, each as it is alone."""
     data, order = Whole(5), []
 
     def collate(rows):
         order.append([bytes(row["input_ids"]) for row in rows])
-        return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=named)(rows)
+        batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=named)(rows)
+        return {**batch, "position_ids": batch["position_ids"] + start}
 
-    model, callback = language_model(), GradStatsCallback(every=1)
+    model, callback = language_model(LENGTH + start), GradStatsCallback(every=1)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = trainer_for(
         model, [callback], tmp_path, data, collator=collate, max_steps=1, max_grad_norm=0.0
@@ -140,7 +146,9 @@ def test_lines_packed_into_one_row(tmp_path, named):
 
     def loss(model, ids):
         share = (ids.shape[1] - 1) / tokens
-        return model(input_ids=ids, labels=ids).loss[None] * share * len(lines)
+        places = torch.arange(ids.shape[1])[None] + start
+        whole = model(input_ids=ids, labels=ids, position_ids=places).loss
+        return whole[None] * share * len(lines)
 
     rows = np.concatenate([gradient_rows(model, torch.tensor([[*line]]), loss) for line in lines])
     metrics = logged(trainer, "gns/tr_sigma")[1]
@@ -150,12 +158,15 @@ def test_lines_packed_into_one_row(tmp_path, named):
 
 def test_bounds_of_packed_lines_by_their_positions():
     row = torch.tensor([[0, 1, 2, 0, 1, 0]])
-    assert bounds_in({"position_ids": row}).tolist() == [0, 3, 5, 6]
+    # Models such as RoBERTa count positions from two, and their padding is at one.
+    for start in (0, 2):
+        assert bounds_in({"position_ids": row + start}).tolist() == [0, 3, 5, 6]
+    padded = torch.tensor([[2, 3, 4, 2, 3, 1, 1]])
     given = torch.tensor([0, 4, 6])
     assert bounds_in({"position_ids": row, "cu_seq_lens_q": given}) is given
     # Padding may begin anew too, a line may begin elsewhere, and be alone.
     assert bounds_in({"position_ids": row, "attention_mask": row}) is None
-    for positions in (row[:, 1:], row[:, :3], row[0], None):
+    for positions in (row[:, 1:], row[:, :3], row[:, :3] + 2, padded, row[0], None):
         assert bounds_in({"position_ids": positions}) is None
 
 

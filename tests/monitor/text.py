@@ -30,10 +30,10 @@ class Lines(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": labels, "line": index + 500}
 
 
-def language_model() -> GPT2LMHeadModel:
+def language_model(positions: int = LENGTH) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=128, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2, bos_token_id=0,
+        vocab_size=128, n_positions=positions, n_embd=8, n_layer=1, n_head=2, bos_token_id=0,
         eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLM",
     )  # fmt: skip
     return GPT2LMHeadModel(config).double()
