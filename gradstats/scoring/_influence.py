@@ -133,7 +133,8 @@ def influence(
             matrix. With ``out`` their lists are written after each chunk of training data.
         train_ids, query_ids: where a batch holds the ids of its examples: a key, a position, or a
             function of the batch. This takes one more pass over the data, shared with ``out``, and
-            allows shuffling. By default an example's position is its id.
+            allows shuffling. By default an example's position is its id: a ``collate_fn`` that
+            reorders a batch, such as by length, goes unnoticed and needs ids.
         budget: bytes of query gradients, kept as factors, and of scores with ``top_k``; 1 GiB by
             default. Each time the query gradients fill it, the training data are read once more.
         batch_dim: the example axis of the data.

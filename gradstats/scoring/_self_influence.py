@@ -77,7 +77,8 @@ def self_influence(
         checkpoints: gs.Checkpoints, each loaded once.
         ids: where a batch holds the ids of its examples: a key, a position, or a function of the
             batch. This takes one more pass over the data, shared with ``out``, and allows
-            shuffling. By default an example's position is its id.
+            shuffling. By default an example's position is its id: a ``collate_fn`` that reorders a
+            batch, such as by length, goes unnoticed and needs ids.
         out: a folder for the results. With ``resume``, a call that was killed continues there, and
             calls with further checkpoints add to the folder. Data, model and loss are identified as
             in gs.influence, which takes one more pass over the data.
