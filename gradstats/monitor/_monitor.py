@@ -61,7 +61,7 @@ class Monitor:
         batch_loss                   the step's loss: the (weighted) mean of its ℓ_i
         spike                        1 if a norm stood out, else 0
         cabs                         learning rate · Ŝ / loss; with ``optimizer=``
-        clip/frac                    share of examples with √n_i > ``clip``; with ``clip=``
+        clip/frac                    share of the finite √n_i that exceed ``clip``; with ``clip=``
 
     with ``alignment=True``, the default,
 
