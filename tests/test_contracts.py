@@ -464,6 +464,30 @@ def test_a_part_called_module_is_no_wrapper(batch):
     assert torch.equal(within, same)
 
 
+class AveragedWithHead(torch.optim.swa_utils.AveragedModel):
+    """A wrapper around a model that adds a layer of its own."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.module(x))
+
+
+def test_a_wrapper_has_a_parameter_of_the_same_name_as_the_model_in_it(batch):
+    inner = nn.Sequential()
+    inner.add_module("head", nn.Linear(4, 3))
+    model = AveragedWithHead(inner)
+    message = r"'module.head.weight' and 'head.weight' have the same name, 'head.weight'.*rename"
+    with pytest.raises(gs.CoverageError, match=message):
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    model = AveragedWithHead(nn.Sequential(inner))
+    stats = gs.per_example_norms(model, batch, per_example_cross_entropy)
+    expected = oracle_sqnorms(model, batch, per_example_cross_entropy)
+    assert_sqnorms(stats, {k.removeprefix("module."): v for k, v in expected.items()}, 1e-4)
+
+
 def test_nested_contexts(model, batch):
     with (
         gs.track(model, batch_size=B),

@@ -42,10 +42,21 @@ class Anatomy:
     compiled: bool
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return every parameter, frozen ones too, by its name in the unwrapped model."""
+        """Return every parameter, frozen ones too, by its name in the unwrapped model, or raise."""
         if not (self.prefix or self.compiled):
             return self.parameters
-        return {clean_name(name, self.prefix): each for name, each in self.parameters.items()}
+        whole: dict[str, str] = {}
+        for name in self.parameters:
+            bare = clean_name(name, self.prefix)
+            other = whole.setdefault(bare, name)
+            # A class derived from a wrapper may have parameters beside those of the model in it.
+            if other != name:
+                raise CoverageError(
+                    f"{other!r} and {name!r} have the same name, {bare!r}, without the prefixes of "
+                    "wrappers, so their gradients cannot be told apart by name. Expected different "
+                    "names: rename the attribute of one of them."
+                )
+        return {bare: self.parameters[name] for bare, name in whole.items()}
 
     def _check_values(self) -> None:
         """Raise unless all parameters and buffers hold values."""
