@@ -652,6 +652,26 @@ def test_what_is_frozen_inside_the_context_has_no_gradient(frozen, fused):
     gs.per_example_norms(model, batch, losses_of)
 
 
+@pytest.mark.parametrize("detach", [torch.Tensor.detach_, torch.detach_])
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_detached_in_place_inside_the_context_has_no_gradient(detach, fused):
+    model = Towers().double()
+    batch = torch.randn(B, 5, dtype=torch.float64), torch.randint(3, (B,))
+    frozen = "inner.weight", "norm.bias", "scale", "mix", "spread.weight", "outer.bias"
+    plain = copy.deepcopy(model)
+    for name in frozen:
+        plain.get_parameter(name).requires_grad_(False)
+    expected = oracle_sqnorms(plain, batch, losses_of)
+    with gs.track(model, batch_size=B, fused=fused) as tracker:
+        for name in frozen:
+            detach(model.get_parameter(name))
+        tracker.backward(losses_of(model, batch))
+    for name, parameter in model.named_parameters():
+        own = tracker.stats.by_parameter[name]
+        torch.testing.assert_close(own, expected.get(name, torch.zeros_like(own)))
+        assert parameter.requires_grad == (name not in frozen)
+
+
 def test_what_is_frozen_stays_so_after_the_context(model, batch):
     with gs.track(model, batch_size=B) as tracker:
         model[3].requires_grad_(False)

@@ -165,6 +165,12 @@ class FollowingMode(ContextMode):
     def _note_training(self, tensor, requires_grad=True) -> None:
         self.tracker.note_training(tensor, bool(requires_grad))
 
+    def _note_detached(self, tensor) -> None:
+        """Note that a tensor is detached in place, which freezes a parameter."""
+        refuse_on_derived(Tensor.detach_, tensor, "Write x = x.detach().")
+        if isinstance(node_of(tensor), Root):
+            self._note_training(tensor, False)
+
     def _note_numbers(self, tensor, data) -> None:
         """Note that a tensor is given other values; a derived tensor computes with them."""
         node = node_of(tensor)
@@ -243,9 +249,8 @@ CHECKS: dict[Any, Callable[..., None]] = {
     Tensor.requires_grad.__set__: FollowingMode._note_training,  # type: ignore[attr-defined]
     Tensor.data.__set__: FollowingMode._note_numbers,  # type: ignore[attr-defined]
     Tensor.register_hook: lambda mode, tensor, hook: check_hook(mode.tracker, tensor),
-    Tensor.detach_: lambda mode, tensor: refuse_on_derived(
-        Tensor.detach_, tensor, "Write x = x.detach()."
-    ),
+    Tensor.detach_: FollowingMode._note_detached,
+    torch.detach_: FollowingMode._note_detached,
     torch._make_dual: refuse_forward_mode,
     FLEX_ATTENTION: check_flex_attention,
 }
