@@ -475,6 +475,18 @@ NO_SUMS = {
     "square of a mean": lambda h: h.mean(0).square().sum(),
     "squared error of a mean": lambda h: functional.mse_loss(h.mean(0), torch.ones(WIDTH).double()),
     "ratio of sums": lambda h: h.sum() / h.square().sum(),
+    "squared errors divided by the sum of their weights": lambda h: functional.mse_loss(
+        h, torch.zeros_like(h), weight=h.sigmoid()
+    ),
+    "given errors divided by the sum of their weights": lambda h: functional.l1_loss(
+        torch.ones_like(h).cumsum(1), torch.zeros_like(h), weight=h.sigmoid()
+    ),
+    "errors of means weighted by means": lambda h: functional.l1_loss(
+        h.mean(0), torch.zeros(WIDTH).double(), weight=h.mean(0), reduction="sum"
+    ),
+    "given errors divided by means as weights": lambda h: functional.l1_loss(
+        torch.arange(WIDTH).double(), torch.zeros(WIDTH).double(), weight=h.exp().mean(0)
+    ),
     "numbers divided by a sum": lambda h: torch.ones(2).double() / h.exp().sum(),
     "a number divided by a sum and added": lambda h: torch.addcdiv(
         torch.zeros(2).double(), torch.ones(2).double(), h.exp().sum()
@@ -1189,6 +1201,16 @@ def script_of_a_loss(h: torch.Tensor) -> torch.Tensor:
 
 # Scalars that are, with the part of example i, of its h (1, d) and what all are given.
 SUMS = {
+    "errors and their weights": (
+        lambda h: functional.mse_loss(h, torch.zeros_like(h), weight=h.sigmoid(), reduction="sum"),
+        lambda h, i, given: h.square() * h.sigmoid(),
+    ),
+    "errors and their weights, by the older flag": (
+        lambda h: functional.l1_loss(
+            h, torch.zeros_like(h), size_average=False, weight=h.sigmoid()
+        ),
+        lambda h, i, given: h.abs() * h.sigmoid(),
+    ),
     "weighted": (
         lambda h: MATRIX[0] @ h.square().sum(1),
         lambda h, i, given: MATRIX[0, i] * h.square(),
@@ -1316,6 +1338,7 @@ SUMS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
 @pytest.mark.parametrize("scalar,part", SUMS.values(), ids=SUMS)
 def test_scalars_that_are_sums_over_the_examples(scalar, part):
     model, x = nn.Linear(WIDTH, WIDTH).double(), batch()

@@ -108,6 +108,11 @@ LOSSES = ELEMENT_LOSSES | frozenset(
     ]
 )
 
+# Losses that multiply their errors by weights, the operand at ``WEIGHT``; a mean is then divided
+# by the sum of the weights.
+WEIGHTED = frozenset({functional.mse_loss, functional.l1_loss})
+WEIGHT = 5, "weight"
+
 # Operations that sum over the examples, or pick one value.
 JOINS_EXAMPLES = LOSSES | CHOOSES | frozenset(variants("nanmedian"))
 
@@ -155,6 +160,9 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     additive = [marks.is_additive(tensor, writes=int(tensor is result)) for tensor in trained]
     if not trained or not all(additive):
         return None
+    if func in WEIGHTED and any(each is call.argument(*WEIGHT) for each in trained):
+        if not (all(apart) and _adds_errors(call)):
+            return False
     if func in KEEPS_SUMS:
         return True
     # The user's own operations are trusted to sum what is apart, and to keep a loss a sum.
@@ -179,6 +187,15 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     together = all(apart) and all(same_layout(placed[0], each) for each in placed)
     aligned = together and len({tensor.dim() for tensor in trained}) == 1
     return aligned and func in JOINS_EXAMPLES
+
+
+def _adds_errors(call: Call) -> bool:
+    """Whether a loss of ``WEIGHTED`` is the sum of its errors, not their mean."""
+    # PyTorch's older flags, if given, count in the place of ``reduction``.
+    average, reduce = call.argument(2, "size_average"), call.argument(3, "reduce")
+    if average is None and reduce is None:
+        return call.argument(4, "reduction", "mean") == "sum"
+    return average is False
 
 
 def is_root(marks: Marks, call: Call) -> bool:
