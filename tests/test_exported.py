@@ -12,7 +12,7 @@ from .oracle import assert_sqnorms, oracle_sqnorms
 from .rules.operation import check_operation, normal
 
 B, T, WIDTH, CLASSES = 5, 6, 8, 3
-ATEN = torch.ops.aten
+ATEN, PRIMS = torch.ops.aten, torch.ops.prims
 
 
 class Language(nn.Module):
@@ -184,6 +184,37 @@ def test_operators_that_mix_the_examples(mix):
     model, x = nn.Linear(4, CLASSES).double(), torch.randn(B, 4).double()
     with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
         gs.per_example_norms(model, x, lambda model, x: mix(model(x)).exp().sum(1))
+
+
+# Primitives of numbers x (B, B), with other arguments than torch's functions of these names, or
+# another result.
+PRIMITIVES = {
+    "axes": lambda x: PRIMS.transpose(x, [0, 1]),
+    "axes, an overload": lambda x: PRIMS.transpose.default(x, [0, 1]),
+    "factors": lambda x: PRIMS.svd(x, full_matrices=False)[0],
+    "variances": lambda x: PRIMS.var(x, [1], 0.0)[:, None],
+    "products": lambda x: PRIMS.prod(x, [1])[:, None],
+    "quotients": lambda x: PRIMS.div((9 * x).long(), torch.full((B, B), 2)),
+}
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES.values(), ids=PRIMITIVES)
+def test_primitives_unlike_functions(primitive):
+    torch.manual_seed(0)
+    model, batch = nn.Linear(B, CLASSES).double(), tuple(torch.randn(2, B, B).double())
+
+    def losses(model, batch):
+        x, y = batch
+        return (model(x).exp() * primitive(y)[:, :1]).sum(1)
+
+    expected = oracle_sqnorms(model, batch, losses)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-10)
+
+
+def test_a_primitive_that_moves_the_examples():
+    model, x = nn.Linear(B, CLASSES).double(), torch.randn(B, B).double()
+    with pytest.raises(gs.ExampleAxisError, match=r"lost at torch\.ops\.prims\.transpose"):
+        gs.per_example_norms(model, x, lambda m, x: m(PRIMS.transpose(x, [1, 0])).sum(1))
 
 
 def test_an_operator_for_which_a_rule_is_registered():

@@ -32,6 +32,12 @@ ALIKE = {
     )
 }  # fmt: skip
 
+# Operators that take other arguments than the functions of the same names, or that round quotients
+# of integers.
+UNLIKE = frozenset(
+    f"prims::{name}" for name in ("transpose", "svd", "var", "prod", "normal", "div")
+)
+
 
 def is_own_operator(func) -> bool:
     """Whether an operator of ``torch.ops`` is one of PyTorch's own, not a custom one."""
@@ -59,8 +65,12 @@ def as_function(func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
 
 @cache
 def _name(operator) -> str:
-    """Return the name of one of PyTorch's own operators, without an overload's; "" for others."""
-    return operator.__name__.partition(".")[0] if is_own_operator(operator) else ""
+    """Return the name of one of PyTorch's own operators, without an overload's.
+
+    "" for other operators, and for those of ``UNLIKE``.
+    """
+    known = is_own_operator(operator) and _full_name(operator) not in UNLIKE
+    return operator.__name__.partition(".")[0] if known else ""
 
 
 @cache
