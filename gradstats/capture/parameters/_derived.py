@@ -178,13 +178,13 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
             return _returned(func, target)
     if isinstance(before, Derived) and before.index is None:
         base = before.args[0]
-        # Of other operands a view has at most the shape.
-        view_args, view_options = rebuild(
-            (before.args[1:], before.kwargs),
-            lambda item: item.value if isinstance(item, Node) else item,
-        )
         if isinstance(base, Derived) and same_storage(before.value, base.value):
-            # The target is a view: change the tensor it is a view of, and take the view again.
+            # The target is a view: change the tensor it is a view of, and take the view again. Of
+            # other operands, as of view_as, a view has at most the shape.
+            view_args, view_options = rebuild(
+                (before.args[1:], before.kwargs),
+                lambda item: item.value if isinstance(item, Node) else item,
+            )
             whole = base.shown()
             whole = wrap(base) if whole is None else whole
 
