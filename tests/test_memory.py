@@ -396,6 +396,41 @@ def test_of_many_uses_of_a_parameter_only_what_is_needed_is_held(kind):
     assert peak_memory(norms).peak <= room * step + 2 * MIB // 16 + reports
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_frozen_weights_with_trained_biases_hold_no_data(fused, autocast):
+    """As in plain PyTorch, which neither keeps a layer's data nor minds that they change."""
+    model = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    batch = torch.randn(16, 4, 64)
+
+    def loss_fn(model, x):
+        with torch.autocast("cpu", enabled=autocast):
+            for layer in model:
+                y = layer(x)
+                if x.requires_grad:
+                    x.mul_(2)
+                x = y
+        return x.float().square().sum((1, 2))
+
+    def plain():
+        loss_fn(model, batch).mean().backward()
+
+    def tracked():
+        with gs.track(model, batch_size=16, fused=fused) as tracker:
+            tracker.backward(loss_fn(model, batch))
+        return tracker.stats
+
+    expected = oracle_sqnorms(copy.deepcopy(model).double(), batch.double(), loss_fn)
+    assert_sqnorms(tracked(), expected, 1e-4 if not autocast else 0.05)
+    model.zero_grad()
+    step = peak_memory(plain).peak
+    model.zero_grad()
+    # Two bytes of each number are an activation under autocast.
+    assert peak_memory(tracked).peak <= step + batch.nbytes // 2
+
+
 def images_one_by_one(model, batch):
     return torch.stack([model(image[None]).square().mean() for image in batch])
 

@@ -47,6 +47,11 @@ class Layer(Preparable):
     channel: ClassVar[int]
     reads_weight: ClassVar[bool]
 
+    @property
+    def reads_data(self) -> bool:
+        """Whether the backward reads the data; if not, they are None there."""
+        return True
+
     def __call__(self, grad: Tensor, x: Tensor) -> list:
         factors: list = [self.of_weight(grad, x)] if self.weight else []
         return [*factors, self.of_bias(grad)] if self.bias else factors
@@ -110,7 +115,8 @@ class Layer(Preparable):
             wanted: whether the weight's gradient is wanted, and the dtype of the bias's or None.
         """
         examples, settings, (want_weight, bias_dtype) = self.examples, use.settings, wanted
-        if settings.consumer is not None or settings.exact or not _triton.runs(grad, x):
+        operands = (grad, x) if self.reads_data else (grad,)
+        if settings.consumer is not None or settings.exact or not _triton.runs(*operands):
             return None
         if examples.axis or examples.segments is not None or any(self.data):
             return None
@@ -184,7 +190,7 @@ class LayerUse(torch.autograd.Function):
         ctx.use, ctx.layer = use, layer
         # A weight that the backward does not read may be changed before it.
         read = ctx.needs_input_grad[2] or layer.reads_weight or is_compiling()
-        ctx.save_for_backward(x, weight if read else None)
+        ctx.save_for_backward(x if layer.reads_data else None, weight if read else None)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         result = layer.forward(x, weight, bias)
         if not result._is_view():
