@@ -6,7 +6,13 @@ from torch import nn
 from torch.nn import functional
 
 import gradstats as gs
-from tests.oracle import are_right, check_model, oracle_sqnorms
+from tests.oracle import (
+    are_right,
+    assert_sqnorms,
+    check_model,
+    oracle_on_the_batch,
+    oracle_sqnorms,
+)
 from tests.rules.operation import check_operation, normal
 from tests.rules.test_complex import numbers, real
 
@@ -332,6 +338,63 @@ def test_zeros_in_the_place_of_all_examples_but_one(own, put_together):
         return tracker.stats
 
     assert are_right(norms, oracle_sqnorms(model, x, losses), "zeros") == own
+
+
+# Values that have the form of one example's but hold none.
+CONSTANTS = {
+    "zeros": torch.zeros_like,
+    "ones": torch.ones_like,
+    "full": lambda row: torch.full_like(row, 0.3),
+    "drawn": lambda row: torch.rand_like(row),
+    "times zero": lambda row: row * 0 + 0.3,
+    "filled": lambda row: row.clone().fill_(0.3),
+    "drawn in place": lambda row: torch.empty_like(row).uniform_(),
+}
+
+
+def _written(x, value, empty):
+    rows = empty(x)
+    for i, row in enumerate(x):
+        rows[i] = value if i == 1 else row
+    return rows
+
+
+def _copied(x, value):
+    rows = x.clone()
+    rows[1].copy_(value)
+    return rows
+
+
+# Constants in the place of the second example, or joined to each.
+PLACES = {
+    "stacked": lambda x, value: torch.stack([value if i == 1 else row for i, row in enumerate(x)]),
+    "joined": lambda x, value: torch.cat([x[:1], value[None], *x[2:].split(1)]),
+    "written": lambda x, value: _written(x, value, torch.clone),
+    "written to zeros": lambda x, value: _written(x, value, lambda x: torch.zeros(x.shape).to(x)),
+    "written to zeros of the batch": lambda x, value: _written(x, value, torch.zeros_like),
+    "copied": _copied,
+    "by numbers": lambda x, value: x.index_copy(0, torch.tensor([1]), value[None]),
+    "appended": lambda x, value: [torch.cat([row, value]) for row in x],
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("constant", CONSTANTS.values(), ids=CONSTANTS)
+@pytest.mark.parametrize("form", [0, BATCH - 1])
+def test_constants_of_the_form_of_another_example_under_one_loss(form, constant, place):
+    torch.manual_seed(0)
+    model, x = nn.Linear(WIDTH, 2).double(), torch.randn(BATCH, POSITIONS, WIDTH).double()
+
+    def losses(model, x):
+        torch.manual_seed(1)
+        rows = place(x, constant(x[form]))
+        if isinstance(rows, list):
+            return torch.stack([model(row).exp().mean() for row in rows])
+        return (model(rows).exp() * x[..., :2]).sum((1, 2))
+
+    with gs.track(model, batch_size=BATCH) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_on_the_batch(model, x, losses), rtol=1e-8)
 
 
 # Operations that take for rows what are positions of the only example, or its features.

@@ -50,6 +50,9 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
     stacked = func is torch.stack
     axes = [axis for axis in range(result.dim()) if not (stacked and axis == dim)]
     note_crossed(marks, tensors, [axes] * len(tensors), result)
+    padding = [is_padding(marks, item) for item in tensors]
+    if any(padding):
+        owners = [sole_of(owned) for owned in owners]
     if not any(isinstance(owned, Whole) for owned in owners):
         found = _in_line(marks, tensors, owners, dim, result, stacked=stacked)
         alone = [sole_of(owned) for owned in owners]
@@ -57,7 +60,6 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
             return found
         owners = alone
     layout = _side_by_side(marks, tensors, owners, dim, stacked=stacked)
-    padding = [is_padding(marks, item) for item in tensors]
     if not (isinstance(layout, Examples) and any(padding)):
         return layout
     one = sole_example(marks, call.data)
@@ -68,14 +70,14 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
             places: list[Layout] = [Whole(place) for place in range(marks.batch_size)]
             return _side_by_side(marks, tensors, places, dim, stacked=stacked)
         marks.meetings.suppose(result)  # it may fill up the batch instead of the example's rows
-    elif one is None:
+    elif one is None and layout.segments is not None:
         held: set[int] = set()
         for tensor, owned, pads in zip(tensors, owners, padding, strict=True):
             if isinstance(owned, Examples):
                 held.update(owned.owner(tensor.device).tolist())
             elif isinstance(owned, Whole) and not pads:
                 held.add(owned.example)
-        if len(held) < marks.batch_size:
+        if 0 < len(held) < marks.batch_size:
             marks.meetings.suppose(result)  # it may be in the place of an example that has no rows
     return one or layout
 

@@ -78,7 +78,7 @@ def is_padding(marks: Marks, item: Tensor) -> bool:
     return (
         marks.values.was_blank(item)
         and not item.requires_grad
-        and isinstance(marks.owned(item), Whole)
+        and isinstance(sole_of(marks.owned(item)), Whole)
     )
 
 

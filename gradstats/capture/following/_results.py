@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradstats.capture.following._examples import MIXED
+from gradstats.capture.following._examples import MIXED, Whole, sole_of
 from gradstats.capture.following._following import follow_layout
 from gradstats.capture.following._layout import FOLLOWED, ON_NESTED
 from gradstats.capture.following._marks import Marks
@@ -31,6 +31,8 @@ from gradstats.capture.operations._operations import (
     CALLERS_VALUES,
     EXTREMES,
     FACTORIES,
+    FILLS,
+    FORMS,
     IN_PLACE,
     MOVES_IN_PLACE,
     MULTIPLIES,
@@ -121,8 +123,12 @@ def _follow_copied(
 
 def _cancels(marks: Marks, data: list[Tensor], operands: Sequence[Any]) -> bool:
     """Whether a product with the number 0 cancels data in which several examples are mixed."""
-    zero = any(isinstance(item, (int, float)) and item == 0 for item in operands)
-    return zero and len(data) == 1 and marks.owned(data[0]) is MIXED
+    return _has_zero(operands) and len(data) == 1 and marks.owned(data[0]) is MIXED
+
+
+def _has_zero(operands: Sequence[Any]) -> bool:
+    """Whether the number 0 is among the operands of a product."""
+    return any(isinstance(item, (int, float)) and item == 0 for item in operands)
 
 
 def _by_place(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -189,6 +195,9 @@ def _follow_data(
             if not any(tensor is item for item in data):
                 follow_layout(marks, Call(func, args, kwargs, data, tensor))
     blank = func in BLANKS or all([is_padding(marks, tensor) for tensor in data])
+    times_zero = func in MULTIPLIES and not data[0].requires_grad and _has_zero(args)
+    if func in FORMS or times_zero:
+        blank |= isinstance(sole_of(marks.owned(data[0])), Whole)
     for tensor in tensors if blank else ():
         marks.values.note(tensor, blank=True)
 
@@ -199,7 +208,9 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
     before = marks.is_data(target)
     after = target if func in IN_PLACE else result
     write = WRITES[func](*args, **kwargs)
-    if marks.packed and write.is_empty:
+    written = [item for item in data if item is not target]
+    pads = bool(written) and all([is_padding(marks, item) for item in written])
+    if pads or (marks.packed and write.is_empty):
         if after is target:
             marks.values.note(target, **marks.values.held_by(target, writes=1))
         else:
@@ -217,3 +228,5 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
         follow_write(marks, Change(write, target, before, after))
         if marks.is_marked(after) and marks.owned(after) is None:
             marks.mark(after, None, function_name(func))
+    if func in FILLS and not written and isinstance(sole_of(marks.owned(target)), Whole):
+        marks.values.note(target, blank=True)

@@ -286,6 +286,9 @@ FACTORIES = frozenset(
 # Operations that use only the form of their operand, none of its values.
 BLANKS = frozenset({torch.zeros_like, torch.empty_like})
 
+# Operations that replace all values of their operand by a number or by drawn ones.
+FILLS = frozenset({Tensor.fill_, Tensor.zero_, Tensor.normal_, Tensor.uniform_})
+
 # Frequent queries about a tensor that do not return tensors.
 QUESTIONS = frozenset(
     getattr(Tensor, name)
