@@ -705,6 +705,20 @@ def test_integers_of_numpy_are_integers(model, batch):
     assert monitor.metrics()["example_grad_norm/max"] == pytest.approx(expected.max().item())
 
 
+def test_a_model_elsewhere_than_new_tensors():
+    """What is kept for later calls lies where the model does, not on the default device."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    batch = torch.randn(29, 4), torch.randint(3, (29,))  # as many examples as in no other test
+    expected = oracle_sqnorms(model, batch, per_example_cross_entropy)
+    for device in ("meta", None):
+        torch.set_default_device(device)
+        try:
+            stats = gs.per_example_norms(model, batch, per_example_cross_entropy)
+        finally:
+            torch.set_default_device(None)
+        assert_sqnorms(stats, expected, rtol=1e-5)
+
+
 def test_tracking_needs_recorded_gradients(model):
     with torch.inference_mode():
         with pytest.raises(gs.TrackingError, match="inference_mode"):

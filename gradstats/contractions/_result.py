@@ -197,7 +197,7 @@ def ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
 
 @lru_cache(maxsize=16)
 def _kept_ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.ones(shape, dtype=dtype)
+    return torch.ones(shape, dtype=dtype, device="cpu")
 
 
 def relative_error(
