@@ -14,10 +14,22 @@ from torch.utils.data import DataLoader
 from gradstats.errors import LoaderError
 from gradstats.scoring._batches import BatchLayout, Source, pick
 from gradstats.scoring._content import ContentHash
-from gradstats.scoring._order import check_order, chooses_batches, index_lists, warn_of_dropped
+from gradstats.scoring._order import (
+    check_chosen,
+    check_order,
+    chooses_batches,
+    index_lists,
+    warn_of_dropped,
+)
 
 # A batch is compared with its first reading each time; larger tensors by about this many elements.
 COMPARED = 1 << 18
+
+# What a loader holds before its first pass; the last two are of torchdata's StatefulDataLoader,
+# which goes on where a state that it was given says.
+BEFORE_ITS_FIRST_PASS = {
+    "_iterator": None, "next_iter_state": None, "_initial_iter_for_state_dict": False,
+}  # fmt: skip
 
 
 class Data:
@@ -37,11 +49,11 @@ class Data:
         self.layout = layout
         self._loader = loader
         check_order(loader, role, ids)
-        lists = (
+        chosen = (
             index_lists(loader, role, named=ids is not None) if chooses_batches(loader) else None
         )
         # Subclasses may do more between sampler and batch, so they are read from the start.
-        self._index_lists = lists if type(loader) is DataLoader else None
+        self._index_lists = chosen if type(loader) is DataLoader else None
         content = ContentHash()
         self._hashes: dict[int, str] = {}
         self._counted = self._covered = True
@@ -73,6 +85,8 @@ class Data:
                     seen.update(new)
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
+            if chosen is not None and ids is None and not layout.packed:
+                check_chosen(self.examples, chosen, role)
         self.ids = np.arange(self.examples) if ids is None else _as_ids(found)
         if self._index_lists is not None:
             warn_of_dropped(loader, role, self.examples)
@@ -208,7 +222,7 @@ class Data:
         loader = copy.copy(loader)
         loader.generator = _own_generator()
         loader.in_order = True  # the position of a batch says which examples it holds
-        loader._iterator = None
+        vars(loader).update(BEFORE_ITS_FIRST_PASS)
         return iter(loader)
 
     def _check_any(self) -> None:

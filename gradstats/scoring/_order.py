@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from operator import length_hint
@@ -139,6 +139,17 @@ def index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
         )
     size = batches.batch_size
     return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def check_chosen(examples: int, lists: Iterable[Sequence[int]], role: str) -> None:
+    """Raise unless a loader's batches hold as many examples as its batch sampler chooses."""
+    chosen = sum(map(len, lists))
+    if examples != chosen:
+        raise LoaderError(
+            f"the {role} loader gives {examples} examples, expected {chosen} as its batch sampler "
+            "chooses, so it is not known which example a score is of. If it goes on where an "
+            f"earlier pass ended, pass a new one; otherwise list(loader), or {PASS_IDS}"
+        )
 
 
 def warn_of_dropped(loader: DataLoader, role: str, examples: int) -> None:

@@ -6,6 +6,7 @@ import random
 import time
 from collections import defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -540,6 +541,55 @@ def test_a_loader_of_ones_own_gives_the_batches_that_are_scored(setting):
     np.testing.assert_array_equal(
         score(setting, Doubled(Rows(setting.train), 4)).self_influence, expected
     )
+
+
+class Resumable(DataLoader):
+    """Goes on where it is told to, once, as torchdata's StatefulDataLoader does."""
+
+    next_iter_state = None
+    _initial_iter_for_state_dict = False
+
+    def __iter__(self):
+        if self._initial_iter_for_state_dict:  # made to ask it for the state
+            self._initial_iter_for_state_dict = False
+            assert self._iterator is not None
+            return self._iterator
+        first, self.next_iter_state = self.next_iter_state or 0, None
+        return islice(super().__iter__(), first, None)
+
+    def state_dict(self):
+        self._iterator = iter(self)
+        self._initial_iter_for_state_dict = True
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+def test_a_loader_that_was_told_to_go_on_is_read_from_the_start(setting, iterable):
+    data = Stream([*zip(*setting.train, strict=True)]) if iterable else Rows(setting.train)
+    resumed, asked = Resumable(data, 4), Resumable(data, 4)
+    resumed.next_iter_state = 1
+    asked.state_dict()
+    for loader in (resumed, asked):
+        np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
+    # The caller's own passes begin where they did.
+    assert len(list(resumed)) == 2
+    assert len(list(asked)) == 3
+
+
+class Later(DataLoader):
+    """Begins with the second batch."""
+
+    def __iter__(self):
+        return islice(super().__iter__(), 1, None)
+
+
+def test_a_loader_that_leaves_batches_out_needs_ids(setting):
+    """Places among its examples are not those in the data set."""
+    loader = Later(Numbered(setting.train), 4)
+    with pytest.raises(gs.LoaderError, match=r"gives 7 examples, expected 11 as its batch sampler"):
+        score(setting, loader, dict_loss)
+    table = score(setting, loader, dict_loss, ids="number")
+    assert table.ids.tolist() == [*range(104, 111)]
+    np.testing.assert_array_equal(table.self_influence, reference(setting)[4:])
 
 
 class Repeated:
