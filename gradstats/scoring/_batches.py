@@ -28,7 +28,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if not can_be_looked_into(batch) and hasattr(batch, "to"):
         return copy.copy(batch).to(device)
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    # The host would read a copy from a device before it is complete.
+    ahead = device.type != "cpu"
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=ahead))
 
 
 def look_up(batch: Any, source: str | int | Callable[[Any], Any], what: str) -> Any:

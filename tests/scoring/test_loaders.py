@@ -25,7 +25,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import gradstats as gs
-from gradstats.scoring._batches import BatchLayout
+from gradstats.scoring._batches import BatchLayout, to_device
 from gradstats.scoring._loaders import Data
 from tests.scoring.setting import Rows, batches, loss_fn, make_setting
 
@@ -541,6 +541,22 @@ def test_a_loader_of_ones_own_gives_the_batches_that_are_scored(setting):
     np.testing.assert_array_equal(
         score(setting, Doubled(Rows(setting.train), 4)).self_influence, expected
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_copy_to_the_host_is_waited_for(device):
+    """PyTorch makes such a copy in pinned memory, and returns before it is complete."""
+    ahead = []
+
+    class Elsewhere(Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is Tensor.to:
+                ahead.append(kwargs["non_blocking"])
+            return super().__torch_function__(function, types, args, kwargs)
+
+    to_device({"x": torch.ones(2).as_subclass(Elsewhere)}, torch.device(device))
+    assert ahead == [device != "cpu"]
 
 
 class Resumable(DataLoader):

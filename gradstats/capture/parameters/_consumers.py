@@ -174,8 +174,11 @@ class Against:
     def take(self, arrival: Arrival) -> None:
         sizes = arrival.sqnorm.sqrt()
 
+        # The host would read a copy from a device before it is complete.
+        ahead = sizes.device.type != "cpu"
+
         def to_device(tensor: Tensor) -> Tensor:
-            return tensor.to(sizes.device, non_blocking=True)
+            return tensor.to(sizes.device, non_blocking=ahead)
 
         for index, kept in enumerate(self._kept):
             found = kept.pop(arrival.name, None) if self._consume else kept.get(arrival.name)
