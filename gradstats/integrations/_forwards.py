@@ -22,6 +22,7 @@ class Forwards:
         main_input: the name of the input that has one row for each example; None if unknown.
         ids: the name of the input that holds the examples' ids, or None.
         rows_per_example: how many rows each example has.
+        padding: the token with which the collator fills packed rows up; None if it does not.
         begin: makes the context, given the number of examples, their ids and, if they are packed
             into one row, their bounds.
 
@@ -35,12 +36,13 @@ class Forwards:
         main_input: str | None,
         ids: str | None,
         rows_per_example: int,
+        padding: int | None,
         begin: Callable[[int, Tensor | None, Tensor | None], MonitorStep],
     ):
         self.in_step = False
         self._called, self._begin = called, begin
         self._main_input, self._ids = main_input, ids
-        self._rows_per_example = rows_per_example
+        self._rows_per_example, self._padding = rows_per_example, padding
         self._hooks: list[Any] = []
         self._step: MonitorStep | None = None
         self._examples = 0
@@ -92,6 +94,8 @@ class Forwards:
         given = [*args, *kwargs.values()] if inputs is None else inputs
         rows, bounds = infer_batch_size(given, 0), None
         if rows == 1 and (bounds := bounds_in(kwargs)) is not None:
+            if inputs is not None and self._padding is not None:
+                bounds = without_padding(bounds, inputs[0], self._padding)
             rows = len(bounds) - 1
             if self._rows_per_example != 1:
                 raise TrackingError(
@@ -193,3 +197,24 @@ def bounds_in(inputs: dict[str, Any]) -> Tensor | None:
     if len(starts) < 2 or starts[0] != 0:
         return None
     return torch.cat([starts, starts.new_tensor([positions.shape[1]])])
+
+
+def padding_of(collator: Any) -> int | None:
+    """Return the token with which a collator of TRL fills packed rows up; None if it does not."""
+    fills_up = getattr(collator, "pad_to_multiple_of", None) is not None
+    return getattr(collator, "pad_token_id", None) if fills_up else None
+
+
+def without_padding(bounds: Tensor, tokens: Tensor, padding: int) -> Tensor:
+    """Return bounds in which the tokens that fill a packed row up belong to its last example.
+
+    To attention each of them is a sequence of its own, of one token without a loss.
+
+    Args:
+        bounds: (S + 1,) of the S sequences in the row.
+        tokens: (T,) of the row.
+        padding: the token that fills it up.
+    """
+    alone = (bounds.diff() == 1) & (tokens[bounds[:-1].long()] == padding)
+    count = int(alone[1:].flip(0).long().cumprod(0).sum())
+    return torch.cat([bounds[: len(bounds) - 1 - count], bounds[-1:]]) if count else bounds

@@ -20,7 +20,7 @@ from gradstats._values import integer
 from gradstats._warnings import warn
 from gradstats.errors import CoupledExamplesError, TrackingError
 from gradstats.integrations._callback import check_options, monitor_of_run
-from gradstats.integrations._forwards import Forwards, close_all, nothing
+from gradstats.integrations._forwards import Forwards, close_all, nothing, padding_of
 from gradstats.integrations._trainer import (
     PAIRS,
     calling_trainer,
@@ -71,9 +71,10 @@ class GradStatsCallback(TrainerCallback, ExportableState):
 
     Examples are the rows of the batch; or, if ``DataCollatorWithFlattening`` packs several into one
     row, those between its bounds: the model must be given ``cu_seq_lens_q``, or ``position_ids``
-    that restart with each example and no ``attention_mask``. With ``rows_per_example=2``, an
-    example is a pair of rows, all second rows being stacked below all first rows, as in TRL's
-    ``DPOTrainer`` and ``RewardTrainer``.
+    that restart with each example and no ``attention_mask``. Tokens with which TRL fills such a row
+    up (``pad_to_multiple_of``) are no examples. With ``rows_per_example=2``, an example is a pair
+    of rows, all second rows being stacked below all first rows, as in TRL's ``DPOTrainer`` and
+    ``RewardTrainer``.
 
     TRL's trainers compute log-probabilities and divergences in autograd Functions that never hold
     the logits of all tokens; measured steps do form these logits.
@@ -153,7 +154,7 @@ class GradStatsCallback(TrainerCallback, ExportableState):
         close_all(wrapper)
         self._forwards = Forwards(
             called, getattr(model, "main_input_name", None), self._ids, self._rows_per_example,
-            self._begin,
+            padding_of(trainer.data_collator), self._begin,
         )  # fmt: skip
         self._accumulation = args.gradient_accumulation_steps
         group = group_of(model)

@@ -25,7 +25,7 @@ from tests.oracle import assert_unchanged, snapshot
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from gradstats.integrations._forwards import bounds_in  # noqa: E402
+from gradstats.integrations._forwards import bounds_in, without_padding  # noqa: E402
 from gradstats.integrations._trainer import from_json, to_json  # noqa: E402
 from gradstats.integrations.transformers import GradStatsCallback  # noqa: E402
 from tests.monitor.text import (  # noqa: E402
@@ -120,27 +120,52 @@ class Whole(torch.utils.data.Dataset):
         return {"input_ids": [*self.lines[index]]}
 
 
+class Packed:
+    """Packs lines into one row and, as TRL's collator does, fills it up to a multiple.
+
+    Attributes:
+        order: the lines of each batch.
+    """
+
+    pad_token_id = 0
+
+    def __init__(self, named: bool, start: int, multiple: int | None):
+        self.pack = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=named)
+        self.start, self.pad_to_multiple_of = start, multiple
+        self.order: list[list[bytes]] = []
+
+    def __call__(self, rows):
+        self.order.append([bytes(row["input_ids"]) for row in rows])
+        batch = self.pack(rows)
+        if self.pad_to_multiple_of is not None:
+            self.fill_up(batch, -batch["input_ids"].shape[1] % self.pad_to_multiple_of)
+        return {**batch, "position_ids": batch["position_ids"] + self.start}
+
+    def fill_up(self, batch, short):
+        assert short > 1
+        for name, filling in (("input_ids", 0), ("labels", IGNORED), ("position_ids", 0)):
+            batch[name] = functional.pad(batch[name], (0, short), value=filling)
+        if (bounds := batch.get("cu_seq_lens_q")) is not None:
+            each = bounds[-1] + torch.arange(1, short + 1, dtype=bounds.dtype)
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.cat([bounds, each])
+
+
+@pytest.mark.parametrize("multiple", [None, 20])
 @pytest.mark.parametrize(
     ("named", "start"),
     [(False, 0), (False, 2), (True, 0)],
     ids=["position_ids", "position_ids from two", "cu_seq_lens_q"],
 )
-def test_lines_packed_into_one_row(tmp_path, named, start):
-    """As many examples as lines, each as it is alone."""
-    data, order = Whole(5), []
-
-    def collate(rows):
-        order.append([bytes(row["input_ids"]) for row in rows])
-        batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=named)(rows)
-        return {**batch, "position_ids": batch["position_ids"] + start}
-
+def test_lines_packed_into_one_row(tmp_path, named, start, multiple):
+    """As many examples as lines, each as it is alone, whatever fills the row up."""
+    data, collate = Whole(5), Packed(named, start, multiple)
     model, callback = language_model(LENGTH + start), GradStatsCallback(every=1)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = trainer_for(
         model, [callback], tmp_path, data, collator=collate, max_steps=1, max_grad_norm=0.0
     )
     model.load_state_dict(weights)
-    lines = [line for batch in order for line in batch]
+    lines = [line for batch in collate.order for line in batch]
     assert len(lines) == 5
     tokens = sum(len(line) - 1 for line in lines)
 
@@ -168,6 +193,15 @@ def test_bounds_of_packed_lines_by_their_positions():
     assert bounds_in({"position_ids": row, "attention_mask": row}) is None
     for positions in (row[:, 1:], row[:, :3], row[:, :3] + 2, padded, row[0], None):
         assert bounds_in({"position_ids": positions}) is None
+
+
+def test_what_fills_a_packed_row_up_belongs_to_its_last_example():
+    tokens = torch.tensor([5, 6, 7, 0, 5, 8, 0, 0])
+    bounds = torch.tensor([0, 3, 4, 5, 6, 7, 8], dtype=torch.int32)
+    assert without_padding(bounds, tokens, 0).tolist() == [0, 3, 4, 5, 8]
+    assert without_padding(bounds, tokens, 9) is bounds
+    alone = torch.tensor([0, 1, 2])
+    assert without_padding(alone, torch.zeros(2, dtype=torch.long), 0).tolist() == [0, 2]
 
 
 def test_lines_packed_into_one_row_are_no_pairs(tmp_path):
