@@ -8,6 +8,8 @@ that a gradient passes.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,13 +23,9 @@ def check_statistics(
     weight=None, bias=None, training=False, *_, **__,
 ) -> None:  # fmt: skip
     """Check a call of ``functional.batch_norm`` before it runs."""
-    if not _mixes(mode, input, running_mean, training):
-        return
-    try:
-        check_batch_norm(running_mean, weight, bias, training)
-    except CoupledExamplesError:
+    if _mixes(mode, input, running_mean, training):
         _take_back_count(mode, running_mean)
-        raise
+        refuse_statistics(running_mean, weight, bias)
 
 
 def check_native_statistics(
@@ -35,7 +33,7 @@ def check_native_statistics(
 ) -> None:
     """Do the same for ``torch.batch_norm``, which all other functions call."""
     if _mixes(mode, input, running_mean, training):
-        check_batch_norm(running_mean, weight, bias, training)
+        refuse_statistics(running_mean, weight, bias)
 
 
 def _mixes(mode: ContextMode, input, running_mean, training: bool) -> bool:
@@ -70,10 +68,8 @@ def _take_back_count(mode: ContextMode, running_mean) -> None:
                 module.num_batches_tracked.sub_(1)
 
 
-def check_batch_norm(running_mean, weight, bias, training: bool) -> None:
-    """Raise if batch normalisation takes its statistics from the batch."""
-    if not training and running_mean is not None:
-        return
+def refuse_statistics(running_mean, weight, bias) -> NoReturn:
+    """Raise for batch normalisation that takes its statistics from several examples."""
     node = node_of(weight) or node_of(bias)
     owner = f" ({node.describe()})" if node is not None else ""
     if running_mean is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradstats._factors import compute_dtype
-from gradstats.capture.following._batch_norm import check_batch_norm
+from gradstats.capture.following._batch_norm import refuse_statistics
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of
 from gradstats.capture.rules._affine import AffineFactors
@@ -229,9 +229,9 @@ def batch_norm(
     eps=1e-5,
 ):
     """Normalisation by running statistics; those of the batch would couple its examples."""
-    if tracker.batch_size > 1:
-        check_batch_norm(running_mean, weight, bias, training)
-    elif training or running_mean is None:
+    if training or running_mean is None:
+        if tracker.batch_size > 1:
+            refuse_statistics(running_mean, weight, bias)
         rule = Grafted(by_own_statistics)
         return rule(
             tracker, func, input, running_mean, running_var, weight, bias, training, momentum, eps
