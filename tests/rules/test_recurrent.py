@@ -611,6 +611,17 @@ def test_frozen_layers_with_initial_states_of_their_own_examples(count, packed):
     check_operation(function, parameters, normal(count, 4, WIDTH))
 
 
+def test_a_frozen_layer_with_one_trained_state_beside_values_that_lie_elsewhere():
+    frozen = nn.LSTM(WIDTH, BATCH, batch_first=True).double().requires_grad_(False)
+
+    def function(m, x):
+        # The values that a sequence starts with are not its own.
+        hidden = x.detach()[:, 0, :BATCH].T[None].contiguous()
+        return frozen(x, (hidden, m.start(x[:, 0])[None]))[0].sum((1, 2))
+
+    check_operation(function, {"start": nn.Linear(WIDTH, BATCH)}, normal(BATCH, 4, WIDTH))
+
+
 def test_steps_of_examples_along_the_wrong_axis_are_refused_beside_initial_states():
     frozen = nn.GRU(WIDTH, HIDDEN).double().requires_grad_(False)  # sequence first
     check_refused(

@@ -130,9 +130,7 @@ def _of_recurrent_layer(marks: Marks, args, kwargs, results) -> Layouts:
         return lost
     axis = 0 if packed or args[8] else 1
     of_steps = packed_places(marks, *args[:2]) if packed else _common_along(marks, (source,), axis)
-    # The layout of untrained states, such as those of the batch before, need not be known.
-    given = marks.data_among(states_of(hx))
-    states = [each for each in given if each.requires_grad or _layout(marks, each)]
+    states = telling_states(marks, hx)
     if states:
         of_states = _common_along(marks, states, 1)
         if of_steps is None and not (packed or marks.is_trained(source)):
@@ -257,6 +255,16 @@ def _lie_beside(
 def states_of(hx) -> list[Tensor]:
     """Return the states that a recurrent operation was given: those of an LSTM are two."""
     return list(hx) if isinstance(hx, (list, tuple)) else [hx]
+
+
+def telling_states(marks: Marks, hx) -> list[Tensor]:
+    """Return the initial states that tell to which examples the steps belong: trained ones have to.
+
+    The layout of others, such as those of the batch before, need not be known.
+    """
+    data = marks.data_among(states_of(hx))
+    placed = [(state, _layout(marks, state)) for state in data]
+    return [state for state, own in placed if state.requires_grad or (own and own.axis == 1)]
 
 
 def _layout(marks: Marks, tensor: Tensor) -> Examples | None:

@@ -26,6 +26,7 @@ from gradstats.capture.following._sequences import (
     RECURRENT_LAYERS,
     packed_places,
     states_of,
+    telling_states,
 )
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.parameters._nodes import unique_roots
@@ -221,20 +222,12 @@ def _padded(tracker: Context, func, input, hx, weights, *options):
     operands, place = [input], axis
     if not tracker.marks.is_of_data(input):
         # Steps of no example are those of the examples of the states.
-        operands, place = [item for item in states if _tells(tracker, item)], 1
+        operands, place = telling_states(tracker.marks, hx), 1
     examples = rows_along(tracker, func, node, operands, place).along(0)
     data = as_data(tracker, func, node, input, examples.along(axis))
     form = "examples" if batch_first else "steps"
     sizes = (examples.rows,) * data.shape[1 - axis]
     return _stack(tracker, func, node, data, (), states, weights, shared, form, sizes, examples)
-
-
-def _tells(tracker: Context, state: Tensor) -> bool:
-    """Whether an initial state tells to which examples the rows belong: a trained one has to."""
-    if tracker.marks.is_trained(state):
-        return True
-    layout = tracker.marks.layout_of(state) if tracker.marks.is_of_data(state) else None
-    return layout is not None and layout.axis == 1
 
 
 def _packed(tracker: Context, func, data, batch_sizes, hx, weights, *options):
