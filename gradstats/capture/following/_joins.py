@@ -18,36 +18,24 @@ from gradstats.capture.following._examples import (
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._operands import is_of_another, is_padding, sole_example
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._nested import argument_of
 from gradstats.capture.operations._operations import JOINS, PAD_SEQUENCE
 
 
 def joined_layout(marks: Marks, call: Call) -> Layout:
     """Return the layout of the result of an operation of ``JOINS``, or of ``PAD_SEQUENCE``."""
-    func, args, kwargs, _, result = call
-    if func is PAD_SEQUENCE:
-        place = 0 if call.argument(1, "batch_first") else 1
-        rest = [part for part in args[0] if part.requires_grad or marks.is_marked(part)]
-        uneven = len({len(part) for part in args[0]}) > 1
-        if uneven and not rest and len(args[0]) == marks.batch_size and not marks.packed:
-            # One sequence for each example, even if some are as long as there are examples.
-            return Examples(marks.batch_size, place)
-        owners = [
-            sole_of(owned) if part.numel() else None
-            for part, owned in zip(args[0], _owners(marks, args[0]), strict=True)
-        ]
-        return _side_by_side(marks, args[0], owners, place, stacked=True)
+    if call.func is PAD_SEQUENCE:
+        return _of_padded_sequences(marks, call)
     tensors = list(call.argument(0, "tensors"))
     # Loops often start from an empty tensor. It counts only if no other tensor is data.
     full = [tensor for tensor in tensors if tensor.numel()]
     tensors = full if any(map(marks.is_of_data, full)) else tensors
-    dim = JOINS[func]
+    result, dim = call.result, JOINS[call.func]
     if dim is None:
-        dim = argument_of(args, kwargs, 1, "dim", 0) % result.dim()
+        dim = call.argument(1, "dim", 0) % result.dim()
     elif any(tensor.dim() <= max(dim, 1) for tensor in tensors):
         return None  # they get an axis first, or are joined along another one
     owners = _owners(marks, tensors)
-    stacked = func is torch.stack
+    stacked = call.func is torch.stack
     axes = [axis for axis in range(result.dim()) if not (stacked and axis == dim)]
     note_crossed(marks, tensors, [axes] * len(tensors), result)
     padding = [is_padding(marks, item) for item in tensors]
@@ -71,15 +59,39 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
             return _side_by_side(marks, tensors, places, dim, stacked=stacked)
         marks.meetings.suppose(result)  # it may fill up the batch instead of the example's rows
     elif one is None and layout.segments is not None:
-        held: set[int] = set()
-        for tensor, owned, pads in zip(tensors, owners, padding, strict=True):
-            if isinstance(owned, Examples):
-                held.update(owned.owner(tensor.device).tolist())
-            elif isinstance(owned, Whole) and not pads:
-                held.add(owned.example)
+        held = _held(marks, tensors, owners, padding)
         if 0 < len(held) < marks.batch_size:
             marks.meetings.suppose(result)  # it may be in the place of an example that has no rows
     return one or layout
+
+
+def _of_padded_sequences(marks: Marks, call: Call) -> Layout:
+    """Return the layout of sequences that ``PAD_SEQUENCE`` pads to one length and stacks."""
+    parts = call.args[0]
+    place = 0 if call.argument(1, "batch_first") else 1
+    rest = [part for part in parts if part.requires_grad or marks.is_marked(part)]
+    uneven = len({len(part) for part in parts}) > 1
+    if uneven and not rest and len(parts) == marks.batch_size and not marks.packed:
+        # One sequence for each example, even if some are as long as there are examples.
+        return Examples(marks.batch_size, place)
+    owners = [
+        sole_of(owned) if part.numel() else None
+        for part, owned in zip(parts, _owners(marks, parts), strict=True)
+    ]
+    return _side_by_side(marks, parts, owners, place, stacked=True)
+
+
+def _held(
+    marks: Marks, tensors: Sequence[Tensor], owners: Sequence[Layout], padding: Sequence[bool]
+) -> set[int]:
+    """Return the examples that have rows in tensors that are not padding."""
+    held: set[int] = set()
+    for tensor, owned, pads in zip(tensors, owners, padding, strict=True):
+        if isinstance(owned, Examples):
+            held.update(owned.owner(tensor.device).tolist())
+        elif isinstance(owned, Whole) and not pads:
+            held.add(owned.example)
+    return held
 
 
 def _are_in_place(marks: Marks, owners: Sequence[Layout], fills: Sequence[bool]) -> bool:
