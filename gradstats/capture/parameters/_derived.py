@@ -146,64 +146,85 @@ def change(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
     if func is Tensor.__setitem__ and _is_part(node_of(args[2]), before, args[1]):
         return None  # the last step of x[i] += w, which writes back what was changed in place
     if before is None and (whole := _free_base(tracker.marks, target)) is not None:
-        view = (target.shape, target.stride(), target.storage_offset())
+        _change_constant(tracker, func, args, kwargs, whole)
+    elif not isinstance(before, Derived) or not (
+        _change_whole(tracker, func, args, kwargs, before)
+        or _change_part(tracker, func, args, kwargs, before, node)
+    ):
+        # Views of the old value may still be in use, and would continue to describe it.
+        refuse_change(func, node)
+    return None if func is Tensor.__setitem__ else target
 
-        @wraps(func)
-        def change_view(first, *operands, **options):
-            func(first.as_strided(*view), *operands, **options)
 
-        # A copy, because the operation overwrites the values that it reads.
-        copied = (whole.clone(), *args[1:])
-        changed = node_of(derive(tracker, OutOfPlace(change_view), copied, kwargs))
+def _change_constant(tracker: Context, func, args, kwargs, whole: Tensor) -> None:
+    """Change a constant in place, which becomes derived; ``whole`` is its base, or itself."""
+    target = args[0]
+    view = (target.shape, target.stride(), target.storage_offset())
+
+    @wraps(func)
+    def change_view(first, *operands, **options):
+        func(first.as_strided(*view), *operands, **options)
+
+    # A copy, because the operation overwrites the values that it reads.
+    copied = (whole.clone(), *args[1:])
+    changed = node_of(derive(tracker, OutOfPlace(change_view), copied, kwargs))
+    func(*args, **kwargs)
+    if isinstance(changed, Derived):
+        _stand_for(changed, whole)
+        part = node_of(derive(tracker, Tensor.as_strided, (whole, *view), {}))
+        if whole is not target and isinstance(part, Derived):
+            _stand_for(part, target)
+
+
+def _change_whole(tracker: Context, func, args, kwargs, before: Derived) -> bool:
+    """Change a derived tensor that shares its memory with no other; return whether that is so."""
+    target, moves = args[0], func in MOVES_IN_PLACE
+    # If only axes move, no value changes in other tensors that share the memory.
+    if not (moves or before.is_alone()):
+        return False
+    function = MOVES_IN_PLACE[func] if moves else OutOfPlace(func)
+    changed = node_of(derive(tracker, function, args, kwargs))
+    if not isinstance(changed, Derived) or not (moves or same_form(changed.value, before.value)):
+        return False
+    before.shown = lambda: None
+    if same_storage(target, before.value):
+        target.data = changed.value.detach()  # for readers of the plain numbers
+        show(changed, target)
+    else:
         func(*args, **kwargs)
-        if isinstance(changed, Derived):
-            _stand_for(changed, whole)
-            part = node_of(derive(tracker, Tensor.as_strided, (whole, *view), {}))
-            if whole is not target and isinstance(part, Derived):
-                _stand_for(part, target)
-        return _returned(func, target)
-    moves = func in MOVES_IN_PLACE
-    if isinstance(before, Derived) and (moves or before.is_alone()):
-        # If only axes move, no value changes in other tensors that share the memory.
-        function = MOVES_IN_PLACE[func] if moves else OutOfPlace(func)
-        changed = node_of(derive(tracker, function, args, kwargs))
-        if isinstance(changed, Derived) and (moves or same_form(changed.value, before.value)):
-            before.shown = lambda: None
-            if same_storage(target, before.value):
-                target.data = changed.value.detach()  # for readers of the plain numbers
-                show(changed, target)
-            else:
-                func(*args, **kwargs)
-                _stand_for(changed, target)
-            return _returned(func, target)
-    if isinstance(before, Derived) and before.index is None:
-        base = before.args[0]
-        if isinstance(base, Derived) and same_storage(before.value, base.value):
-            # The target is a view: change the tensor it is a view of, and take the view again. Of
-            # other operands, as of view_as, a view has at most the shape.
-            view_args, view_options = rebuild(
-                (before.args[1:], before.kwargs),
-                lambda item: item.value if isinstance(item, Node) else item,
-            )
-            whole = base.shown()
-            whole = wrap(base) if whole is None else whole
+        _stand_for(changed, target)
+    return True
 
-            @wraps(func)
-            def change_part(first, *operands, **options):
-                part = before.function(first, *view_args, **view_options)
-                func(part, *operands, **options)
 
-            change_part.__module__ = "Tensor"
-            before.shown = lambda: None
-            change(tracker, change_part, (whole, *args[1:]), kwargs, node)
-            again = derive(tracker, before.function, (whole, *view_args), view_options)
-            part = node_of(again)
-            if isinstance(part, Derived):
-                target.data = part.value.detach()
-                show(part, target)
-                return _returned(func, target)
-    # Views of the old value may still be in use, and would continue to describe it.
-    refuse_change(func, node)
+def _change_part(tracker: Context, func, args, kwargs, before: Derived, node: Node) -> bool:
+    """Change the tensor that a derived one is a view of, and take the view again.
+
+    Returns whether it is one. Of other operands, as of view_as, a view has at most the shape.
+    """
+    base = before.args[0] if before.index is None else None
+    if not isinstance(base, Derived) or not same_storage(before.value, base.value):
+        return False
+    view_args, view_options = rebuild(
+        (before.args[1:], before.kwargs),
+        lambda item: item.value if isinstance(item, Node) else item,
+    )
+    shown = base.shown()
+    whole = wrap(base) if shown is None else shown
+
+    @wraps(func)
+    def change_part(first, *operands, **options):
+        part = before.function(first, *view_args, **view_options)
+        func(part, *operands, **options)
+
+    change_part.__module__ = "Tensor"
+    before.shown = lambda: None
+    change(tracker, change_part, (whole, *args[1:]), kwargs, node)
+    part = node_of(derive(tracker, before.function, (whole, *view_args), view_options))
+    assert isinstance(part, Derived)
+    target = args[0]
+    target.data = part.value.detach()
+    show(part, target)
+    return True
 
 
 def _is_part(value: Node | None, whole: Node | None, index) -> bool:
@@ -241,7 +262,3 @@ def _stand_for(node: Derived, constant: Tensor) -> None:
     node.version = constant._version
     node.tracker.shown[constant.grad_fn] = node
     show(node, constant)
-
-
-def _returned(func, target: Tensor) -> Tensor | None:
-    return None if func is Tensor.__setitem__ else target
