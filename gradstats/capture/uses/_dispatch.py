@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -99,43 +98,25 @@ def run_on_tracked(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[s
             and (result := run_on_slots(tracker, func, args, kwargs)) is not None
         ):
             return result
-        rule = tracker.rules.get(func)
         if is_sparse:
-            check_nested(func, operands)
-            if func not in OF_SPARSE_DATA:
-                refuse(
-                    func, nodes[0], "of sparse data has no rule", "Make them dense: x.to_dense()."
-                )
-            # The result is dense with dense operands too.
-            dense = partial(_dense, tracker)
-            args, kwargs = rebuild(args, dense), rebuild(kwargs, dense)
-        if is_complex:
-            if not (rule is None or func in COMPLEX or isinstance(rule, Grafted)):
-                refuse(func, nodes[0], "of complex numbers has no rule")
-        if rule is not None:
-            if not (RENAMED.isdisjoint(kwargs) or isinstance(rule, Registered)):
-                if kwargs.get("out") is not None:
-                    return func(*args, **kwargs)  # which PyTorch refuses
-                kwargs = in_pytorchs_names(func, kwargs)
-            try:
-                result = rule(tracker, func, *args, **kwargs)
-            finally:
-                decided, tracker.decided = tracker.decided, None
-            # Another result: the rule did more, or the decision is that of an operation inside it.
-            if alike is not None and decided is not None and decided.result is result:
-                keep(alike[0], decided.remembered(tracker, alike[1]))
-            return result
-        if not is_compiling():
-            # Sizes that the batch contains, such as an image's, belong to no example. Nor do values
-            # that the forward was given, such as indices of rows.
-            marks = tracker.marks
-            given = [item for item in operands if node_of(item) is None and is_given(marks, item)]
-            plain, named = rebuild(as_constants(marks, given, (args, kwargs)), _number)
-            left = [item for item in operands_of(plain, named) if node_of(item) is None]
-            if not any(map(marks.is_data, left)):
-                with suppress(TypeError):  # from operations that take no numbers
-                    return _without_data(tracker, func, plain, named, nodes[0])
-        return _without_rule(func, nodes, args, kwargs)
+            args, kwargs = _made_dense(tracker, func, nodes[0], operands, args, kwargs)
+        rule = tracker.rules.get(func)
+        if rule is None:
+            return _without_rule(tracker, func, nodes, args, kwargs)
+        if is_complex and not (func in COMPLEX or isinstance(rule, Grafted)):
+            refuse(func, nodes[0], "of complex numbers has no rule")
+        if not (RENAMED.isdisjoint(kwargs) or isinstance(rule, Registered)):
+            if kwargs.get("out") is not None:
+                return func(*args, **kwargs)  # which PyTorch refuses
+            kwargs = in_pytorchs_names(func, kwargs)
+        try:
+            result = rule(tracker, func, *args, **kwargs)
+        finally:
+            decided, tracker.decided = tracker.decided, None
+        # Another result: the rule did more, or the decision is that of an operation inside it.
+        if alike is not None and decided is not None and decided.result is result:
+            keep(alike[0], decided.remembered(tracker, alike[1]))
+        return result
 
 
 def _found_among(
@@ -188,12 +169,23 @@ def _without_data(tracker: Context, func, args, kwargs, node: Node):
     return derive(tracker, func, args, kwargs)
 
 
-def _dense(tracker: Context, item):
-    if not isinstance(item, Tensor) or item.layout is torch.strided:
-        return item
-    dense = item.to_dense()
-    tracker.marks.place_like(dense, item)
-    return dense
+def _made_dense(tracker: Context, func, node: Node, operands: Sequence[Tensor], args, kwargs):
+    """Return the arguments of an operation on sparse data with dense data, or refuse.
+
+    The result is dense with dense operands too.
+    """
+    check_nested(func, operands)
+    if func not in OF_SPARSE_DATA:
+        refuse(func, node, "of sparse data has no rule", "Make them dense: x.to_dense().")
+
+    def dense(item):
+        if not isinstance(item, Tensor) or item.layout is torch.strided:
+            return item
+        found = item.to_dense()
+        tracker.marks.place_like(found, item)
+        return found
+
+    return rebuild((args, kwargs), dense)
 
 
 def _number(item):
@@ -202,8 +194,19 @@ def _number(item):
     return int(item) if integer and node_of(item) is None else item
 
 
-def _without_rule(func, nodes: list[Node], args, kwargs):
-    """Run an operation that has no rule if its result has no gradient; refuse it otherwise."""
+def _without_rule(tracker: Context, func, nodes: list[Node], args, kwargs):
+    """Run an operation that has no rule if no example's gradient passes it; refuse it otherwise."""
+    if not is_compiling():
+        # Sizes that the batch contains, such as an image's, belong to no example. Nor do values
+        # that the forward was given, such as indices of rows.
+        marks = tracker.marks
+        data = [item for item in operands_of(args, kwargs) if node_of(item) is None]
+        given = [item for item in data if is_given(marks, item)]
+        plain, named = rebuild(as_constants(marks, given, (args, kwargs)), _number)
+        left = [item for item in operands_of(plain, named) if node_of(item) is None]
+        if not any(map(marks.is_data, left)):
+            with suppress(TypeError):  # from operations that take no numbers
+                return _without_data(tracker, func, plain, named, nodes[0])
     changed = changed_by(func, args, kwargs)
     if not (func in IN_PLACE or any(item.requires_grad for item in changed)):
         with torch.set_grad_enabled(bool(changed)):
