@@ -86,11 +86,7 @@ def gradients(
             "create_graph": True, "allow_unused": allow_unused,
             "is_grads_batched": is_grads_batched, "materialize_grads": materialize_grads,
         }  # fmt: skip
-        found = derive(tracker, torch.autograd.grad, (outputs, inputs, vectors or None), options)
-        for item in found:
-            if item is not None and node_of(item) is None:
-                tracker.marks.mark_constant(item)
-        return found
+        return _derived_gradients(tracker, (outputs, inputs, vectors or None), options)
     _check_inputs(tracker, inputs, create_graph)
     find: Any = partial(
         torch.autograd.grad,
@@ -110,14 +106,30 @@ def gradients(
         told = {"grad_outputs": grad_outputs, "is_grads_batched": is_grads_batched}
         follow_results(tracker, torch.autograd.grad, (outputs, inputs), told, (*found,))
     if materialize_grads:
-        found = [*found]
-        for place, item in enumerate(inputs):
-            if found[place] is None:
-                zeros = torch.zeros_like(value_of(item), requires_grad=create_graph)
-                if followed:
-                    follow_results(tracker, torch.zeros_like, (item,), {}, zeros)
-                found[place] = zeros
+        found = [
+            _zeros_like(tracker, item, create_graph, followed) if each is None else each
+            for each, item in zip(found, inputs, strict=True)
+        ]
     return (*found,)
+
+
+def _derived_gradients(
+    tracker: Context, args: tuple, options: dict[str, Any]
+) -> tuple[Tensor | None, ...]:
+    """Return derivatives of tensors that belong to no example, which belong to none either."""
+    found = derive(tracker, torch.autograd.grad, args, options)
+    for item in found:
+        if item is not None and node_of(item) is None:
+            tracker.marks.mark_constant(item)
+    return found
+
+
+def _zeros_like(tracker: Context, item, requires_grad: bool, followed: bool) -> Tensor:
+    """Return the gradient by an input that the outputs do not depend on."""
+    zeros = torch.zeros_like(value_of(item), requires_grad=requires_grad)
+    if followed:
+        follow_results(tracker, torch.zeros_like, (item,), {}, zeros)
+    return zeros
 
 
 def refuse_forward_mode(mode: ContextMode, *args, **kwargs) -> None:
