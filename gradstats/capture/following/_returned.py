@@ -227,33 +227,33 @@ def follow_gradients(
     for source, result in zip(sources, results, strict=True):
         if not isinstance(result, Tensor):
             continue
-        if node_of(source) is None:
-            if marks.meetings.crossed:
-                marks.meetings.cross(result)  # its graph need not lead to what was differentiated
-            if marks.meetings.supposed:
-                marks.meetings.supposed.append(None)
-            # All examples may share a constant, whatever its size: then its gradient is of all.
-            has_examples = (
-                marks.is_data(source)
-                or marks.is_marked(source)
-                or marks.batch_size == 1
-                or _met_beside(marks, source, outputs)
-            )
-            owned = marks.owned(source) if has_examples or not result.requires_grad else None
-            if batched and isinstance(owned, Examples):
-                owned = owned.along(owned.axis + 1)  # gradients along several vectors
-            shared = owned is None and not marks.is_marked(source) and result.requires_grad
-            marks.place(result, MIXED if shared else owned)
-            if shared and not joint:
-                marks.values.note(result, sum=True)
-            if joint and result.grad_fn is not None:
-                marks.meetings.couple(
-                    result,
-                    "is part of a derivative of values in which several examples met, other "
-                    "than by a sum over them",
-                )
-        else:
+        if node_of(source) is not None:
             marks.mark_constant(result)  # a parameter's gradient, summed over the examples
+            continue
+        if marks.meetings.crossed:
+            marks.meetings.cross(result)  # its graph need not lead to what was differentiated
+        if marks.meetings.supposed:
+            marks.meetings.supposed.append(None)
+        # All examples may share a constant, whatever its size: then its gradient is of all.
+        has_examples = (
+            marks.is_data(source)
+            or marks.is_marked(source)
+            or marks.batch_size == 1
+            or _met_beside(marks, source, outputs)
+        )
+        owned = marks.owned(source) if has_examples or not result.requires_grad else None
+        if batched and isinstance(owned, Examples):
+            owned = owned.along(owned.axis + 1)  # gradients along several vectors
+        shared = owned is None and not marks.is_marked(source) and result.requires_grad
+        marks.place(result, MIXED if shared else owned)
+        if shared and not joint:
+            marks.values.note(result, sum=True)
+        if joint and result.grad_fn is not None:
+            marks.meetings.couple(
+                result,
+                "is part of a derivative of values in which several examples met, other than by a "
+                "sum over them",
+            )
 
 
 def note_beside(marks: Marks, call: Call) -> None:
