@@ -143,32 +143,15 @@ def embedding_bag(
         refuse(func, first_node(per_sample_weights), "with tracked per-sample weights has no rule")
     node = first_node(weight)
     _refuse_frequency_scale(func, node, scale_grad_by_freq)
-    if offsets is None:
-        examples = locate(tracker, func, node, input, axis=0, folds=True)
-    else:
-        found = layout_of_bags(
-            tracker.marks, input, per_sample_weights, offsets, include_last_offset
-        )
-        if found is None:
-            refuse(
-                func, node, "of bags whose ids are of several examples, or of unknown ones,",
-                "All ids of a bag must be of one example. The batch size is taken from the batch's "
-                "first tensor: put labels before packed ids, or pass the bounds of the examples "
-                "among the ids as cu_seqlens=.",
-            )  # fmt: skip
-        examples = found
+    bags = offsets, include_last_offset
+    examples = _locate_bags(tracker, func, node, input, per_sample_weights, *bags)
     _shorten(func, node, input, max_norm, norm_type)
     if mode == "max":
         begins = {"offsets": offsets, "include_last_offset": include_last_offset}
         return Composed(partial(largest_of_bags, tracker, examples))(
             tracker, func, input, weight, mode=mode, padding_idx=padding_idx, **begins
         )
-    if offsets is None:
-        bag = torch.arange(input.shape[0], device=input.device).repeat_interleave(input.shape[1])
-    else:
-        starts = starts_of_bags(offsets, include_last_offset)
-        position = torch.arange(input.shape[0], device=input.device)
-        bag = torch.searchsorted(starts.contiguous(), position, right=True) - 1
+    bag = _bag_of_each(input, *bags)
     ids = input.reshape(-1)
     # Not in half precision, which cannot count beyond a few hundred.
     share = torch.ones(ids.shape, dtype=compute_dtype(weight), device=ids.device)
@@ -184,6 +167,32 @@ def embedding_bag(
         per_sample_weights, include_last_offset, padding_idx,
     )  # fmt: skip
     return tap([node], result, BagFactors(examples, tuple(weight.shape)), ids, bag, share)
+
+
+def _locate_bags(
+    tracker: Context, func, node: Node, ids, shares, offsets, include_last_offset
+) -> Examples:
+    """Return to which examples the bags of ids belong, or raise."""
+    if offsets is None:
+        return locate(tracker, func, node, ids, axis=0, folds=True)
+    examples = layout_of_bags(tracker.marks, ids, shares, offsets, include_last_offset)
+    if examples is None:
+        refuse(
+            func, node, "of bags whose ids are of several examples, or of unknown ones,",
+            "All ids of a bag must be of one example. The batch size is taken from the batch's "
+            "first tensor: put labels before packed ids, or pass the bounds of the examples "
+            "among the ids as cu_seqlens=.",
+        )  # fmt: skip
+    return examples
+
+
+def _bag_of_each(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
+    """Return the number of the bag that each id is in."""
+    places = torch.arange(ids.shape[0], device=ids.device)
+    if offsets is None:
+        return places.repeat_interleave(ids.shape[1])
+    starts = starts_of_bags(offsets, include_last_offset)
+    return torch.searchsorted(starts.contiguous(), places, right=True) - 1
 
 
 def largest_of_bags(
