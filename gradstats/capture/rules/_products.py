@@ -217,17 +217,8 @@ def _factors_between(
     param, data = (0, 1) if node_of(operands[0]) is not None else (1, 0)
     node = first_node(operands[param])
     x = operands[data]
-    whole = tracker.marks.owned(x) if tracker.marks.is_data(x) else None
-    if isinstance(whole, Examples) and tracker.batch_size == 1:
-        whole = tracker.marks.layout_of(x)  # as ``locate`` takes it
-        assert whole is not None
-        # The only example's rows may be summed, or meet a slice of the parameter each: then all of
-        # the data are the example's, without an example axis.
-        letter = specs[data][whole.axis]
-        sizes = dict(zip(specs[param], operands[param].shape, strict=True))
-        ends = letter not in sizes and letter not in out
-        whole = Whole(0) if ends or sizes.get(letter) == whole.rows else whole
-    if isinstance(whole, Whole):
+    whole = _whole_of(tracker, x, specs[data], operands[param], specs[param], out)
+    if whole is not None:
         letter = next(c for c in string.ascii_letters if not any(c in s for s in (*specs, out)))
         operands[data], specs[data], out = x.unsqueeze(0), [letter, *specs[data]], [letter, *out]
         examples = whole.row(tracker.batch_size, x.device)
@@ -238,17 +229,12 @@ def _factors_between(
         zip(spec, operand.shape, strict=True) for spec, operand in zip(specs, operands, strict=True)
     ]
     several = {index for pairs in every for index, size in pairs if size != 1}
-    # Drop axes of size 1 that are broadcast.
+    if examples.rows == 1 and letter in several:
+        refuse(func, node, "repeats the only example, which has no rule")
     for position, repeated in ((data, several), (param, several | {letter})):
-        operand, spec = operands[position], specs[position]
-        for axis in reversed(range(len(spec))):
-            if operand.shape[axis] != 1 or spec[axis] not in repeated:
-                continue
-            if position == data and spec[axis] == letter:
-                refuse(func, node, "repeats the only example, which has no rule")
-            operand = run(tracker, Tensor.squeeze, operand, axis)
-            spec = [*spec[:axis], *spec[axis + 1 :]]
-        operands[position], specs[position] = operand, spec
+        operands[position], specs[position] = _without_ones(
+            tracker, operands[position], specs[position], repeated
+        )
     alone = [axis for axis, i in enumerate(specs[param]) if i not in specs[data] and i not in out]
     if alone:
         operands[param] = run(tracker, Tensor.sum, operands[param], alone)
@@ -257,9 +243,43 @@ def _factors_between(
     shape = operands[param].shape
     factors = ProductFactor.between(
         func, node, shape, specs[param], letter, specs[data], out, examples,
-        alone=isinstance(whole, Whole),
+        alone=whole is not None,
     )  # fmt: skip
     return node, operands[data], factors
+
+
+def _whole_of(
+    tracker: Context, x: Tensor, indices: list[str], parameter: Tensor, others: list[str],
+    out: list[str],
+) -> Whole | None:  # fmt: skip
+    """Return the example that all of the data belong to, without an example axis; else None.
+
+    Args:
+        x, indices: the data, and their indices.
+        parameter, others: the tracked operand, and its indices.
+        out: the indices of the result.
+    """
+    owned = tracker.marks.owned(x) if tracker.marks.is_data(x) else None
+    if tracker.batch_size > 1 or not isinstance(owned, Examples):
+        return owned if isinstance(owned, Whole) else None
+    layout = tracker.marks.layout_of(x)  # as ``locate`` takes it
+    assert layout is not None
+    # The only example's rows may be summed, or meet a slice of the parameter each: then all of the
+    # data are the example's, without an example axis.
+    index, sizes = indices[layout.axis], dict(zip(others, parameter.shape, strict=True))
+    ends = index not in sizes and index not in out
+    return Whole(0) if ends or sizes.get(index) == layout.rows else None
+
+
+def _without_ones(
+    tracker: Context, operand: Tensor, spec: list[str], repeated: set[str]
+) -> tuple[Tensor, list[str]]:
+    """Return an operand and its indices without axes of size 1, of those that are ``repeated``."""
+    for axis in reversed(range(len(spec))):
+        if operand.shape[axis] == 1 and spec[axis] in repeated:
+            operand = run(tracker, Tensor.squeeze, operand, axis)
+            spec = [*spec[:axis], *spec[axis + 1 :]]
+    return operand, spec
 
 
 def einsum(tracker: Context, func, equation, *operands):
