@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -232,6 +233,39 @@ def test_a_parameter_that_such_checkpoints_share_is_refused():
     with pytest.raises(gs.CoverageError, match=r"'blocks\.0\..*of another library"):
         gs.per_example_norms(model, vectors(), classify)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_backward_that_may_leave_such_checkpoints_out_is_refused():
+    """With inputs= it runs only what leads to these; norms of the others would be zeros."""
+    model, _ = checkpointed(recomputing)
+    model.first.requires_grad_(False)
+    with gs.track(model, batch_size=B):
+        losses = classify(model, vectors())
+        with pytest.raises(gs.CoverageError, match=r"inputs=.*'blocks\.0\..*another library"):
+            losses.mean().backward(inputs=[model.head.weight])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def in_another_thread(function, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(REENTRANT, function, *args).result()
+
+
+def without_modes(function, *args):
+    with torch._C.DisableTorchFunction():
+        return REENTRANT(function, *args)
+
+
+@pytest.mark.parametrize("run", [in_another_thread, without_modes])
+def test_reentrant_checkpoints_that_are_not_seen_are_refused(run):
+    """Their backward runs on new tensors, of which it is not known which rows are whose."""
+    model, _ = checkpointed(run)
+    state, batch, refused = snapshot(model), vectors(), r"reentrant checkpoint.*another thread"
+    with pytest.raises(gs.TrackingError, match=refused):
+        gs.per_example_norms(model, batch, classify)
+    with gs.track(model, batch_size=B) as tracker, pytest.raises(gs.TrackingError, match=refused):
+        tracker.backward(classify(model, batch))
+    assert_unchanged(model, state)
 
 
 def saved_on_cpu(function, *args):

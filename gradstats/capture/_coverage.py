@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
+from torch.utils.checkpoint import CheckpointFunction
 
 from gradstats.capture._context import Context
 from gradstats.capture._reports import GraphReport, shared_in_graphs
@@ -25,7 +26,10 @@ from gradstats.capture.parameters._tensors import node_of
 from gradstats.capture.parameters._watched import Watched, watch_derived
 from gradstats.capture.uses._hooked import KINDS, Hooked, hooked_on, use_at
 from gradstats.capture.uses._uses import Use, given_others
-from gradstats.errors import ExampleAxisError, UnsupportedOperationError
+from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
+
+# The type of node of a reentrant checkpoint, which a context that sees it runs as another kind.
+REENTRANT: type = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 
 # Types of nodes seen so far that are PyTorch's own, not those of autograd Functions in Python.
 NATIVE: set[type] = set()
@@ -124,6 +128,8 @@ def _walk(
         else:
             edges = node.next_functions
             if kind not in NATIVE:
+                if kind is REENTRANT:
+                    raise _unseen_checkpoint()
                 if issubclass(kind, BackwardCFunction):
                     use = getattr(node, "use", None)
                 else:
@@ -229,6 +235,16 @@ def _check_place(node: BackwardCFunction, noted: set[int]) -> None:
             f"not known to which examples its result belongs. Write {name}.apply where it is "
             "used: an apply that was kept in a variable before the first context is hidden."
         )
+
+
+def _unseen_checkpoint() -> TrackingError:
+    return TrackingError(
+        "a reentrant checkpoint (torch.utils.checkpoint with use_reentrant=True) ran where the "
+        "context does not see it: in another thread than the one that opened the context, or under "
+        "torch._C.DisableTorchFunction. Its backward runs a part of the forward again, on new "
+        "tensors of which it is not known which rows are whose. Expected a forward without either: "
+        "run it in the thread that opened the context, or leave the checkpoint out."
+    )
 
 
 def _unseen(node, used: Node) -> UnsupportedOperationError:

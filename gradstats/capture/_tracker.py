@@ -306,6 +306,15 @@ class Tracker(Context):
                 "the losses are computed from (adversarial examples), use torch.autograd.grad. "
                 f"{ONE_OF_SEVERAL}"
             )
+        if inputs is not None and self.functions.inside:
+            names = sorted(self.functions.inside)
+            raise CoverageError(
+                f"the backward was given inputs=, but parameters, {names[:4]}, are used inside of "
+                "an autograd Function, as checkpoints of another library are, which such a "
+                "backward may leave out. Expected a backward without inputs=: freeze the "
+                "parameters that are to get no gradient by requires_grad_(False), or use "
+                f"torch.utils.checkpoint.checkpoint, or exclude the parameters: exclude={names!r}."
+            )
         if not nested:
             check_data(losses)
             if self.weight is not None and self.weight < 1:
@@ -335,13 +344,6 @@ class Tracker(Context):
         # In a backward inside an autograd Function's own: the outer one is still running.
         if torch._C._current_graph_task_id() != -1:
             return
-        for root in self.roots:
-            if root.expected > 0:
-                raise CoverageError(
-                    f"the backward did not reach {root.expected} of the {root.counted} uses of "
-                    f"{root.describe()} in the graph of the losses, so its gradient is incomplete. "
-                    "Expected a backward of the whole graph, without inputs= that leave uses out."
-                )
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self.together.contract()
             waiting = [root for root in self.roots if root.postponed or root.of_slices]
