@@ -1507,3 +1507,51 @@ def test_statistics_of_a_batch_are_given(function, width):
     with gs.track(model, batch_size=BATCH) as tracker:
         losses(model, x).mean().backward()
     assert_sqnorms(tracker.stats, expected, 1e-10)
+
+
+def _filled(x, empty):
+    means = empty(x)
+    for place, column in enumerate(x.mT):
+        means[place] = column.mean()
+    return means / 2
+
+
+# Statistics of inputs (B, d) over the batch, one for each feature, with as many of these as there
+# are examples.
+STATISTICS = {
+    "stacked": lambda x: torch.stack([column.mean() for column in x.mT]),
+    "of unbound columns": lambda x: torch.stack([column.amax() for column in x.unbind(1)]),
+    "of indexed columns": lambda x: torch.stack([x[:, i].norm() for i in range(x.shape[1])]),
+    "joined": lambda x: torch.cat([column.std()[None] for column in x.mT]),
+    "made a tensor": lambda x: torch.tensor([column.mean() for column in x.mT]),
+    "filled in": lambda x: _filled(x, lambda x: torch.zeros(x.shape[1]).double()),
+    "filled in, new": lambda x: _filled(x, lambda x: x.new_empty(x.shape[1])),
+    "products": lambda x: torch.stack([column @ column for column in x.mT]),
+    "combined": lambda x: torch.stack([c.max() - 2 * c.min() for c in x.mT]).sqrt().abs(),
+    "changed in place": lambda x: torch.stack([c.mean().mul_(2).add_(c.std()) for c in x.mT]),
+    "between bounds": lambda x: torch.linspace(x.min(), x.max(), x.shape[1]).double(),
+    "a number and constants": lambda x: x.mean() * torch.arange(x.shape[1]),
+    "counts": lambda x: torch.stack([(x.argmax(1) == k).sum() for k in range(3)]).double(),
+}
+
+
+@pytest.mark.parametrize("statistic", STATISTICS.values(), ids=STATISTICS)
+@pytest.mark.parametrize("runs", [1, 2])
+def test_statistics_of_as_many_features_as_there_are_examples(statistic, runs):
+    """They are no rows of the examples, and inputs are normalised by them as by ``x.mean(0)``."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 3).double(), torch.randn(3, 3).double()
+
+    def norms(loss):
+        with gs.track(model, batch_size=3) as tracker:
+            loss().backward()
+        return tracker.stats
+
+    def normalised(model, x):
+        return model((x - statistic(x)) / 2).square().mean(1)
+
+    for _ in range(runs):
+        with pytest.raises(gs.ExampleAxisError):
+            norms(lambda: (model.bias[:1] * statistic(x)).exp().mean() + model(x).square().mean())
+        found = norms(lambda: normalised(model, x).mean())
+        assert_sqnorms(found, oracle_on_the_batch(model, x, normalised), rtol=1e-8)

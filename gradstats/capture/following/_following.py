@@ -33,6 +33,7 @@ from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import (
     BROADCASTS,
+    EXPANDS,
     JOINS,
     PAD_SEQUENCE,
     PADS,
@@ -43,6 +44,9 @@ from gradstats.capture.operations._operations import (
 
 # Operations that add axes in front, if the last axes of the result are those of the operand.
 IN_FRONT = BROADCASTS | RESHAPES | TRANSPOSES
+
+# Operations whose results have the same row for each example, if their operands have none.
+SAME_ROWS = EXPANDS | {torch.full}
 
 # Operations whose results may hold rows of constants beside those of data.
 JOINS_OR_PADS = PADS.union(JOINS)
@@ -60,6 +64,9 @@ def follow_layout(marks: Marks, call: Call) -> None:
         marks.mark(result, None, function_name(func) if func is not None else None)
         return
     after = _layout_after(marks, call)
+    if marks.values.joins and not (result.requires_grad or func in SAME_ROWS):
+        if any(map(marks.values.is_joint, data)) and not any(map(marks.owned, data)):
+            after = None  # an axis with the size of the batch is not the examples'
     # Products handle scores among their operands themselves.
     if (marks.packed or marks.scored or isinstance(after, Scores)) and result.requires_grad:
         if not (func in PRODUCTS or func is torch.einsum):
@@ -88,6 +95,8 @@ def follow_layout(marks: Marks, call: Call) -> None:
             return
     if after is None:
         note_lost(marks, result, data, function_name(func) if func is not None else None)
+        if not (result.requires_grad or marks.is_marked(result)) and _is_joint(marks, call):
+            marks.values.note(result, joint=True)
     else:
         marks.place(result, after)
     if marks.is_marked(result) and result.requires_grad and not isinstance(after, APART):
@@ -100,6 +109,15 @@ def _are_of_nobody(marks: Marks, data: list[Tensor]) -> bool:
     """Whether empty data belong to no example: neither as a whole nor by rows."""
     of_rows = any(layout is not None and layout.rows for layout in map(marks.layout_of, data))
     return not of_rows and sole_example(marks, data) is None
+
+
+def _is_joint(marks: Marks, call: Call) -> bool:
+    """Whether a result without an axis for the examples was computed from values of all."""
+    combines = call.func in OVER_AXES or call.func in FAMILIES
+    return any(
+        marks.values.is_joint(item) or (combines and marks.layout_of(item) is not None)
+        for item in call.data
+    )
 
 
 def _has_no_axis(marks: Marks, call: Call) -> bool:

@@ -68,7 +68,7 @@ COMPARABLE = frozenset(
 )  # fmt: skip
 
 # What a key holds of an operand that has no layout noted on it.
-NOTHING, CONSTANT, DRAWN = "nothing", "constant", "drawn"
+NOTHING, CONSTANT, DRAWN, JOINT = "nothing", "constant", "drawn", "joint"
 NOTHING_NOTED = Note(False, None, {})
 
 # What a key holds of a trained tensor that was not computed: unlike others, it cannot be lost.
@@ -269,6 +269,8 @@ def _note_of(marks: Marks, tensor: Tensor) -> tuple[int | str, ...] | str | None
     if mark is None or mark[0] != marks.serial:
         if VALUES in notes and marks.values.owner_of(tensor) is not None:
             return None
+        if marks.values.is_joint(tensor):
+            return None if drawn is DRAWN else JOINT
         return CONSTANT if constant else drawn
     layout = mark[1]
     if constant or type(layout) is not Examples or layout.segments is not None:
@@ -302,7 +304,7 @@ def remember(
         note = note_of(marks, tensor)
         if note is None or not (note.place is None or type(note.place) is Examples):
             return
-        if not note.held.keys() <= {DRAWN}:
+        if not note.held.keys() <= {DRAWN, JOINT}:
             return
         found.append(note)
         marked += note.place is not None

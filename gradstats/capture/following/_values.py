@@ -29,6 +29,7 @@ class Values:
         sum       it is a sum of terms that depend on one example each
         given     it counts as data because of its size, but was made of given values alone
         drawn     the same, but of drawn values, or of drawn and given ones
+        joint     it was computed from values of all examples, and has no axis of its own for them
         of_one    its layout was lost where values of a single example met others
         owner     the example of each element, if the examples lie along no axis;
                   `_numbered.NOBODY` for elements that hold no example's values
@@ -39,6 +40,7 @@ class Values:
     def __init__(self, serial: int):
         self._serial = serial
         self._marked: list[ref[Tensor]] = []
+        self.joins = False  # whether any tensor is joint
         self.slots = False  # whether an owner was noted because examples lie along no axis
 
     def was_blank(self, tensor: Tensor, writes: int = 0) -> bool:
@@ -53,6 +55,10 @@ class Values:
         """Whether a tensor's layout was lost where values of a single example met others."""
         return "of_one" in self.held_by(tensor)
 
+    def is_joint(self, tensor: Tensor, writes: int = 0) -> bool:
+        """Whether a tensor was computed from values of all examples, without an axis for them."""
+        return self.joins and "joint" in self.held_by(tensor, writes)
+
     def owner_of(self, tensor: Tensor, writes: int = 0) -> Tensor | None:
         """Return the example of each element, if noted; axes of size 1 stand for whole axes."""
         return self.held_by(tensor, writes).get("owner")
@@ -63,6 +69,7 @@ class Values:
             found = {**self.held_by(tensor), **found}
             setattr(tensor, VALUES, (self._serial, tensor._version, found))
             self._marked.append(ref(tensor))
+            self.joins |= "joint" in found
 
     def held_by(self, tensor: Tensor, writes: int = 0) -> dict[str, Any]:
         """Return the properties that a tensor has, or had."""

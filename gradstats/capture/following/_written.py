@@ -210,9 +210,13 @@ def _place_unowned(marks: Marks, change: Change, fresh: bool) -> None:
         change: the write.
         fresh: whether nothing was known of the tensor that the operand shows.
     """
-    _, target, before, after = change
+    write, target, before, after = change
     known = marks.layout_of(target) if before else None
-    if not before and not marks.is_distinct(after):
+    joint = marks.values.is_joint(target, int(change.in_place))
+    if joint or (not before and any(map(marks.values.is_joint, tensors_in(write.values)))):
+        marks.place(after, None)
+        marks.values.note(after, joint=True)
+    elif not before and not marks.is_distinct(after):
         # A matrix with a row and a column for each packed row, as of a graph's edges, is taken for
         # one of the batch: where rows meet, its values are read.
         packs = marks.packed and not after.requires_grad
