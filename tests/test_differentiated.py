@@ -325,7 +325,14 @@ def changing(m, x):
     return squares(jvp(lambda v: v.mul_(2).square(), (m(x),), (m(x).detach(),))[1])
 
 
+def without_recording(m, x):
+    with torch.inference_mode():
+        slope = grad(lambda v: m(v).sum())(x)
+    return squares(m(slope.clone()))
+
+
 REFUSED = {
+    "inference mode": (without_recording, "torch.inference_mode.*torch.no_grad"),
     "hook": (hooked, "without hooks"),
     "change in place": (changing, "in place.*clone"),
     "by weights": (

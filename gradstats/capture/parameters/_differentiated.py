@@ -102,6 +102,12 @@ class Level:
     """
 
     def __init__(self, tracker: Context) -> None:
+        if torch.is_inference_mode_enabled():
+            raise UnsupportedOperationError(
+                "a transform of torch.func (grad, vjp, jvp, jacrev …) inside the context runs under "
+                "torch.inference_mode, where the plain autograd that computes it here records "
+                "nothing. Expected torch.no_grad() around it."
+            )
         self.tracker = tracker
         self.differentiable = torch.is_grad_enabled()
         if tracker.along_tangents and not self.differentiable:
