@@ -104,8 +104,8 @@ class Level:
     def __init__(self, tracker: Context) -> None:
         if torch.is_inference_mode_enabled():
             raise UnsupportedOperationError(
-                "a transform of torch.func (grad, vjp, jvp, jacrev …) inside the context runs under "
-                "torch.inference_mode, where the plain autograd that computes it here records "
+                "a transform of torch.func (grad, vjp, jvp, jacrev …) runs in the context under "
+                "torch.inference_mode, where plain autograd, by which it is computed here, records "
                 "nothing. Expected torch.no_grad() around it."
             )
         self.tracker = tracker
