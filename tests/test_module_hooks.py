@@ -446,6 +446,25 @@ def test_what_checkpoints_compute_again_is_freed_under_hooks(hook, batch):
     assert alive == [0] * len(model.layers)
 
 
+def test_hooks_of_modules_that_a_vmap_runs_slice_by_slice_are_refused():
+    """PyTorch's vmap calls none; one over examples, which runs as usual, calls none either."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)).double()
+    batch = torch.randn(B, T, WIDTH, dtype=torch.float64), torch.randint(CLASSES, (B,))
+
+    def at_once(model, batch):
+        x = model[2](torch.vmap(model[1])(model[0](batch[0])))
+        return functional.cross_entropy(x.mean(1), batch[1], reduction="none")
+
+    def by_slices(model, batch):
+        x = torch.vmap(model)(batch[0])
+        return functional.cross_entropy(x.mean(1), batch[1], reduction="none")
+
+    model[1].register_full_backward_hook(lambda module, inner, outer: (inner[0] * 2,))
+    check_model(model, batch, at_once, fusing=(True,))
+    with pytest.raises(gs.UnsupportedOperationError, match=r"backward hooks.*torch\.vmap"):
+        gs.per_example_norms(model, batch, by_slices)
+
+
 def tracked(model, batch, *, fused, losses_of=losses_of):
     with gs.track(model, batch_size=B, fused=fused) as tracker:
         tracker.backward(losses_of(model, batch))

@@ -57,6 +57,7 @@ class Context:
         maps_examples: whether the running torch.vmap maps everything it was given over examples;
             None if no torch.vmap runs.
         maps_data: whether the function of that torch.vmap has used data that it was not given.
+        slicewise: whether the function of a torch.vmap runs slice by slice.
         transformed: whether a function is running that a torch.func transform differentiates.
         along_tangents: whether that transform is torch.func.jvp.
         fetching: how many nested DataLoaders are fetching inside the context.
@@ -74,6 +75,7 @@ class Context:
     decided: Decided | None = None
     maps_examples: bool | None = None
     maps_data = False
+    slicewise = False
     transformed = False
     along_tangents = False
     fetching = 0

@@ -110,8 +110,16 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
         return handle_torch_function(cls.apply, args, *args, **kwargs)
     if cls is CheckpointFunction:
         return run_checkpoint(inner, *args, **kwargs)
-    if cls is BackwardHookFunction and tracked:
-        return _hook_module(tracker, inner, args)
+    if cls is BackwardHookFunction:
+        if tracker.slicewise:
+            raise UnsupportedOperationError(
+                "a module with backward hooks (register_full_backward_hook) is called inside "
+                "torch.vmap, over parameters or over other axes than the examples', which runs "
+                "slice by slice. PyTorch's own torch.vmap calls no such hooks. Expected a module "
+                "without them (handle.remove()), or that is called on the whole batch."
+            )
+        if tracked:
+            return _hook_module(tracker, inner, args)
     if cls.__module__.startswith(NOT_FOLLOWED) and not cls.__module__.startswith(QUANTISATION):
         result = inner(*args, **kwargs)
         follow_unchanged(tracker.marks, operands, result)

@@ -154,10 +154,14 @@ def _run(tracker: Context, call: Vmap):
             "function for the whole batch."
         )
     parts = [[item] * count if dim is None else item.unbind(dim) for item, dim in mapped]
-    results = [
-        slicewise(*pytree.tree_unflatten(list(slices), structure), **call.kwargs)
-        for slices in zip(*parts, strict=True)
-    ]
+    before, tracker.slicewise = tracker.slicewise, True
+    try:
+        results = [
+            slicewise(*pytree.tree_unflatten(list(slices), structure), **call.kwargs)
+            for slices in zip(*parts, strict=True)
+        ]
+    finally:
+        tracker.slicewise = before
     columns = zip(*map(pytree.tree_leaves, results), strict=True)
     joined = [
         column[0] if dim is None else torch.stack(column, dim)
