@@ -85,8 +85,8 @@ class Data:
                     seen.update(new)
             self.sizes = np.array(sizes, dtype=np.int64)
             self._check_any()
-            if chosen is not None and ids is None and not layout.packed:
-                check_chosen(self.examples, chosen, role)
+            if chosen is not None and ids is None:
+                check_chosen(self.examples, chosen, role, layout.packed)
         self.ids = np.arange(self.examples) if ids is None else _as_ids(found)
         if self._index_lists is not None:
             warn_of_dropped(loader, role, self.examples)

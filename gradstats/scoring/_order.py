@@ -141,14 +141,21 @@ def index_lists(loader: DataLoader, role: str, named: bool) -> list[list[int]]:
     return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 
-def check_chosen(examples: int, lists: Iterable[Sequence[int]], role: str) -> None:
-    """Raise unless a loader's batches hold as many examples as its batch sampler chooses."""
+def check_chosen(examples: int, lists: Iterable[Sequence[int]], role: str, packed: bool) -> None:
+    """Raise unless a loader's batches hold the examples that its batch sampler chooses.
+
+    Args:
+        examples: how many the batches hold.
+        lists: the indices of the data set's items in each batch.
+        packed: whether each item may hold several examples.
+    """
     chosen = sum(map(len, lists))
-    if examples != chosen:
+    if examples < chosen or (examples > chosen and not packed):
         raise LoaderError(
             f"the {role} loader gives {examples} examples, expected {chosen} as its batch sampler "
             "chooses, so it is not known which example a score is of. If it goes on where an "
-            f"earlier pass ended, pass a new one; otherwise list(loader), or {PASS_IDS}"
+            "earlier pass ended, pass a new one. If it leaves examples out, such as empty ones, or "
+            f"adds others, pass list(loader), whose examples are counted as they come, or {PASS_IDS}"
         )
 
 

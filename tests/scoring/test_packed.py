@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import types
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 
 import gradstats as gs
 from gradstats.errors import ExampleAxisError, LoaderError
@@ -150,6 +152,53 @@ def test_other_bounds_are_other_data(packed, tmp_path):
 
     with pytest.raises(gs.errors.StoreError, match="data"):
         packed.self_influence(out=tmp_path, cu_seqlens=shifted)
+
+
+class Items(Dataset):
+    """The training examples one by one, and an empty one among them; or pairs of them."""
+
+    def __init__(self, packed, pairs: bool):
+        x = torch.cat([batch["x"] for batch in packed.sides["train"]])
+        y = torch.cat([batch["y"] for batch in packed.sides["train"]])
+        parts = x.split([length for lengths in LENGTHS["train"] for length in lengths])
+        examples = [*zip(parts, y, strict=True)]
+        examples.insert(4, (x[:0], y[0]))
+        self.items = [examples[i : i + 2] for i in range(0, 10, 2)] if pairs else examples
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+def pack(examples):
+    """As DataCollatorWithFlattening does, without those that are empty."""
+    whole = [(x, y) for x, y in examples if len(x)]
+    lengths = [len(x) for x, _ in whole]
+    return {
+        "x": torch.cat([x for x, _ in whole]),
+        "y": torch.stack([y for _, y in whole]),
+        "bounds": torch.tensor([0, *np.cumsum(lengths)]),
+    }
+
+
+def test_packed_examples_that_were_left_out(packed):
+    """Those behind them would have the ids of others."""
+
+    def score(loader):
+        return gs.self_influence(
+            packed.model, loader, packed_loss, packed.checkpoints, cu_seqlens="bounds",
+            progress=False,
+        )  # fmt: skip
+
+    loader = DataLoader(Items(packed, pairs=False), 4, collate_fn=pack)
+    with pytest.raises(LoaderError, match=r"gives 9 examples, expected 10 as its batch sampler"):
+        score(loader)
+    assert_close(score(list(loader)).self_influence, packed.squares)
+    pairs = Items(packed, pairs=True)  # items of several examples, whose number is their own
+    loader = DataLoader(pairs, 2, collate_fn=lambda items: pack([*chain.from_iterable(items)]))
+    assert_close(score(loader).self_influence, packed.squares)
 
 
 def test_ids_of_packed_examples(packed):
