@@ -155,7 +155,7 @@ def check_chosen(examples: int, lists: Iterable[Sequence[int]], role: str, packe
             f"the {role} loader gives {examples} examples, expected {chosen} as its batch sampler "
             "chooses, so it is not known which example a score is of. If it goes on where an "
             "earlier pass ended, pass a new one. If it leaves examples out, such as empty ones, or "
-            f"adds others, pass list(loader), whose examples are counted as they come, or {PASS_IDS}"
+            f"adds others, pass list(loader), in which they are counted, or {PASS_IDS}"
         )
 
 
