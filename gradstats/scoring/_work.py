@@ -188,11 +188,10 @@ class Work:
         """Return what the bits of the results depend on."""
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        rounded = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return {
             **versions(),
             "device": torch.cuda.get_device_name(self.device) if kind == "cuda" else kind,
-            "float32 products": "tf32" if rounded else "ieee",
+            "float32 products": _float32_products(kind),
             "autocast": str(autocast),
             "backend": os.environ.get(BACKEND_VARIABLE, ""),
             "workspace": str(self.options["workspace"]),
@@ -246,6 +245,16 @@ class Work:
     def bar(self, total: int, what: str, unit: str = "tile", delay: float = 0) -> tqdm:
         """Return a progress bar, shown in the first process after ``delay`` seconds."""
         return tqdm(total=total, desc=what, unit=unit, disable=not self.reports, delay=delay)
+
+
+def _float32_products(kind: str) -> str:
+    """Return in which precision a kind of device multiplies, convolves and recurs in float32."""
+    backends: Any = torch.backends
+    products = backends.cuda.matmul if kind == "cuda" else backends.mkldnn.matmul
+    layers = backends.cudnn if kind == "cuda" else backends.mkldnn
+    used = (each.fp32_precision for each in (products, layers.conv, layers.rnn))
+    names = ["ieee" if name == "none" else name for name in used]
+    return names[0] if len({*names}) == 1 else ", ".join(names)
 
 
 def _check_whole(model: nn.Module) -> None:

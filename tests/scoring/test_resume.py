@@ -640,20 +640,28 @@ def test_other_circumstances_do_not_finish_lists(tmp_path, monkeypatch, what):
     assert (out / "top.npz").read_bytes() == before
 
 
-def test_full_precision_by_default_and_by_name_are_the_same(tmp_path):
+def test_a_checkpoint_is_finished_in_the_precision_that_it_was_begun_in(tmp_path):
     """PyTorch has two words for products of float32 that are not rounded."""
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
+    products, convolutions = torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv
+    before = products.fp32_precision, convolutions.fp32_precision
     out = tmp_path / "scores"
-    try:
-        products.fp32_precision = "none"
-        whole = call("matrix", out)
+
+    def damage():
         damaged = sorted(out.glob("checkpoint-*"))[0] / "products.npy"
         damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
+
+    try:
+        products.fp32_precision = convolutions.fp32_precision = "none"
+        whole = call("matrix", out)
+        damage()
         products.fp32_precision = "ieee"
         assert_same("matrix", call("matrix", out), whole)
+        damage()
+        convolutions.fp32_precision = "bf16"
+        with pytest.raises(gs.StoreError, match="products: on disk 'ieee', now 'ieee, bf16, ieee'"):
+            call("matrix", out)
     finally:
-        products.fp32_precision = before
+        products.fp32_precision, convolutions.fp32_precision = before
 
 
 @pytest.mark.parametrize("why", ["other versions", "manifest", "unreadable", "summed"])
