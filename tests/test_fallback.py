@@ -320,6 +320,24 @@ def test_a_loss_that_takes_from_the_batch(batch):
     assert set(held) == {"x", "labels"}
 
 
+@pytest.mark.parametrize("workspace", [None, 1])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_loss_that_writes_into_the_batch(batch, hidden, workspace):
+    """Each forward finds the batch as it was; the call leaves it as one forward does."""
+
+    def losses(model, batch):
+        batch[0].mul_(3).sub_(1)
+        return classify(model, batch)
+
+    model = Awkward(hidden).double()
+    held = batch[0].clone(), batch[1]
+    options = {"fallback": "vmap", "workspace": workspace}
+    stats = gs.per_example_norms(model, held, losses, **options)
+    written = batch[0] * 3 - 1
+    assert_sqnorms(stats, oracle_sqnorms(model, (written, batch[1]), classify), 1e-9)
+    assert torch.equal(held[0], written)
+
+
 def test_packed_examples():
     class Distances(nn.Module):
         def __init__(self):

@@ -787,6 +787,29 @@ def test_a_loss_that_takes_from_the_batch(batch):
     assert report.ok and report.check("coupling").ok and set(held) == {"x", "labels"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_that_writes_into_the_batch(batch, dtype):
+    """Each call of the loss finds the batch as it was, and so does the caller."""
+
+    def losses(model, batch):
+        x, labels, mask = batch["x"], batch["labels"], batch["attention_mask"]
+        x.mul_(3).sub_(1)
+        x = functional.pad(x * mask, (0, 4 - x.shape[1]))
+        mask.zero_()
+        labels[labels == 2] = -100
+        return functional.cross_entropy(model(x), labels, reduction="none")
+
+    mask = torch.ones(B, 4, dtype=torch.long)
+    mask[0, 2:] = 0
+    whole = batch[0].to(dtype)
+    held = {"x": whole[:, :4], "labels": batch[1], "attention_mask": mask}
+    labels = batch[1].clone()
+    before = whole.clone()
+    report = gs.verify(network().to(dtype), held, losses)
+    assert report.ok and report.check("padding").ok, str(report)
+    assert torch.equal(whole, before) and torch.equal(batch[1], labels) and mask[0].sum() == 2
+
+
 def test_a_batch_that_does_not_work_alone(batch):
     """The model wants two examples at least: compared among copies of itself instead."""
 

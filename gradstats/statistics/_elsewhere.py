@@ -102,6 +102,7 @@ class Elsewhere:
         """Compare an example with itself without its trailing padding, if there is a mask."""
         if self.random:  # a shorter example would draw other random numbers
             return []
+        self._subject.state.restore()
         mask = _attention_mask(self._subject.batch)
         size = self._division.batch_size
         if mask is None or mask.dim() != 2 or len(mask) != size or self._division.batch_dim:
@@ -116,10 +117,10 @@ class Elsewhere:
             padded = tuple(tensor.shape[:2]) == (1, positions)
             return tensor[:, :length] if padded else tensor
 
-        whole = self._division.take(self._subject.batch, [number])
         try:
             padded, trimmed = (
-                self._in_batch(batch, 1, 0, number) for batch in (whole, map_tensors(whole, trim))
+                self._in_batch(map_tensors(self._take([number]), change), 1, 0, number)
+                for change in (lambda tensor: tensor, trim)
             )
         except Exception as error:
             detail = f"example {number} without its padding failed with {summary(error)}"
@@ -170,8 +171,12 @@ class Elsewhere:
 
     def _taken(self, rows: list[int], place: int, number: int) -> Example:
         """Return the example at a place of the batch that consists of some of the examples."""
-        batch = self._division.take(self._subject.batch, rows)
-        return self._in_batch(batch, len(rows), place, number)
+        return self._in_batch(self._take(rows), len(rows), place, number)
+
+    def _take(self, rows: list[int]) -> Any:
+        """Return the batch of some of the examples, as it was before a loss wrote into it."""
+        self._subject.state.restore()
+        return self._division.take(self._subject.batch, rows)
 
     def _in_batch(self, batch: Any, size: int, place: int, number: int) -> Example:
         """Return the example at a place of another batch, of ``size`` examples."""

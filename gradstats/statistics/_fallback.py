@@ -96,8 +96,8 @@ class Fallback:
         self._selected = select_parameters(model, options["parameters"], options["exclude"])
         bounds = None if options["segments"] is None else options["segments"].offsets
         self._division = Division(options["batch_size"], options["batch_dim"], bounds)
-        # The state that every forward starts from, so that all see the same buffers.
-        self._before = State(model)
+        # The state that every forward starts from, so that all see the same buffers and batch.
+        self._before = State(model, batch=tensors_in(batch))
         # The parameters without a rule.
         self._unserved: dict[str, nn.Parameter] = {}
         # Whether some of these may be used where torch.autograd.grad finds no gradient; None if
@@ -128,7 +128,7 @@ class Fallback:
         self._before.restore()
         with differentiable(self._model):
             together = self._together()
-        after = State(self._model)
+        after = State(self._model, batch=tensors_in(self._batch))
         try:
             with differentiable(self._model):
                 alone = self._one_by_one()

@@ -14,6 +14,7 @@ from gradstats._comparison import same_bits
 from gradstats._complex import as_real
 from gradstats.capture._selection import select_parameters
 from gradstats.capture.operations._formats import SettledFormats
+from gradstats.capture.operations._nested import tensors_in
 from gradstats.statistics._arguments import LossFunction
 from gradstats.statistics._batches import model_to_float64, to_float64
 from gradstats.statistics._differentiable import differentiable
@@ -50,7 +51,7 @@ class Subject:
     beside: list[nn.Module]
 
     def __post_init__(self):
-        self.state = State(self.model, self.beside)
+        self.state = State(self.model, self.beside, tensors_in(self.batch))
 
     def losses(self, batch: Any, *, same_numbers: bool = True) -> Any:
         """Return what the loss function returns for a batch, starting from the initial state.
@@ -76,7 +77,7 @@ def choose_subject(
 
     Args:
         model, batch, loss_fn: the user's.
-        state: of the model, restored after the forward that tries out the copy.
+        state: of model and batch, restored after the forward that tries out the copy.
         beside: other modules that the loss uses.
     """
     # The copy is not compiled: the runs on the model itself check compiled code.

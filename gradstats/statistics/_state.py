@@ -131,6 +131,26 @@ class Start:
         return True
 
 
+class Contents:
+    """The numbers in the tensors of a batch, into which a loss function may write."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._versions = self._now()
+
+    def _now(self) -> Versions:
+        return Versions(tensor for tensor, _ in self._values)
+
+    def restore(self) -> None:
+        """Write back, in place, what was written over."""
+        if self._versions.changed:
+            with torch.no_grad():
+                for tensor, value in self._values:
+                    if tensor.shape == value.shape and not same_bits(tensor, value):
+                        tensor.copy_(value)
+            self._versions = self._now()
+
+
 def shortened_tables(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the embedding tables whose rows a look-up renormalises in place (``max_norm``)."""
     return [
@@ -141,13 +161,22 @@ def shortened_tables(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 class State:
-    """What a forward may change as a side effect: generators, attributes, buffers, look-up tables.
+    """What a loss may change as a side effect: generators, attributes, buffers, tables, its batch.
 
-    After ``restore`` the next forward is the same as the first one after construction. Modules
-    ``beside`` the model, which its loss uses, are included.
+    After ``restore`` the next forward is the same as the first one after construction.
+
+    Args:
+        model: the model.
+        beside: other modules that the loss uses.
+        batch: the tensors of its batch.
     """
 
-    def __init__(self, model: nn.Module, beside: Iterable[nn.Module] = ()):
+    def __init__(
+        self,
+        model: nn.Module,
+        beside: Iterable[nn.Module] = (),
+        batch: Iterable[Tensor] = (),
+    ):
         modules = [inner for each in (model, *beside) for inner in each.modules()]
         self._buffers = [
             (module, name, buffer, buffer.detach().clone())
@@ -157,6 +186,7 @@ class State:
         ]
         self._tables = [(table, table.detach().clone()) for table in shortened_tables(modules)]
         self._surroundings = [Surroundings(each) for each in (model, *beside)]
+        self._batch = Contents(batch)
         kept = (each for module in modules for each in (module._parameters, module._buffers))
         tensors = (tensor for each in kept for tensor in each.values())
         self._numbers = RandomNumbers(tensor.device for tensor in tensors if tensor is not None)
@@ -174,5 +204,6 @@ class State:
             for table, value in self._tables:
                 if not same_bits(table, value):
                     table.copy_(value)
+        self._batch.restore()
         if generators:
             self._numbers.restore()

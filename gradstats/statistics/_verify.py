@@ -15,6 +15,7 @@ from gradstats.capture._selection import select_parameters
 from gradstats.capture._sharded import is_sharded
 from gradstats.capture._survey import Survey, survey
 from gradstats.capture.following._enclosed import modules_beside
+from gradstats.capture.operations._nested import tensors_in
 from gradstats.errors import GradStatsError, TrackingError
 from gradstats.statistics._arguments import (
     LossFunction,
@@ -74,7 +75,7 @@ def verify(
 
     Args:
         model, batch, loss_fn, batch_dim, cu_seqlens, parameters, exclude, workspace, fallback: as
-            for per_example_norms. Parameters, buffers, gradients, training mode and random
+            for per_example_norms. Batch, parameters, buffers, gradients, training mode and random
             generators are left as they were, as are buffers of other modules that the loss uses;
             your hooks run as in any forward.
         examples: how many examples to compare, spread over the batch.
@@ -125,7 +126,7 @@ def verify(
     }
     own = set(model.modules())
     beside = [module for module in modules_beside(loss_fn) if module not in own]
-    state = State(model, beside)
+    state = State(model, beside, tensors_in(batch))
     try:
         with torch.enable_grad():
             return Verification(
