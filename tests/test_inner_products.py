@@ -424,6 +424,31 @@ def test_a_loss_that_takes_from_the_batch():
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("pairs", ["all", "diagonal"])
+def test_a_loss_that_writes_into_a_batch_of_both_sides(pairs):
+    """Unless it writes the same numbers each time, the second side would be of other data."""
+
+    def scaled(model, batch):
+        batch[0].mul_(3)
+        return classification(model, batch)
+
+    def clamped(model, batch):
+        batch[0].clamp_(-1, 1)
+        return classification(model, batch)
+
+    model, other, (x, y) = mlp(), mlp(), labelled(B, 4)
+    apart = gs.inner_products(model, (x.clone(), y), other, (x.clone(), y), scaled)
+    expected = rows_of(model, (3 * x, y)) @ rows_of(other, (3 * x, y)).T
+    torch.testing.assert_close(apart, expected)
+    with pytest.raises(gs.TrackingError, match="loss_fn writes into the batch"):
+        gs.inner_products(model, (x, y), other, (x, y), scaled, pairs=pairs)
+    x, y = labelled(B, 4)
+    batch = x.clamp(-1, 1), y
+    expected = rows_of(model, batch) @ rows_of(other, batch).T
+    got = gs.inner_products(model, (x, y), other, (x, y), clamped, pairs=pairs)
+    torch.testing.assert_close(got, expected if pairs == "all" else expected.diagonal())
+
+
 # What is kept.
 # What is kept.
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._compiler import in_python
+from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._consumers import WithinBatch
-from gradstats.errors import ExampleAxisError, NonFiniteGradientError
+from gradstats.errors import ExampleAxisError, NonFiniteGradientError, TrackingError
 from gradstats.statistics._arguments import (
     Choices,
     LossFunction,
@@ -26,6 +27,7 @@ from gradstats.statistics._batches import on_a_copy
 from gradstats.statistics._kept import check_same_parameters, keep, products
 from gradstats.statistics._loss import check_batch_dim, examples_in
 from gradstats.statistics._result import finite_sqnorms, result_dtype
+from gradstats.statistics._state import Contents, Versions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -166,11 +168,20 @@ def inner_products(
             parts = {root.name: row for root, row in zip(tracker.roots, sqnorms, strict=True)}
     else:
         loss_fn = on_a_copy(loss_fn)
+        tensors = tensors_in(batch_b)
+        before = Versions(tensors)
         kept = keep(model_a, batch_a, loss_fn, nonfinite=nonfinite, **options_a)
+        shared = Contents(tensors) if before.changed else None
         (found,) = products(
             [kept], model_b, batch_b, loss_fn, nonfinite=nonfinite, diagonal=diagonal,
             per_parameter=per_parameter, consume=True, **options_b,
         )  # fmt: skip
+        if shared is not None and shared.changed:
+            raise TrackingError(
+                "loss_fn writes into the batch, of which both sides were given the same tensors, "
+                "so the second side was of other data than the first. Expected a function that "
+                "leaves the batch as it is: let it work on a copy."
+            )
         result, parts = found.values, found.by_parameter
     dtype = result_dtype(model_a, model_b)
     narrow = result.to(dtype)

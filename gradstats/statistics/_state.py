@@ -141,6 +141,11 @@ class Contents:
     def _now(self) -> Versions:
         return Versions(tensor for tensor, _ in self._values)
 
+    @property
+    def changed(self) -> bool:
+        """Whether other numbers have been written into one of the tensors since."""
+        return self._versions.changed and not all(same_bits(*pair) for pair in self._values)
+
     def restore(self) -> None:
         """Write back, in place, what was written over."""
         if self._versions.changed:
