@@ -25,6 +25,7 @@ from gradstats.capture.operations._operations import (
     ADDS,
     CASTS,
     CONVOLUTIONS,
+    DIVIDES,
     ELEMENT_LOSSES,
     JOINS,
     MULTIPLIES,
@@ -130,11 +131,8 @@ LINEAR_IN_EACH = (
 BETWEEN = frozenset(variants("lerp"))
 
 # Quotients, with the position and the name of the divisor.
-DIVIDES = {
-    **dict.fromkeys(
-        (*variants("div", "divide", "true_divide"), Tensor.__div__, Tensor.__truediv__),
-        (1, "other"),
-    ),
+DIVISORS = {
+    **dict.fromkeys(DIVIDES, (1, "other")),
     **dict.fromkeys(variants("addcdiv"), (2, "tensor2")),
 }
 
@@ -178,7 +176,7 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     if func in BETWEEN and not any(each is call.argument(2, "weight") for each in trained):
         return True
     if len(trained) == 1:
-        divided = func in DIVIDES and trained[0] is not call.argument(*DIVIDES[func])
+        divided = func in DIVISORS and trained[0] is not call.argument(*DIVISORS[func])
         multiplied = func in LINEAR_IN_EACH or divided or exponent_of(call) == 1
         return multiplied or (func in JOINS_EXAMPLES and apart[0])
     if all(apart) and func in LINEAR_IN_EACH and marks.owned(result) is MIXED:

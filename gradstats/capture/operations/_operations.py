@@ -40,6 +40,9 @@ ADDS_IN_PLACE = frozenset(in_place_variants("add", "sub", "subtract"))
 
 MULTIPLIES = frozenset(function_variants("mul", "multiply"))
 
+# Quotients of the first operand and the second.
+DIVIDES = frozenset([*variants("div", "divide", "true_divide"), Tensor.__div__, Tensor.__truediv__])
+
 # Operations that copy the first operand's values to the same places, perhaps rounded.
 CASTS = frozenset(
     [

@@ -28,15 +28,13 @@ from gradstats._factors import (
     tensors_of,
 )
 from gradstats.capture.operations._nested import argument_of
-from gradstats.capture.operations._operations import SUBTRACTS, variants
+from gradstats.capture.operations._operations import DIVIDES, SUBTRACTS
 from gradstats.capture.parameters._derivation import Derived
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._replay import FunctionStep
 from gradstats.contractions import lean, row_products
 
 Scaled: TypeAlias = Masked | Outer | Patches | Ragged | Rows | Vector
-
-DIVISIONS = frozenset([*variants("div", "divide", "true_divide"), Tensor.__truediv__])
 
 # Differences whose first operand is the one that is subtracted.
 REVERSED = frozenset({Tensor.__rsub__, torch.rsub})
@@ -90,7 +88,7 @@ def scaled(factor: Factor, node: Derived, parent: Node) -> Factor | None:
     if node.kwargs:
         return None
     value = scale = other_operand(node, parent)
-    if node.function in DIVISIONS:
+    if node.function in DIVIDES:
         dtype = compute_dtype(node.value)
         scale, divisor = torch.as_tensor(value, dtype=dtype), numbers_of(parent).to(dtype)
         scale = scale.reciprocal() if node.args[0] is parent else -scale / divisor / divisor

@@ -33,6 +33,7 @@ from gradstats.capture.operations._names import function_class_of
 from gradstats.capture.operations._operations import (
     ADDS,
     CASTS,
+    DIVIDES,
     EXPANDS,
     MULTIPLIES,
     RESHAPES,
@@ -50,7 +51,6 @@ from gradstats.capture.parameters._lean_normalisations import (
     weight_normalised,
 )
 from gradstats.capture.parameters._lean_products import (
-    DIVISIONS,
     elementwise,
     kronecker,
     linear,
@@ -219,7 +219,7 @@ LEAN_STEPS = {
     **dict.fromkeys(CASTS | SAME_NUMBERS, _same_numbers),
     **dict.fromkeys(ADDS, summed),
     **dict.fromkeys(function_variants("neg", "negative"), negated),
-    **dict.fromkeys(MULTIPLIES | DIVISIONS, scaled),
+    **dict.fromkeys(MULTIPLIES | DIVIDES, scaled),
     **dict.fromkeys(variants("mm", "matmul", "mv", "dot", "vdot"), multiplied),
     Tensor.__matmul__: multiplied,
     torch.nn.functional.linear: linear,
