@@ -269,8 +269,11 @@ def cast_for_autocast(tracker: Context, data: Tensor) -> Tensor:
     weight is left to PyTorch, which caches its cast.
     """
     dtype = product_dtype(data)
-    if data.dtype == dtype:
-        return data
+    return data if data.dtype == dtype else in_dtype(tracker, data, dtype)
+
+
+def in_dtype(tracker: Context, data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of data in another dtype, which is marked as they are."""
     cast = data.to(dtype)
     tracker.marks.place_like(cast, data)
     return cast

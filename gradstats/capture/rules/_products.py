@@ -36,6 +36,7 @@ from gradstats.capture.rules._common import (
     as_data,
     autocast_dtype,
     cast_for_autocast,
+    in_dtype,
     layered,
     locate,
     run,
@@ -332,10 +333,9 @@ def _of_kind(tracker: Context, item: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if item.is_complex() or (item.is_floating_point() and not dtype.is_complex):
         return item
-    cast = run(tracker, Tensor.to, item, dtype)
     if node_of(item) is None:
-        tracker.marks.place_like(cast, item)
-    return cast
+        return in_dtype(tracker, item, dtype)
+    return run(tracker, Tensor.to, item, dtype)
 
 
 def _repeated_source(operand: Tensor, other: Tensor) -> Tensor:
