@@ -110,10 +110,10 @@ def _walk(
     reporting: list[GraphNode] = []
     others: list[Tensor] = []
     marks, meetings = tracker.marks, tracker.marks.meetings
-    coupled, added = meetings.coupled, meetings.added
+    suspects = bool(meetings.coupled or meetings.added or tracker.renumbered)
     shown_nodes, roots = tracker.shown, {*tracker.roots}
     noted = marks.noted_nodes if tracker.batch_size > 1 else None
-    of_graphs, renumbered = tracker.reports.of_graphs, tracker.renumbered
+    of_graphs = tracker.reports.of_graphs
     reports: list[GraphReport] = []
     while stack:
         node = stack.pop()
@@ -140,19 +140,10 @@ def _walk(
             uses.append(use)
         if tracked or partial:
             reporting.append(node)
-        if coupled and node in coupled:
-            raise meetings.refusal(node)
-        if added and node not in added:
-            for child, _ in node.next_functions:
-                if child in added:  # an operation other than a sum used a sum over examples
-                    raise meetings.refusal(child)
+        if suspects:
+            _check_node(tracker, node)
         if noted and not tracked and isinstance(node, BackwardCFunction):
             _check_place(node, noted)
-        if renumbered:
-            for edge in node.next_functions:
-                if node._sequence_nr() < renumbered.get(edge, 0):
-                    made = f"a tensor that {edge[0].name()} made"
-                    raise given_others(made, "keep others in a tensor of their own")
         inside: set[Root] | None = None
         for child, _ in edges:
             if child is None or child in seen:
@@ -212,6 +203,21 @@ def _expect(tracker: Context, uses: Sequence[Use], reports: Sequence[GraphReport
         for root in tracker.roots:
             root.graph = None  # nothing has run: the same context may try again eagerly
         raise shared_in_graphs(shared)
+
+
+def _check_node(tracker: Context, node: Any) -> None:
+    """Raise if examples met in an operation, or a tensor had other values in the forward."""
+    meetings, renumbered = tracker.marks.meetings, tracker.renumbered
+    if node in meetings.coupled:
+        raise meetings.refusal(node)
+    if meetings.added and node not in meetings.added:
+        for child, _ in node.next_functions:
+            if child in meetings.added:  # an operation other than a sum used a sum over examples
+                raise meetings.refusal(child)
+    for edge in node.next_functions if renumbered else ():
+        if node._sequence_nr() < renumbered.get(edge, 0):
+            made = f"a tensor that {edge[0].name()} made"
+            raise given_others(made, "keep others in a tensor of their own")
 
 
 def _check_place(node: BackwardCFunction, noted: set[int]) -> None:
