@@ -126,11 +126,10 @@ def follow_slots(marks: Marks, call: Call) -> Examples | Whole | None:
 
     The example of each of its own elements is noted, even if they lie along no axis.
     """
-    func, args, _, data, result = call
+    func, _, _, data, result = call
     if marks.batch_size == 1 or is_compiling() or marks.values.owner_of(result) is not None:
         return None
-    rearranges = func in REARRANGES and data[0] is args[0] and data[0].dim() > 0
-    joins = func in JOINS
+    rearranges, joins = _rearranges(call), func in JOINS
     told = data[:1] if rearranges else [item for item in data if joins or item.requires_grad]
     alone = rearranges or joins or func in PADS
     if not alone and all(marks.values.owner_of(item) is None for item in told):
@@ -139,27 +138,50 @@ def follow_slots(marks: Marks, call: Call) -> Examples | Whole | None:
     numbers = [each for each in known if each is not None]
     if not numbers or len(numbers) < len(known):
         return None
-    owner: Tensor | None = None
-    if rearranges:
-        owner = _rearranged(call, told[0], numbers[0])
-    elif joins:
+    return placed(marks, result, _owner_after(marks, call, told, numbers))
+
+
+def _owner_after(
+    marks: Marks, call: Call, told: list[Tensor], numbers: list[Tensor]
+) -> Tensor | None:
+    """Return the example of each element of a result, or None; note if those of several meet.
+
+    Args:
+        call: the operation.
+        told, numbers: the operands that tell it, and the examples of their elements.
+    """
+    func, args, result = call.func, call.args, call.result
+    if _rearranges(call):
+        return _rearranged(call, told[0], numbers[0])
+    if func in JOINS:
         owner = _joined(call, dict(zip(map(id, told), numbers, strict=True)))
-        if len(axes_of(owner)) > 1 and not (marks.values.slots or bool((owner == NOBODY).any())):
+        along_several = len(axes_of(owner)) > 1
+        if along_several and not (marks.values.slots or bool((owner == NOBODY).any())):
             # They may all come from parameters, whose gradients belong to whoever reads them.
             return None
-    elif func in PADS:
-        owner = _padded(call, numbers[0])
-    elif func in ELEMENT_BY_ELEMENT:
+        return owner
+    if func in PADS:
+        return _padded(call, numbers[0])
+    if func in ELEMENT_BY_ELEMENT:
         # Other results have an axis more or less, such as complex numbers seen as real ones.
-        if result.shape == torch.broadcast_shapes(*(item.shape for item in told)):
-            owner = _combined(numbers)
-            if owner is None:
-                marks.meetings.note(result)
-    elif func in OVER_AXES and func not in OF_SEVERAL and [*map(id, told)] == [id(args[0])]:
-        owner, meets = _over_axes(call, numbers[0])
+        if result.shape != torch.broadcast_shapes(*(item.shape for item in told)):
+            return None
+        combined = _combined(numbers)
+        if combined is None:
+            marks.meetings.note(result)
+        return combined
+    if func in OVER_AXES and func not in OF_SEVERAL and [*map(id, told)] == [id(args[0])]:
+        reduced, meets = _over_axes(call, numbers[0])
         if meets and result.dim():
             marks.meetings.note(result)
-    return placed(marks, result, owner)
+        return reduced
+    return None
+
+
+def _rearranges(call: Call) -> bool:
+    """Whether an operation only moves or picks elements of its first operand, which is data."""
+    first = call.data[0]
+    return call.func in REARRANGES and first is call.args[0] and first.dim() > 0
 
 
 def _numbers_of(marks: Marks, item: Tensor) -> Tensor | None:
