@@ -9,12 +9,18 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import gradstats as gs
 
 from .functions import Cubed
-from .oracle import assert_sqnorms, check_model, check_products, oracle_sqnorms
+from .oracle import (
+    assert_sqnorms,
+    check_model,
+    check_products,
+    oracle_gradients,
+    oracle_sqnorms,
+)
 from .pages import page_with
 
 
@@ -343,6 +349,38 @@ def test_derivatives_through_checkpoints(nested, reentrant, batch):
     x = torch.randn(batch, 3, 2, dtype=torch.float64)
     expected = oracle_sqnorms(twin, x, gradient_penalty)
     assert_sqnorms(gs.per_example_norms(model, x, gradient_penalty), expected, 1e-9)
+
+
+class Weighted(nn.Module):
+    """Values weighted by their own gradients, as numbers, in a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def inner(self, h):
+        values = torch.where(h > 0, h, self.scale) * self.scale
+        (slopes,) = torch.autograd.grad(values.square().sum(), h, retain_graph=True)
+        return values * slopes
+
+    def forward(self, x):
+        return self.last(self.run(self.inner, self.first(x)))
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_gradients_as_numbers_inside_checkpoints(early_stop):
+    """They report nothing, so that the checkpoint saves what it saves without a context."""
+
+    def loss_fn(model, x):
+        with set_checkpoint_early_stop(early_stop):
+            return model(x).square().sum(1)
+
+    model, x = Weighted().double(), torch.randn(5, 2, dtype=torch.float64)
+    model.run = lambda function, h: function(h)
+    expected = oracle_gradients(model, x, loss_fn)
+    model.run = partial(checkpoint, use_reentrant=False)
+    check_model(model, x, loss_fn, gradients=expected)
 
 
 def test_training_gradient_beside_the_norms():

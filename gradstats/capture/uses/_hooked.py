@@ -120,7 +120,7 @@ class Hooked(Use):
             return self._with_tracked(grads, grad)
         if self.is_due():
             if grad is None:
-                self.deliver([None for _ in self.nodes])
+                self.take([None for _ in self.nodes])
             else:
                 saved = self._saved()
                 with torch._C.DisableTorchFunction():
@@ -137,7 +137,7 @@ class Hooked(Use):
                 return
             self.finish(norms_of(self.factors_of, self.settings.workspace, grad, *saved))
             return
-        self.deliver(self.factors_of(grad, *saved))
+        self.take(self.factors_of(grad, *saved))
 
     def _with_tracked(self, grads: Gradients, grad: Tensor | None) -> Gradients | None:
         """Return the gradients, with the data's computed by tracked operations."""

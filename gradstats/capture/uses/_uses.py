@@ -147,16 +147,19 @@ class Use:
             root.finish(result)
 
     def deliver(self, factors: Sequence[Factor | Fused | None]) -> None:
-        """Hand the roots the factors of all nodes.
+        """Hand the roots the factors of all nodes, unless an inner autograd.grad runs."""
+        if self.is_due():
+            self.take(factors)
+
+    def take(self, factors: Sequence[Factor | Fused | None]) -> None:
+        """Hand the roots the factors of all nodes, in the backward of the losses.
 
         ``Fused`` stands for a factor whose norms have been computed already (for the only use of a
         parameter, or of a cast or reshape of one), None for a node that no gradient reached.
         """
         if torch._C._is_any_autocast_enabled():
             with without_autocast():  # a graph's backward is traced under its forward's autocast
-                return self.deliver(factors)
-        if not self.is_due():
-            return
+                return self.take(factors)
         if self.direct or (len(factors) == 1 and isinstance(factors[0], Fused)):
             settings = self.settings
             for root, factor in zip(self.roots, factors, strict=True):
@@ -338,14 +341,16 @@ class Tap(torch.autograd.Function):
     @staticmethod
     @unseen(_tap_again)
     def backward(ctx, grad, *saved):
-        factors = None
-        if ctx.use.settings.consumer is None and ctx.use.all_sole:
-            method = getattr(ctx.factors_of, "norms", None)
-            norms = None if method is None else method(grad, *saved)
-            factors = None if norms is None else [Fused(None, each, None) for each in norms]
-        if factors is None:
-            factors = ctx.factors_of(grad, *saved)
-        ctx.use.deliver(factors)
+        use = ctx.use
+        # Inside a checkpoint's forward, where torch.autograd.grad may run as well, the checkpoint
+        # would take what ``factors_of`` records for a part of it.
+        if use.is_due():
+            factors = None
+            if use.settings.consumer is None and use.all_sole:
+                method = getattr(ctx.factors_of, "norms", None)
+                norms = None if method is None else method(grad, *saved)
+                factors = None if norms is None else [Fused(None, each, None) for each in norms]
+            use.take(ctx.factors_of(grad, *saved) if factors is None else factors)
         return (None, None, grad, *(None for _ in saved))
 
 
