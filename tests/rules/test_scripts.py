@@ -137,3 +137,14 @@ def test_a_script_module_that_is_given_a_parameter():
         lambda m, x: script(x, m.w), {"w": (WIDTH,)}, normal(BATCH, WIDTH),
         match="forward of TorchScript .*parameter 'w'.*without torch.jit .*exclude=",
     )  # fmt: skip
+
+
+def test_scripts_where_no_mode_sees_operations():
+    """They are as opaque as other operations there."""
+
+    def unseen(m, x):
+        h = m.layer(x)
+        with torch._C.DisableTorchFunction():
+            return scaled(h, x[:, :2])
+
+    check_operation(unseen, LAYER, normal(BATCH, WIDTH))

@@ -35,7 +35,7 @@ def replace_script_calls(follow_through: Callable[[Any, Callable[..., Any]], Non
 
 def _following(call, follow_through):
     def run(script, *args, **kwargs):
-        mode = innermost_mode()
+        mode = innermost_mode() if torch._C._is_torch_function_enabled() else None
         if mode is None or transform_level() is not None or is_compiling():
             return call(script, *args, **kwargs)
         operands = operands_of(args, kwargs)
