@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import gradstats as gs
+from gradstats.capture import _tracker
 from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
@@ -82,6 +83,27 @@ def test_a_compiled_loss_runs_eagerly_too():
     compiled = torch.compile(losses_of, backend="aot_eager", fullgraph=True)
     assert_sqnorms(gs.per_example_norms(model, batch, compiled), expected, 1e-5)
     assert graphs() == before
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_what_is_first_compiled_inside_a_context(monkeypatch, fullgraph):
+    """It runs eagerly there, and as a graph afterwards."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(_tracker, "compiler_is_used", lambda: False)
+    model = MODELS["layers"]()
+    batch = case(model)
+    expected, before, made = oracle_sqnorms(model, batch, losses_of), graphs(), []
+
+    def losses(model, batch):
+        if not made:
+            made.append(torch.compile(losses_of, backend="aot_eager", fullgraph=fullgraph))
+        return made[0](model, batch)
+
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-5)
+    assert graphs() == before
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    losses(model, batch).mean().backward()
+    assert graphs() == before + 1
 
 
 def test_a_compiler_that_was_reset():

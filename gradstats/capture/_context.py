@@ -122,6 +122,9 @@ class Context:
         """Stop tracking a parameter that is being frozen; resume when it requires grad again."""
         raise NotImplementedError
 
+    def expect_compiler(self) -> None:
+        """Run what is compiled from now on as this context can follow it."""
+
     def watching(self) -> Any:
         """Return the context's mode, for code that runs while it is off."""
         raise NotImplementedError

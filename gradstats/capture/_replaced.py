@@ -13,6 +13,7 @@ from gradstats.capture._loaders import replace_fetches
 from gradstats.capture._registered import follow_through
 from gradstats.capture.compiled._graphs import replace_call_of_backend
 from gradstats.capture.compiled._skipped import replace_frame_conversion
+from gradstats.capture.compiled._used import replace_compile
 from gradstats.capture.operations._opened import show_weight_of_l1_loss
 from gradstats.capture.parameters._branches import replace_cond
 from gradstats.capture.parameters._checkpoints import replace_checkpoint
@@ -40,6 +41,8 @@ def replace_in_pytorch() -> None:
     replace_vmap()
     # Inside grad, vjp and jvp of torch.func: their tensors are wrapped.
     replace_derivatives()
+    # torch.compile: a context may be the first that has to prepare for the compiler.
+    replace_compile()
     # torch.cond: it compiles its branches.
     replace_cond()
     # __call__ of TorchScript's functions and methods: modes do not see what they compute.

@@ -169,6 +169,11 @@ class Tracker(Context):
         self._mode.remove()
         self._mode.__enter__()
 
+    def expect_compiler(self) -> None:
+        if not self._compiler:  # the next context may run graphs
+            self._compiler = True
+            self._undo.enter_context(running_eagerly())
+
     def until_closed(self, undo: AbstractContextManager[Any]) -> None:
         """Undo something, such as a hook of the model, when the context closes."""
         self._undo.enter_context(undo)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import cache, wraps
 
+import torch
 from torch import nn
 
 from gradstats._compiler import imported_compiler
+from gradstats.capture.operations._modes import modes_here
 
 # Devices on which contexts run the graphs of compiled models. Elsewhere compiled models run eagerly
 # inside contexts: on two cores of an AMD EPYC that takes 0.65 to 1.0 of the time (the three models
@@ -33,6 +36,21 @@ def _compiler_holds_backends() -> bool:
     # An import says little: optimizers import the compiler without using it.
     backends = getattr(dynamo.eval_frame, "cached_backends", None)
     return backends is None or any(backend is not None for backend in backends.values())
+
+
+@cache
+def replace_compile() -> None:
+    """From now on, tell the contexts in which torch.compile is called that it is in use."""
+    native = torch.compile
+
+    @wraps(native)
+    def compile(*args, **kwargs):
+        if not torch.compiler.is_dynamo_compiling():
+            for mode in modes_here():
+                mode.tracker.expect_compiler()
+        return native(*args, **kwargs)
+
+    torch.compile = compile
 
 
 def is_compiled(module: nn.Module) -> bool:
