@@ -55,6 +55,12 @@ def find_files(pattern: str | Path) -> list[Path]:
     paths = [Path(path) for path in glob.glob(str(pattern), recursive=True)]
     files = sorted((path for path in paths if path.is_file()), key=_natural)
     if Path(pattern).is_dir() or (paths and not files):
+        if sharded := next((path for path in paths if any(path.glob("*.distcp"))), None):
+            raise CheckpointError(
+                f"{sharded} is a folder of torch.distributed.checkpoint, expected a file of whole "
+                "tensors. Make one of it with dcp_to_torch_save(folder, file) of "
+                "torch.distributed.checkpoint.format_utils."
+            )
         # Weights lie in the folder itself, or, where a run has a folder per checkpoint, one below.
         usual = (*WEIGHTS_FILES, "*.safetensors", *(f"*/{name}" for name in WEIGHTS_FILES))
         known = (name for name in usual if any(any(path.glob(name)) for path in paths))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import distributed, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -616,6 +617,22 @@ def test_a_folder_says_what_to_look_for_in_it(tmp_path, saved, advice):
     with pytest.raises(gs.CheckpointError) as error:
         gs.Checkpoints(tmp_path, lr=1.0)
     assert f"Pass a glob, such as '{tmp_path}{advice}" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_shards_is_made_a_file_first(setting, tmp_path):
+    """As FSDP writes them; the advice is followed."""
+    folder, file = tmp_path / "step-1", tmp_path / "step-1.pt"
+    torch.distributed.checkpoint.save(
+        {"model": setting.states[0]}, checkpoint_id=folder, no_dist=True
+    )
+    for name in (folder, f"{tmp_path}/step-*"):
+        with pytest.raises(gs.CheckpointError, match=r"step-1 is a folder of .*dcp_to_torch_save"):
+            gs.Checkpoints(name, lr=1.0)
+    dcp_to_torch_save(folder, file)
+    np.testing.assert_allclose(
+        score(setting, gs.Checkpoints(file, lr=1.0)), expected(setting, setting.states[:1], [1.0])
+    )
 
 
 class Payload:
