@@ -151,17 +151,17 @@ def test_a_page_goes_on_from_the_readme(page, after_the_readme):
 
 
 def rows_of_tokens(rows):
-    """Pad rows as a data collator for language models does."""
+    """Pad rows as DataCollatorForLanguageModeling does, which makes all labels anew."""
     longest = max(len(row["input_ids"]) for row in rows)
 
     def padded(values, filling):
         return torch.tensor([[*each, *[filling] * (longest - len(each))] for each in values])
 
-    labels = [row.get("labels", row["input_ids"]) for row in rows]
+    tokens = [row["input_ids"] for row in rows]
     return {
-        "input_ids": padded([row["input_ids"] for row in rows], 0),
-        "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows], 0),
-        "labels": padded(labels, -100),
+        "input_ids": padded(tokens, 0),
+        "attention_mask": padded([[1] * len(row) for row in tokens], 0),
+        "labels": padded(tokens, -100),
     }
 
 
@@ -205,6 +205,7 @@ def test_the_recipe_for_a_folder_of_checkpoints(packed, after_the_readme, tmp_pa
             gradients = torch.autograd.grad(loss, saved.parameters())
             want[place] += rate * sum(each.square().sum().item() for each in gradients)
     np.testing.assert_allclose(names["table"].self_influence, want, rtol=1e-4)
+    assert names["query"]["labels"].tolist() == [[-100, -100, 3, 4, 5]]
     assert names["scores"].shape == (4, 1) and names["table"].reason is not None
 
 
