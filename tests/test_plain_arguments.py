@@ -291,3 +291,23 @@ def test_models_without_values(batch, run, part):
     ):
         with pytest.raises(gs.TrackingError, match=f"'{part}' of the model is on the meta device"):
             call()
+
+
+def test_lazy_models(batch, run):
+    """Before its first forward a lazy layer has no weight, and after it is as any other."""
+    model = nn.Sequential(nn.LazyLinear(3))
+    for call in (
+        lambda: gs.per_example_norms(model, batch, losses_of),
+        lambda: gs.per_example_norms(model, batch, losses_of, fallback="vmap"),
+        lambda: gs.track(model, batch_size=B).__enter__(),
+        lambda: gs.Monitor(model, every=1).step(B).__enter__(),
+        lambda: gs.inner_products(model, batch, model, batch, losses_of),
+        lambda: gs.alignment(model, batch, losses_of, "mean"),
+        lambda: gs.verify(model, batch, losses_of),
+        lambda: gs.self_influence(model, [batch], losses_of, run, progress=False),
+    ):
+        with pytest.raises(gs.UnsupportedOperationError, match=r"'0\.weight'.* one forward first"):
+            call()
+    assert isinstance(model[0].weight, nn.UninitializedParameter)
+    model(batch[0])
+    assert gs.verify(model, batch, losses_of).ok

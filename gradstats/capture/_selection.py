@@ -172,8 +172,16 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 def select_parameters(
     model: nn.Module, parameters: Sequence[str] | str | None, exclude: Sequence[str] | str
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model to track; see ``Anatomy.select``."""
-    return anatomy_of(model).select(parameters, exclude)
+    """Return the parameters of a model to track, all with values; see ``Anatomy.select``."""
+    selected = anatomy_of(model).select(parameters, exclude)
+    for name, parameter in selected.items():
+        if type(parameter) is nn.UninitializedParameter:
+            raise UnsupportedOperationError(
+                f"parameter {name!r} is lazy: it has no values before the model's first forward. "
+                "Run one forward first.",
+                [name],
+            )
+    return selected
 
 
 def wrapper_prefix(model: nn.Module) -> str:
