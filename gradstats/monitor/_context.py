@@ -164,8 +164,17 @@ class MonitorStep:
         warn(reason)
 
     def abandon(self) -> None:
-        """Restore the model and forget the optimizer step; nothing is counted."""
+        """Restore the model, and leave out the optimizer step.
+
+        A loop that catches the error may go on with the step's micro-batches, or take one again.
+        """
         context, self._context, self.measured = self._context, None, False
-        self._monitor._collector, self._monitor._next = None, 0
+        monitor = self._monitor
+        if self._last is None or (self._first and self._last):
+            monitor._collector, monitor._next = None, 0
+        else:
+            monitor._next = None
+            if monitor._collector is not None:
+                monitor._collector.skipped = True
         if context is not None:
             context.close()

@@ -194,11 +194,10 @@ class Monitor:
         self._choices = float(decay), float(spike), top, clip
         self._run = Run(*self._choices)
         self._metrics: dict[str, float] = {}
-        # The current optimizer step, None if it is not measured, and its next micro-batch.
+        # The current optimizer step, None if not measured, and its next micro-batch, None if any.
         self._collector: Collector | None = None
-        self._next = 0
-        # The last measured step, until it is read.
-        self._pending: Pending | None = None
+        self._next: int | None = 0
+        self._pending: Pending | None = None  # the last measured step, until it is read
 
     def __repr__(self) -> str:
         # The pending step is counted without reading it, which would wait for the device.
@@ -241,7 +240,7 @@ class Monitor:
                 ``cu_seqlens``.
         """
         index, count = checked_accumulation(accumulation, self.optimizer)
-        if index not in (0, self._next):
+        if self._next is not None and index not in (0, self._next):
             raise TrackingError(
                 f"accumulation is {accumulation!r} where micro-batch {self._next} was expected: "
                 "the micro-batches of one optimizer step come in order, counted from 0."
@@ -372,9 +371,10 @@ class Monitor:
 
     def _end(self, last: bool | None) -> None:
         """End a micro-batch, and with the last one its optimizer step."""
-        self._next = 0 if last else self._next + 1
         if not last:
+            self._next = None if self._next is None else self._next + 1
             return
+        self._next = 0
         if self._collector is not None:
             collector, self._collector = self._collector, None
             self._pending = collector.finish(self.steps)

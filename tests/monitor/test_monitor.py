@@ -773,6 +773,38 @@ def test_an_exception_in_a_step_that_is_not_measured_is_the_users(model):
     assert monitor.steps == 1 and monitor.history["step"] == [0]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("failing, again", [(1, 2), (1, 1), (1, 0), (2, 2), (2, 0)])
+def test_a_micro_batch_whose_exception_the_loop_catches(model, every, failing, again):
+    """It leaves out that one of three, takes it again, or begins the whole step anew."""
+    anew = again == 0
+    monitor, batch, state = gs.Monitor(model, every=every), batch_of(), snapshot(model)
+
+    def run(k, fails):
+        with monitor.step(batch_size=B, accumulation=(k, 3)) as step:
+            loss = losses_of(model, batch).mean() / 3
+            if fails:
+                raise MemoryError
+            loss.backward()
+        return step.measured
+
+    for number in range(4):
+        fails = number in (1, 2)
+        for k in range(failing + 1 if fails else 0):
+            with contextlib.suppress(MemoryError):
+                run(k, fails=k == failing)
+        if anew:
+            model.zero_grad()
+        measured = [run(k, fails=False) for k in range(again if fails else 0, 3)]
+        assert any(measured) == (number % every == 0 and (anew or not fails))
+        assert bool(monitor.metrics()) == any(measured)
+        model.zero_grad()
+        assert_unchanged(model, state)
+    assert monitor.steps == 4
+    lost = () if anew else (1, 2)
+    assert monitor.history["step"] == [n for n in range(0, 4, every) if n not in lost]
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
