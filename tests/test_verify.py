@@ -543,6 +543,27 @@ def test_a_model_that_cannot_be_copied(batch):
     assert failed(report) == ["coupling"]
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_model_that_kept_the_graph_of_an_earlier_forward(batch, refused):
+    """Plain autograd fails too: its second backward goes through the same graph."""
+
+    class Membrane(nn.Module):
+        def forward(self, x):
+            self.kept = x + self.kept
+            return self.kept
+
+    model = nn.Sequential(nn.Linear(4, 8), membrane := Membrane(), nn.Linear(8, 3))
+    membrane.register_buffer("kept", torch.zeros(B, 8))
+    classify(model, batch)
+    if refused:
+        with pytest.raises(gs.UnsupportedOperationError, match="an earlier forward"):
+            gs.per_example_norms(model, batch, classify)
+    report = gs.verify(model, batch, classify)
+    assert failed(report) == ["coverage", "exactness"]
+    detail = next(check.detail for check in report.checks if check.name == "exactness")
+    assert detail.startswith("plain autograd failed with ")
+
+
 def test_a_loss_that_uses_another_model_than_it_is_given(batch):
     model = network().double()
     batch = batch[0].double(), batch[1]

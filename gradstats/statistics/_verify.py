@@ -181,7 +181,8 @@ class Verification:
                 padding = elsewhere.padding()
         except (torch.OutOfMemoryError, NotImplementedError, RecursionError):
             raise
-        except RuntimeError as error:  # for example, the model kept a graph of an earlier forward
+        # For example, the model kept a graph of an earlier forward, or of one inside a context.
+        except (RuntimeError, GradStatsError) as error:
             detail = f"plain autograd failed with {summary(error)}"
             self.checks += [self._coverage(stats), Check("exactness", False, detail)]
             return self._report(computed=False)
