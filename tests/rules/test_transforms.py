@@ -383,3 +383,8 @@ def test_operands_of_other_libraries(monkeypatch):
         return x * m.w + torch.vmap(lambda row, own: row * own)(weights, x)
 
     check_operation(function, {"w": (3,)}, normal(4, 3))
+
+    def of_parameters(m, x):
+        return torch.vmap(lambda row, own: row * own * m.w)(weights, x)
+
+    check_refused(of_parameters, {"w": (3,)}, normal(4, 3), match="a loop over their slices")

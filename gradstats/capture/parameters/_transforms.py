@@ -144,8 +144,18 @@ def _run(tracker: Context, call: Vmap):
         finally:
             tracker.maps_examples = None
     maps_others = any(dim is not None and not isinstance(item, Tensor) for item, dim in mapped)
-    if call.randomness == "same" or count == 0 or maps_others:
+    if call.randomness == "same" or count == 0:
         return call.at_once()
+    if maps_others:
+        try:
+            return call.at_once()
+        except HiddenError as error:
+            raise HiddenError(
+                "torch.vmap of containers other than tuples, lists and dicts, as a TensorDict is, "
+                "hides which values belong to which example, and they depend on parameters. "
+                "Expected a loop over their slices, in torchrl's losses deactivate_vmap=True. Or "
+                'have per_example_norms compute one example at a time with fallback="vmap".'
+            ) from error
     if tracker.settings.exact:
         raise UnsupportedOperationError(
             "torch.vmap over axes other than the examples', or of a function that uses parameters, "
