@@ -4,7 +4,7 @@ A rule is called as ``rule(tracker, function, *args, **kwargs)`` with the operat
 of which at least one is tracked and at least one is data. It returns the operation's result. There
 is one file for each family of operations.
 
-_common         what several families need
+_common         what several families need; _misplaced its errors
 _products       linear layers and matrix products; _bilinear, _experts
 _convolution    convolutions and transposed convolutions
 _embedding      look-ups by integers
