@@ -262,9 +262,11 @@ def telling_states(marks: Marks, hx) -> list[Tensor]:
 
     The layout of others, such as those of the batch before, need not be known.
     """
-    data = marks.data_among(states_of(hx))
-    placed = [(state, _layout(marks, state)) for state in data]
-    return [state for state, own in placed if state.requires_grad or (own and own.axis == 1)]
+    return [
+        state
+        for state in marks.data_among(states_of(hx))
+        if state.requires_grad or ((layout := _layout(marks, state)) and layout.axis == 1)
+    ]
 
 
 def _layout(marks: Marks, tensor: Tensor) -> Examples | None:
