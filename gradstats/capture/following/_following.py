@@ -30,7 +30,6 @@ from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._separable import LOSSES, is_root, is_square, is_sum
 from gradstats.capture.following._slots import follow_slots, settled, slots_of
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._operations import (
     BROADCASTS,
     EXPANDS,
@@ -61,7 +60,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
         return
     if marks.batch_dim and not result.requires_grad and _has_no_axis(marks, call):
         # An axis with the size of the batch need not be that of the examples.
-        marks.mark(result, None, function_name(func) if func is not None else None)
+        marks.mark(result, None, call.name)
         return
     after = _layout_after(marks, call)
     if marks.values.joins and not (result.requires_grad or func in SAME_ROWS):
@@ -94,7 +93,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
             follow_layout(marks, call)
             return
     if after is None:
-        note_lost(marks, result, data, function_name(func) if func is not None else None)
+        note_lost(marks, result, data, call.name)
         if not (result.requires_grad or marks.is_marked(result)) and _is_joint(marks, call):
             marks.values.note(result, joint=True)
     else:

@@ -98,37 +98,43 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     dims = max((item.dim() for item in beside if node_of(item) is None), default=0)
     if any(item.dim() < dims for item in data if item is source or item.requires_grad):
         lost = True  # broadcasting counts axes from the right
-    if func in SHARED_WEIGHT and layout is not None and layout.axis == source.dim() - 1:
+    if layout is None:
+        return _of_unplaced(marks, call, source)
+    if func in SHARED_WEIGHT and layout.axis == source.dim() - 1:
         lost = True  # these operations sum over the last axis
-    noted = marks.is_marked(source)
-    if layout is None and func in EXPANDS and not source.requires_grad:
-        axis = marks.batch_dim - result.dim()
-        given = -axis > source.dim() or source.shape[axis] == 1
-        if given and marks.has_example_axis(result):
-            return UNCHANGED  # each example gets the same given values
-    if layout is None and not (noted or marks.is_lost(source)):
-        told = marks.values.owner_of(source) is not None  # element by element
-        return None if told else UNCHANGED
     after: Examples | Whole | None
-    if lost or layout is None:
+    if lost:
         after = None
     elif func in REINDEXES and constant:
         after = looked_up(call, source, layout)
     else:
         after = follow(call, source, layout)
-    if layout is not None and source.requires_grad:
+    if source.requires_grad:
         note_picked(marks, call, indices, layout, after)
-    if after is not None and after is layout and not noted:
+    if after is layout and not marks.is_marked(source):
         # Shape does not tell of memory that data were written into; nor of packed rows behind an
         # axis of size 1, which may have become as long as the rows.
         tells = layout is marks.contract and not marks.written.storages
         return UNCHANGED if tells or marks.layout_of(result) == layout else after
-    if after is None and layout is not None and is_trusted(func):
+    if after is None and is_trusted(func):
         # The shape still tells if no other axis has the size of the batch.
         alone = marks.is_distinct(source) and marks.is_distinct(result)
         if alone and layout == marks.by_contract(source) and marks.has_example_axis(result):
             return UNCHANGED
     return after
+
+
+def _of_unplaced(marks: Marks, call: Call, source: Tensor) -> Unchanged | None:
+    """Return the layout of a result whose operand has its examples along no known axis."""
+    if call.func in EXPANDS and not source.requires_grad:
+        axis = marks.batch_dim - call.result.dim()
+        given = -axis > source.dim() or source.shape[axis] == 1
+        if given and marks.has_example_axis(call.result):
+            return UNCHANGED  # each example gets the same given values
+    if marks.is_marked(source) or marks.is_lost(source):
+        return None
+    told = marks.values.owner_of(source) is not None  # element by element
+    return None if told else UNCHANGED
 
 
 def _loses(marks: Marks, call: Call, constant: bool) -> bool:

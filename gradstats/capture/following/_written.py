@@ -30,7 +30,6 @@ from gradstats.capture.following._reductions import OVER_AXES
 from gradstats.capture.following._slots import settled
 from gradstats.capture.following._writes import CHANGES, REPLACES, Write
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.operations._operations import MOVES_IN_PLACE, OPAQUE
 from gradstats.capture.parameters._tensors import node_of
@@ -295,10 +294,9 @@ def follow_change(marks: Marks, call: Call) -> None:
             that was changed.
     """
     func, target = call.func, call.result
-    name = None if func is None else function_name(func)
     if func is Tensor.as_strided:
         # It does not show any more where its elements were in memory.
-        marks.place(target, None, name)
+        marks.place(target, None, call.name)
         return
     if not (target.requires_grad or func in OVER_AXES):
         return
@@ -306,13 +304,13 @@ def follow_change(marks: Marks, call: Call) -> None:
     if func in FOLLOWED or type(func) in OPAQUE:
         follow_layout(marks, call)
     else:
-        marks.place(target, None, name)
+        marks.place(target, None, call.name)
     after = marks.owned(target)
     stays = isinstance(after, APART) and not isinstance(after, Scores)
     if target.requires_grad and not (stays and same_layout(before, after)):
         # Other tensors may show its memory.
         _place_base(marks, target, None, moves=True)
-        marks.place(target, after, name)
+        marks.place(target, after, call.name)
 
 
 def follow_move(marks: Marks, func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import argument_of
 
 
@@ -23,6 +24,11 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     data: list[Tensor]
     result: Tensor
+
+    @property
+    def name(self) -> str | None:
+        """The name under which users know the operation; None if the operation is not known."""
+        return None if self.func is None else function_name(self.func)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument given by name or by position, else its default."""
