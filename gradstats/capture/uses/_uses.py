@@ -160,21 +160,25 @@ class Use:
         if torch._C._is_any_autocast_enabled():
             with without_autocast():  # a graph's backward is traced under its forward's autocast
                 return self.take(factors)
-        if self.direct or (len(factors) == 1 and isinstance(factors[0], Fused)):
-            settings = self.settings
-            for root, factor in zip(self.roots, factors, strict=True):
-                if factor is not None and settings.consumer is None and root.has_one_use:
-                    root.expected -= 1
-                    root.finish(
-                        factor.norms
-                        if isinstance(factor, Fused)
-                        else sqnorm([factor], settings.workspace)
-                    )
-                    continue
-                if factor is not None:
-                    root.deliver(_held(factor, root))
-                root.settle()
+        if not (self.direct or (len(factors) == 1 and isinstance(factors[0], Fused))):
+            self._take_pulled_back(factors)
             return
+        settings = self.settings
+        for root, factor in zip(self.roots, factors, strict=True):
+            if factor is not None and settings.consumer is None and root.has_one_use:
+                root.expected -= 1
+                root.finish(
+                    factor.norms
+                    if isinstance(factor, Fused)
+                    else sqnorm([factor], settings.workspace)
+                )
+                continue
+            if factor is not None:
+                root.deliver(_held(factor, root))
+            root.settle()
+
+    def _take_pulled_back(self, factors: Sequence[Factor | Fused | None]) -> None:
+        """Hand the roots the factors of nodes of which some are derived from them, or repeat."""
         for node, factor in zip(self.nodes, factors, strict=True):
             if factor is None:
                 continue
