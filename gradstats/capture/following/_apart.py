@@ -21,7 +21,7 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reductions import OVER_AXES, REDUCES
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.operations._nested import is_among, operands_of
 from gradstats.capture.operations._operations import BROADCASTS, MOVES, RESHAPES, variants
 from gradstats.capture.operations._rowwise import POINTWISE
 
@@ -152,7 +152,7 @@ def mask_keeps_apart(mask_mod, shape: Sequence[int], rows: Examples) -> bool:
 def _from_the_right(marks: Marks, call: Call, place: int) -> Examples | None:
     """Return the layout of an operand of attention, its axis counted from the right."""
     item = call.argument(place, ("query", "key", "value")[place])
-    layout = marks.layout_of(item) if any(item is tensor for tensor in call.data) else None
+    layout = marks.layout_of(item) if is_among(item, call.data) else None
     return layout and layout.along(layout.axis - item.dim())
 
 

@@ -25,7 +25,7 @@ from gradstats.capture.following._reductions import ATTENTION
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._einsum import matrix_product, parse_equation, tensor_product
 from gradstats.capture.operations._formats import BATCH_NORMS
-from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.operations._nested import is_among, operands_of
 from gradstats.capture.operations._operations import (
     ADDED_PRODUCTS,
     BROADCASTS,
@@ -71,9 +71,9 @@ def _of_added_product(marks: Marks, call: Call) -> Layout:
     _, args, _, data, result = call
     # In PyTorch's older signatures the numbers alpha and beta stand between the tensors.
     first, *factors = [item for item in args if isinstance(item, Tensor)]
-    of_data = any(item is tensor for item in factors for tensor in data)
+    of_data = any(is_among(item, data) for item in factors)
     after = _by_matrices(marks, factors, result) if of_data else None
-    if not any(tensor is first for tensor in data):
+    if not is_among(first, data):
         return after
     added = broadcast(marks, [first], result)
     if not of_data:

@@ -30,6 +30,7 @@ from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.following._separable import LOSSES, is_root, is_square, is_sum
 from gradstats.capture.following._slots import follow_slots, settled, slots_of
 from gradstats.capture.operations._call import Call
+from gradstats.capture.operations._nested import is_among
 from gradstats.capture.operations._operations import (
     BROADCASTS,
     EXPANDS,
@@ -128,7 +129,7 @@ def _has_no_axis(marks: Marks, call: Call) -> bool:
     dims = marks.batch_dim
     if result.dim() <= dims:
         return False
-    picks = func in REINDEXES and any(args[0] is item for item in data)
+    picks = func in REINDEXES and is_among(args[0], data)
     in_front = picks or func in IN_FRONT
     for item in data:
         if marks.owned(item) is not None or not (item.dim() <= dims or marks.is_marked(item)):

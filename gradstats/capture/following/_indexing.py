@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradstats.capture.following._examples import Examples, Whole
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._nested import of_numbers
+from gradstats.capture.operations._nested import is_among, of_numbers
 from gradstats.capture.operations._operations import variants
 
 INDEX_SELECT = frozenset(variants("index_select"))
@@ -143,7 +143,7 @@ def places_of_mask(call: Call, mask: Tensor) -> range | None:
     source = call.args[0]
     if call.func is Tensor.__getitem__:
         items = items_of(*call.args)
-        if not any(item is mask for item in items):
+        if not is_among(mask, items):
             return None
         first = axis_of(items, mask)
         return range(first, first + mask.dim())

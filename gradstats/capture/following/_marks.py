@@ -205,6 +205,14 @@ class Marks:
         (layout,) = mark
         return layout if isinstance(layout, Examples) else None
 
+    def layout_of_rows(self, item: Any) -> Examples | None:
+        """Return where the examples lie in an operand; None unless it is data with a known axis.
+
+        None for scores too, which depend on other examples as well.
+        """
+        layout = self.layout_of(item) if self.is_of_data(item) else None
+        return None if isinstance(layout, Scores) else layout
+
     def rows_of_one(self, tensor: Tensor, axis: int) -> Examples | None:
         """Return the layout along ``axis`` of a tensor that belongs to one example; else None."""
         owned = sole_of(self.owned(tensor))

@@ -36,6 +36,7 @@ from gradstats.capture.following._slots import placed, slots_of
 from gradstats.capture.following._taken import without_given
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._einsum import Equation
+from gradstats.capture.operations._nested import is_among
 from gradstats.capture.operations._operations import TRANSPOSED_CONVOLUTIONS
 
 
@@ -80,7 +81,7 @@ def contraction(
     indices = set()
     data = without_given(marks, marks.data_among(operands))
     for at, tensor in enumerate(operands):
-        if not any(tensor is item for item in data):
+        if not is_among(tensor, data):
             continue
         layout = marks.layout_of(tensor)
         if isinstance(layout, Scores):
@@ -205,8 +206,8 @@ def _of_weighted_sums(
         return None
     (at,) = trained
     rows, weights, kept_at = operands[at], operands[1 - at], places[1 - at]
-    layout = marks.layout_of(rows) if marks.is_of_data(rows) else None
-    if layout is None or isinstance(layout, Scores):
+    layout = marks.layout_of_rows(rows)
+    if layout is None:
         return None
     several = [axis for axis, size in enumerate(weights.shape) if size > 1]
     sums = sorted((a for a in several if kept_at[a] >= 0), key=kept_at.__getitem__)
@@ -267,8 +268,8 @@ def _of_slots(
     at = 0 if found[1] is None else 1
     owner, weights = found[at], operands[1 - at]
     assert owner is not None
-    own = marks.layout_of(weights) if marks.is_of_data(weights) else None
-    if own is None or isinstance(own, Scores):
+    own = marks.layout_of_rows(weights)
+    if own is None:
         return None
     of_slots, of_weights = places[at], places[1 - at]
     kept, axes = of_weights[own.axis], axes_of(owner)

@@ -25,7 +25,7 @@ from gradstats.capture.following._layout import FOLLOWED, SHARED, follow, is_sha
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.operations._call import Call
-from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.operations._nested import is_among, operands_of
 from gradstats.capture.operations._operations import (
     EXPANDS,
     LOOKS_AT_FIRST,
@@ -85,7 +85,7 @@ def is_padding(marks: Marks, item: Tensor) -> bool:
 def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     """Return the layout of a result whose examples lie as those of one operand do."""
     func, args, kwargs, data, result = call
-    constant = not args or not any(tensor is args[0] for tensor in data)
+    constant = not args or not is_among(args[0], data)
     lost = _loses(marks, call, constant)
     indices: list[Tensor] = []
     if func in REINDEXES and not constant:

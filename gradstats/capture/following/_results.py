@@ -25,7 +25,7 @@ from gradstats.capture.following._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, 
 from gradstats.capture.following._written import Change, follow_change, follow_move, follow_write
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._nested import flatten, operands_of, tensors_in
+from gradstats.capture.operations._nested import flatten, is_among, operands_of, tensors_in
 from gradstats.capture.operations._operations import (
     BLANKS,
     CALLERS_VALUES,
@@ -192,7 +192,7 @@ def _follow_data(
                 marks.place(tensor, placed, function_name(func) if placed is None else None)
     else:
         for tensor in tensors:
-            if not any(tensor is item for item in data):
+            if not is_among(tensor, data):
                 follow_layout(marks, Call(func, args, kwargs, data, tensor))
     blank = func in BLANKS or all([is_padding(marks, tensor) for tensor in data])
     times_zero = func in MULTIPLIES and not data[0].requires_grad and _has_zero(args)

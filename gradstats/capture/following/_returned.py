@@ -21,7 +21,13 @@ from gradstats.capture.following._slots import ELEMENT_BY_ELEMENT, REARRANGES
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._graph import nodes_behind
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._nested import argument_of, flatten, operands_of, tensors_in
+from gradstats.capture.operations._nested import (
+    argument_of,
+    flatten,
+    is_among,
+    operands_of,
+    tensors_in,
+)
 from gradstats.capture.operations._operations import JOINS
 from gradstats.capture.parameters._nodes import same_form
 from gradstats.capture.parameters._tensors import node_of
@@ -77,7 +83,7 @@ class Functions:
             if inside and trained and len(given) == len(operands):
                 _check_inside(self._marks, function, (*operands, *results), inside)
             for tensor in results:
-                if not any(tensor is item for item in given):
+                if not is_among(tensor, given):
                     # The id alone may be that of a tensor that has been freed since.
                     found = seen.get(id(tensor))
                     was_seen = found is not None and found() is tensor
@@ -159,7 +165,7 @@ def _note_returned(
     if tensor.requires_grad and not same and _has_others(marks, trained):
         note_lost(marks, tensor, trained, function_name(function))
         return
-    if base is not None and any(item is base for item in given) and same_form(tensor, base):
+    if base is not None and is_among(base, given) and same_form(tensor, base):
         marks.place_like(tensor, base)  # an operand that is returned as it is
         return
     lost = tensor.requires_grad and marks.owned(tensor) is None

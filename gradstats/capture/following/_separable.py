@@ -20,6 +20,7 @@ from gradstats.capture.following._marks import Marks
 from gradstats.capture.following._reindexed import PICKS
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._graph import nodes_behind
+from gradstats.capture.operations._nested import is_among
 from gradstats.capture.operations._operations import (
     ADDED_PRODUCTS,
     ADDS,
@@ -158,7 +159,7 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     additive = [marks.is_additive(tensor, writes=int(tensor is result)) for tensor in trained]
     if not trained or not all(additive):
         return None
-    if func in WEIGHTED and any(each is call.argument(*WEIGHT) for each in trained):
+    if func in WEIGHTED and is_among(call.argument(*WEIGHT), trained):
         if not (all(apart) and _adds_errors(call)):
             return False
     if func in KEEPS_SUMS:
@@ -173,7 +174,7 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
         return True
     if real and func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
         return True
-    if func in BETWEEN and not any(each is call.argument(2, "weight") for each in trained):
+    if func in BETWEEN and not is_among(call.argument(2, "weight"), trained):
         return True
     if len(trained) == 1:
         divided = func in DIVISORS and trained[0] is not call.argument(*DIVISORS[func])

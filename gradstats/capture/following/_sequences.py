@@ -22,7 +22,6 @@ from gradstats._compiler import is_compiling
 from gradstats.capture.following._apart import mask_keeps_apart
 from gradstats.capture.following._examples import (
     Examples,
-    Scores,
     Whole,
     same_rows,
     sole_of,
@@ -140,7 +139,7 @@ def _of_recurrent_layer(marks: Marks, args, kwargs, results) -> Layouts:
             return lost
     if of_steps is None:
         return lost
-    output = _layout(marks, source) if packed else of_steps.along(axis)
+    output = marks.layout_of_rows(source) if packed else of_steps.along(axis)
     return [output, *[of_steps.along(1)] * (len(results) - 1)]
 
 
@@ -150,7 +149,7 @@ def _of_sort(position: int) -> Callable[..., Layouts]:
     def rule(marks: Marks, args, kwargs, results) -> Layouts:
         """Where the examples lie after elements of several were sorted."""
         source = args[0]
-        layout = _layout(marks, source)
+        layout = marks.layout_of_rows(source)
         if layout is None or is_compiling() or not source.numel():
             return None
         axis = argument_of(args, kwargs, position, "dim", -1) % source.dim()
@@ -166,7 +165,7 @@ def _of_sort(position: int) -> Callable[..., Layouts]:
 
 def _of_nonzero(marks: Marks, args, kwargs, results) -> Layouts:
     """Each place that is found belongs to the example in whose row it lies."""
-    layout = _layout(marks, args[0])
+    layout = marks.layout_of_rows(args[0])
     if layout is None or is_compiling():
         return [None] * len(results)
     single = results[0].dim() > 1  # places, or their numbers along each axis
@@ -177,7 +176,7 @@ def _of_nonzero(marks: Marks, args, kwargs, results) -> Layouts:
 def _of_unique(marks: Marks, args, kwargs, results) -> Layouts:
     """Distinct values may be those of several examples; only their inverse has rows of each."""
     found: list[Examples | None] = [None] * len(results)
-    layout, dim = _layout(marks, args[0]), kwargs.get("dim")
+    layout, dim = marks.layout_of_rows(args[0]), kwargs.get("dim")
     if layout is not None and kwargs.get("return_inverse"):
         if dim is None:
             found[1] = layout
@@ -209,7 +208,7 @@ def layout_of_bags(
         for rows in marks.data_among((ids, shares))
         if rows.requires_grad or marks.packed or marks.is_marked(rows)
     ]
-    found = [layout and layout.in_pieces(starts) for layout in map(partial(_layout, marks), tell)]
+    found = [layout and layout.in_pieces(starts) for layout in map(marks.layout_of_rows, tell)]
     if not found:
         return marks.layout_of(starts)
     first = found[0]
@@ -220,7 +219,7 @@ def layout_of_bags(
 def packed_places(marks: Marks, rows: Tensor, batch_sizes: Tensor) -> Examples | None:
     """Return the layout of the places of a step of packed rows, along axis 0; None if not known."""
     sizes = batch_sizes.tolist()
-    layout = _layout(marks, rows) or marks.rows_of_one(rows, 0)
+    layout = marks.layout_of_rows(rows) or marks.rows_of_one(rows, 0)
     if layout is None or layout.axis != 0:
         return None
     owner = layout.owner(rows.device)
@@ -242,7 +241,7 @@ def _lie_beside(
     if not trained or marks.batch_size == 1:
         return True
     for name, item in trained:
-        layout = _layout(marks, item)
+        layout = marks.layout_of_rows(item)
         rows_first = PADDING_MASK if item.dim() == 2 else FOR_EACH_HEAD
         if common is None or layout is None or layout.axis != 0 or name not in rows_first:
             return False
@@ -265,21 +264,15 @@ def telling_states(marks: Marks, hx) -> list[Tensor]:
     return [
         state
         for state in marks.data_among(states_of(hx))
-        if state.requires_grad or ((layout := _layout(marks, state)) and layout.axis == 1)
+        if state.requires_grad or ((layout := marks.layout_of_rows(state)) and layout.axis == 1)
     ]
-
-
-def _layout(marks: Marks, tensor: Tensor) -> Examples | None:
-    layout = marks.layout_of(tensor) if marks.is_of_data(tensor) else None
-    # Scores depend on other examples too.
-    return None if isinstance(layout, Scores) else layout
 
 
 def _common_along(marks: Marks, tensors: Sequence[Tensor], axis: int) -> Examples | None:
     """Return the layout of the data among tensors, if it is the same in all, along ``axis``."""
     data = marks.data_among(tensors)
     # Data without a gradient may be of other examples: gradients are those of trained values.
-    found = [_layout(marks, item) for item in data if item is data[0] or item.requires_grad]
+    found = [marks.layout_of_rows(item) for item in data if item is data[0] or item.requires_grad]
     first = found[0] if found else None
     common = first is not None and all(
         each and each.axis == axis and same_rows(first, each) for each in found

@@ -15,7 +15,7 @@ from gradstats.capture.following._enclosed import EnclosedTensors, buffers_besid
 from gradstats.capture.following._examples import Whole
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._nested import rebuild, tensors_in
+from gradstats.capture.operations._nested import is_among, rebuild, tensors_in
 from gradstats.capture.operations._operations import (
     CONVOLUTIONS,
     GIVEN_VALUES,
@@ -149,7 +149,7 @@ def as_constants(marks: Marks, data: Sequence[Tensor], items):
     """Return operands with constants in the place of ``data``, which are left as they are."""
 
     def constant(item):
-        if not any(item is tensor for tensor in data):
+        if not is_among(item, data):
             return item
         # If values were drawn into a buffer, all that shares its memory is data, views too.
         written = marks.written.storages and item in marks.written

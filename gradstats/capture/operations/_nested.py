@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -58,6 +58,11 @@ def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         elif isinstance(item, NESTS):
             found += [leaf for leaf in flatten(item) if isinstance(leaf, Tensor)]
     return found
+
+
+def is_among(item: Any, items: Iterable[Any]) -> bool:
+    """Whether an item is one of several objects; equal ones, as tensors compare, do not count."""
+    return id(item) in map(id, items)
 
 
 def argument_of(

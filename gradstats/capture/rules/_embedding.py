@@ -16,7 +16,7 @@ from gradstats._factors import Lookup, Rows, cast, compute_dtype, embedding_rows
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.following._indexing import axis_of, found_at, items_of
 from gradstats.capture.following._sequences import layout_of_bags, starts_of_bags
-from gradstats.capture.operations._nested import operands_of
+from gradstats.capture.operations._nested import is_among, operands_of
 from gradstats.capture.parameters._derived import derive
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._refusals import refuse
@@ -274,7 +274,7 @@ def _as_index(tracker: Context, item, given: Sequence[Tensor]):
     """Return an item of an index; integers and lists as tensors, which are marked constant."""
     if type(item) is int:
         item = torch.tensor(item)
-    if isinstance(item, Tensor) and not any(item is index for index in given):
+    if isinstance(item, Tensor) and not is_among(item, given):
         item = item.to(given[0].device)
         tracker.marks.mark_constant(item)
     return item
