@@ -48,10 +48,18 @@ def _with_adapters(model: Any, weights: dict[str, Any], peft: Any) -> dict[str, 
     adapters = {own_names[name]: value for name, value in weights.items() if name in saved}
     # Embeddings below adapters are saved with them, under the model's names.
     below = {name: value for name, value in weights.items() if name not in saved}
-    trained = {name for name, each in model.named_parameters() if each.requires_grad}
-    if not (own_names.keys() <= weights.keys() and below.keys() <= state.keys() - adapters.keys()):
+    named = [*model.named_parameters(remove_duplicate=False)]
+    loaded = {id(each) for name, each in named if name in adapters}
+    if (
+        not own_names.keys() <= weights.keys()
+        or not below.keys() <= state.keys() - adapters.keys()
+        or not adapters.keys() <= state.keys()
+        or any(each.requires_grad and id(each) not in loaded for _, each in named)
+    ):
         return None
-    return {**state, **below, **adapters} if trained <= adapters.keys() <= state.keys() else None
+    # Tied adapters are saved once; the model's values under other names are those of before.
+    tied = {name for name, each in named if id(each) in loaded} - adapters.keys()
+    return {name: value for name, value in state.items() if name not in tied} | below | adapters
 
 
 def _loaded(model: Any, weights: dict[str, Any], logging: Any) -> dict[str, Any] | None:

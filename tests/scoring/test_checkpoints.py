@@ -904,6 +904,45 @@ def test_prompts_that_peft_saved(tmp_path, kind):
         np.testing.assert_allclose(measured, total, rtol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, which peft calls
+@pytest.mark.parametrize("kind", ["tokens", "vectors"])
+def test_tied_adapters_that_peft_saved(tmp_path, kind):
+    """Under one of their names: tokens beside an output layer that is tied, or shared vectors."""
+    peft = pytest.importorskip("peft")
+    config = {
+        "tokens": peft.LoraConfig(
+            r=2, target_modules=["c_attn"], fan_in_fan_out=True, trainable_token_indices=[3, 7]
+        ),
+        "vectors": peft.VBLoRAConfig(
+            r=2, num_vectors=8, vector_length=4, target_modules=["c_attn"], fan_in_fan_out=True
+        ),
+    }[kind]
+    model = peft.get_peft_model(gpt2(), config).double().eval()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    files, states = [], []
+    for number in range(2):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, std=0.3)
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        model.save_pretrained(tmp_path / str(number), save_embedding_layers=False)
+        files.append(tmp_path / str(number) / "adapter_model.safetensors")
+    model.load_state_dict(whole)
+
+    def losses(model, batch):
+        logits = model(input_ids=batch).logits[:, :-1]
+        return functional.cross_entropy(logits.mT, batch[:, 1:], reduction="none").mean(1)
+
+    tokens = torch.randint(10, (4, 6))
+    table = gs.self_influence(
+        model, [tokens], losses, gs.Checkpoints(files, lr=[0.5, 0.1]), progress=False
+    )
+    for state, measured in zip(states, table.sqnorm, strict=True):
+        model.load_state_dict(state)
+        total = sum(oracle_sqnorms(model, tokens, losses).values())
+        np.testing.assert_allclose(measured, total, rtol=1e-7)
+
+
 def test_adapters_for_a_model_without_them(setting, tmp_path):
     """The model below is passed, where that of peft was trained."""
     peft = pytest.importorskip("peft")
