@@ -1,5 +1,6 @@
 """Losses that depend on several examples have no per-example gradients, and are refused."""
 
+import math
 from functools import partial
 
 import pytest
@@ -552,6 +553,11 @@ NO_SUMS = {
     ).square(),
     "squared derivative by one scale": lambda h: by_scale(h.sin()).square(),
     "distance": lambda h: torch.dist(h, h.detach() + 1),
+    "squared distance of mirrored rows": lambda h: torch.dist(h, h.flip(0)) ** 2,
+    "squared distance of means": lambda h: torch.dist(h.mean(0), ONES[0]) ** 2,
+    "square of a norm of order 3": lambda h: h.norm(p=3) ** 2,
+    "square of the largest sum of a column": lambda h: torch.linalg.norm(h, ord=1) ** 2,
+    "square of a trace": lambda h: torch.trace(h.T @ ONES) ** 2,
     "squares of each and the mean": lambda h: torch.cat([h, h.mean(0)[None]]).square().sum(),
     "a root by an operator of torch.ops": lambda h: torch.ops.aten.sqrt(h.square().mean()),
     "what an operator of torch.ops sums": lambda h: torch.ops.aten.logsumexp(h, [0]),
@@ -1263,7 +1269,18 @@ SUMS = {
         lambda h: functional.l1_loss(h.mean(0), ONES[0], reduction="sum"),
         lambda h, i, given: h * (given.mean(0) - 1).sign() / BATCH,
     ),
-    "norm of order 1": (lambda h: h.norm(p=1) / 3, lambda h, i, given: h.abs() / 3),
+    "norms of order 1": (
+        lambda h: (
+            h.norm(p=1) / 3
+            + torch.linalg.norm(h.flatten(), ord=1)
+            + torch.dist(h, h.detach().sin(), 1)
+            + torch.linalg.norm(h, ord=math.inf)
+        ),
+        lambda h, i, given: (
+            h.abs() * (4 / 3 + int(given.abs().sum(1).argmax() == i))
+            + h * (given[i] - given[i].sin()).sign()
+        ),
+    ),
     "the largest": (
         lambda h: h.mean(0).topk(2).values.sum(),
         lambda h, i, given: h[:, given.mean(0).topk(2).indices] / BATCH,
@@ -1281,6 +1298,18 @@ SUMS = {
             + torch.norm(h, dim=0).pow(2).sum()
         ),
         lambda h, i, given: 4 * h.square() + h.sum(1, keepdim=True).square() / WIDTH,
+    ),
+    "powers of norms": (
+        lambda h: (
+            torch.linalg.vector_norm(h, 3) ** 3
+            + torch.dist(h, ONES) ** 2 / 2
+            + torch.dist(h, h.sin(), p=4).pow(4)
+        ),
+        lambda h, i, given: h.abs() ** 3 + (h - 1).square() / 2 + (h - h.sin()) ** 4,
+    ),
+    "traces": (
+        lambda h: torch.trace(h.T @ ONES) + (h.exp() @ h.detach().T).trace(),
+        lambda h, i, given: h + h.exp() * given[i],
     ),
     "square of a root": (
         lambda h: h.square().mean().sqrt().pow(2) / 2,

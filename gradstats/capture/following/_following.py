@@ -27,7 +27,7 @@ from gradstats.capture.following._operands import (
 )
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
 from gradstats.capture.following._reindexed import REINDEXES
-from gradstats.capture.following._separable import LOSSES, is_root, is_square, is_sum
+from gradstats.capture.following._separable import LOSSES, is_sum, power_of, root_of
 from gradstats.capture.following._slots import follow_slots, settled, slots_of
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import is_among
@@ -148,9 +148,9 @@ def _note_sum(marks: Marks, call: Call, after: Layout) -> None:
     elif sums is False and after is MIXED:
         if not meetings.is_coupled(result):
             meetings.couple(result, NO_SUM)
-        if is_root(marks, call):
-            meetings.roots_of_sums.add(result.grad_fn)
-    elif behind in meetings.roots_of_sums and is_square(call):
+        if (order := root_of(marks, call)) is not None:
+            meetings.roots_of_sums[result.grad_fn] = order
+    elif behind in meetings.roots_of_sums and power_of(call) == meetings.roots_of_sums[behind]:
         marks.values.note(result, sum=True)
         meetings.added[behind] = meetings.coupled.pop(behind, NO_SUM)
 

@@ -32,8 +32,8 @@ class Meetings:
             depend on them.
         added: nodes that add values of several examples, or such sums, each with a description; a
             loss over all examples may depend on them, but not a loss of one.
-        roots_of_sums: nodes that compute the square root of such a sum; a loss over all examples
-            may depend on its square, but not on the root itself.
+        roots_of_sums: nodes that compute a root of such a sum, each with which one; a loss over all
+            examples may depend on this power of it, but not on the root itself.
         weighed: nodes in which values of other examples meet trained weights that are zero; a loss
             may depend on these nodes, but not on a derivative of them.
         beside: nodes of operations that combine each row of constants with the row of the example
@@ -49,7 +49,7 @@ class Meetings:
         self._batch_size = batch_size
         self.coupled: dict[Any, str] = {}
         self.added: dict[Any, str] = {}
-        self.roots_of_sums: set[Any] = set()
+        self.roots_of_sums: dict[Any, float] = {}
         self.weighed: set[Any] = set()
         self.beside: dict[Any, bool] = {}
         self.crossed: list[GraphNode | None] = []

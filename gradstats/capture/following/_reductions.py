@@ -27,10 +27,10 @@ REDUCES: dict[Any, int] = {
         1,
     ),
     **dict.fromkeys(variants("norm"), 2),
-    torch.linalg.vector_norm: 2,
+    **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm), 2),
     torch.special.logsumexp: 1,
     torch.frobenius_norm: 1,
-    **dict.fromkeys(variants("aminmax", "dist"), KEYWORD),
+    **dict.fromkeys(variants("aminmax", "dist", "trace"), KEYWORD),
 }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ OVER_MATRICES = frozenset(
 ).union(
     variants(
         "cholesky", "det", "inverse", "logdet", "lu", "matrix_exp", "matrix_power", "pinverse",
-        "qr", "slogdet", "svd", "trace", "cholesky_inverse",
+        "qr", "slogdet", "svd", "cholesky_inverse",
     )
 )  # fmt: skip
 
@@ -124,7 +124,7 @@ OVER_AXES: dict[Any, tuple[int, int | tuple[int, ...] | None]] = {
         (1, None),
     ),
     **dict.fromkeys(variants("mode"), (1, -1)),
-    **dict.fromkeys([torch.linalg.norm, *variants("cross"), *QUANTILES], (2, None)),
+    **dict.fromkeys([*variants("cross"), *QUANTILES], (2, None)),
     **dict.fromkeys([functional.normalize, functional.cosine_similarity], (2, 1)),
     **dict.fromkeys(variants("diff", "kthvalue"), (2, -1)),
     torch.linalg.matrix_norm: (2, (-2, -1)),

@@ -8,6 +8,7 @@ such as the root of a mean, does.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,11 +66,12 @@ PIECEWISE_LINEAR = CHOOSES | frozenset(
     ]
 )  # fmt: skip
 
-# Norms, with the name of their order. Those of order 1 and infinity of real numbers are piecewise
-# linear; those of order 2 are roots of sums.
+# Norms, also of a difference, with the position and the name of their order. Those of order 1 and
+# infinity of real numbers are piecewise linear; those of another order are roots of sums.
 NORMS = {
-    **dict.fromkeys(variants("norm"), "p"),
-    **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm), "ord"),
+    **dict.fromkeys(variants("norm"), (1, "p")),
+    **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm), (1, "ord")),
+    **dict.fromkeys(variants("dist"), (2, "p")),
 }
 ROOTS, SQUARES = frozenset(variants("sqrt")), frozenset(variants("square"))
 POWERS = frozenset([*variants("pow"), Tensor.__pow__])
@@ -172,8 +174,8 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     real = not any(tensor.is_complex() for tensor in trained)
     if real and func in PIECEWISE_LINEAR and not any(apart):
         return True
-    if real and func in NORMS and call.argument(1, NORMS[func]) in (1, math.inf):
-        return True
+    if func in NORMS:
+        return real and _order_of(call) in (1, math.inf) and _lie_side_by_side(marks, operands)
     if func in BETWEEN and not is_among(call.argument(2, "weight"), trained):
         return True
     if len(trained) == 1:
@@ -183,9 +185,14 @@ def is_sum(marks: Marks, call: Call) -> bool | None:
     if all(apart) and func in LINEAR_IN_EACH and marks.owned(result) is MIXED:
         return not marks.meetings.is_coupled(result)
     # Each row then meets rows of its own example alone.
-    together = all(apart) and all(same_layout(placed[0], each) for each in placed)
-    aligned = together and len({tensor.dim() for tensor in trained}) == 1
-    return aligned and func in JOINS_EXAMPLES
+    return func in JOINS_EXAMPLES and all(apart) and _lie_side_by_side(marks, trained)
+
+
+def _lie_side_by_side(marks: Marks, tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors have as many axes, and their examples in the same places, if any."""
+    placed = [owned for owned in map(marks.owned, tensors) if owned is not None]
+    together = all(same_layout(placed[0], each) for each in placed)
+    return together and len({tensor.dim() for tensor in tensors}) == 1
 
 
 def _adds_errors(call: Call) -> bool:
@@ -197,20 +204,30 @@ def _adds_errors(call: Call) -> bool:
     return average is False
 
 
-def is_root(marks: Marks, call: Call) -> bool:
-    """Whether an operation takes the root of a sum over examples, as norms do of squares."""
+def root_of(marks: Marks, call: Call) -> float | None:
+    """Return which root of a sum over examples an operation takes, as norms do; None if none."""
     operand = call.data[0]
     if call.func in ROOTS:
-        return marks.values.is_sum(operand)
-    if call.func not in NORMS or not isinstance(marks.owned(operand), Examples):
-        return False
-    order = call.argument(1, NORMS[call.func])
-    return order in (None, "fro") or (order == 2 and not _is_spectral(call))
+        return 2 if marks.values.is_sum(operand) else None
+    trained = [tensor for tensor in call.data if tensor.requires_grad]
+    if call.func not in NORMS or _is_of_matrices(call):
+        return None
+    if not all([isinstance(marks.owned(tensor), Examples) for tensor in trained]):
+        return None
+    return _order_of(call) if _lie_side_by_side(marks, call.data) else None
 
 
-def _is_spectral(call: Call) -> bool:
-    """Whether a norm of order 2 is that of matrices, which is their largest singular value."""
-    if call.func is not torch.linalg.norm:
+def _order_of(call: Call) -> float:
+    """Return the order of a norm; NaN for those with another name than the Frobenius norm."""
+    order = call.argument(*NORMS[call.func])
+    if order in (None, "fro"):
+        return 2
+    return order if isinstance(order, (int, float)) else math.nan
+
+
+def _is_of_matrices(call: Call) -> bool:
+    """Whether a norm with a number for its order is that of matrices, as of singular values."""
+    if call.func is not torch.linalg.norm or call.argument(1, "ord") in (None, "fro"):
         return False
     axes = call.argument(2, "dim")
     if axes is None:
@@ -218,9 +235,9 @@ def _is_spectral(call: Call) -> bool:
     return isinstance(axes, (tuple, list)) and len(axes) == 2
 
 
-def is_square(call: Call) -> bool:
-    """Whether an operation squares its operand."""
-    return call.func in SQUARES or exponent_of(call) == 2
+def power_of(call: Call) -> float | None:
+    """Return the number to whose power an operation raises its operand; None for others."""
+    return 2 if call.func in SQUARES else exponent_of(call)
 
 
 def exponent_of(call: Call) -> float | None:
