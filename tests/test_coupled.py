@@ -960,6 +960,17 @@ def test_numbers_of_one_for_each_example_expanded_in_front():
         torch.testing.assert_close(tracker.stats.sqnorm[i], own.square().sum(), rtol=1e-9, atol=0)
 
 
+def test_a_number_expanded_to_fewer_axes_than_the_examples_are_along():
+    model, x = nn.Linear(WIDTH, WIDTH).double(), torch.randn(2, BATCH, WIDTH).double()
+
+    def losses(model, x):
+        return model(x * x.std().expand(BATCH)[:, None]).square().mean((0, 2))
+
+    with gs.track(model, batch_size=BATCH, batch_dim=1) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_on_the_batch(model, x, losses), rtol=1e-10)
+
+
 # What meets inputs x (B, T, d) after rows were taken for those of positions, but not in the graph.
 HIDDEN = {
     "written through a view": lambda x, rows: [

@@ -128,8 +128,8 @@ def _of_unplaced(marks: Marks, call: Call, source: Tensor) -> Unchanged | None:
     """Return the layout of a result whose operand has its examples along no known axis."""
     if call.func in EXPANDS and not source.requires_grad:
         axis = marks.batch_dim - call.result.dim()
-        given = -axis > source.dim() or source.shape[axis] == 1
-        if given and marks.has_example_axis(call.result):
+        reached = marks.has_example_axis(call.result)
+        if reached and (-axis > source.dim() or source.shape[axis] == 1):
             return UNCHANGED  # each example gets the same given values
     if marks.is_marked(source) or marks.is_lost(source):
         return None
