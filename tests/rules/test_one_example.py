@@ -397,6 +397,25 @@ def test_constants_of_the_form_of_another_example_under_one_loss(form, constant,
     assert_sqnorms(tracker.stats, oracle_on_the_batch(model, x, losses), rtol=1e-8)
 
 
+@pytest.mark.parametrize("batch", [2, 3])
+def test_constants_before_the_rows_of_each_example(batch):
+    """Of two examples, such a row of the first's form may be in the first one's place instead."""
+    model, x = nn.Linear(WIDTH, 2).double(), torch.randn(batch, POSITIONS, WIDTH).double()
+
+    def losses(model, x):
+        first = torch.ones_like(x[0, :1])
+        return torch.stack([model(torch.cat([first, row])).exp().mean() for row in x])
+
+    def of_one_loss():
+        with gs.track(model, batch_size=batch) as tracker:
+            losses(model, x).mean().backward()
+        return tracker.stats
+
+    assert are_right(of_one_loss, oracle_sqnorms(model, x, losses), "ones") == (batch > 2)
+    model.zero_grad()
+    check_model(model, x, losses)
+
+
 # Operations that take for rows what are positions of the only example, or its features.
 ON_OTHER_AXES = {
     "linear": (lambda m, x: m.linear(x.mT[0, :, :1]), {"linear": nn.Linear(1, 2)}),

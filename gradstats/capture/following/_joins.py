@@ -53,7 +53,10 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
     one = sole_example(marks, call.data)
     fills = [pads or owned is None for pads, owned in zip(padding, owners, strict=True)]
     if _are_in_place(marks, owners, fills):
-        if one is None or _are_in_place(marks, owners, [owned is None for owned in owners]):
+        # Several forms show that each is an example's own; a single one may be that of the first.
+        own = _are_in_place(marks, owners, [owned is None for owned in owners])
+        pads = [owned for owned, pads in zip(owners, padding, strict=True) if pads]
+        if one is None or (own and pads != [Whole(0)]):
             # What is in an example's place is its, whatever its form.
             places: list[Layout] = [Whole(place) for place in range(marks.batch_size)]
             return _side_by_side(marks, tensors, places, dim, stacked=stacked)
