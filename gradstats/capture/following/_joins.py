@@ -55,8 +55,8 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
     if _are_in_place(marks, owners, fills):
         # Several forms show that each is an example's own; a single one may be that of the first.
         own = _are_in_place(marks, owners, [owned is None for owned in owners])
-        pads = [owned for owned, pads in zip(owners, padding, strict=True) if pads]
-        if one is None or (own and pads != [Whole(0)]):
+        forms = [owned for owned, pads in zip(owners, padding, strict=True) if pads]
+        if one is None or (own and forms != [Whole(0)]):
             # What is in an example's place is its, whatever its form.
             places: list[Layout] = [Whole(place) for place in range(marks.batch_size)]
             return _side_by_side(marks, tensors, places, dim, stacked=stacked)
