@@ -321,6 +321,25 @@ def hooked(m, x):
     return squares(grad(run)(x))
 
 
+def hooked_on_a_node(m, x):
+    def run(v):
+        h = m[0](v)
+        h.grad_fn.register_prehook(lambda gradients: (gradients[0] / 2,))
+        return m[1:](h).sum()
+
+    return squares(grad(run)(x))
+
+
+def hooked_on_slices(m, x):
+    def run(v):
+        h = m(v)
+        if h.requires_grad:  # under torch.vmap, PyTorch says that it does not
+            h.register_hook(lambda gradient: gradient / 2)
+        return h
+
+    return squares(torch.vmap(run)(x))
+
+
 def changing(m, x):
     return squares(jvp(lambda v: v.mul_(2).square(), (m(x),), (m(x).detach(),))[1])
 
@@ -334,6 +353,8 @@ def without_recording(m, x):
 REFUSED = {
     "inference mode": (without_recording, "torch.inference_mode.*torch.no_grad"),
     "hook": (hooked, "without hooks"),
+    "hook on a node": (hooked_on_a_node, "without hooks"),
+    "hook on slices": (hooked_on_slices, "without hooks"),
     "change in place": (changing, "in place.*clone"),
     "by weights": (
         lambda m, x: (

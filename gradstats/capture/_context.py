@@ -46,6 +46,7 @@ class Context:
             tracked tensor's place; a use that was not seen has an edge to such a node.
         visible: derived tensors that the user's code may still hold.
         shows_graph: whether the user's code has asked for autograd nodes, and may have set hooks.
+        transformed_nodes: those of functions under transforms; see ``hook_in_transform``.
         trains: whether gradients of parameters are formed, for training or for such hooks.
         renumbered: (autograd node, index of the result) of each tensor that was given other values
             through ``.data`` → the sequence number of the first node made afterwards.
@@ -104,6 +105,7 @@ class Context:
         self.shown: dict[GraphNode | None, Derived | Root] = {}
         self.visible: dict[Derived, None] = {}
         self.renumbered: dict[tuple[GraphNode, int], int] = {}
+        self.transformed_nodes: list[GraphNode] = []
         self.together = Together(settings)
 
     def registered(self, func) -> Grafted | None:

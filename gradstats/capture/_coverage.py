@@ -21,9 +21,10 @@ from gradstats.capture.operations._graph import (
     nodes_behind,
 )
 from gradstats.capture.parameters._derivation import Derived
+from gradstats.capture.parameters._differentiated import hook_in_transform
 from gradstats.capture.parameters._nodes import Node, Root
 from gradstats.capture.parameters._tensors import node_of
-from gradstats.capture.parameters._watched import Watched, watch_derived
+from gradstats.capture.parameters._watched import Watched, has_hooks, watch_derived
 from gradstats.capture.uses._hooked import KINDS, Hooked, hooked_on, use_at
 from gradstats.capture.uses._uses import Use, given_others
 from gradstats.errors import ExampleAxisError, TrackingError, UnsupportedOperationError
@@ -83,6 +84,9 @@ def _watch_hooks(tracker: Context, nodes: set[GraphNode], reporting: list[GraphN
     Returns:
         Whether any hook might.
     """
+    for node in tracker.transformed_nodes:
+        if has_hooks(node, set_by_context=hooked_on(node) is not None):
+            raise hook_in_transform()
     uses = {node: use for node in reporting if (use := use_at(node)) is not None}
     of_graphs = tracker.reports.of_graphs
     graphs = {

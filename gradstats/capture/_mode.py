@@ -188,10 +188,13 @@ class FollowingMode(ContextMode):
 
     def _grad_fn(self, tensor) -> Any:
         """Return the autograd node of a tensor, derived ones included: module hooks need it."""
-        self.tracker.shows_graph = True
-        node = node_of(tensor)
+        tracker, node = self.tracker, node_of(tensor)
+        tracker.shows_graph = True
         with torch._C.DisableTorchFunctionSubclass():
-            return (node.value if isinstance(node, Derived) else tensor).grad_fn
+            shown = (node.value if isinstance(node, Derived) else tensor).grad_fn
+        if shown is not None and (tracker.transformed or tracker.slicewise):
+            tracker.transformed_nodes.append(shown)
+        return shown
 
     def _reduce(self, tensor, protocol) -> Any:
         """Return what pickle and copy need of a tensor, without the notes on it."""

@@ -108,10 +108,11 @@ def run_unseen(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     modes = modes_here()
     with without_contexts(), torch._C.DisableTorchFunctionSubclass(), _unpacking_seen(modes):
         result = function(*args)
-    for item in tensors_in(result):
-        if item.grad_fn is not None:
-            item.grad_fn.register_prehook(_unseen_in_backward)
-            break  # all results have the same node
+    with torch._C.DisableTorchFunction():  # the mode would take this for the user's
+        for item in tensors_in(result):
+            if item.grad_fn is not None:
+                item.grad_fn.register_prehook(_unseen_in_backward)
+                break  # all results have the same node
     return result
 
 

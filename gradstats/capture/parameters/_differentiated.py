@@ -288,13 +288,24 @@ class AlongTangents(TorchFunctionMode):
 
 def check_hook(tracker: Context, tensor: Tensor) -> None:
     """Refuse a hook on a derived tensor, or one that the losses' backward would run as well."""
-    if tracker.transformed:
-        raise UnsupportedOperationError(
-            "a hook was set on a tensor inside a function under a torch.func transform (grad, vjp, "
-            "jvp, jacrev …). PyTorch runs it for the transform alone, but here it would change the "
-            "gradients of the losses too. Expected a function without hooks."
-        )
+    check_hooks(tracker)
     refuse_on_derived(Tensor.register_hook, tensor, HOOK_ELSEWHERE)
+
+
+def check_hooks(tracker: Context) -> None:
+    """Refuse a hook in a function that PyTorch would transform."""
+    if tracker.transformed or tracker.slicewise:
+        raise hook_in_transform()
+
+
+def hook_in_transform() -> UnsupportedOperationError:
+    """Return the error about a hook in a function that PyTorch would transform."""
+    return UnsupportedOperationError(
+        "a hook was set on a tensor, its autograd node (grad_fn) or a module inside a function "
+        "under a torch.func transform (grad, vjp, jvp, jacrev …) or under torch.vmap. PyTorch runs "
+        "it for the transform alone, or not at all, but here it would change the gradients of the "
+        "losses too. Expected a function without hooks."
+    )
 
 
 def differs(what: str) -> UnsupportedOperationError:

@@ -31,7 +31,7 @@ from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import operands_of, tensors_in
 from gradstats.capture.parameters._checkpoints import run_checkpoint
 from gradstats.capture.parameters._derivation import Derived
-from gradstats.capture.parameters._differentiated import differs
+from gradstats.capture.parameters._differentiated import check_hooks, differs
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._tensors import node_of, nodes_of, value_of, wrap
 from gradstats.errors import UnsupportedOperationError
@@ -111,13 +111,7 @@ def _follow(cls, inner, args: tuple[Any, ...], kwargs: dict[str, Any]):
     if cls is CheckpointFunction:
         return run_checkpoint(inner, *args, **kwargs)
     if cls is BackwardHookFunction:
-        if tracker.slicewise:
-            raise UnsupportedOperationError(
-                "a module with backward hooks (register_full_backward_hook) is called inside "
-                "torch.vmap, over parameters or over other axes than the examples', which runs "
-                "slice by slice. PyTorch's own torch.vmap calls no such hooks. Expected a module "
-                "without them (handle.remove()), or that is called on the whole batch."
-            )
+        check_hooks(tracker)
         if tracked:
             return _hook_module(tracker, inner, args)
     if cls.__module__.startswith(NOT_FOLLOWED) and not cls.__module__.startswith(QUANTISATION):

@@ -70,6 +70,19 @@ def watch_derived(
     return hooked
 
 
+def has_hooks(node: GraphNode, set_by_context: int) -> bool:
+    """Whether the user's code has set hooks on a node, beside those that the context has set."""
+    handles = node.register_hook(_ignore), node.register_prehook(_ignore)
+    counts = [len(handle.hooks_dict_ref()) - 1 for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return sum(counts) > set_by_context
+
+
+def _ignore(*_) -> None:
+    """Do nothing."""
+
+
 class Watched:
     """Compares the gradients that a node hands on, or is given, before and after users' hooks."""
 
