@@ -211,7 +211,7 @@ class Tracker(Context):
         self.shown.clear()
         self.visible.clear()
         self.renumbered.clear()
-        self.transformed_nodes.clear()
+        self.transformed_nodes = []
         self.marks.forget()
         self.followed = None
         self.together.close()

@@ -72,7 +72,7 @@ def watch_derived(
 
 def has_hooks(node: GraphNode, set_by_context: int) -> bool:
     """Whether the user's code has set hooks on a node, beside those that the context has set."""
-    handles = node.register_hook(_ignore), node.register_prehook(_ignore)
+    handles: list[Any] = [node.register_hook(_ignore), node.register_prehook(_ignore)]
     counts = [len(handle.hooks_dict_ref()) - 1 for handle in handles]
     for handle in handles:
         handle.remove()
