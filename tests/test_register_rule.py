@@ -323,6 +323,34 @@ def test_a_custom_operator(batch, call, registered):
         check_model(model, batch, classify)
 
 
+READ: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("gradstats_tests::beside", mutates_args=())
+def beside(x: torch.Tensor) -> torch.Tensor:
+    return x * READ[0].detach().mean()
+
+
+beside.register_autograd(lambda ctx, grad: grad * READ[0].detach().mean())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, w: functional.layer_norm(x, (WIDTH,), w),
+        lambda x, w: x * w.exp(),
+        lambda x, w: torch.stack([x, w.expand_as(x)]).sum(0),
+    ],
+    ids=["normalised", "derived", "repeated"],
+)
+def test_an_operator_reads_a_parameter_before_its_first_use(batch, use):
+    def call(x, weight):
+        READ[:] = [weight]
+        return use(x + beside(x.detach()), weight)
+
+    check_model(Model(call).double(), batch, classify)
+
+
 @pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated")
 def test_an_operation_of_pytorch_without_a_rule(batch):
     def product(first, second):

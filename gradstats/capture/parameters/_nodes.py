@@ -153,6 +153,8 @@ class Root(Node):
             if alias.grad_fn is None:  # grad mode is off here, but later uses may need the graph
                 with torch.enable_grad():
                     alias = AS_SUBCLASS(self.parameter, Tensor)
+            if alias.grad_fn is None:
+                return alias  # inside an operator, or of a frozen parameter: for this use alone
             self.alias_nodes = (*self.alias_nodes, alias.grad_fn)
             version = alias._version
         else:
