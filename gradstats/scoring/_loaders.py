@@ -216,14 +216,7 @@ class Data:
     def _from_start(self) -> Iterator[Any]:
         """Return the loader's batches from the start."""
         loader = self._loader
-        if not isinstance(loader, DataLoader):
-            return iter(loader)
-        # A copy without persistent workers, which serve one pass at a time and are the caller's.
-        loader = copy.copy(loader)
-        loader.generator = _own_generator()
-        loader.in_order = True  # the position of a batch says which examples it holds
-        vars(loader).update(BEFORE_ITS_FIRST_PASS)
-        return iter(loader)
+        return iter(_before_its_first_pass(loader) if isinstance(loader, DataLoader) else loader)
 
     def _check_any(self) -> None:
         if len(self.sizes) == 0:
@@ -247,6 +240,21 @@ def _loader_of(loader: DataLoader, index_lists: list[list[int]]) -> DataLoader:
         prefetch_factor=loader.prefetch_factor,
         multiprocessing_context=loader.multiprocessing_context,
     )
+
+
+def _before_its_first_pass(loader: DataLoader) -> DataLoader:
+    """Return a copy of a loader without persistent workers.
+
+    These serve one pass at a time and are the caller's.
+    """
+    loader = copy.copy(loader)
+    loader.generator = _own_generator()
+    loader.in_order = True  # the position of a batch says which examples it holds
+    vars(loader).update(BEFORE_ITS_FIRST_PASS)
+    inner = vars(loader).get("base_dataloader")  # where accelerate keeps the loader that reads
+    if isinstance(inner, DataLoader):
+        vars(loader)["base_dataloader"] = _before_its_first_pass(inner)
+    return loader
 
 
 def _own_generator() -> torch.Generator:

@@ -659,6 +659,20 @@ def test_the_training_loader_of_accelerate(setting):
             np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
 
 
+def test_a_pass_of_accelerates_loader_goes_on_after_a_call(setting):
+    """Its workers persist in a loader of its own, inside it."""
+    accelerate = pytest.importorskip("accelerate")
+    loader = accelerate.Accelerator(cpu=True).prepare(
+        DataLoader(Rows(setting.train), 4, num_workers=1, persistent_workers=True)
+    )
+    begun = iter(loader)
+    given = [next(begun)]
+    np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
+    given.extend(begun)
+    for batch, expected in zip(given, setting.train_batches, strict=True):
+        assert torch.equal(batch[0], expected[0])
+
+
 class Shared(IterableDataset):
     """Examples of which each worker gives a part, with their places in the data set."""
 
