@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats._values import is_real, unlike_numbers
-from gradstats.capture._selection import clean_name, matching_names, wrapper_prefix
+from gradstats.capture._selection import clean_name, matching_names, quoted, wrapper_prefix
 from gradstats.errors import CheckpointError
 
 # One learning rate, or one for each parameter by name.
@@ -115,9 +115,9 @@ def from_optimizer(
         missing = [name for name in names if name not in rates]
         if missing:
             raise CheckpointError(
-                f"{checkpoint}: the optimizer does not hold {missing[:4]}"
-                f"{' …' if len(missing) > 4 else ''}, so their learning rate is not known. Leave "
-                "them out with exclude=, or pass lr={pattern: rate}."
+                f"{checkpoint}: the optimizer does not hold {quoted(missing)}, only "
+                f"{quoted([*rates])}, so their learning rate is not known. Leave them out with "
+                "exclude=, pass lr={pattern: rate}, or pass the module whose names these are."
             )
         return simplify({name: rates[name] for name in names})
     if len({group.rate for group in groups}) > 1:
