@@ -77,7 +77,8 @@ class Checkpoints:
             checkpoint. If the rates of groups differ, build the optimizer from
             ``model.named_parameters()``; otherwise it is not known which group a parameter is in.
             An optimizer with ``maximize=True`` is refused: whether it raised the losses or their
-            negatives is not known. A checkpoint whose rates are all zero gives a warning.
+            negatives is not known; so is one that scales its steps by an estimate (Prodigy,
+            D-Adaptation). A checkpoint whose rates are all zero gives a warning.
 
     Raises:
         CheckpointError: no file matches, a file is listed twice, or a learning rate is missing.

@@ -171,6 +171,12 @@ def _parameter_groups(optimizers: Sequence[Any], checkpoint: str) -> list[Parame
                 "it is not known whether it raised the losses of loss_fn or their negatives. Pass "
                 "lr= numbers, with a loss_fn that returns what training lowered."
             )
+        if "d" in group:
+            raise CheckpointError(
+                f"{checkpoint}: parameter group {number} of the optimizer has 'd', an estimate by "
+                "which its steps are multiplied too, as Prodigy and D-Adaptation have it. Pass the "
+                "learning rates as numbers: lr=[group['lr'] * group['d'], ...]."
+            )
         names = group.get("param_names")
         groups.append(
             ParameterGroup(

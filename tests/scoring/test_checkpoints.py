@@ -365,6 +365,17 @@ def test_an_optimizer_that_maximises_is_refused(setting, named):
     np.testing.assert_allclose(got, expected(setting, setting.states[:1], [0.5]), rtol=1e-10)
 
 
+def test_an_optimizer_that_estimates_its_steps_is_refused(setting):
+    """As Prodigy and D-Adaptation do, whose rate is one throughout."""
+    optimizer = torch.optim.SGD(setting.model.parameters(), lr=1.0).state_dict()
+    optimizer["param_groups"][0]["d"] = 1e-4
+    content = {"model": setting.states[0], "optimizer": optimizer}
+    with pytest.raises(gs.CheckpointError, match=r"group 0 .* has 'd', .*\['lr'\] \* group\['d'\]"):
+        score(setting, gs.Checkpoints([content], lr="optimizer"))
+    got = score(setting, gs.Checkpoints([content], lr=[1e-4]))
+    np.testing.assert_allclose(got, expected(setting, setting.states[:1], [1e-4]), rtol=1e-10)
+
+
 def with_rates(setting, rates):
     """Checkpoints as a schedule leaves them."""
     contents = []
