@@ -289,6 +289,8 @@ class Pending:
             influence, learning_rate = None, math.nan
             if rates is not None:
                 influence = rates @ self.groups @ sqnorm
+                if not math.isfinite(step.mean_sqnorm):
+                    influence[:] = math.nan  # GradScaler skips such a step, or the loop does
                 if len(set(rates.tolist())) == 1:
                     learning_rate = float(rates[0])
             loss = sizes[:, B_LOSS].sum() / scale / ranks / whole

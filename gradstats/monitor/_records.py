@@ -82,6 +82,7 @@ class RunningSelfInfluence:
     If every step is measured and all examples are visited equally often, this is TracIn's
     self-influence with a checkpoint at every step. With ``every`` > 1, visits are random: divide by
     ``visits``.
+    Steps whose gradient is not finite do not count: GradScaler skips them.
 
     Source:
         Pruthi et al., arXiv 2002.08484.

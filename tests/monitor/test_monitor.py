@@ -37,6 +37,12 @@ def batch_of(size: int = B):
     return torch.randn(size, 5, dtype=torch.float64), torch.randint(3, (size,))
 
 
+def lacks_influence(monitor) -> bool:
+    with pytest.raises(gs.TrackingError, match="lacked a learning rate, or gradients that are fin"):
+        monitor.self_influence.top(1)
+    return True
+
+
 @pytest.fixture
 def model():
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
@@ -50,7 +56,7 @@ def model():
         lambda monitor: len(monitor.nonfinite),
         lambda monitor: monitor.history["nonfinite/examples"][0],
         lambda monitor: len(monitor.spikes),
-        lambda monitor: B - len(monitor.self_influence),
+        lacks_influence,
         lambda monitor: not math.isfinite(monitor.examples(1)[0].norm),
         lambda monitor: len(monitor.state_dict()["nonfinite"]),
     ],
@@ -341,6 +347,28 @@ def test_what_steps_inside_the_context_changes_nothing(model, alignment, tensor_
     expected["cabs"] = 0.1 * expected["gns/tr_sigma"] / losses.mean().item()
     assert_metrics(monitor.metrics(), {k: v for k, v in expected.items() if "sti" not in k})
     np.testing.assert_allclose(monitor.self_influence.values, 0.1 * (rows**2).sum(1))
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENT)
+def test_steps_that_a_scaler_skips_have_no_influence(model, alignment):
+    """As it does where the gradient of one example is not finite."""
+    inputs, labels = batch_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    monitor = gs.Monitor(model, every=1, alignment=alignment, optimizer=optimizer, scaler=scaler)
+    expected, steps = np.zeros(B), 0
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        rows, before = gradient_rows(model, (inputs, labels), losses_of), copy.deepcopy(model)
+        with monitor.step(batch_size=B, ids=range(B)):
+            losses = losses_of(model, (inputs, labels)) * torch.tensor([factor, 1, 1, 1, 1, 1])
+            scaler.scale(losses.mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if not torch.equal(model[0].weight, before[0].weight):
+            expected, steps = expected + 0.1 * (rows**2).sum(1), steps + 1
+    np.testing.assert_allclose(monitor.self_influence.values, expected)
+    assert steps == 2 and set(monitor.self_influence.visits) == {2}
 
 
 def test_norms_are_those_before_clipping(model):
