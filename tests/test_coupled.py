@@ -97,6 +97,7 @@ def test_values_of_all_examples(mix):
 # What makes of all examples' hidden values one number, which a regulariser may add to each loss.
 REGULARISERS = {
     "covariance": lambda h: (h.T @ h - torch.eye(WIDTH)).square().sum(),
+    "off the diagonal": lambda h: (h.T @ h).fill_diagonal_(0).square().sum(),
     "cov": lambda h: torch.cov(h.T).square().sum(),
     "distances": lambda h: torch.cdist(h, h).mean(),
     "einsum": lambda h: torch.einsum("bd->d", h).square().sum(),
@@ -1239,6 +1240,10 @@ SUMS = {
     "a contraction": (
         lambda h: torch.einsum("bi,bj->ij", h, h.sin()).trace(),
         lambda h, i, given: h * h.sin(),
+    ),
+    "a contraction without its diagonal": (
+        lambda h: torch.einsum("bi,bj->ij", h, h.sin()).fill_diagonal_(0).sum(),
+        lambda h, i, given: h.sum(-1, keepdim=True) * h.sin() - h * h.sin(),
     ),
     "a product along the examples": (
         lambda h: (h.T @ h.sin()).diagonal().sum(),

@@ -197,7 +197,7 @@ _CHANGED = _how(CHANGES, _everywhere, at=None)
 WRITES: dict[Any, Callable[..., Write]] = {
     **dict.fromkeys(IN_PLACE, _CHANGED),
     **dict.fromkeys(ADDS_IN_PLACE, _how(ADDS, _everywhere)),
-    Tensor.copy_: _everywhere,
+    **dict.fromkeys((Tensor.copy_, Tensor.fill_diagonal_), _everywhere),
     Tensor.__setitem__: _assigned,
     **{
         function: write
