@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -1187,6 +1188,26 @@ def test_operations_of_several_results_that_depend_on_one_operand_each(operation
         return x * first.sin() + x.square() * second
 
     check_operation(both, {"p": (3,), "q": (2,)}, normal(4, 3, 2))
+
+
+class Scaled(NamedTuple):
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
+def scaled(weight):
+    if torch.overrides.has_torch_function((weight,)):
+        return torch.overrides.handle_torch_function(scaled, (weight,), weight)
+    scale = weight.abs().amax()
+    return Scaled(weight / scale, scale)
+
+
+def test_an_operation_whose_results_have_names():
+    def function(m, x):
+        found = scaled(m.w)
+        return x * found.weight + found.scale
+
+    check_operation(function, {"w": (WIDTH,)}, normal(BATCH, WIDTH))
 
 
 NORMALISED = {

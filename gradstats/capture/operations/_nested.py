@@ -79,7 +79,7 @@ def rebuild(items, change: Callable[[Any], Any]):
     if not isinstance(items, NESTS):
         return change(items)
     leaves = items.values() if isinstance(items, dict) else items
-    return _like(items, [rebuild(i, change) if isinstance(i, NESTS) else change(i) for i in leaves])
+    return like(items, [rebuild(i, change) if isinstance(i, NESTS) else change(i) for i in leaves])
 
 
 def replace(items, others: Mapping[int, Any]):
@@ -88,19 +88,21 @@ def replace(items, others: Mapping[int, Any]):
     Faster than ``rebuild``: nothing is called for each leaf.
     """
     leaves = items.values() if isinstance(items, dict) else items
-    return _like(
+    return like(
         items,
         [replace(i, others) if isinstance(i, NESTS) else others.get(id(i), i) for i in leaves],
     )
 
 
-def _like(items, changed: list[Any]):
+def like(items, changed: list[Any]):
     """Return a tuple, list or dict of the same type with other items."""
     if isinstance(items, dict):
         return dict(zip(items, changed, strict=True))
     if isinstance(items, tuple) and hasattr(items, "_fields"):
         return type(items)(*changed)
-    return type(items)(changed) if type(items) in (tuple, list) else tuple(changed)
+    # PyTorch's named results are made from one list, as tuples are. A torch.Size holds no tensors.
+    same = type(items) in (tuple, list) or hasattr(items, "n_fields")
+    return type(items)(changed) if same else tuple(changed)
 
 
 def of_numbers(part: slice) -> slice:

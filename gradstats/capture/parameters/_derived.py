@@ -17,6 +17,7 @@ from gradstats.capture.following._marks import CONSTANTS, Marks
 from gradstats.capture.operations._names import function_class_of
 from gradstats.capture.operations._nested import (
     flatten,
+    like,
     of_numbers,
     operands_of,
     rebuild,
@@ -92,7 +93,7 @@ def derive(tracker: Context, func, args: tuple[Any, ...], kwargs: dict[str, Any]
             seen(item, index) if isinstance(item, Tensor) and item.requires_grad else item
             for index, item in enumerate(result)
         ]
-        return type(result)(wrapped)
+        return like(result, wrapped)
     # A question about a tensor (is it a view? where is its memory?) is one about the object itself.
     return func(*args, **kwargs)
 

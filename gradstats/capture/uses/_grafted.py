@@ -17,7 +17,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from gradstats._complex import as_real
 from gradstats.capture.following._marks import Marks
 from gradstats.capture.operations._names import function_name
-from gradstats.capture.operations._nested import flatten, operands_of, rebuild, tensors_in
+from gradstats.capture.operations._nested import flatten, like, operands_of, rebuild, tensors_in
 from gradstats.capture.parameters._derivation import Derived, reached
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of, value_of, wrap
@@ -84,14 +84,8 @@ class Grafted:
                 results[number] = _graft(node, value_of(second), first)
                 if node_of(second) is None:
                     tracker.marks.place_like(results[number], second)
-        if single:
-            returned = results[0]
-        elif hasattr(result, "_fields"):
-            returned = type(result)(*results)
-        else:
-            returned = type(result)(results)
-        tracker.followed = returned
-        return returned
+        tracker.followed = results[0] if single else like(result, results)
+        return tracker.followed
 
     def _run(self, func, node: Node | None, args, kwargs, beside: Callable[[Any], Any]) -> Any:
         """Run the decomposition on the stand-ins that ``beside`` returns for the operands."""
