@@ -85,7 +85,7 @@ def follow_results(
         decisive = data
         if took_given(marks) and len(data) > 1 and func not in WRITES:
             decisive = without_given(marks, data)
-        _follow_data(tracker, func, args, kwargs, decisive, result, results)
+        _follow_data(tracker, func, args, kwargs, decisive, results)
         for tensor in results if marks.meetings.coupled else ():
             if isinstance(tensor, Tensor):
                 marks.meetings.couple_base(tensor, operands)
@@ -145,15 +145,15 @@ def _by_place(func, args: tuple[Any, ...], kwargs: dict[str, Any]):
 
 
 def _follow_data(
-    tracker: Context, func, args, kwargs, data: list[Tensor], result, results: list[Any]
+    tracker: Context, func, args, kwargs, data: list[Tensor], results: list[Any]
 ) -> None:
     """Note where the examples lie in the results of an operation on data.
 
     Args:
         tracker: the context.
-        func, args, kwargs, result: the operation.
+        func, args, kwargs: the operation.
         data: the operands that determine where the examples lie.
-        results: the leaves of its result.
+        results: the leaves of its result; that of a write is one.
     """
     marks = tracker.marks
     tensors = [item for item in results if isinstance(item, Tensor)]
@@ -167,9 +167,9 @@ def _follow_data(
     if type(func) in OPAQUE and not torch.is_grad_enabled():
         return  # a compiled graph was followed when it was traced
     if func in WRITES and node_of(args[0]) is None:
-        _follow_write(marks, func, args, kwargs, data, result)
+        _follow_write(marks, func, args, kwargs, data, results[0])
         return
-    if func in WRITES and marks.is_marked(result):
+    if func in WRITES and marks.is_marked(results[0]):
         return  # each example wrote to its own copy of a tracked tensor; the rule has placed them
     if func is torch.autograd.grad:
         follow_gradients(marks, args, kwargs, results)
