@@ -103,7 +103,7 @@ def linear_layer(tracker: Context, func, x, weight, bias, *, inputs_first=False)
     if settings.exact:
         x = cast_for_autocast(tracker, x)
         result = layer.forward(x, value_of(weight), value_of(bias))
-        return tap(nodes, free_of_views(result), layer, x if layer.reads_data else None)
+        return tap(nodes, free_of_views(result), layer, x if of_weight else None)
     autocast = autocast_dtype(x) is not None
     return decide(tracker, layered, x, (weight, bias), examples, layer, autocast)
 

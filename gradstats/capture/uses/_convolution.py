@@ -39,6 +39,7 @@ class ConvolutionFactors(Layer):
 
     channel: ClassVar[int] = 1
     reads_weight: ClassVar[bool] = True  # as in PyTorch
+    reads_data: ClassVar[bool] = True
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.convolution(x, weight, bias, *self.call)

@@ -35,6 +35,7 @@ class Layer(Preparable):
             gradient leads on to tracked parameters, and is needed even for norms alone.
         channel: the axis of the bias in the result.
         reads_weight: whether ``gradients`` takes the weight's values even for its own gradient.
+        reads_data: whether ``gradients`` takes the data even if only their gradient is wanted.
     """
 
     weight: bool
@@ -46,11 +47,7 @@ class Layer(Preparable):
 
     channel: ClassVar[int]
     reads_weight: ClassVar[bool]
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether the backward reads the data; if not, they are None there."""
-        return True
+    reads_data: ClassVar[bool]
 
     def __call__(self, grad: Tensor, x: Tensor) -> list:
         factors: list = [self.of_weight(grad, x)] if self.weight else []
@@ -107,7 +104,7 @@ class Layer(Preparable):
         use: Use,
         wanted: tuple[bool, torch.dtype | None],
         grad: Tensor,
-        x: Tensor,
+        x: Tensor | None,
     ) -> Report | None:
         """Return the ``Report`` for such operands; see ``Preparable``.
 
@@ -115,7 +112,7 @@ class Layer(Preparable):
             wanted: whether the weight's gradient is wanted, and the dtype of the bias's or None.
         """
         examples, settings, (want_weight, bias_dtype) = self.examples, use.settings, wanted
-        operands = (grad, x) if self.reads_data else (grad,)
+        operands = (grad,) if x is None else (grad, x)
         if settings.consumer is not None or settings.exact or not _triton.runs(*operands):
             return None
         if examples.axis or examples.segments is not None or any(self.data):
@@ -124,6 +121,7 @@ class Layer(Preparable):
             return None
         weight = bias = None
         if self.weight:
+            assert x is not None  # the weight's factor holds it
             weight = self.prepared_weight(grad, x, want_weight)
             if weight is None:
                 return None
@@ -188,9 +186,10 @@ class LayerUse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use, layer, x, weight, bias):
         ctx.use, ctx.layer = use, layer
-        # A weight that the backward does not read may be changed before it.
-        read = ctx.needs_input_grad[2] or layer.reads_weight or is_compiling()
-        ctx.save_for_backward(x if layer.reads_data else None, weight if read else None)
+        # What the backward does not read may be changed before it.
+        keeps_weight = ctx.needs_input_grad[2] or layer.reads_weight or is_compiling()
+        keeps_data = layer.weight or ctx.needs_input_grad[3] or layer.reads_data
+        ctx.save_for_backward(x if keeps_data else None, weight if keeps_weight else None)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         result = layer.forward(x, weight, bias)
         if not result._is_view():

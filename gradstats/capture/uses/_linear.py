@@ -36,10 +36,7 @@ class LinearFactors(Layer):
 
     channel: ClassVar[int] = -1
     reads_weight: ClassVar[bool] = False
-
-    @property
-    def reads_data(self) -> bool:
-        return self.weight or self.data[0]
+    reads_data: ClassVar[bool] = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.inputs_first:
