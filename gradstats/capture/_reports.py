@@ -170,7 +170,7 @@ class Reports:
                 factors = fold(factors)
             norms = self._sqnorm(factors)
         else:
-            nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+            nothing = torch.zeros((), dtype=torch.float64, device=root.parameter.device)
             norms = Contraction(*2 * [nothing.expand(self._batch_size)])
         if consumer is not None:
             sqnorm = norms.value

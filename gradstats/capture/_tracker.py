@@ -227,7 +227,8 @@ class Tracker(Context):
 
     def note_losses(self, losses: Tensor) -> None:
         """Note which example each loss is of, if the model reordered the examples."""
-        self.reports.order = order_of(self.marks, losses)
+        order = order_of(self.marks, losses)
+        self.reports.order = None if order is None else order.to(self.device)
         self.marks.knows_losses = True
         meetings = self.marks.meetings
         if meetings.added:

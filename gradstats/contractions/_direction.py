@@ -42,7 +42,8 @@ def direction_inner(factors: Sequence[Factor], direction: Tensor, workspace: int
         if pushed is None:
             parts.append(_formed_direction(factor, direction, workspace))
         else:
-            parts.append(direction_inner([factor.inner], pushed, workspace))  # type: ignore[attr-defined]
+            products = direction_inner([factor.inner], pushed, workspace)  # type: ignore[attr-defined]
+            parts.append(products.to(direction.device))  # the tensor may be on another device
     return reduce(torch.add, parts)
 
 

@@ -48,7 +48,7 @@ CASTS = frozenset(
     [
         *variants("clone"),
         Tensor.to, Tensor.type_as, Tensor.type, Tensor.contiguous, Tensor.float, Tensor.double,
-        Tensor.half, Tensor.bfloat16,
+        Tensor.half, Tensor.bfloat16, Tensor.cpu, Tensor.cuda,
     ]
 )  # fmt: skip
 

@@ -27,6 +27,7 @@ from gradstats._factors import (
     cast,
     compute_dtype,
     embedding_rows,
+    map_tensors,
 )
 from gradstats.capture.following._reductions import REDUCES
 from gradstats.capture.operations._names import function_class_of
@@ -119,7 +120,10 @@ def _permuted(factor: Factor, node: Derived, parent: Node) -> Factor | None:
 
 def _same_numbers(factor: Factor, node: Derived, parent: Node) -> Factor:
     """Casts, copies, and complex numbers viewed as pairs of real ones, or the reverse."""
-    return factor
+    device = parent.value.device
+    if node.value.device == device:
+        return factor
+    return map_tensors(factor, lambda tensor: tensor.to(device))
 
 
 def _reshaped(factor: Factor | Flattened, node: Derived, parent: Node):
