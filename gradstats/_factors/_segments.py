@@ -23,6 +23,13 @@ class Segments:
 
     def __init__(self, owner: Tensor, batch: int):
         self.owner, self.batch = owner, batch
+        self._copies: dict[torch.device, Segments] = {}
+
+    def on(self, device: torch.device) -> Segments:
+        """Return the same with its tensors on another device, one copy for each."""
+        if device not in self._copies:
+            self._copies[device] = Segments(self.owner.to(device), self.batch)
+        return self._copies[device]
 
     @cached_property
     def rows(self) -> int:

@@ -134,7 +134,7 @@ class Examples:
         """Return this layout with its tensors on a device."""
         if self.segments is None or self.segments.owner.device == device:
             return self
-        return replace(self, segments=Segments(self.owner(device), self.batch))
+        return replace(self, segments=self.segments.on(device))
 
     def owner(self, device: torch.device) -> Tensor:
         """Return the example of each row, (rows,) int64."""

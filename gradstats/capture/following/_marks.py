@@ -162,12 +162,15 @@ class Marks:
 
     def by_contract(self, tensor: Tensor) -> Examples | None:
         """Return the contract's layout for a tensor; None if the tensor's shape does not fit."""
-        if self.contract.fits(tensor):
-            return self.contract
-        axis = self.batch_dim
-        if self.packed and tensor.shape[axis : axis + 2] == (1, self.contract.rows):
-            return self._behind_one
-        return None
+        found, axis = self.contract, self.batch_dim
+        if not found.fits(tensor):
+            if self._behind_one is None or tensor.shape[axis : axis + 2] != (1, found.rows):
+                return None
+            found = self._behind_one
+        # The layers of a model may be on several devices.
+        if found.segments is not None and found.segments.owner.device != tensor.device:
+            return found.on(tensor.device)
+        return found
 
     def mark_constant(self, tensor: Tensor) -> None:
         """Remember that a tensor was computed without data."""

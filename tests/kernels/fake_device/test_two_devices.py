@@ -62,35 +62,50 @@ def reversed_losses(model, ids):
     return losses(model, ids.flip(0))
 
 
+def packed_losses(model, ids):
+    rows = losses(model, ids)
+    owner = torch.tensor(OWNERS, device=rows.device)
+    return rows.new_zeros(B).index_add(0, owner, rows)
+
+
+OWNERS = [0, 0, 0, 1, 3, 3, 3, 3, 4, 4]
+BOUNDS = torch.tensor([0, 3, 4, 4, 8, 10])
+
+
 @pytest.mark.parametrize("devices", DEVICES, ids=lambda pair: f"{pair[0]} before {pair[1]}")
+@pytest.mark.parametrize("packed", [False, True], ids=["examples", "packed examples"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_all_statistics(name, devices):
+def test_all_statistics(name, packed, devices):
     model = Apart(FUNCTIONS[name], *devices)
     host = copy.deepcopy(model).cpu()
     host.second = "cpu"
-    ids = torch.randint(IDS, (B, POSITIONS))
-    rows = flat(oracle_gradients(host, ids, losses))
+    if packed:
+        options, loss_fn = {"cu_seqlens": BOUNDS}, packed_losses
+        ids = torch.randint(IDS, (len(OWNERS),))
+    else:
+        options, loss_fn, ids = {}, losses, torch.randint(IDS, (B, POSITIONS))
+    rows = flat(oracle_gradients(host, ids, loss_fn))
     mean = rows.mean(0, keepdim=True)
 
-    stats = gs.per_example_norms(model, ids, losses, gram=True, alignment=True)
+    stats = gs.per_example_norms(model, ids, loss_fn, gram=True, alignment=True, **options)
     assert_products(stats.gram.cpu(), rows, rows, RTOL)
     assert_products(stats.alignment[:, None].cpu(), rows, mean, RTOL)
-    norms = gs.per_example_norms(model, ids, losses).sqnorm
+    norms = gs.per_example_norms(model, ids, loss_fn, **options).sqnorm
     assert_products(norms.cpu(), rows, rows, RTOL)
     assert bool((stats.error_bound < 1e-3).all())
 
-    with gs.track(model, batch_size=B) as tracker:
-        tracker.backward(losses(model, ids))
+    with gs.track(model, batch_size=B, **options) as tracker:
+        tracker.backward(loss_fn(model, ids))
     assert_products(tracker.stats.sqnorm.cpu(), rows, rows, RTOL)
     model.zero_grad()
 
     other = copy.deepcopy(model)
-    products = gs.inner_products(model, ids, other, ids.clone(), losses)
+    products = gs.inner_products(model, ids, other, ids.clone(), loss_fn, **options)
     assert_products(products.cpu(), rows, rows, RTOL)
 
     direction = {key: torch.randn(value.shape) for key, value in model.named_parameters()}
     along = torch.cat([value.flatten() for value in direction.values()])[None].double()
-    got = gs.alignment(model, ids, losses, direction)
+    got = gs.alignment(model, ids, loss_fn, direction, **options)
     assert_products(got[:, None].cpu(), rows, along, RTOL)
 
 
