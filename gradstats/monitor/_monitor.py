@@ -112,8 +112,8 @@ class Monitor:
             tokens of the whole step: ℓ_i is N / #tokens times the sum of its token losses.
         optimizer: the optimizer, or a list of those that step together, such as Muon and AdamW.
             The learning rate of each parameter weights its part of ``self_influence``. Steps where
-            a rate is None, as in Adafactor, do not count there. ``cabs`` is NaN if a rate is None
-            or rates differ.
+            one is unknown (None in Adafactor; Prodigy, D-Adaptation) do not count there, and
+            ``cabs`` is NaN, as where rates differ.
         scaler: the torch.amp.GradScaler, whose scale is divided out. In float32, norm · scale must
             stay below 1.8e19, where squares overflow; beyond, a norm counts as not finite.
         alignment: measure p_i too. Compiled models then run eagerly in measured steps.

@@ -31,13 +31,15 @@ def learning_rates(
     """Return the current learning rates of the groups that move some of the parameters.
 
     Returns:
-        (G,) the rates; (G, P) bool, which group moves which parameter.
+        (G,) the rates, NaN where unknown; (G, P) bool, which group moves which parameter.
     """
     members = [set(map(id, group["params"])) for group in groups]
     moves = np.array([[id(p) in group for p in parameters] for group in members])
     moving = np.flatnonzero(moves.any(1)).tolist()
-    # None in Adafactor, which may choose the rate itself.
-    given = (groups[place].get("lr") for place in moving)
+    # Unknown: None in Adafactor, which may choose the rate itself, and rates that Prodigy and
+    # D-Adaptation multiply by an estimate, d.
+    moved_by = [groups[place] for place in moving]
+    given = (None if "d" in group else group.get("lr") for group in moved_by)
     rates = [math.nan if rate is None else rate for rate in given]
     if not any(isinstance(rate, Tensor) for rate in rates):
         return torch.tensor(rates, dtype=torch.float64), moves[moving]

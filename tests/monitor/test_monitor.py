@@ -1319,16 +1319,17 @@ def test_parameters_frozen_or_unfrozen_within_a_step(model, trained, alignment):
     assert_metrics(monitor.metrics(), {"grad_norm": metrics_of(rows)["grad_norm"]})
 
 
+@pytest.mark.parametrize("unknown", [{"lr": None}, {"d": 1e-4}], ids=["Adafactor", "Prodigy"])
 @pytest.mark.parametrize("tensor_rates", [False, True])
-def test_an_optimizer_that_has_no_learning_rate(model, tensor_rates):
-    """As Adafactor has none where it makes its own: what it would weigh is not known."""
+def test_an_optimizer_that_has_no_learning_rate(model, tensor_rates, unknown):
+    """Where it makes its own, or multiplies by an estimate: what it would weigh is not known."""
     batch = batch_of()
     rows = gradient_rows(model, batch, losses_of)
     rate = torch.tensor(0.1, requires_grad=True) if tensor_rates else 0.1
     optimizer = torch.optim.SGD([
         {"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters(), "lr": 1.0}
     ])  # fmt: skip
-    optimizer.param_groups[1]["lr"] = None
+    optimizer.param_groups[1].update(unknown)
     monitor = gs.Monitor(model, every=1, optimizer=optimizer)
     with monitor.step(B, ids=range(B)):
         losses_of(model, batch).mean().backward()
