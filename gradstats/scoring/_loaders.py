@@ -251,9 +251,12 @@ def _before_its_first_pass(loader: DataLoader) -> DataLoader:
     loader.generator = _own_generator()
     loader.in_order = True  # the position of a batch says which examples it holds
     vars(loader).update(BEFORE_ITS_FIRST_PASS)
-    inner = vars(loader).get("base_dataloader")  # where accelerate keeps the loader that reads
+    # accelerate keeps the loader that reads inside its own, which tells gradient accumulation when
+    # a pass begins and ends.
+    inner = vars(loader).get("base_dataloader")
     if isinstance(inner, DataLoader):
-        vars(loader)["base_dataloader"] = _before_its_first_pass(inner)
+        inner = _before_its_first_pass(inner)
+        vars(loader).update(base_dataloader=inner, begin=lambda: None, end=lambda: None)
     return loader
 
 

@@ -659,18 +659,24 @@ def test_the_training_loader_of_accelerate(setting):
             np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
 
 
-def test_a_pass_of_accelerates_loader_goes_on_after_a_call(setting):
-    """Its workers persist in a loader of its own, inside it."""
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_of_accelerates_loader_goes_on_after_a_call(setting, workers):
+    """Its workers persist in a loader inside it, and gradients accumulate up to its end."""
     accelerate = pytest.importorskip("accelerate")
-    loader = accelerate.Accelerator(cpu=True).prepare(
-        DataLoader(Rows(setting.train), 4, num_workers=1, persistent_workers=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    loader = accelerator.prepare(
+        DataLoader(Rows(setting.train), 4, num_workers=workers, persistent_workers=workers > 0)
     )
     begun = iter(loader)
     given = [next(begun)]
-    np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
+    checkpoints = gs.Checkpoints(setting.states, lr=0.1)
+    table = gs.self_influence(setting.model, loader, loss_fn, checkpoints)
+    np.testing.assert_array_equal(table.self_influence, reference(setting))
+    assert accelerator.gradient_state.active_dataloader is loader
     given.extend(begun)
     for batch, expected in zip(given, setting.train_batches, strict=True):
         assert torch.equal(batch[0], expected[0])
+    assert not accelerator.gradient_state.in_dataloader
 
 
 class Shared(IterableDataset):
