@@ -17,7 +17,7 @@ from gradstats.capture.parameters._tensors import first_node, node_of
 from gradstats.capture.rules._common import lined_up, locate, run
 from gradstats.capture.rules._elementwise import BroadcastFactors, broadcast
 from gradstats.capture.rules._in_place import write_data
-from gradstats.capture.uses._uses import tap
+from gradstats.capture.uses._tap import Factors, tap
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -89,7 +89,7 @@ def _assign_where(tracker: Context, func, node: Node, input, index, mask, value)
 
 
 @dataclass(frozen=True)
-class MaskedFactors:
+class MaskedFactors(Factors):
     """The factor of a term that was written where a mask is true."""
 
     factors: BroadcastFactors

@@ -15,7 +15,7 @@ from gradstats.capture.parameters._tensors import first_node, node_of, nodes_of,
 from gradstats.capture.rules._common import common_rows, locate
 from gradstats.capture.uses._layer import bias_factor
 from gradstats.capture.uses._linear import outer_factor
-from gradstats.capture.uses._uses import tap
+from gradstats.capture.uses._tap import Factors, tap
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -40,7 +40,7 @@ def bilinear(tracker: Context, func, input1, input2, weight, bias=None):
 
 
 @dataclass(frozen=True)
-class BilinearFactors:
+class BilinearFactors(Factors):
     """The factors of a bilinear layer's weight (d_out, d_1, d_2) and bias."""
 
     weight: bool

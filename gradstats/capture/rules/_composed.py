@@ -21,7 +21,7 @@ from gradstats.capture.rules import _products
 from gradstats.capture.rules._common import lined_up, locate
 from gradstats.capture.rules._per_example import per_example
 from gradstats.capture.uses._grafted import Composed, Grafted
-from gradstats.capture.uses._uses import tap
+from gradstats.capture.uses._tap import Factors, tap
 from gradstats.contractions._precision import without_autocast
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _euclidean(tracker: Context, func, x, points, examples: Examples, kwargs) ->
 
 
 @dataclass(frozen=True)
-class DistanceFactors:
+class DistanceFactors(Factors):
     """The factor of the points in distances between data and points.
 
     Attributes:

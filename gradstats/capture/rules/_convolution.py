@@ -25,8 +25,8 @@ from gradstats.capture.uses._convolution import ConvolutionFactors
 from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._grafted import Composed, watched
 from gradstats.capture.uses._hooked import CONVOLVED, hooked
+from gradstats.capture.uses._tap import tap
 from gradstats.capture.uses._together import is_small
-from gradstats.capture.uses._uses import tap
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context

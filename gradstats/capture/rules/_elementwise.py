@@ -51,8 +51,9 @@ from gradstats.capture.rules._per_example import (
 from gradstats.capture.uses._broadcast import BroadcastUse, on_chip
 from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._hooked import ADDED, MULTIPLIED, hooked
+from gradstats.capture.uses._tap import tap
 from gradstats.capture.uses._together import Joinable
-from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
+from gradstats.capture.uses._uses import Use, attach, free_of_views
 from gradstats.capture.uses._views import ExampleLayout, Shared, example_view
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from gradstats.capture.rules._common import as_data, lined_up, locate
 from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._grafted import Composed, watched
 from gradstats.capture.uses._hooked import LOOKED_UP, hook, may_hook
+from gradstats.capture.uses._tap import Factors, tap
 from gradstats.capture.uses._together import Joinable
-from gradstats.capture.uses._uses import tap
 from gradstats.contractions import FEW, Contraction, _triton, sqnorm_of_few
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def largest_of_bags(
 
 
 @dataclass(frozen=True)
-class BagFactors:
+class BagFactors(Factors):
     """The factor of a table whose rows are summed into bags, weighted by their shares."""
 
     examples: Examples

@@ -14,7 +14,7 @@ from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import locate
-from gradstats.capture.uses._uses import tap
+from gradstats.capture.uses._tap import Factors, tap
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -36,7 +36,7 @@ def grouped_mm(tracker: Context, func, mat_a, mat_b, *, offs=None, bias=None, ou
 
 
 @dataclass(frozen=True)
-class ExpertFactors:
+class ExpertFactors(Factors):
     """The factor of the experts' weights (E, d_in, d_out).
 
     Attributes:

@@ -19,7 +19,8 @@ from gradstats.capture.uses._decided import decide
 from gradstats.capture.uses._grafted import Grafted
 from gradstats.capture.uses._hooked import NORMALISED, NORMALISED_IN_GROUPS, hooked
 from gradstats.capture.uses._normalization import NormalisationUse
-from gradstats.capture.uses._uses import Use, attach, free_of_views, tap
+from gradstats.capture.uses._tap import tap
+from gradstats.capture.uses._uses import Use, attach, free_of_views
 from gradstats.contractions import _prepared, _triton_layers
 from gradstats.contractions._prepared import OfNorm
 from gradstats.contractions._result import ones

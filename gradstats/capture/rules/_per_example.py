@@ -25,7 +25,7 @@ from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data
 from gradstats.capture.rules._embedding import leading_axes, table_rows
-from gradstats.capture.uses._uses import tap
+from gradstats.capture.uses._tap import Factors, tap
 from gradstats.capture.uses._views import ExampleLayout, example_view
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class RecomputedFactors:
+class RecomputedFactors(Factors):
     """Factors of the tracked operands of a cheap operation, found by running it again.
 
     Attributes:

@@ -46,7 +46,8 @@ from gradstats.capture.uses._grafted import Composed
 from gradstats.capture.uses._hooked import LINEAR, LINEAR_WITHOUT_BIAS, hooked
 from gradstats.capture.uses._linear import LinearFactors, by_rows, is_pytorchs_own
 from gradstats.capture.uses._product import ProductFactor
-from gradstats.capture.uses._uses import free_of_views, tap
+from gradstats.capture.uses._tap import tap
+from gradstats.capture.uses._uses import free_of_views
 from gradstats.contractions._precision import without_autocast
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from gradstats.capture.parameters._refusals import refuse
 from gradstats.capture.parameters._tensors import first_node, node_of, value_of
 from gradstats.capture.rules._common import as_data, locate, rows_along, run
 from gradstats.capture.rules._embedding import table_rows
-from gradstats.capture.uses._uses import free_of_views, tap
+from gradstats.capture.uses._tap import Factors, tap
+from gradstats.capture.uses._uses import free_of_views
 
 if TYPE_CHECKING:
     from gradstats.capture._context import Context
@@ -60,7 +61,7 @@ def _of_one_image(tracker: Context, func, input, grid, examples, mode, padding_m
 
 
 @dataclass(frozen=True)
-class SampleFactors:
+class SampleFactors(Factors):
     """The factor of an image that was sampled for all examples, as a table of its points.
 
     Attributes:

@@ -7,6 +7,7 @@ _hooked      uses as hooks on the nodes of PyTorch's own operations
 _together    small uses contracted together
 _prepared    what a backward does on a GPU, decided once for operands that lie alike
              and uses as autograd Functions:
+_tap         behind an operation that PyTorch computed as always
 _layer       a weight and a bias: of _linear, products with a matrix, and of _convolution
 _normalization, _broadcast   normalisation layers, scales and shifts by the kernels
 _views, _product             everything that broadcasts; products index by index

@@ -11,13 +11,14 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats._factors import Elementwise, Vector
 from gradstats.capture.parameters._lineage import isometric_root
+from gradstats.capture.uses._tap import Factors
 from gradstats.capture.uses._uses import fuse, unseen
 from gradstats.capture.uses._views import ExampleLayout, example_view
 from gradstats.contractions import Fused, _triton, _triton_layers, summed
 
 
 @dataclass(frozen=True)
-class Broadcast:
+class Broadcast(Factors):
     """How the axes of data divide into positions and channels of the parameter.
 
     Attributes:

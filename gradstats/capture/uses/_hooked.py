@@ -33,7 +33,7 @@ from gradstats.capture.operations._graph import (
 from gradstats.capture.parameters._nodes import Root
 from gradstats.capture.parameters._tensors import TrackedParameter
 from gradstats.capture.uses._decided import Decided
-from gradstats.capture.uses._together import Group, kind_of, norms_of
+from gradstats.capture.uses._together import Group, Joinable, kind_of, norms_of
 from gradstats.capture.uses._uses import KEY, Use, check_derivatives
 
 if TYPE_CHECKING:
@@ -78,13 +78,13 @@ class Hooked(Use):
 
     Attributes:
         place: where the node keeps its data.
-        factors_of: as ``tap`` takes it, and as ``Joinable`` has it.
+        factors_of: makes the factors.
         group: the operations that it may wait for; None if it may not wait.
         behind: the node that computed the data, until it was asked for; None if there is none.
     """
 
     place: Place
-    factors_of: Any
+    factors_of: Joinable
     group: Group | None
     behind: GraphNode | None
 
@@ -154,7 +154,7 @@ def hooked(
     parameters: Sequence[Tensor | None],
     examples: Examples,
     place: Place,
-    factors_of,
+    factors_of: Joinable,
     run: Callable[..., Tensor],
 ) -> Tensor | None:
     """Do what ``hook`` does and remember it, to be repeated for operations that are alike."""
@@ -182,7 +182,7 @@ def hook(
     parameters: Sequence[Tensor | None],
     examples: Examples,
     place: Place,
-    factors_of,
+    factors_of: Joinable,
     run: Callable[..., Tensor],
     lookup: Lookup | None = None,
     kind: Hashable = UNDECIDED,
@@ -196,7 +196,7 @@ def hook(
         parameters: the other operands; those that are not None must be parameters.
         examples: where the examples lie in the result.
         place: where the operation's node is expected to keep its data.
-        factors_of: as ``tap`` takes it.
+        factors_of: makes the factors.
         run: the operation, called with the data and the plain tensors for ``parameters``; it holds
             no tensors.
         lookup: as ``tap`` takes it.

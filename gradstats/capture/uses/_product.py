@@ -15,11 +15,12 @@ from gradstats._factors import Outer, Ragged
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._nodes import Node
 from gradstats.capture.parameters._refusals import refuse
-from gradstats.capture.uses._uses import derived, tap
+from gradstats.capture.uses._tap import Factors, tap
+from gradstats.capture.uses._uses import derived
 
 
 @dataclass(frozen=True)
-class ProductFactor:
+class ProductFactor(Factors):
     """The factor of the tracked operand of a two-operand contraction.
 
     Each index is of one kind: that of the examples; groups K, in both operands and the result;

@@ -84,7 +84,7 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx, *grads):
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            refuse_derivatives(ctx.use)
+            refuse_derivatives(ctx.use.nodes)
         with torch._C.DisableTorchFunction():
             settings = ctx.use.settings
             wanted = [False] * len(tensors) if ctx.given else ctx.needs_input_grad[5:]

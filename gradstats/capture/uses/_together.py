@@ -17,6 +17,7 @@ from torch import Tensor
 from gradstats._compiler import is_compiling
 from gradstats.capture.following._examples import Examples
 from gradstats.capture.parameters._nodes import Root
+from gradstats.capture.uses._tap import Factors
 from gradstats.capture.uses._uses import Settings
 from gradstats.contractions import Contraction, sqnorm
 
@@ -60,8 +61,8 @@ def kind_of(settings: Settings, factors_of: Joinable, result: Tensor) -> Hashabl
     return type(factors_of), likeness, examples.fold, result.shape, result.dtype
 
 
-class Joinable:
-    """Factors of an operation, as ``tap`` takes them, that can be joined with those of others.
+class Joinable(Factors):
+    """Factors of an operation that can be joined with those of others.
 
     Attributes:
         examples: where the examples lie in all operands.
@@ -71,18 +72,12 @@ class Joinable:
 
     examples: Examples
 
-    def __call__(self, grad: Tensor, *saved: Any) -> list:
-        raise NotImplementedError
-
     def likeness(self) -> Hashable | None:
         """Return what joined operations must share besides type and sizes; None if never joined."""
 
     def joined(self, count: int) -> Any:
         """Return the factors of ``count`` such operations, joined along their first axis."""
         return replace(self, examples=self.examples.times(count))  # type: ignore[type-var]
-
-    def norms(self, grad: Tensor, *saved: Any) -> list[Contraction] | None:
-        """Return squared norms without forming factors; None if factors are needed."""
 
 
 class Together:

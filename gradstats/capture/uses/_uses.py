@@ -1,7 +1,4 @@
-"""What all uses of parameters have in common, and the simplest use.
-
-    Use  the roots that one operation uses, and how its factors reach them
-    Tap  identity on the result of an operation that PyTorch computed as always
+"""What all uses of parameters have in common: their roots, and how factors reach these.
 
 The autograd Functions at which a parameter meets data keep their ``Use`` in ``ctx.use``, where the
 walk over the graph finds it, and deliver factors to the roots.
@@ -298,26 +295,17 @@ def check_derivatives(use: Use) -> None:
         )
 
 
-def refuse_derivatives(use: Use) -> NoReturn:
+def refuse_derivatives(nodes: Sequence[Node]) -> NoReturn:
     """Raise for derivatives of the network through an operation that does not support them."""
+    names = [root.name for root in unique_roots(nodes)]
     raise UnsupportedOperationError(
         "the loss contains derivatives of the network (torch.autograd.grad with create_graph=True "
-        f"ran through an operation on {use.nodes[0].describe()}), and how they depend on the "
+        f"ran through an operation on {nodes[0].describe()}), and how they depend on the "
         "parameter is not known for this operation. Expected linear layers, convolutions, "
         "normalisation layers, products, or operations that broadcast: write it with these, have "
         'per_example_norms compute one example at a time with fallback="vmap", or leave the '
-        f"parameter out by name with exclude={use.names!r}."
+        f"parameter out by name with exclude={names!r}."
     )
-
-
-def _tap_again(ctx, grad: Tensor, *saved: Tensor | None):
-    method = getattr(ctx.factors_of, "data_gradients", None)
-    if method is None:
-        refuse_derivatives(ctx.use)
-    gradients = method(ctx.use.nodes, grad, *saved)
-    if gradients is None:
-        return ((2, grad),)
-    return zip(ctx.data, gradients, strict=True)
 
 
 def derived(node: Node, function, *args) -> Derived:
@@ -325,72 +313,6 @@ def derived(node: Node, function, *args) -> Derived:
     with torch._C.DisableTorchFunctionSubclass():
         value = function(node.value, *args)
     return Derived(node.tracker, value, function, (node, *args), {}, None)
-
-
-class Tap(torch.autograd.Function):
-    """Identity on an operation's result that turns its gradient into reports.
-
-    The result is marked as changed in place so that it remains an ordinary tensor: returned as a
-    view, it could not be changed in place by a later ``relu_``.
-    """
-
-    @staticmethod
-    def forward(ctx, use, factors_of, result, *saved):
-        ctx.use, ctx.factors_of = use, factors_of
-        ctx.data = range(3, 3 + len(saved))
-        ctx.save_for_backward(*saved)
-        ctx.mark_dirty(result)
-        return result
-
-    @staticmethod
-    @unseen(_tap_again)
-    def backward(ctx, grad, *saved):
-        use = ctx.use
-        # Inside a checkpoint's forward, where torch.autograd.grad may run as well, the checkpoint
-        # would take what ``factors_of`` records for a part of it.
-        if use.is_due():
-            factors = None
-            if use.settings.consumer is None and use.all_sole:
-                method = getattr(ctx.factors_of, "norms", None)
-                norms = None if method is None else method(grad, *saved)
-                factors = None if norms is None else [Fused(None, each, None) for each in norms]
-            use.take(ctx.factors_of(grad, *saved) if factors is None else factors)
-        return (None, None, grad, *(None for _ in saved))
-
-
-def tap(
-    nodes: Sequence[Node],
-    result: Tensor,
-    factors_of,
-    *saved: Tensor | None,
-    lookup: Lookup | None = None,
-) -> Tensor:
-    """Return ``result`` with the factors of ``nodes`` attached to its gradient.
-
-    Args:
-        nodes: the tracked operands of the operation.
-        result: what the operation returned, still connected to the operands as PyTorch connects it.
-        factors_of: called as factors_of(grad, *saved); returns one factor for each node. It may
-            have two methods. ``data_gradients(nodes, grad, *saved)`` returns the gradients of
-            ``saved``, computed by tracked operations, or None if they do not depend on the tracked
-            operands. ``norms(grad, *saved)`` returns a ``Contraction`` for each node, for factors
-            that need not wait for other uses, or None.
-        saved: tensors that ``factors_of`` needs, saved as an operation saves its operands.
-        lookup: the look-up that the operation is, if its factors name one.
-    """
-    use = Use(nodes)
-    use.lookup = lookup
-    if is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
-        result = attach(Tap)(use, factors_of, result, *saved)
-    else:
-        # Dispatch modes, such as selective checkpoints', may check that results were not changed.
-        with torch.autograd._unsafe_preserve_version_counter(result):
-            result = attach(Tap)(use, factors_of, result, *saved)
-    base = result._base
-    if base is not None and base.grad_fn is not None and not is_compiling():
-        metadata: Any = base.grad_fn.metadata  # of the node that hides the use's own
-        metadata[KEY] = use
-    return result
 
 
 def free_of_views(tensor: Tensor) -> Tensor:
