@@ -251,12 +251,14 @@ def _before_its_first_pass(loader: DataLoader) -> DataLoader:
     loader.generator = _own_generator()
     loader.in_order = True  # the position of a batch says which examples it holds
     vars(loader).update(BEFORE_ITS_FIRST_PASS)
-    # accelerate keeps the loader that reads inside its own, which tells gradient accumulation when
-    # a pass begins and ends.
+    # accelerate keeps the loader that reads inside its own, which may skip what a resumed epoch has
+    # had, and tells gradient accumulation when a pass begins and ends.
     inner = vars(loader).get("base_dataloader")
     if isinstance(inner, DataLoader):
         inner = _before_its_first_pass(inner)
-        vars(loader).update(base_dataloader=inner, begin=lambda: None, end=lambda: None)
+        vars(loader).update(
+            base_dataloader=inner, skip_batches=0, begin=lambda: None, end=lambda: None
+        )
     return loader
 
 

@@ -679,6 +679,14 @@ def test_a_pass_of_accelerates_loader_goes_on_after_a_call(setting, workers):
     assert not accelerator.gradient_state.in_dataloader
 
 
+def test_a_loader_of_accelerate_that_resumes_an_epoch_is_read_from_the_start(setting):
+    accelerate = pytest.importorskip("accelerate")
+    stream = DataLoader(Stream([*zip(*setting.train, strict=True)]), 4)
+    loader = accelerate.skip_first_batches(accelerate.Accelerator(cpu=True).prepare(stream), 1)
+    np.testing.assert_array_equal(score(setting, loader).self_influence, reference(setting))
+    assert len(list(loader)) == 2
+
+
 class Shared(IterableDataset):
     """Examples of which each worker gives a part, with their places in the data set."""
 
