@@ -1554,11 +1554,14 @@ def test_statistics_of_a_batch_are_given(function, width):
     assert_sqnorms(tracker.stats, expected, 1e-10)
 
 
-def _filled(x, empty):
+def _filled(x, empty, put=lambda means, place, mean: means.__setitem__(place, mean)):
     means = empty(x)
     for place, column in enumerate(x.mT):
-        means[place] = column.mean()
+        put(means, place, column.mean())
     return means / 2
+
+
+ONE = torch.ones((), requires_grad=True)
 
 
 # Statistics of inputs (B, d) over the batch, one for each feature, with as many of these as there
@@ -1571,6 +1574,13 @@ STATISTICS = {
     "made a tensor": lambda x: torch.tensor([column.mean() for column in x.mT]),
     "filled in": lambda x: _filled(x, lambda x: torch.zeros(x.shape[1]).double()),
     "filled in, new": lambda x: _filled(x, lambda x: x.new_empty(x.shape[1])),
+    "copied to a row": lambda x: _filled(
+        x,
+        lambda x: torch.zeros(x.shape).double(),
+        lambda means, place, mean: means[place].copy_(mean),
+    )[:, 0],
+    "detached": lambda x: torch.stack([column.mean().detach() for column in (x * ONE).mT]),
+    "variances": lambda x: torch.stack([torch.cov(column) for column in x.mT]),
     "products": lambda x: torch.stack([column @ column for column in x.mT]),
     "combined": lambda x: torch.stack([c.max() - 2 * c.min() for c in x.mT]).sqrt().abs(),
     "changed in place": lambda x: torch.stack([c.mean().mul_(2).add_(c.std()) for c in x.mT]),

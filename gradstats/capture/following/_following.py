@@ -40,6 +40,7 @@ from gradstats.capture.operations._operations import (
     PRODUCTS,
     RESHAPES,
     TRANSPOSES,
+    variants,
 )
 
 # Operations that add axes in front, if the last axes of the result are those of the operand.
@@ -47,6 +48,9 @@ IN_FRONT = BROADCASTS | RESHAPES | TRANSPOSES
 
 # Operations whose results have the same row for each example, if their operands have none.
 SAME_ROWS = EXPANDS | {torch.full}
+
+# Statistics of all rows or columns, which are not followed.
+STATISTICS = frozenset(variants("cov", "corrcoef", "histc", "histogram"))
 
 # Operations whose results may hold rows of constants beside those of data.
 JOINS_OR_PADS = PADS.union(JOINS)
@@ -112,10 +116,12 @@ def _are_of_nobody(marks: Marks, data: list[Tensor]) -> bool:
 
 
 def _is_joint(marks: Marks, call: Call) -> bool:
-    """Whether a result without an axis for the examples was computed from values of all."""
-    combines = call.func in OVER_AXES or call.func in FAMILIES
+    """Whether an untrained result without an axis for the examples is a statistic of all."""
+    combines = call.func in OVER_AXES or call.func in FAMILIES or call.func in STATISTICS
     return any(
-        marks.values.is_joint(item) or (combines and marks.layout_of(item) is not None)
+        marks.values.is_joint(item)
+        or marks.owned(item) is MIXED
+        or (combines and marks.layout_of(item) is not None)
         for item in call.data
     )
 

@@ -126,7 +126,8 @@ def _in_line(
         return None
     known = [owned for owned in owners if isinstance(owned, Examples)]
     if not known:
-        return None if any(map(marks.is_marked, tensors)) else marks.by_contract(result)
+        told = any(marks.values.owner_of(tensor) is not None for tensor in tensors)
+        return None if told or any(map(marks.is_marked, tensors)) else marks.by_contract(result)
     if stacked:
         known = [layout.along(layout.axis + (dim <= layout.axis)) for layout in known]
         dim = -1

@@ -213,8 +213,10 @@ def _place_unowned(marks: Marks, change: Change, fresh: bool) -> None:
     known = marks.layout_of(target) if before else None
     joint = marks.values.is_joint(target, int(change.in_place))
     if joint or (not before and any(map(marks.values.is_joint, tensors_in(write.values)))):
-        marks.place(after, None)
-        marks.values.note(after, joint=True)
+        for shown in (after, target._base if change.in_place and not before else None):
+            if shown is not None and node_of(shown) is None:
+                marks.place(shown, None)
+                marks.values.note(shown, joint=True)
     elif not before and not marks.is_distinct(after):
         # A matrix with a row and a column for each packed row, as of a graph's edges, is taken for
         # one of the batch: where rows meet, its values are read.
