@@ -351,6 +351,31 @@ def test_derivatives_through_checkpoints(nested, reentrant, batch):
     assert_sqnorms(gs.per_example_norms(model, x, gradient_penalty), expected, 1e-9)
 
 
+class Marked(torch.Tensor):
+    """A subclass of the user's, whose operations run with those of subclasses off."""
+
+
+def test_derivatives_inside_checkpoints_by_tensors_of_a_subclass():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 1)
+            self.scale = nn.Parameter(torch.rand(4))
+
+        def inner(self, h, scale):
+            h = h.as_subclass(Marked)
+            values = (h * scale).sin()
+            (slopes,) = torch.autograd.grad(values.sum(), h, create_graph=True)
+            return (values * slopes).as_subclass(torch.Tensor)
+
+        def forward(self, x):
+            inner = checkpoint(self.inner, self.first(x), self.scale, use_reentrant=False)
+            return self.last(inner)
+
+    model, x = Inner().double(), torch.randn(5, 2, dtype=torch.float64)
+    check_model(model, x, lambda model, x: model(x).square().sum(1), fusing=(True,))
+
+
 class Weighted(nn.Module):
     """Values weighted by their own gradients, as numbers, in a checkpoint."""
 

@@ -81,7 +81,9 @@ def _bypassing(function: Callable[..., Any], args: tuple[Any, ...]):
         for place, note in notes.items():
             if note is not None:
                 note_as(mode.tracker.marks, copies[place], note)
-        with nullcontext() if mode in modes_here() else mode:
+        here = nullcontext() if mode in modes_here() else mode
+        # A subclass's torch.autograd.grad runs with those of all subclasses, as parameters are, off.
+        with torch._C._EnableTorchFunction(), here:
             return function(*given, **kwargs)
 
     return run, tuple(None if place in tracked else item for place, item in enumerate(args))
