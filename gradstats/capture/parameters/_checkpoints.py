@@ -82,7 +82,7 @@ def _bypassing(function: Callable[..., Any], args: tuple[Any, ...]):
             if note is not None:
                 note_as(mode.tracker.marks, copies[place], note)
         here = nullcontext() if mode in modes_here() else mode
-        # A subclass's torch.autograd.grad runs with those of all subclasses, as parameters are, off.
+        # The torch.autograd.grad of a subclass hides the operations of all others, parameters too.
         with torch._C._EnableTorchFunction(), here:
             return function(*given, **kwargs)
 
