@@ -6,6 +6,8 @@ from torch import nn
 
 import gradstats as gs
 from gradstats.capture import _tracker
+from gradstats.capture.operations._formats import SettledFormats
+from tests.functions import Kernel
 from tests.losses import losses_of
 from tests.oracle import assert_sqnorms, oracle_sqnorms
 
@@ -104,6 +106,36 @@ def test_what_is_first_compiled_inside_a_context(monkeypatch, fullgraph):
     assert torch._dynamo.eval_frame._stance.stance == "default"
     losses(model, batch).mean().backward()
     assert graphs() == before + 1
+
+
+class Apart(nn.Module):
+    """Calls a function without a rule, beside others that the compiler is told to leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.scaled(x))
+
+    @torch.compiler.disable(recursive=False)
+    def scaled(self, x):
+        return Kernel.apply(x.sin(), self.weight).cos() * 2.0
+
+
+# torch.compile looks at .grad of what enters a graph; it hides the warning, not from pytest.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_one_example_at_a_time_between_graphs():
+    """Between graphs the compiler does not compile what gradstats runs beside each operation."""
+    torch._dynamo.reset()
+    model = Apart()
+    batch = case(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    expected = oracle_sqnorms(model, batch, losses_of)
+    stats = gs.per_example_norms(compiled, batch, losses_of, fallback="vmap")
+    assert_sqnorms(stats, expected, 1e-5)
+    handler = SettledFormats.__torch_function__.__code__
+    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(handler)
 
 
 def test_a_compiler_that_was_reset():

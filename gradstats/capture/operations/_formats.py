@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from gradstats._compiler import imported_compiler
 from gradstats.capture.operations._nested import operands_of
 
 BATCH_NORMS = frozenset({functional.batch_norm, torch.batch_norm})
@@ -44,6 +45,12 @@ def settle_format(func, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
 
 class SettledFormats(TorchFunctionMode):
     """Settles formats where nothing is tracked: for references, one example at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if (dynamo := imported_compiler()) is not None:
+            # Between graphs the compiler would compile the handler, again for each operation.
+            dynamo.eval_frame.skip_code(SettledFormats.__torch_function__.__code__)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
