@@ -681,6 +681,21 @@ def test_uses_in_a_graph_and_outside_of_it():
         assert_sqnorms(gs.per_example_norms(model, batch, losses_of), expected, 1e-5)
 
 
+def test_the_step_that_runs_again_finds_the_batch_as_it_was():
+    """The loss writes into its batch."""
+    model, (x, labels), _ = outside()
+
+    def losses(model, batch):
+        batch[0].mul_(3)
+        return losses_of(model, batch)
+
+    expected = oracle_sqnorms(model, (3 * x, labels), losses_of)
+    for _ in range(2):
+        given = x.clone()
+        assert_sqnorms(gs.per_example_norms(model, (given, labels), losses), expected, 1e-5)
+        torch.testing.assert_close(given, 3 * x)
+
+
 def test_uses_in_a_graph_and_outside_of_it_are_refused_in_the_first_step():
     """A training step cannot be run again: the first one says what the next will do."""
     model, batch, expected = outside()

@@ -14,6 +14,7 @@ from gradstats.capture._reports import SharedInGraphError
 from gradstats.capture._tracker import Tracker
 from gradstats.capture.compiled._used import runs_graphs
 from gradstats.capture.following._taken import explain
+from gradstats.capture.operations._nested import tensors_in
 from gradstats.capture.parameters._consumers import WithinBatch
 from gradstats.capture.uses._uses import Settings
 from gradstats.errors import TrackingError, UnsupportedOperationError
@@ -136,7 +137,7 @@ def per_example_norms(
         """Return the norms, and which example each loss is of if the model reordered them."""
         consumer = within_batch(alignment, gram)
         run = partial(run_examples, model, batch, loss_fn, consumer, scratch, **options)
-        before = State(model) if compiled else None
+        before = State(model, batch=tensors_in(batch)) if compiled else None
         try:
             tracker, losses = run()
         except SharedInGraphError:
