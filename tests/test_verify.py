@@ -314,6 +314,20 @@ def test_randomness_of_other_generators(batch):
     assert report.ok and report.check("determinism").ok
 
 
+def test_randomness_of_a_generator_of_its_own(batch):
+    """It is not restored: no two forwards are alike, and nothing can be said of the examples."""
+    generator = torch.Generator()
+
+    def losses(model, batch):
+        return classify(model, (batch[0] + torch.randn(4, generator=generator), batch[1]))
+
+    report = gs.verify(network(), batch, losses)
+    assert failed(report) == ["exactness", "determinism"] and all(row.ok for row in report.rows)
+    assert "draws from a generator of its own" in report.check("determinism").detail
+    assert "not compared: the same random numbers" in report.check("exactness").detail
+    assert report.check("coupling").ok is None and report.examples == ()
+
+
 def test_a_forward_that_is_not_deterministic(batch):
     calls = []
 

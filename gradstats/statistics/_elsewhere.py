@@ -25,6 +25,7 @@ class Elsewhere:
 
     Attributes:
         random: whether the forward is random; known once examples were compared.
+        repeats: whether the same random numbers give the same losses and gradients again.
     """
 
     def __init__(self, subject: Subject, division: Division, names: list[str]):
@@ -32,28 +33,32 @@ class Elsewhere:
         self._parameters = subject.parameters(names)
         # The relative difference up to which two losses or gradients count as the same.
         self._tolerance = TOLERANCE[subject.dtype]
-        self.random = False
+        self.random, self.repeats = False, True
 
     def compare(self, numbers: Sequence[int]) -> tuple[list[Example], Check]:
         """Return some examples in their batch, and a check that they do not depend on it."""
-        self.random = self._is_random()
+        self._look_for_randomness()
+        if not self.repeats:
+            detail = "not compared: the same random numbers do not give the same losses again"
+            return [], Check("coupling", None, f"{detail} (see determinism)")
         examples, check = self._compare(numbers)
         if check.ok is False:
             check = self._as_given(numbers) or check
         return examples, check
 
-    def _is_random(self) -> bool:
-        """Whether other random numbers give other losses or gradients.
+    def _look_for_randomness(self) -> None:
+        """Find out whether other, and the same, random numbers give other losses or gradients.
 
         Both are compared: dropout before an adapter that is still zero changes gradients only.
         """
         subject, found = self._subject, []
-        for same in (True, False):
+        for same in (True, True, False):
             losses = subject.losses(subject.batch, same_numbers=same)
             found.append((losses.detach(), Example(0, losses.sum(), self._parameters)))
-        (losses, example), (others, other) = found
+        (losses, example), (_, again), (others, other) = found
+        self.repeats = example.difference(again, self._tolerance, "again") is None
         changed = example.difference(other, self._tolerance, "with other random numbers")
-        return changed is not None or not same_bits(losses, others)
+        self.random = changed is not None or not same_bits(losses, others)
 
     def _as_given(self, numbers: Sequence[int]) -> Check | None:
         """Return what is found with other modules in eval mode; None if that changes nothing.

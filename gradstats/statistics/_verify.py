@@ -186,7 +186,9 @@ class Verification:
             detail = f"plain autograd failed with {summary(error)}"
             self.checks += [self._coverage(stats), Check("exactness", False, detail)]
             return self._report(computed=False)
-        if found is not None and stats is not None and found.functions.inside:
+        if not examples:
+            self.examples = []
+        elif found is not None and stats is not None and found.functions.inside:
             self.hidden = self._not_reached(stats, examples)
         self.checks += [self._coverage(stats), self._exactness(stats, examples, coupling), coupling]
         self.checks += [*padding, *self._runs(stats, elsewhere.random)]
@@ -304,6 +306,8 @@ class Verification:
         """Compare squared norms with plain autograd, and note each parameter's error."""
         if stats is None:
             return Check("exactness", None, NOT_COMPARED)
+        if not examples:
+            return Check("exactness", False, coupling.detail)
         for column, name in enumerate(self.selected):
             if name not in stats.by_parameter or name in self.hidden:
                 continue
@@ -351,7 +355,9 @@ class Verification:
         if not same_bits(first.loss, second.loss):
             detail = (
                 "two forwards with the same random numbers gave different losses: the model itself "
-                "is not deterministic. Try torch.use_deterministic_algorithms(True)"
+                "is not deterministic. Try torch.use_deterministic_algorithms(True); or, if it "
+                "draws from a generator of its own (torch.Generator, numpy.random.default_rng), "
+                "let it draw from the global one here"
             )
             return [Check("determinism", False, detail)]
         different = [
