@@ -590,6 +590,37 @@ def stored(value):
     return numbers
 
 
+def several_losses(h):
+    """Return three losses in one tensor, the first two of them scaled there, as YOLO's are."""
+    losses = torch.zeros(3).double()
+    losses[0], losses[1] = h.square().sum(), h.sin().sum()
+    losses[0] *= 3
+    losses[1].div_(2)
+    losses[:2] *= torch.tensor([1, 4])
+    return losses
+
+
+def totals(h):
+    """Return three numbers, two of which started as zeros."""
+    numbers = torch.zeros(3).double()
+    numbers[0] += h.exp().sum()
+    numbers[0] += h.cos().sum()
+    numbers[2] += h.sum()
+    return numbers
+
+
+def of_which_one_was_changed(name, function):
+    """Return a function of several losses after one was changed in place, and another added to."""
+
+    def changed(h):
+        losses = several_losses(h)
+        getattr(losses[0], name)(*function(losses))
+        losses[1] += h.exp().sum()
+        return losses
+
+    return changed
+
+
 def by_scale(values):
     """Return the derivative of a mean by a factor of all values, as penalties of invariance do."""
     scale = torch.ones((), requires_grad=True).double()
@@ -604,6 +635,25 @@ def test_scalars_that_are_no_sums_over_the_examples(scalar):
         with gs.track(model, batch_size=BATCH):
             scalar(model(batch())).sum().backward()
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "scalar",
+    [
+        of_which_one_was_changed("sqrt_", lambda losses: ()),
+        of_which_one_was_changed("mul_", lambda losses: (losses[1].clone(),)),
+        of_which_one_was_changed("pow_", lambda losses: (2,)),
+        lambda h: several_losses(h).square(),
+        lambda h: totals(h).square(),
+        lambda h: [losses := totals(h), losses[0].square_(), losses][2],
+        lambda h: [losses := totals(h), losses[0].mul_(losses[2].clone()), losses][2],
+    ],
+)
+def test_losses_in_one_tensor_that_are_no_sums(scalar):
+    model = nn.Linear(WIDTH, WIDTH).double()
+    with pytest.raises((gs.CoupledExamplesError, gs.ExampleAxisError)):
+        with gs.track(model, batch_size=BATCH):
+            scalar(model(batch())).sum().backward()
 
 
 # What combines inputs x (B, T, d) and a row for each example e (B, d) as if that were a position's.
@@ -1375,6 +1425,14 @@ SUMS = {
             + torch.addcdiv(ONES[0, 0], h.sum(), 4 * ONES[0, 0])
         ),
         lambda h, i, given: 2 * h.exp() + h / 4,
+    ),
+    "several losses in one tensor": (
+        lambda h: several_losses(h).sum(),
+        lambda h, i, given: 3 * h.square() + 2 * h.sin(),
+    ),
+    "totals in one tensor": (
+        lambda h: totals(h) @ torch.tensor([1.0, 1.0, 4.0]).double(),
+        lambda h, i, given: h.exp() + h.cos() + 4 * h,
     ),
     "in units of itself": (
         lambda h: h.square().sum() / h.square().sum().detach() * 2,

@@ -22,7 +22,13 @@ from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._signatures import RENAMED, by_place, in_pytorchs_names
 from gradstats.capture.following._taken import note_made, takes_for_data, took_given, without_given
 from gradstats.capture.following._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
-from gradstats.capture.following._written import Change, follow_change, follow_move, follow_write
+from gradstats.capture.following._written import (
+    Change,
+    follow_change,
+    follow_move,
+    follow_write,
+    note_sums,
+)
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._names import function_name
 from gradstats.capture.operations._nested import flatten, is_among, operands_of, tensors_in
@@ -207,6 +213,8 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
     target = args[0]
     before = marks.is_data(target)
     after = target if func in IN_PLACE else result
+    base = target._base if after is target else None
+    total = base is not None and not marks.is_data(base)  # it starts as a number
     write = WRITES[func](*args, **kwargs)
     written = [item for item in data if item is not target]
     pads = bool(written) and all([is_padding(marks, item) for item in written])
@@ -230,3 +238,5 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
             marks.mark(after, None, function_name(func))
     if func in FILLS and not written and isinstance(sole_of(marks.owned(target)), Whole):
         marks.values.note(target, blank=True)
+    if base is not None and marks.values.is_sum(target):
+        note_sums(marks, base, total)

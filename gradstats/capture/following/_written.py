@@ -94,6 +94,20 @@ def _are_fixed_after(write: Write, after: Tensor, own: Scores) -> bool:
     return weights_keep_apart(kept, *own.sides)
 
 
+def note_sums(marks: Marks, base: Tensor, total: bool) -> None:
+    """Note that a tensor holds sums after a sum was written into a view of it.
+
+    Args:
+        base: the tensor, such as ``losses`` in ``losses[0] *= gain``.
+        total: whether it held no data before.
+    """
+    held = marks.values.held_by(base, writes=1)
+    kept = total or "sum" in held or "blank" in held
+    if kept and marks.is_marked(base) and not isinstance(marks.owned(base), Examples):
+        marks.mark(base, MIXED)
+        marks.values.note(base, sum=True)
+
+
 def _stays_sum(marks: Marks, change: Change) -> bool:
     """Whether a tensor that sums were written into holds nothing but sums."""
     write, target, before, _ = change
@@ -102,7 +116,10 @@ def _stays_sum(marks: Marks, change: Change) -> bool:
     kept = blank or marks.values.is_sum(target, writes) or isinstance(marks.owned(target), Whole)
     kept = kept or not _had_gradient(change, target)
     given = [item for item in write.values if marks.is_trained(item)]
-    return kept and all(map(marks.is_additive, given))
+    # A view that is written into its base, as by ``losses[0] *= gain``, counts as it was before.
+    return kept and all(
+        marks.is_additive(item, writes=writes if item._base is target else 0) for item in given
+    )
 
 
 def _had_gradient(change: Change, tensor: Tensor) -> bool:
