@@ -79,40 +79,43 @@ def contraction(
     lies = lies or kept_along
     kept, gone = [], []
     indices = set()
-    data = without_given(marks, marks.data_among(operands))
+    every = marks.data_among(operands)
+    data = without_given(marks, every)
     for at, tensor in enumerate(operands):
         if not is_among(tensor, data):
             continue
         layout = marks.layout_of(tensor)
-        if isinstance(layout, Scores):
-            rows, columns = (lies(at, side) for side in layout.sides)
-            if rows and columns and len(marks.data_among(operands)) == 1:
-                return scores([rows, columns], result)
-            if not scores_keep_apart(tensor, layout):
-                marks.meetings.note(result)
-                return None
-            layout = without_columns(layout)
-        after = None if layout is None else lies(at, layout)
-        if after is not None:
-            kept.append((tensor, after))
-        elif layout is not None:
-            if kept and packs(marks, [layout]):
-                if len(places) == 2 and _sums_own_rows(marks, operands[0], places, layout, result):
-                    # This depends on values, so it must not be cached, which an owner prevents.
-                    marks.values.note(result, owner=kept[0][1].of_elements(result))
-                    continue
-                if marks.packed or layout.segments is not None:
-                    marks.meetings.note(result)
-                    return None
-            gone.append((tensor, layout))
-            if tensor.requires_grad:
-                indices.add(places[at][layout.axis])
-        elif marks.is_marked(tensor):
+        if layout is None:
+            if not marks.is_marked(tensor):
+                continue
             if isinstance(marks.owned(tensor), Whole):
                 marks.meetings.note(result)
                 return None
             by_slots = _of_slots(marks, operands, places, result)
             return by_slots or _of_weighted_sums(marks, operands, places, result)
+        if isinstance(layout, Scores):
+            rows, columns = (lies(at, side) for side in layout.sides)
+            if rows and columns and len(every) == 1:
+                return scores([rows, columns], result)
+            if not scores_keep_apart(tensor, layout):
+                marks.meetings.note(result)
+                return None
+            layout = without_columns(layout)
+        after = lies(at, layout)
+        if after is not None:
+            kept.append((tensor, after))
+            continue
+        if kept and packs(marks, [layout]):
+            if len(places) == 2 and _sums_own_rows(marks, operands[0], places, layout, result):
+                # This depends on values, so it must not be cached, which an owner prevents.
+                marks.values.note(result, owner=kept[0][1].of_elements(result))
+                continue
+            if marks.packed or layout.segments is not None:
+                marks.meetings.note(result)
+                return None
+        gone.append((tensor, layout))
+        if tensor.requires_grad:
+            indices.add(places[at][layout.axis])
     if not kept:
         found = _of_weighted_sums(marks, operands, places, result)
         if found is not None or marks.values.owner_of(result) is not None:
