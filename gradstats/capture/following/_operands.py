@@ -236,27 +236,42 @@ def broadcast(marks: Marks, data: list[Tensor], result: Tensor) -> Examples | No
     if not aligned:
         return None if any(map(marks.is_marked, data)) else marks.by_contract(result)
     trained = [layout for tensor, layout in aligned if tensor.requires_grad]
-    place = aligned[0][1].axis - result.dim()
-    if not trained and any(
+    if not trained:
+        return _of_inputs(marks, data, [layout for _, layout in aligned], result)
+    if packs(marks, trained) and (pairs := scores(trained, result)) is not None:
+        return pairs
+    first = trained[0]
+    if not all(same_layout(first, layout) for layout in trained[1:]):
+        marks.meetings.note(result)
+        return None
+    note_crossed(marks, data, places_in_rows(None, [*data, result])[:-1], result)
+    return first
+
+
+def _of_inputs(
+    marks: Marks, data: list[Tensor], layouts: Sequence[Examples], result: Tensor
+) -> Examples | None:
+    """Return the layout of operands without a gradient that are broadcast against each other.
+
+    Args:
+        data: the operands.
+        layouts: where the examples of those that have a layout lie in the result.
+        result: of the operation.
+    """
+    first = layouts[0]
+    place = first.axis - result.dim()
+    if any(
         is_of_another(marks, item) and item.dim() >= -place and item.shape[place] > 1
         for item in data
     ):
         return None  # rows of one example beside others: see agree()
-    deciding = trained or [layout for _, layout in aligned]
-    pack = packs(marks, deciding) if trained else marks.packed
-    if pack and (pairs := scores(deciding, result)) is not None:
-        # Pairs without a gradient count as values of their rows.
-        return pairs if trained else without_columns(pairs)
-    first = deciding[0]
-    if not trained and any(is_lost_beside(marks, first, item) for item in data):
+    if marks.packed and (pairs := scores(layouts, result)) is not None:
+        return without_columns(pairs)  # pairs without a gradient count as values of their rows
+    if any(is_lost_beside(marks, first, item) for item in data):
         return None
-    if all(same_layout(first, layout) for layout in deciding[1:]):
-        note_crossed(marks, data, places_in_rows(None, [*data, result])[:-1], result)
+    if all(same_layout(first, layout) for layout in layouts[1:]):
         return first
-    if trained:
-        marks.meetings.note(result)
+    # Inputs of different examples meet: the one in the batch's order decides.
+    if any(layout.axis != first.axis for layout in layouts):
         return None
-    # Untrained inputs of different examples meet: the one in the batch's order decides.
-    if any(layout.axis != first.axis for layout in deciding):
-        return None
-    return next((layout for layout in deciding if layout.plain), None)
+    return next((layout for layout in layouts if layout.plain), None)
