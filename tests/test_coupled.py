@@ -600,6 +600,19 @@ def several_losses(h):
     return losses
 
 
+def one_by_one(h):
+    """Return three losses in one tensor, one of which is summed in a loop over the examples."""
+    losses, loss = torch.zeros(3).double(), 0
+    for each in h:
+        loss += each.square().sum()
+    losses[0] = loss
+    losses[0] *= 3
+    losses[1] = h.sin().sum()
+    losses[2] = h[0].sum()
+    losses[1] *= 2
+    return losses
+
+
 def totals(h):
     """Return three numbers, two of which started as zeros."""
     numbers = torch.zeros(3).double()
@@ -644,6 +657,9 @@ def test_scalars_that_are_no_sums_over_the_examples(scalar):
         of_which_one_was_changed("mul_", lambda losses: (losses[1].clone(),)),
         of_which_one_was_changed("pow_", lambda losses: (2,)),
         lambda h: several_losses(h).square(),
+        lambda h: one_by_one(h).square(),
+        lambda h: one_by_one(h).square_(),
+        lambda h: [losses := one_by_one(h), losses[0].sqrt_(), losses][2],
         lambda h: totals(h).square(),
         lambda h: [losses := totals(h), losses[0].square_(), losses][2],
         lambda h: [losses := totals(h), losses[0].mul_(losses[2].clone()), losses][2],
@@ -1429,6 +1445,10 @@ SUMS = {
     "several losses in one tensor": (
         lambda h: several_losses(h).sum(),
         lambda h, i, given: 3 * h.square() + 2 * h.sin(),
+    ),
+    "losses summed in a loop": (
+        lambda h: one_by_one(h).sum(),
+        lambda h, i, given: 3 * h.square() + 2 * h.sin() + (h if i == 0 else 0),
     ),
     "totals in one tensor": (
         lambda h: totals(h) @ torch.tensor([1.0, 1.0, 4.0]).double(),

@@ -21,7 +21,13 @@ from gradstats.capture.following._returned import follow_gradients, note_beside
 from gradstats.capture.following._sequences import PRESCRIBES
 from gradstats.capture.following._signatures import RENAMED, by_place, in_pytorchs_names
 from gradstats.capture.following._taken import note_made, takes_for_data, took_given, without_given
-from gradstats.capture.following._writes import CHANGES_IN_PLACE, OUT_OF_PLACE, WRITES
+from gradstats.capture.following._writes import (
+    CHANGES,
+    CHANGES_IN_PLACE,
+    OUT_OF_PLACE,
+    WRITES,
+    Write,
+)
 from gradstats.capture.following._written import (
     Change,
     follow_change,
@@ -230,7 +236,7 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
         follow_move(marks, func, args, kwargs)
     elif func in CHANGES_IN_PLACE:
         follow_change(marks, Call(CHANGES_IN_PLACE[func], args, kwargs, data, target))
-    elif func in OUT_OF_PLACE and before and marks.owned(target) is MIXED:
+    elif func in OUT_OF_PLACE and before and _takes_sums(marks, write, target):
         follow_change(marks, Call(OUT_OF_PLACE[func], args, kwargs, data, target))
     else:
         follow_write(marks, Change(write, target, before, after))
@@ -240,3 +246,10 @@ def _follow_write(marks: Marks, func, args, kwargs, data: list[Tensor], result) 
         marks.values.note(target, blank=True)
     if base is not None and marks.values.is_sum(target):
         note_sums(marks, base, total)
+
+
+def _takes_sums(marks: Marks, write: Write, target: Tensor) -> bool:
+    """Whether an operand that was changed held sums over the examples, or values of several."""
+    owned = marks.owned(target)
+    lost = owned is None and write.how == CHANGES
+    return owned is MIXED or (lost and marks.values.is_sum(target, writes=1))
