@@ -103,7 +103,7 @@ def note_sums(marks: Marks, base: Tensor, total: bool) -> None:
     """
     held = marks.values.held_by(base, writes=1)
     kept = total or "sum" in held or "blank" in held
-    if kept and marks.is_marked(base) and not isinstance(marks.owned(base), Examples):
+    if kept and marks.is_marked(base) and not isinstance(marks.owned(base), APART):
         marks.mark(base, MIXED)
         marks.values.note(base, sum=True)
 
