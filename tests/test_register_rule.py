@@ -609,6 +609,17 @@ def test_registered_twice():
         gs.register_rule(ScaledSiLU, scaled_silu)
 
 
+def test_operations_that_cannot_be_given_a_rule_are_refused_with_other_remedies(batch):
+    model = Model(lambda x, w: functional.linear(w.expand(len(x), 1, -1), x[0])).double()
+    with pytest.raises(gs.UnsupportedOperationError, match=r"linear .*fallback.*exclude") as caught:
+        gs.per_example_norms(
+            model, batch, lambda model, batch: model.operation(batch[0], model.weight).sum((1, 2))
+        )
+    assert "register_rule" not in str(caught.value)
+    with pytest.raises(gs.TrackingError, match="linear has a rule already"):
+        gs.register_rule(functional.linear, torch.mul)
+
+
 def test_a_subclass_keeps_its_own_forward(batch):
     class Tripled(ScaledSiLU):
         @staticmethod

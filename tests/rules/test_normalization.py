@@ -273,7 +273,8 @@ def test_batch_norm_by_statistics_of_the_batch_is_refused(layer, place):
     if place == "before":
         model = nn.Sequential(layer, model[0])
     mode = [module.training for module in model.modules()]
-    remedy = r"model\.eval\(\)" if layer.track_running_stats else "Replace these .*GroupNorm"
+    own = r"Replace these .*GroupNorm.*track_running_stats=True and call \.eval\(\)"
+    remedy = r"model\.eval\(\)" if layer.track_running_stats else own
     with pytest.raises(gs.CoupledExamplesError, match=rf"mixes the examples.*{remedy}"):
         gs.per_example_norms(model, torch.randn(3, 4, 2, 2), uneven_loss_of_one)
     with pytest.raises(gs.CoupledExamplesError), gs.track(model, batch_size=3) as tracker:

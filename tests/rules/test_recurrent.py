@@ -287,8 +287,18 @@ def test_examples_along_the_axis_of_steps():
             {"layer": nn.GRU(WIDTH, HIDDEN)},  # sequence first
             normal(BATCH, positions, WIDTH),
             error=gs.ExampleAxisError,
-            match="gru.*along axis 1",
+            match="gru.*along axis 1.*pass batch_dim=1",
         )
+
+
+def test_examples_along_the_axis_that_the_layer_takes_but_not_along_batch_dim():
+    check_refused(
+        lambda m, x: m.layer(x.transpose(0, 1))[0].transpose(0, 1),
+        {"layer": nn.GRU(WIDTH, HIDDEN, batch_first=True)},
+        normal(BATCH, 4, WIDTH),
+        error=gs.ExampleAxisError,
+        match=r"gru.*along axis 0\. Move the axis",
+    )
 
 
 def test_initial_states_of_other_examples_are_refused():

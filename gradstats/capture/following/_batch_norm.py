@@ -74,7 +74,10 @@ def refuse_statistics(running_mean, weight, bias) -> NoReturn:
     owner = f" ({node.describe()})" if node is not None else ""
     if running_mean is None:
         mode = "without running statistics"
-        remedy = "Replace these layers by GroupNorm, or train them with track_running_stats=True."
+        remedy = (
+            "Replace these layers by GroupNorm, or train them with track_running_stats=True and "
+            "call .eval() on them before you measure."
+        )
     else:
         mode = "in training mode"
         remedy = (

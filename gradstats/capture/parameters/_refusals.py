@@ -41,9 +41,8 @@ def refuse(
         "known. Expected an operation that gradstats has a rule for. "
         + (
             remedy
-            or 'Have per_example_norms compute it one example at a time with fallback="vmap", add '
-            "a rule with gs.register_rule, or leave the parameter out by name with "
-            f"exclude={node.names!r}."
+            or 'Have per_example_norms compute it one example at a time with fallback="vmap", or '
+            f"leave the parameter out by name with exclude={node.names!r}."
         ),
         node.names,
     ) from cause

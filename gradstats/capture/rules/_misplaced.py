@@ -25,9 +25,10 @@ def along_another_axis(
     marks: Marks, func, node: Node, data: Tensor, layout: Examples, axis: int | None
 ) -> ExampleAxisError:
     """Return the error for data whose examples lie along another axis than the prescribed one."""
+    of_batch = f"If that is where the batch's examples lie, pass batch_dim={axis}. Otherwise move"
     remedy = (
-        "Move the axis before this operation, or pass batch_first= to recurrent and attention "
-        f"layers. {IF_KNOWN}"
+        f"{'Move' if axis == marks.batch_dim else of_batch} the axis before this operation, or "
+        f"pass batch_first= to recurrent and attention layers. {IF_KNOWN}"
     )
     if marks.packed:
         remedy = "It takes packed rows for positions: call it on each example's slice."

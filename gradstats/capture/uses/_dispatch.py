@@ -215,9 +215,12 @@ def _without_rule(tracker: Context, func, nodes: list[Node], args, kwargs):
         differentiable = any(item.is_floating_point() or item.is_complex() for item in found)
         if not (differentiable or any(item.requires_grad for item in changed)):
             return result
-    remedy = ""
+    names = [root.name for root in unique_roots(nodes)]
+    remedy = (
+        'Have per_example_norms compute it one example at a time with fallback="vmap", add a rule '
+        f"with gs.register_rule, or leave the parameter out by name with exclude={names!r}."
+    )
     if isinstance(func, SCRIPTS):
-        names = [root.name for root in unique_roots(nodes)]
         remedy = (
             "Use the layer without torch.jit (for e3nn, call "
             "e3nn.set_optimization_defaults(jit_script_fx=False) before building the model), have "
