@@ -469,6 +469,36 @@ def test_gradients_of_parameters_in_the_loss_are_refused():
         gs.per_example_norms(model, torch.randn(5, 2), loss)
 
 
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 3), nn.Conv1d(3, 2, 2), nn.ConvTranspose1d(3, 2, 2)]
+)
+@pytest.mark.parametrize("excluded", ["1.weight", "1.bias"])
+@pytest.mark.parametrize("unused", [False, True])
+def test_gradients_of_a_parameter_that_is_excluded_beside_a_tracked_one(layer, excluded, unused):
+    """Their layer's backward is the context's, and must not lose the gradient in the loss."""
+    torch.manual_seed(0)
+    width = layer(torch.ones(3, 4)).shape[1]
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(width, 2)).double()
+
+    def loss(model, data):
+        losses = model(data).sin().square().sum((1, 2))
+        parameter = model.get_parameter(excluded)
+        (slope,) = torch.autograd.grad(
+            losses.sum(), parameter, create_graph=True, allow_unused=unused
+        )
+        return losses + slope.square().sum()
+
+    data = torch.randn(5, 3, 4).double()
+    with pytest.raises(gs.CoupledExamplesError):
+        gs.per_example_norms(model, data, loss, exclude=excluded)
+    of_one = data[:1]
+    others = [each for name, each in model.named_parameters() if name != excluded]
+    gradients = torch.autograd.grad(loss(model, of_one).sum(), others, allow_unused=True)
+    expected = sum(each.square().sum() for each in gradients if each is not None)
+    stats = gs.per_example_norms(model, of_one, loss, exclude=excluded)
+    torch.testing.assert_close(stats.sqnorm, expected[None])
+
+
 def test_a_differentiable_training_gradient_is_refused():
     model = NETWORKS["mlp"]()
     with (

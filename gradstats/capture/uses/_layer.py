@@ -165,15 +165,15 @@ class Layer(Preparable):
 
 def _layer_again(ctx, grad: Tensor, x: Tensor, weight: Tensor):
     layer = ctx.layer
-    weight_is_data, bias_is_data = layer.data
+    _, _, _, want_weight, want_bias = ctx.needs_input_grad
     if ctx.needs_input_grad[2] and layer.weight:
         yield 2, *layer.data_gradients(ctx.use.nodes, grad, x)
     elif ctx.needs_input_grad[2]:
         yield 2, layer.adjoint(grad, x).forward(grad, weight.to(grad.dtype), None)
-    if weight_is_data:
+    if want_weight and not layer.weight:
         _, gradient = layer.gradients(ctx.use.settings, grad, x, weight, (False, True))
         yield 3, cast(gradient, ctx.dtypes[0])
-    if bias_is_data:
+    if want_bias and not layer.bias:
         yield 4, cast(layer.bias_sum(grad), ctx.dtypes[1])
 
 
