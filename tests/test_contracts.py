@@ -137,7 +137,7 @@ def test_batch_norm_without_running_statistics(batch):
         "batch normalisation without running statistics (parameter '1.weight' (of module '1')) "
         "mixes the examples of a batch: each loss depends on all examples, so per-example "
         "gradients do not exist. Replace these layers by GroupNorm, or train them with "
-        "track_running_stats=True."
+        "track_running_stats=True and call .eval() on them before you measure."
     )
     with pytest.raises(gs.CoupledExamplesError, match=re.escape(message)):
         gs.per_example_norms(model, batch, per_example_cross_entropy)
