@@ -268,6 +268,38 @@ def test_reentrant_checkpoints_that_are_not_seen_are_refused(run):
     assert_unchanged(model, state)
 
 
+def test_a_reentrant_checkpoint_in_another_thread_of_inputs_alone_is_refused():
+    """It is noticed in its own backward, where it uses parameters."""
+    model, _ = checkpointed(in_another_thread)
+    model.first.requires_grad_(False)
+    refused = r"reentrant checkpoint.*another thread"
+    with pytest.raises(gs.TrackingError, match=refused):
+        gs.per_example_norms(model, vectors(), classify)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_reentrant_checkpoints_before_the_context():
+    """As in a generator beside the model: its gradients are as without a context."""
+    torch.manual_seed(0)
+    generator, model = nn.Linear(4, 3).double(), nn.Linear(3, 1).double()
+    noise = torch.randn(B, 4, dtype=torch.float64, requires_grad=True)
+
+    def losses(model, batch):
+        return model(batch).square().sum(1)
+
+    expected = oracle_sqnorms(model, generator(noise).detach(), losses)
+    losses(model, REENTRANT(generator, noise)).mean().backward()
+    plain = [parameter.grad for parameter in (*generator.parameters(), *model.parameters())]
+    generator.zero_grad()
+    model.zero_grad()
+    made = REENTRANT(generator, noise)
+    with gs.track(model, batch_size=B) as tracker:
+        tracker.backward(losses(model, made))
+    assert_sqnorms(tracker.stats, expected, 1e-9)
+    for parameter, want in zip((*generator.parameters(), *model.parameters()), plain, strict=True):
+        torch.testing.assert_close(parameter.grad, want)
+
+
 def saved_on_cpu(function, *args):
     with torch.autograd.graph.save_on_cpu():
         return function(*args)

@@ -50,6 +50,7 @@ class Context:
         trains: whether gradients of parameters are formed, for training or for such hooks.
         renumbered: (autograd node, index of the result) of each tensor that was given other values
             through ``.data`` → the sequence number of the first node made afterwards.
+        first_node: the sequence number of the first autograd node made inside the context.
         together: the small operations that wait for each other.
         visibility: whether the context sees everything; None if nothing can hide from it.
         followed: the last result of a rule that has already noted where its examples lie, so that
@@ -85,6 +86,7 @@ class Context:
     derived_from_leaves = False
     weight: float | None = 1.0
     shows_graph = False
+    first_node = 0
     form = ""
     rules: Mapping[Any, Any] = RULES
     dispatch = run_on_tracked

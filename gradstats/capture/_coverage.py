@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node as GraphNode
@@ -132,8 +133,8 @@ def _walk(
         else:
             edges = node.next_functions
             if kind not in NATIVE:
-                if kind is REENTRANT:
-                    raise _unseen_checkpoint()
+                if kind is REENTRANT and _runs_inside(tracker, node):
+                    raise unseen_checkpoint()
                 if issubclass(kind, BackwardCFunction):
                     use = getattr(node, "use", None)
                 else:
@@ -247,7 +248,26 @@ def _check_place(node: BackwardCFunction, noted: set[int]) -> None:
         )
 
 
-def _unseen_checkpoint() -> TrackingError:
+def _runs_inside(tracker: Context, node: GraphNode) -> bool:
+    """Whether a checkpoint ran while the context was open, or was given a result from inside.
+
+    Another thread counts its nodes from zero, so that a checkpoint there may seem to be from before
+    the context; if it was given none from inside, its own backward tells if parameters are in it.
+    """
+    nodes: Any = [node, *(child for child, _ in node.next_functions if child is not None)]
+    return any(
+        type(each) is not ACCUMULATE_GRAD and each._sequence_nr() >= tracker.first_node
+        for each in nodes
+    )
+
+
+def is_in_unseen_checkpoint() -> bool:
+    """Whether the running backward is one that such a checkpoint runs for its own part."""
+    return type(torch._C._current_autograd_node()) is REENTRANT
+
+
+def unseen_checkpoint() -> TrackingError:
+    """Return the error about a reentrant checkpoint that the context did not see."""
     return TrackingError(
         "a reentrant checkpoint (torch.utils.checkpoint with use_reentrant=True) ran where the "
         "context does not see it: in another thread than the one that opened the context, or under "

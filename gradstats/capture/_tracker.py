@@ -15,7 +15,13 @@ from torch.autograd.graph import Node as GraphNode
 from gradstats._compiler import called_from_compiled, running_eagerly
 from gradstats._factors import Segments
 from gradstats.capture._context import Context
-from gradstats.capture._coverage import check_coverage, check_data, leaves_of
+from gradstats.capture._coverage import (
+    check_coverage,
+    check_data,
+    is_in_unseen_checkpoint,
+    leaves_of,
+    unseen_checkpoint,
+)
 from gradstats.capture._mode import FollowingMode
 from gradstats.capture._replaced import replace_in_compiler, replace_in_pytorch
 from gradstats.capture._reports import ONE_OF_SEVERAL, Reports
@@ -166,6 +172,7 @@ class Tracker(Context):
             hooked = self._model.register_forward_pre_hook
             self._undo.enter_context(hooked(self._take_data, with_kwargs=True))
         replace_in_pytorch()
+        self.first_node = torch._C._autograd._get_sequence_nr()
         self._mode.remove()
         self._mode.__enter__()
 
@@ -333,6 +340,8 @@ class Tracker(Context):
             if node in meetings.roots_of_sums or (nested and node in meetings.added):
                 raise meetings.refusal(node)
         reporting = check_coverage(self, nodes, () if nested else losses)
+        if reporting and nested and is_in_unseen_checkpoint():
+            raise unseen_checkpoint()
         self.backward_ran = True
         tasks = self._tasks
 
