@@ -315,6 +315,25 @@ def test_a_penalty_whose_shares_are_not_known_is_refused_with_the_ways_on(model,
     assert_unchanged(model, state)
 
 
+def test_a_penalty_among_weighted_losses(model, batch):
+    """As its refusal says: the losses are reduced as they were without it."""
+    weights = torch.rand(B, dtype=torch.float64) + 0.5
+    with (
+        pytest.raises(
+            gs.ExampleAxisError, match=r"\(weight \* losses \+ penalty\), reduced as before"
+        ),
+        gs.track(model, batch_size=B, weights=weights),
+    ):
+        ((losses_of(model, batch) * weights).sum() + penalty_of(model)).backward()
+
+    def losses(model, batch):
+        return losses_of(model, batch) + penalty_of(model)
+
+    with gs.track(model, batch_size=B, weights=weights) as tracker:
+        (losses(model, batch) * weights).sum().backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, batch, losses), 1e-9)
+
+
 class Uncertain(nn.Module):
     """Two tasks, whose losses are weighed by trained variances."""
 

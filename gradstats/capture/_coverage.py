@@ -47,8 +47,8 @@ def check_data(losses: Iterable[Tensor]) -> None:
                 "parameters, buffers and constants alone. Expected losses of the examples. Create "
                 "the batch outside the context and pass it to the model, so that it counts as "
                 "data. If the loss is a penalty on the weights, which belongs to no example, add "
-                "it to the unreduced losses, (losses + penalty).mean(), or run its own backward "
-                "once the context has closed.",
+                "it to the unreduced losses, (losses + penalty), reduced as before, or run its own "
+                "backward once the context has closed.",
                 node.names,
             )
 

@@ -48,8 +48,8 @@ def of_reduced_losses(func, node: Node, data: Tensor, batch_size: int) -> Exampl
         "such as a penalty on the weights or a trained weight of a loss, meets "
         f"{'values' if data.dim() else 'a scalar'} in which the {batch_size} examples "
         "were summed, so that its share in each example's loss is not known. Expected it in "
-        "the unreduced losses: (weight * losses + penalty).mean(). To keep it out of them, "
-        "run the penalty's own backward after the context has closed, or use weight_decay; "
+        "the unreduced losses, (weight * losses + penalty), reduced as before. To keep it out of "
+        "them, run the penalty's own backward after the context has closed, or use weight_decay; "
         "parameters without any other use can be left out with exclude=.",
         node.names,
     )
