@@ -459,3 +459,22 @@ def test_layers_that_are_normalised_a_few_examples_at_a_time(monkeypatch, scratc
         (nn.GroupNorm(2, 4), (5, 3, 4, 2)),
     ):
         check_operation(folded, {"layer": scrambled(layer)}, normal(*shape))
+
+
+def test_a_list_of_vectors_with_as_many_numbers_as_there_are_examples():
+    """Refused with a remedy that works: rows that are stacked before the context is opened."""
+    layer = nn.LayerNorm(4).double()
+    vectors = [normal(4) for _ in range(4)]
+
+    def losses(model, batch):
+        return model(batch).sin().sum(1)
+
+    message = r"reduces over the last 1.* before the context is opened.*torch\.stack"
+    inside = (lambda: vectors[0], lambda: vectors[0][None], lambda: torch.stack(vectors))
+    for row in inside:
+        with pytest.raises(gs.ExampleAxisError, match=message), gs.track(layer, batch_size=4):
+            layer(row())
+    batch = torch.stack(vectors)
+    with gs.track(layer, batch_size=4) as tracker:
+        tracker.backward(losses(layer, batch))
+    assert_sqnorms(tracker.stats, oracle_sqnorms(layer, batch, losses), 1e-12)

@@ -63,8 +63,9 @@ def reduced_over(
         f"{function_name(func)} on {node.describe()} reduces over the last {trailing} of "
         f"{data.dim()} axes of its data, of shape {tuple(data.shape)}, but the {layout.batch} "
         f"examples lie along axis {layout.axis}, so that it mixes them. Expected them along an "
-        "axis before those: give each example a row of its own (x[None] for a single one, "
-        f"torch.stack for a list), or correct batch_dim=. {WHERE_THE_NUMBER_IS_FROM}",
+        "axis before those: give each example a row of its own before the context is opened "
+        "(x[None] for a single one, torch.stack for a list), or correct batch_dim=. "
+        f"{WHERE_THE_NUMBER_IS_FROM}",
         node.names,
     )
 
