@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstats.capture.following._assigned import assign_rows
+from gradstats.capture.operations._nested import tensors_in
 from gradstats.errors import TrackingError
 from gradstats.monitor._context import MonitorStep
 from gradstats.statistics._loss import infer_batch_size
@@ -47,6 +48,7 @@ class Forwards:
         self._step: MonitorStep | None = None
         self._examples = 0
         self._rows: int | None = None
+        self._named = False
 
     def wait(self) -> None:
         """Wait for the forward of the next micro-batch."""
@@ -76,7 +78,7 @@ class Forwards:
             if self._step is None:
                 self._open(args, kwargs)
             else:
-                self._check_rows(kwargs)
+                self._check_rows(args, kwargs)
             if self._rows_per_example != 1:
                 self._assign_rows([*args, *kwargs.values()])
         except BaseException:
@@ -109,7 +111,7 @@ class Forwards:
                 f"the model was called with {left} more than {self._examples} times the "
                 f"{self._rows_per_example} rows that rows_per_example= says each example has."
             )
-        self._rows = None if inputs is None else len(inputs)
+        self._rows, self._named = self._rows_in(args, kwargs), inputs is not None
         self._step = self._begin(self._examples, self._ids_in(kwargs), bounds)
         self._step.open()
 
@@ -125,15 +127,25 @@ class Forwards:
         inputs = kwargs.get(self._main_input)
         return inputs if isinstance(inputs, Tensor) else None
 
-    def _check_rows(self, kwargs) -> None:
-        """Raise if a later call in a micro-batch has another number of rows than the first."""
+    def _rows_in(self, args, kwargs) -> int | None:
+        """Return how many rows the model is called with; None if it is given no tensors."""
         inputs = self._main_input_in(kwargs)
-        if inputs is None or self._rows is None:
+        if inputs is not None:
+            return len(inputs)
+        given = [*args, *kwargs.values()]
+        return infer_batch_size(given, 0) if any(map(Tensor.dim, tensors_in(given))) else None
+
+    def _check_rows(self, args, kwargs) -> None:
+        """Raise if a later call in a micro-batch has another number of rows than the first."""
+        named = self._named and self._main_input_in(kwargs) is not None
+        # Rows of other examples are refused where the model uses them, unless there is only one.
+        if not named and self._examples > 1:
             return
-        if len(inputs) != self._rows:
+        rows = self._rows_in(args, kwargs)
+        if rows not in (None, self._rows):
             raise TrackingError(
                 f"the model was called with {self._rows} rows and then, in the same training step, "
-                f"with {len(inputs)}, so it is not known which are the examples. Expected one row "
+                f"with {rows}, so it is not known which are the examples. Expected one row "
                 "for each example in every call: run other calls under torch.no_grad(), or measure "
                 "with gs.Monitor in your own loop."
             )

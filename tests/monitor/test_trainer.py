@@ -518,6 +518,17 @@ def test_another_number_of_rows_in_one_step_is_refused(tmp_path):
     assert not _get_current_function_mode_stack()
 
 
+def test_another_number_of_rows_by_names_that_are_not_known_is_refused(tmp_path):
+    """A model that is no transformers model does not say which input is the main one."""
+    model = Classifier()
+    model.main_input_name = "input_ids"
+    message = r"with 1 rows and then, .* with \d+, so it is not known.*torch\.no_grad\(\)"
+    with pytest.raises(gs.TrackingError, match=message):
+        callback = GradStatsCallback(every=1)
+        trainer_for(model, [callback], tmp_path, Images(14), trainer=CallsTwice, max_steps=1)
+    assert not _get_current_function_mode_stack()
+
+
 class LooksFirst(transformers.Trainer):
     """Calls its model with one row, without gradients, before each batch."""
 
