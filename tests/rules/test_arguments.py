@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from functools import partial
 
 import pytest
@@ -249,3 +251,41 @@ def test_what_has_no_rule():
     model = Operation(None, weighted, lambda _, out: out)
     with pytest.raises(gs.UnsupportedOperationError, match="tracked weight of the classes"):
         gs.per_example_norms(model, (x,), uneven_loss)
+
+
+TARGETS = {
+    "probabilities": (
+        torch.rand(BATCH, WIDTH).double(),
+        "-(weight * target * input.log_softmax(1)).sum(1)",
+    ),
+    "numbers": (
+        torch.arange(BATCH) % WIDTH,
+        'weight[target] * cross_entropy(input, target, reduction="none")',
+    ),
+}
+
+
+@pytest.mark.parametrize(("target", "product"), TARGETS.values(), ids=TARGETS)
+def test_a_trained_weight_of_the_classes_is_multiplied_in_the_model(target, product):
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, x):
+            return self.layer(x)
+
+    def refused(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], model.weight, reduction="none")
+
+    def losses(model, batch):
+        names = {"weight": model.weight, "input": model(batch[0]), "target": batch[1]}
+        return eval(product, {"cross_entropy": functional.cross_entropy, **names})
+
+    model, batch = Weighted().double(), (torch.randn(BATCH, WIDTH).double(), target)
+    with pytest.raises(gs.UnsupportedOperationError, match=re.escape(f"in the model: {product}.")):
+        gs.per_example_norms(model, batch, refused)
+    constant = copy.deepcopy(model).requires_grad_(False)
+    torch.testing.assert_close(losses(constant, batch), refused(constant, batch))
+    expected = oracle_sqnorms(model, batch, losses)
+    assert_sqnorms(gs.per_example_norms(model, batch, losses), expected, 1e-9)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from tests.oracle import assert_sqnorms, oracle_on_the_batch
-from tests.rules.operation import check_operation, check_refused, normal
+from tests.rules.operation import Operation, check_operation, check_refused, normal, uneven_loss
 
 BATCH, POSITIONS, WIDTH = 3, 4, 2
 
@@ -755,6 +755,13 @@ def test_repeating_the_only_example_is_refused(operation):
         normal(1, 5),
         match="repeats the only example",
     )
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "where"])
+def test_sizes_that_do_not_fit_get_pytorchs_error(name):
+    model = Operation(REPEATED[name], {"w": (3, 5)}, upstream=False)
+    with pytest.raises(RuntimeError, match=r"must match .*size"):
+        gs.per_example_norms(model, (normal(4, 5),), uneven_loss)
 
 
 BESIDE_A_LOOP = {

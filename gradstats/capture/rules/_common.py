@@ -130,10 +130,11 @@ def _of_the_only(layout: Examples, data: Tensor, axis: int | None, trailing: int
 
 
 def check_rows(func, node: Node, layout: ExampleLayout, operands: Sequence[Tensor]) -> None:
-    """Raise if an operand is longer along the example axis than the examples have rows."""
-    sizes = (1, layout.examples.rows)
+    """Raise if operands have several rows along the example axis, and the only example one."""
+    if layout.examples.rows != 1:
+        return  # PyTorch refuses sizes that do not fit
     for operand in operands:
-        if layout.rows_of(operand.shape) not in sizes:
+        if layout.rows_of(operand.shape) != 1:
             refuse(
                 func,
                 node,

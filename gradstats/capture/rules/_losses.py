@@ -43,7 +43,10 @@ def class_loss(tracker: Context, func, input, target, *args, **kwargs):
     _check_reduction(func, (input, target, *args), kwargs)
     weight = argument_of(args, kwargs, 0, "weight")
     if node_of(weight) is not None:
-        remedy = "Multiply in the model: -(weight * target * input.log_softmax(1)).sum(1)."
+        product = "-(weight * target * input.log_softmax(1)).sum(1)"
+        if not target.is_floating_point():
+            product = 'weight[target] * cross_entropy(input, target, reduction="none")'
+        remedy = f"Multiply in the model: {product}."
         refuse(func, first_node(weight), "with a tracked weight of the classes has no rule", remedy)
     node = first_node(input, target)
     examples = rows_along(tracker, func, node, (input, target), 0)
