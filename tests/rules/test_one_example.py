@@ -397,6 +397,31 @@ def test_constants_of_the_form_of_another_example_under_one_loss(form, constant,
     assert_sqnorms(tracker.stats, oracle_on_the_batch(model, x, losses), rtol=1e-8)
 
 
+@pytest.mark.parametrize("terms", [lambda h: h.new_zeros(3), lambda h: torch.zeros(3).double()])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_several_losses_of_each_example_in_one_tensor(scaled, terms):
+    """In a loop over the examples, as in detection: each tensor holds those of one of them."""
+
+    def losses(model, x):
+        every = []
+        for h in model(x):
+            kept = terms(h)
+            kept[0] += h.square().sum()
+            kept[1] += h.sin().sum()
+            if scaled:
+                kept[0] *= 3
+                kept[1].div_(2)
+                kept /= POSITIONS
+            every.append(kept.sum())
+        return torch.stack(every)
+
+    model, x = nn.Linear(WIDTH, 2).double(), torch.randn(BATCH, POSITIONS, WIDTH).double()
+    check_model(model, x, losses)
+    with gs.track(model, batch_size=BATCH) as tracker:
+        losses(model, x).mean().backward()
+    assert_sqnorms(tracker.stats, oracle_sqnorms(model, x, losses), rtol=1e-8)
+
+
 @pytest.mark.parametrize("batch", [2, 3])
 def test_constants_before_the_rows_of_each_example(batch):
     """Of two examples, such a row of the first's form may be in the first one's place instead."""
