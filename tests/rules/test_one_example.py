@@ -397,6 +397,30 @@ def test_constants_of_the_form_of_another_example_under_one_loss(form, constant,
     assert_sqnorms(tracker.stats, oracle_on_the_batch(model, x, losses), rtol=1e-8)
 
 
+@pytest.mark.parametrize("form", [0, 1])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    "join",
+    [lambda rows: torch.stack(rows), lambda rows: torch.cat([row[None] for row in rows])],
+)
+def test_constants_beside_the_rows_of_one_of_two_examples(join, place, form):
+    """They may be in the other one's place, or fill up the one's rows: a loss of all is refused."""
+    model, x = nn.Linear(WIDTH, 2).double(), torch.randn(2, POSITIONS, WIDTH).double()
+
+    def losses(model, x):
+        rows = list(x)
+        rows[place] = torch.ones_like(x[form])
+        return model(join(rows)).exp().mean((1, 2))
+
+    def of_one_loss():
+        with gs.track(model, batch_size=2) as tracker:
+            losses(model, x).mean().backward()
+        return tracker.stats
+
+    expected = oracle_on_the_batch(model, x, losses)
+    assert are_right(of_one_loss, expected, "ones") == (form == place == 1)
+
+
 @pytest.mark.parametrize("terms", [lambda h: h.new_zeros(3), lambda h: torch.zeros(3).double()])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_several_losses_of_each_example_in_one_tensor(scaled, terms):

@@ -49,6 +49,9 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
         owners = alone
     layout = _side_by_side(marks, tensors, owners, dim, stacked=stacked)
     if not (isinstance(layout, Examples) and any(padding)):
+        fills_one = sum(padding) == 1 and _are_in_place(marks, owners, padding)
+        if fills_one and dim == marks.batch_dim and marks.contract.fits(result):
+            marks.meetings.suppose(result)  # of two examples, it may be in the other one's place
         return layout
     one = sole_example(marks, call.data)
     fills = [pads or owned is None for pads, owned in zip(padding, owners, strict=True)]
