@@ -72,7 +72,10 @@ def watch_derived(
 
 def has_hooks(node: GraphNode, set_by_context: int) -> bool:
     """Whether the user's code has set hooks on a node, beside those that the context has set."""
-    handles: list[Any] = [node.register_hook(_ignore), node.register_prehook(_ignore)]
+    try:
+        handles: list[Any] = [node.register_hook(_ignore), node.register_prehook(_ignore)]
+    except RuntimeError:  # in PyTorch 2.11, where a Function's node is gone and its hooks with it
+        return False
     counts = [len(handle.hooks_dict_ref()) - 1 for handle in handles]
     for handle in handles:
         handle.remove()
