@@ -287,6 +287,28 @@ def test_batches_without_examples(model, bad_batch, message):
         gs.per_example_norms(model, bad_batch, per_example_cross_entropy)
 
 
+def test_names_with_signs_of_patterns_can_be_left_out_as_errors_say(batch):
+    class Keyed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.tables = nn.ParameterDict({"a[0]": nn.Parameter(torch.randn(2, 2))})
+
+        def forward(self, x):
+            table = self.tables["a[0]"]
+            return torch.stack([torch.kron(row, table).sum(0) for row in self.layer(x)])
+
+    model = Keyed()
+    with pytest.raises(
+        gs.UnsupportedOperationError, match=r"exclude=\['tables\.a\[0\]'\]"
+    ) as caught:
+        gs.per_example_norms(model, batch, per_example_cross_entropy)
+    stats = gs.per_example_norms(
+        model, batch, per_example_cross_entropy, exclude=caught.value.parameters
+    )
+    assert set(stats.by_parameter) == {"layer.weight", "layer.bias"}
+
+
 def test_a_pattern_for_the_other_name_of_a_tied_parameter():
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
     model[1].weight = model[0].weight

@@ -301,7 +301,7 @@ def patterns_of(name: str, patterns: Sequence[str] | str | None) -> tuple[str, .
 
 
 def _matching(pattern: str, names: Collection[str]) -> list[str]:
-    """Return the names that an fnmatch pattern matches."""
+    """Return the names that an fnmatch pattern matches, and a name that it is itself."""
     if not any(sign in pattern for sign in "*?["):
         return [pattern] if pattern in names else []
-    return [name for name in names if fnmatchcase(name, pattern)]
+    return [name for name in names if name == pattern or fnmatchcase(name, pattern)]
