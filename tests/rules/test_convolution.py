@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import gradstats as gs
 from gradstats._factors import Images
+from tests.oracle import assert_sqnorms, oracle_sqnorms
 from tests.rules.operation import check_operation, check_refused, normal
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -174,6 +175,31 @@ def test_an_image_without_a_batch_axis_is_refused():
         normal(3, 5, 5),
         match="unbatched.*layer",
     )
+
+
+def test_unbatched_images_by_the_remedies_of_their_refusal():
+    layer, images = nn.Conv1d(4, 2, 2).double(), [normal(4, 8) for _ in range(3)]
+
+    def losses(model, batch):
+        return model(batch).square().sum((1, 2))
+
+    def alone():
+        return torch.stack([layer(each).square().sum() for each in images])
+
+    def assigned():
+        for number, each in enumerate(images):
+            gs.assign_rows(each, torch.full((len(each),), number))
+        return alone()
+
+    message = r"unbatched.*torch\.stack.*assign_rows"
+    with pytest.raises(gs.UnsupportedOperationError, match=message):
+        with gs.track(layer, batch_size=3):
+            alone()
+    expected = oracle_sqnorms(layer, torch.stack(images), losses)
+    for served in (assigned, lambda: losses(layer, torch.stack(images))):
+        with gs.track(layer, batch_size=3) as tracker:
+            tracker.backward(served())
+        assert_sqnorms(tracker.stats, expected, 1e-12)
 
 
 def test_a_tracked_image_is_refused():

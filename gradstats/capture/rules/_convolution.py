@@ -95,6 +95,8 @@ def _convolution(tracker: Context, func, dims, input, weight, bias, call):
             func,
             first_node(input, weight, bias),
             f"of an unbatched input of shape {shape} has no rule",
+            "Give the layer all examples together (torch.stack), or say whose each input is: "
+            "gs.assign_rows(x, torch.full((len(x),), i)) for that of example i.",
         )
     marks, batch = tracker.marks, tracker.batch_size
     if call[-1] % batch == 0:
