@@ -419,6 +419,8 @@ def test_constants_beside_the_rows_of_one_of_two_examples(join, place, form):
 
     expected = oracle_on_the_batch(model, x, losses)
     assert are_right(of_one_loss, expected, "ones") == (form == place == 1)
+    if form == place:
+        assert_sqnorms(gs.per_example_norms(model, x, losses), expected, rtol=1e-8)
 
 
 @pytest.mark.parametrize("terms", [lambda h: h.new_zeros(3), lambda h: torch.zeros(3).double()])

@@ -48,9 +48,11 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
             return found
         owners = alone
     layout = _side_by_side(marks, tensors, owners, dim, stacked=stacked)
-    if not (isinstance(layout, Examples) and any(padding)):
-        fills_one = sum(padding) == 1 and _are_in_place(marks, owners, padding)
-        if fills_one and dim == marks.batch_dim and marks.contract.fits(result):
+    if not any(padding) or not isinstance(layout, (Examples, Whole)):
+        return layout
+    of_batch = dim == marks.batch_dim and marks.contract.fits(result)
+    if isinstance(layout, Whole):
+        if of_batch and sum(padding) == 1 and _are_in_place(marks, owners, padding):
             marks.meetings.suppose(result)  # of two examples, it may be in the other one's place
         return layout
     one = sole_example(marks, call.data)
@@ -59,11 +61,13 @@ def joined_layout(marks: Marks, call: Call) -> Layout:
         # Several forms show that each is an example's own; a single one may be that of the first.
         own = _are_in_place(marks, owners, [owned is None for owned in owners])
         forms = [owned for owned, pads in zip(owners, padding, strict=True) if pads]
-        if one is None or (own and forms != [Whole(0)]):
+        told = one is None or (own and forms != [Whole(0)])
+        if not told:
+            marks.meetings.suppose(result)  # it may fill up the batch or the example's rows
+        if told or (own and of_batch):
             # What is in an example's place is its, whatever its form.
             places: list[Layout] = [Whole(place) for place in range(marks.batch_size)]
             return _side_by_side(marks, tensors, places, dim, stacked=stacked)
-        marks.meetings.suppose(result)  # it may fill up the batch instead of the example's rows
     elif one is None and layout.segments is not None:
         held = _held(marks, tensors, owners, padding)
         if 0 < len(held) < marks.batch_size:
