@@ -300,6 +300,16 @@ def test_reentrant_checkpoints_before_the_context():
         torch.testing.assert_close(parameter.grad, want)
 
 
+def test_a_reentrant_checkpoint_of_parameters_before_the_context_is_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    inputs = torch.ones(B, 3, dtype=torch.float64, requires_grad=True)
+    hidden = REENTRANT(model[0], inputs)
+    with gs.track(model, batch_size=B):
+        loss = model[1](hidden).square().mean()
+        with pytest.raises(gs.TrackingError, match=r"reentrant checkpoint.*before the context"):
+            loss.backward()
+
+
 def saved_on_cpu(function, *args):
     with torch.autograd.graph.save_on_cpu():
         return function(*args)

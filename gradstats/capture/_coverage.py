@@ -270,10 +270,10 @@ def unseen_checkpoint() -> TrackingError:
     """Return the error about a reentrant checkpoint that the context did not see."""
     return TrackingError(
         "a reentrant checkpoint (torch.utils.checkpoint with use_reentrant=True) ran where the "
-        "context does not see it: in another thread than the one that opened the context, or under "
-        "torch._C.DisableTorchFunction. Its backward runs a part of the forward again, on new "
-        "tensors of which it is not known which rows are whose. Expected a forward without either: "
-        "run it in the thread that opened the context, or leave the checkpoint out."
+        "context does not see it: before the context opened, in another thread than the one that "
+        "opened it, or under torch._C.DisableTorchFunction. Its backward runs a part of the "
+        "forward again, on new tensors of which it is not known which rows are whose. Expected a "
+        "forward inside the context, in its thread: run it there, or leave the checkpoint out."
     )
 
 
