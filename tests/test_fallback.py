@@ -338,6 +338,21 @@ def test_a_loss_that_writes_into_the_batch(batch, hidden, workspace):
     assert torch.equal(held[0], written)
 
 
+def test_an_expanded_tensor_in_the_batch_is_not_copied_whole(batch):
+    """Here the copy would have a petabyte; and what was written through its base is restored."""
+    base = torch.ones(1, 1, 1, dtype=torch.float64)
+    shown = base.expand(B, 1 << 22, 1 << 22)
+
+    def losses(model, batch):
+        batch[3].mul_(3)
+        return classify(model, batch[:2]) * batch[2][:, 0, 0]
+
+    model = Awkward(False).double()
+    stats = gs.per_example_norms(model, (*batch, shown, base), losses, fallback="vmap")
+    assert_sqnorms(stats, oracle_sqnorms(model, batch, lambda *held: 3 * classify(*held)), 1e-9)
+    assert base.item() == 3
+
+
 def test_packed_examples():
     class Distances(nn.Module):
         def __init__(self):

@@ -135,7 +135,7 @@ class Contents:
     """The numbers in the tensors of a batch, into which a loss function may write."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._values = [(tensor, _unexpanded(tensor.detach()).clone()) for tensor in tensors]
         self._versions = self._now()
 
     def _now(self) -> Versions:
@@ -144,16 +144,28 @@ class Contents:
     @property
     def changed(self) -> bool:
         """Whether other numbers have been written into one of the tensors since."""
-        return self._versions.changed and not all(same_bits(*pair) for pair in self._values)
+        return self._versions.changed and not all(
+            same_bits(_unexpanded(tensor), value) for tensor, value in self._values
+        )
 
     def restore(self) -> None:
         """Write back, in place, what was written over."""
         if self._versions.changed:
             with torch.no_grad():
                 for tensor, value in self._values:
-                    if tensor.shape == value.shape and not same_bits(tensor, value):
-                        tensor.copy_(value)
+                    numbers = _unexpanded(tensor)
+                    if numbers.shape == value.shape and not same_bits(numbers, value):
+                        numbers.copy_(value)
             self._versions = self._now()
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor that shows each number once, as before ``expand``."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        for axis, stride in enumerate(tensor.stride()):
+            if stride == 0:
+                tensor = tensor.narrow(axis, 0, min(tensor.shape[axis], 1))
+    return tensor
 
 
 def shortened_tables(modules: Iterable[nn.Module]) -> list[Tensor]:
