@@ -1608,6 +1608,11 @@ GIVEN = {
     "divided": lambda m, x: m(x) / x.std(0, keepdim=True),
     "expanded": lambda m, x: m(x) * m(x.mean(0, keepdim=True).expand(BATCH, -1)),
     "expanded in front": lambda m, x: m(x) * m(x.mean(0).expand_as(x)),
+    "repeated": lambda m, x: m(x) * m(x.mean(0, keepdim=True).repeat(BATCH, 1)),
+    "repeated one by one": lambda m, x: (
+        m(x) * m(x.amax(0, keepdim=True).repeat_interleave(BATCH, 0))
+    ),
+    "a number, tiled": lambda m, x: m(x) * m(x.std().tile(BATCH, x.shape[1])),
     "places": lambda m, x: m(x) * torch.isin(torch.arange(x.shape[1]), (x[:, 0] > 0).long()),
     "places of examples": lambda m, x: (
         m(x) * torch.isin(torch.arange(BATCH), torch.tensor([0, 2]))[:, None]

@@ -33,11 +33,11 @@ from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import is_among
 from gradstats.capture.operations._operations import (
     BROADCASTS,
-    EXPANDS,
     JOINS,
     PAD_SEQUENCE,
     PADS,
     PRODUCTS,
+    REPEATS_ROWS,
     RESHAPES,
     TRANSPOSES,
     variants,
@@ -46,8 +46,8 @@ from gradstats.capture.operations._operations import (
 # Operations that add axes in front, if the last axes of the result are those of the operand.
 IN_FRONT = BROADCASTS | RESHAPES | TRANSPOSES
 
-# Operations whose results have the same row for each example, if their operands have none.
-SAME_ROWS = EXPANDS | {torch.full}
+# Operations whose results have the same row for each example, if their operands have one or none.
+SAME_ROWS = REPEATS_ROWS | {torch.full}
 
 # Statistics of all rows or columns, which are not followed.
 STATISTICS = frozenset(variants("cov", "corrcoef", "histc", "histogram"))
@@ -68,7 +68,7 @@ def follow_layout(marks: Marks, call: Call) -> None:
         marks.mark(result, None, call.name)
         return
     after = _layout_after(marks, call)
-    if marks.values.joins and not (result.requires_grad or func in SAME_ROWS):
+    if marks.values.joins and not (result.requires_grad or _has_same_rows(marks, call)):
         if any(map(marks.values.is_joint, data)) and not any(map(marks.owned, data)):
             after = None  # an axis with the size of the batch is not the examples'
     # Products handle scores among their operands themselves.
@@ -113,6 +113,16 @@ def _are_of_nobody(marks: Marks, data: list[Tensor]) -> bool:
     """Whether empty data belong to no example: neither as a whole nor by rows."""
     of_rows = any(layout is not None and layout.rows for layout in map(marks.layout_of, data))
     return not of_rows and sole_example(marks, data) is None
+
+
+def _has_same_rows(marks: Marks, call: Call) -> bool:
+    """Whether a result has the same row for each example, of an operand without their axis."""
+    if call.func not in SAME_ROWS:
+        return False
+    axis = marks.batch_dim - call.result.dim()
+    return not marks.has_example_axis(call.result) or all(
+        -axis > item.dim() or item.shape[axis] == 1 for item in call.data
+    )
 
 
 def _is_joint(marks: Marks, call: Call) -> bool:

@@ -27,10 +27,10 @@ from gradstats.capture.following._reindexed import REINDEXES
 from gradstats.capture.operations._call import Call
 from gradstats.capture.operations._nested import is_among, operands_of
 from gradstats.capture.operations._operations import (
-    EXPANDS,
     LOOKS_AT_FIRST,
     OPAQUE,
     READS_ONLY_FIRST,
+    REPEATS_ROWS,
     RESHAPES,
     SHARED_WEIGHT,
     UNFOLLOWED,
@@ -126,7 +126,7 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
 
 def _of_unplaced(marks: Marks, call: Call, source: Tensor) -> Unchanged | None:
     """Return the layout of a result whose operand has its examples along no known axis."""
-    if call.func in EXPANDS and not source.requires_grad:
+    if call.func in REPEATS_ROWS and not source.requires_grad:
         axis = marks.batch_dim - call.result.dim()
         reached = marks.has_example_axis(call.result)
         if reached and (-axis > source.dim() or source.shape[axis] == 1):

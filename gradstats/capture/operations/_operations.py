@@ -84,6 +84,9 @@ SLICES = frozenset(variants("chunk", "split", "split_with_sizes", "unbind", "nar
 # Operations that repeat an operand without a copy.
 EXPANDS = frozenset(variants("expand", "expand_as", "broadcast_to"))
 
+# Operations that may repeat the same row for each example.
+REPEATS_ROWS = EXPANDS.union(variants("repeat", "tile", "repeat_interleave"))
+
 PRODUCTS = frozenset(
     [
         *variants("matmul", "mm", "bmm", "mv"), Tensor.__matmul__, torch.linalg.matmul,
