@@ -24,6 +24,7 @@ from gradstats._factors._factor import cast as cast
 from gradstats._factors._factor import compute_dtype as compute_dtype
 from gradstats._factors._factor import elements_of as elements_of
 from gradstats._factors._factor import map_tensors as map_tensors
+from gradstats._factors._factor import moved as moved
 from gradstats._factors._factor import tensors_of as tensors_of
 from gradstats._factors._images import Images as Images
 from gradstats._factors._masked import Masked as Masked

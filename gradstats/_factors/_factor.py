@@ -109,6 +109,11 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, without waiting for the copy unless the host may read it."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the accumulation dtype: float64 where any input is float64, else float32."""
     for tensor in tensors:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradstats._factors import moved
 from gradstats.errors import LoaderError
 from gradstats.statistics._arguments import Options
 from gradstats.statistics._batches import can_be_looked_into, map_tensors
@@ -28,9 +29,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if not can_be_looked_into(batch) and hasattr(batch, "to"):
         return copy.copy(batch).to(device)
-    # The host would read a copy from a device before it is complete.
-    ahead = device.type != "cpu"
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=ahead))
+    return map_tensors(batch, lambda tensor: moved(tensor, device))
 
 
 def look_up(batch: Any, source: str | int | Callable[[Any], Any], what: str) -> Any:

@@ -23,6 +23,7 @@ from gradstats.capture.following._operands import (
     agree,
     by_first,
     holds_one_alone,
+    lacks_examples,
     sole_example,
 )
 from gradstats.capture.following._reductions import ATTENTION, OF_TWO, OVER_AXES, REDUCES, runs_over
@@ -119,9 +120,8 @@ def _has_same_rows(marks: Marks, call: Call) -> bool:
     """Whether a result has the same row for each example, of an operand without their axis."""
     if call.func not in SAME_ROWS:
         return False
-    axis = marks.batch_dim - call.result.dim()
     return not marks.has_example_axis(call.result) or all(
-        -axis > item.dim() or item.shape[axis] == 1 for item in call.data
+        lacks_examples(marks, item, call.result) for item in call.data
     )
 
 

@@ -124,12 +124,16 @@ def by_first(marks: Marks, call: Call) -> Layout | Unchanged:
     return after
 
 
+def lacks_examples(marks: Marks, item: Tensor, result: Tensor) -> bool:
+    """Whether an operand has no axis, or one of size 1, where the result has its examples."""
+    axis = marks.batch_dim - result.dim()
+    return -axis > item.dim() or item.shape[axis] == 1
+
+
 def _of_unplaced(marks: Marks, call: Call, source: Tensor) -> Unchanged | None:
     """Return the layout of a result whose operand has its examples along no known axis."""
     if call.func in REPEATS_ROWS and not source.requires_grad:
-        axis = marks.batch_dim - call.result.dim()
-        reached = marks.has_example_axis(call.result)
-        if reached and (-axis > source.dim() or source.shape[axis] == 1):
+        if marks.has_example_axis(call.result) and lacks_examples(marks, source, call.result):
             return UNCHANGED  # each example gets the same given values
     if marks.is_marked(source) or marks.is_lost(source):
         return None

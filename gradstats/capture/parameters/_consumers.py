@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradstats._complex import as_real
-from gradstats._factors import Factor, map_tensors, tensors_of
+from gradstats._factors import Factor, map_tensors, moved, tensors_of
 from gradstats.capture.parameters._lineage import Pulled
 from gradstats.contractions import (
     direction_inner,
@@ -174,11 +174,8 @@ class Against:
     def take(self, arrival: Arrival) -> None:
         sizes = arrival.sqnorm.sqrt()
 
-        # The host would read a copy from a device before it is complete.
-        ahead = sizes.device.type != "cpu"
-
         def to_device(tensor: Tensor) -> Tensor:
-            return tensor.to(sizes.device, non_blocking=ahead)
+            return moved(tensor, sizes.device)
 
         for index, kept in enumerate(self._kept):
             found = kept.pop(arrival.name, None) if self._consume else kept.get(arrival.name)
