@@ -272,6 +272,19 @@ def test_fractions_are_numbers(model, batch):
     assert report.ok and "tolerance 1e-02" in report.check("exactness").detail
 
 
+def calls_of(model, batch, run, other):
+    """Return calls that each measure a model; ``other`` is one of the same architecture."""
+    return (
+        lambda: gs.per_example_norms(model, batch, losses_of),
+        lambda: gs.per_example_norms(model, batch, losses_of, fallback="vmap"),
+        lambda: gs.track(model, batch_size=B).__enter__(),
+        lambda: gs.inner_products(other, batch, model, batch, losses_of),
+        lambda: gs.alignment(model, batch, losses_of, "mean"),
+        lambda: gs.verify(model, batch, losses_of),
+        lambda: gs.self_influence(model, [batch], losses_of, run, progress=False),
+    )
+
+
 @pytest.mark.parametrize("part", ["0.weight", "1.running_var"])
 def test_models_without_values(batch, run, part):
     held = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval())
@@ -280,15 +293,7 @@ def test_models_without_values(batch, run, part):
         model.to("meta")
     else:
         model[1].running_var = torch.ones(3, device="meta")
-    for call in (
-        lambda: gs.per_example_norms(model, batch, losses_of),
-        lambda: gs.per_example_norms(model, batch, losses_of, fallback="vmap"),
-        lambda: gs.track(model, batch_size=B),
-        lambda: gs.inner_products(held, batch, model, batch, losses_of),
-        lambda: gs.alignment(model, batch, losses_of, "mean"),
-        lambda: gs.verify(model, batch, losses_of),
-        lambda: gs.self_influence(model, [batch], losses_of, run, progress=False),
-    ):
+    for call in calls_of(model, batch, run, held):
         with pytest.raises(gs.TrackingError, match=f"'{part}' of the model is on the meta device"):
             call()
 
@@ -296,16 +301,8 @@ def test_models_without_values(batch, run, part):
 def test_lazy_models(batch, run):
     """Before its first forward a lazy layer has no weight, and after it is as any other."""
     model = nn.Sequential(nn.LazyLinear(3))
-    for call in (
-        lambda: gs.per_example_norms(model, batch, losses_of),
-        lambda: gs.per_example_norms(model, batch, losses_of, fallback="vmap"),
-        lambda: gs.track(model, batch_size=B).__enter__(),
-        lambda: gs.Monitor(model, every=1).step(B).__enter__(),
-        lambda: gs.inner_products(model, batch, model, batch, losses_of),
-        lambda: gs.alignment(model, batch, losses_of, "mean"),
-        lambda: gs.verify(model, batch, losses_of),
-        lambda: gs.self_influence(model, [batch], losses_of, run, progress=False),
-    ):
+    monitored = gs.Monitor(model, every=1).step(B).__enter__
+    for call in (*calls_of(model, batch, run, model), monitored):
         with pytest.raises(gs.UnsupportedOperationError, match=r"'0\.weight'.* one forward first"):
             call()
     assert isinstance(model[0].weight, nn.UninitializedParameter)
